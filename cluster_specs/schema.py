@@ -1,0 +1,89 @@
+"""The cluster spec: what a YAML file may say, validated. Units stand in the key names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+InterconnectClass = Literal["nvlink", "pcie3", "pcie4", "pcie5", "shared-memory"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class InterconnectSpec(_Strict):
+    """Links between the devices of one node, where a class name does not fit."""
+
+    bandwidth_gbyte_s: Positive
+    latency_us: NonNegative = 10.0
+
+
+class NodeSpec(_Strict):
+    """One machine: `accelerators` is NAME:COUNT."""
+
+    name: str = Field(min_length=1, pattern=r"^[^/\s]+$")
+    address: str | None = None
+    accelerators: str
+    interconnect: InterconnectClass | InterconnectSpec = "pcie4"
+    price_per_gpu_hour: NonNegative | None = None
+    region: str | None = None
+
+
+class NetworkDefault(_Strict):
+    bandwidth_gbit_s: Positive = 10.0
+    latency_us: NonNegative = 50.0
+
+
+class NetworkLink(_Strict):
+    """The network between two nodes, both directions."""
+
+    from_: str = Field(alias="from")
+    to: str
+    bandwidth_gbit_s: Positive
+    latency_us: NonNegative = 50.0
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+
+class NetworkSpec(_Strict):
+    """`measured` is a CSV file beside the spec (GPU x GPU, Gbit/s) or, once loaded, the matrix itself."""
+
+    default: NetworkDefault = NetworkDefault()
+    links: list[NetworkLink] = []
+    measured: str | list[list[float]] | None = None
+
+
+class AcceleratorSpec(_Strict):
+    """A card that the catalogue lacks (or, once resolved, every card of the cluster)."""
+
+    memory_gib: Positive
+    bf16_dense_tflops: Positive
+    memory_bandwidth_gbyte_s: Positive
+    kind: Literal["gpu", "cpu"] = "gpu"
+    price_per_gpu_hour: NonNegative | None = None
+
+
+class OfferSpec(_Strict):
+    """Something that `--budget` may rent."""
+
+    accelerators: str
+    price_per_gpu_hour: NonNegative
+    max_count: int = Field(gt=0)
+    interconnect: InterconnectClass | InterconnectSpec = "pcie4"
+    gpus_per_node: int = Field(default=8, gt=0)
+
+
+class ClusterSpec(_Strict):
+    """A whole cluster file. `assumptions` lists every figure that was not measured, with its reason."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    assumptions: list[str] = []
+    nodes: list[NodeSpec] = Field(min_length=1)
+    network: NetworkSpec = NetworkSpec()
+    accelerators: dict[str, AcceleratorSpec] = {}
+    offers: list[OfferSpec] = []

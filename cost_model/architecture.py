@@ -1,0 +1,98 @@
+"""What a cost model or an engine must know of a transformer: its shape, counted truly."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Family = Literal["llama", "opt", "mixtral", "bloom", "gpt"]
+
+
+class ModelArchitecture(BaseModel):
+    """The shape of a decoder-only transformer.
+
+    `family` names the engine's model class; the counts below are what costs are made of.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    family: Family
+    layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    ffn: int = Field(gt=0)
+    gated_ffn: bool = True
+    vocab: int = Field(gt=0)
+    tied_embeddings: bool = False
+    max_position: int = Field(gt=0)
+    learned_positions: bool = False
+    biases: bool = False
+    experts: int = Field(default=1, gt=0)
+    active_experts: int = Field(default=1, gt=0)
+    sliding_window: int | None = None
+    weight_bytes: float = Field(default=2.0, gt=0)
+    kv_value_bytes: float = Field(default=2.0, gt=0)
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of one layer's q, k, v and output projections."""
+        q_width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = self.hidden * (2 * q_width + 2 * kv_width)
+        return weights + (q_width + 2 * kv_width + self.hidden if self.biases else 0)
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one feed-forward block (one expert of a mixture)."""
+        matrices = 3 if self.gated_ffn else 2
+        return matrices * self.hidden * self.ffn + (self.ffn + self.hidden if self.biases else 0)
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters held by one layer: all experts and the router included."""
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        norms = 2 * self.hidden * (2 if self.biases else 1)
+        return self.attention_params + self.experts * self.expert_params + router + norms
+
+    @property
+    def active_layer_params(self) -> int:
+        """Parameters that one token passes through in one layer."""
+        idle = (self.experts - self.active_experts) * self.expert_params
+        return self.layer_params - idle
+
+    @property
+    def embedding_params(self) -> int:
+        """Token table, and the learned positions where the model has them (first stage)."""
+        return (self.vocab + (self.max_position if self.learned_positions else 0)) * self.hidden
+
+    @property
+    def head_params(self) -> int:
+        """The LM head (last stage), tied to the token table or not: a stage that has it holds it."""
+        return self.vocab * self.hidden
+
+    @property
+    def total_params(self) -> int:
+        """Every parameter once; a tied head is counted with the embedding."""
+        head = 0 if self.tied_embeddings else self.head_params
+        return self.layers * self.layer_params + self.embedding_params + head
+
+    @property
+    def kv_bytes_per_token_layer(self) -> float:
+        """Keys and values of one token in one layer, all heads."""
+        return 2 * self.kv_heads * self.head_dim * self.kv_value_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Keys and values of one token in all layers (335 MB for 1024 tokens of Llama-2 70B)."""
+        return self.layers * self.kv_bytes_per_token_layer
+
+    def tensor_degrees(self, limit: int) -> list[int]:
+        """Tensor-parallel degrees up to `limit` that split query heads evenly and KV heads evenly
+        (or replicate each KV head evenly)."""
+        return [n for n in range(1, limit + 1) if self.heads % n == 0 and self._kv_heads_split(n)]
+
+    def _kv_heads_split(self, degree: int) -> bool:
+        return self.kv_heads % degree == 0 or degree % self.kv_heads == 0

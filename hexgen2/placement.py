@@ -1,0 +1,181 @@
+"""The placement: one JSON schema for every strategy, the only thing that search and runtime share."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster_specs.schema import ClusterSpec
+from cost_model.architecture import ModelArchitecture
+from cost_model.errors import InputError
+from hexgen2.workload import Workload
+
+Role = Literal["prefill", "decode", "colocated"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+
+class Stage(_Strict):
+    """One pipeline stage: the tensor-parallel degree is len(gpus); layers is [first, end)."""
+
+    gpus: list[str] = Field(min_length=1)
+    layers: tuple[int, int]
+
+    @property
+    def tensor_parallel(self) -> int:
+        return len(self.gpus)
+
+    @property
+    def layer_count(self) -> int:
+        return self.layers[1] - self.layers[0]
+
+
+class Replica(_Strict):
+    """One copy of the model. capacity_req_s is what it can process alone, utilisation its share in use."""
+
+    id: str
+    role: Role
+    stages: list[Stage] = Field(min_length=1)
+    max_batch: int = Field(gt=0)
+    capacity_req_s: float = Field(ge=0)
+    utilisation: float = Field(default=0.0, ge=0)
+
+    @property
+    def gpus(self) -> list[str]:
+        return [gpu for stage in self.stages for gpu in stage.gpus]
+
+    @property
+    def shape(self) -> str:
+        """For example "tp2,tp1": the tensor-parallel degree of each stage."""
+        return ",".join(f"tp{stage.tensor_parallel}" for stage in self.stages)
+
+
+class RouteLink(_Strict):
+    """One device pair that carries a part of each request's KV cache on a route."""
+
+    from_: str = Field(alias="from")
+    to: str
+    bytes_per_req: float = Field(ge=0)
+
+
+class Route(_Strict):
+    """KV cache from a prefill replica to a decode replica."""
+
+    from_: str = Field(alias="from")
+    to: str
+    flow_req_s: float = Field(ge=0)
+    capacity_req_s: float = Field(ge=0)
+    kv_bytes_per_req: float = Field(ge=0)
+    links: list[RouteLink] = []
+
+
+class CostModelName(_Strict):
+    name: str
+    calibration: str
+    pipeline: str
+
+
+class Throughput(_Strict):
+    req_s: float = Field(ge=0)
+    output_tok_s: float = Field(ge=0)
+
+
+class Latency(_Strict):
+    """Service times without queueing: first token at batch 1, one decode step at the placement's batch."""
+
+    ttft_ms: float = Field(ge=0)
+    tpot_ms: float = Field(ge=0)
+
+
+class Bound(_Strict):
+    """A proven upper limit on throughput, valid under `assumptions`; gap = 1 - req_s / bound."""
+
+    req_s: float = Field(ge=0)
+    gap: float
+    assumptions: list[str]
+
+
+class SearchRecord(_Strict):
+    """How the placement was found. `cut` names what stopped the search early, if anything did."""
+
+    seconds: float = Field(ge=0)
+    seed: int
+    evaluations: int = Field(ge=0)
+    trace: list[dict[str, Any]] = []
+    cut: str | None = None
+
+
+class Placement(_Strict):
+    """What a strategy returns, the simulator times and the runtime launches."""
+
+    version: Literal[1] = 1
+    strategy: str
+    cluster: ClusterSpec
+    model: ModelArchitecture
+    workload: Workload
+    cost_model: CostModelName
+    replicas: list[Replica] = Field(min_length=1)
+    routes: list[Route]
+    attention_workers: list[dict[str, Any]] = []
+    throughput: Throughput
+    latency: Latency
+    price_per_hour: float = Field(ge=0)
+    bound: Bound
+    bottlenecks: list[str]
+    search: SearchRecord
+
+    def replica(self, replica_id: str) -> Replica:
+        """The replica of that id; KeyError if there is none."""
+        for replica in self.replicas:
+            if replica.id == replica_id:
+                return replica
+        raise KeyError(replica_id)
+
+    def to_json(self) -> str:
+        """Canonical text: same placement, same bytes."""
+        return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write atomically: the file is the whole placement or is not touched."""
+        target = Path(path)
+        try:
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        except OSError as error:
+            raise InputError(str(target), "", f"cannot be written ({error.strerror})", "choose a writable path") from error
+        with os.fdopen(handle, "w") as stream:
+            stream.write(self.to_json())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Placement:
+        """Read and validate the schema; the invariants are checked by hexgen2.checks.
+
+        Raises
+        ------
+        InputError : unreadable, not JSON, or not a placement
+        """
+        source = str(path)
+        remedy = "make one with `hexgen2 search ... -o placement.json`"
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(source, "", f"cannot be read ({error})", remedy) from error
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            raise InputError(source, key, first["msg"], remedy) from error
+
+
+def json_schema() -> dict[str, Any]:
+    """The published JSON Schema of the placement (docs/placement.schema.json)."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Placement.model_json_schema(by_alias=True)}

@@ -1,0 +1,299 @@
+"""Everything that crosses a process: one small set of typed messages, versioned, in msgpack.
+
+Grouped by direction. On a byte stream each message is one frame: 4 bytes little-endian length, then
+the msgpack of the tagged struct. `KvSlice` alone is followed by raw bytes (its `payload_bytes`).
+The transport (a socket pair here, a network stream elsewhere) knows frames, never their content.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, array_like=True, kw_only=True):
+    """Base: the struct's name is its tag on the wire."""
+
+
+# ---------------------------------------------------------------------------------------------
+# parts
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How to choose tokens. temperature 0 is greedy; top_k 0 and top_p 1 are off; logprobs -1 is off.
+
+    A token depends on (logits, seed, its position) alone, so that the same request gives the same
+    tokens on any replica, whatever its shape and whatever else is in the batch.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int = -1
+
+
+class StageShape(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Workers of one pipeline stage in tensor-parallel order, and its layers [first, end)."""
+
+    workers: tuple[str, ...]
+    first_layer: int
+    end_layer: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Log probability of the chosen token and of the most likely ones (id, logprob), best first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One token of one request. index counts the request's output tokens from 0.
+
+    finish_reason is "" while the request goes on, else "stop" or "length".
+    """
+
+    request_id: str
+    index: int
+    token: int
+    finish_reason: str = ""
+    logprobs: TokenLogprobs | None = None
+
+
+# ---------------------------------------------------------------------------------------------
+# supervisor -> worker
+
+
+class Configure(Message):
+    """First message to a new worker: who it is and what it holds. Workers are named by GPU id."""
+
+    protocol: int
+    worker: str
+    replica: str
+    role: str
+    stages: tuple[StageShape, ...]
+    checkpoint: str
+    device: str
+    dtype: str
+    kv_budget_tokens: int
+    max_batch: int
+    max_prefill_tokens: int
+    host: str
+    secret: str
+    threads: int
+
+
+class Connect(Message):
+    """Where every worker listens (host, port), and every replica's stages: enough for any route.
+
+    store_port is the port of this replica's rendezvous store on its lead.
+    """
+
+    peers: dict[str, tuple[str, int]]
+    replicas: dict[str, tuple[StageShape, ...]]
+    store_port: int
+
+
+class Shutdown(Message):
+    """Finish nothing, free everything, exit 0."""
+
+
+# front end -> lead worker of a replica
+
+
+class Expect(Message):
+    """Reserve room for a request whose KV cache will arrive (lead relays it to its replica).
+
+    capacity_tokens is prompt + output at most; answered by Reserved.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    capacity_tokens: int
+
+
+class Prefill(Message):
+    """Run the prompt and produce token 0. target is the replica that decodes; "" is this one."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    target: str
+
+
+class Decode(Message):
+    """Continue a request whose KV cache arrives here, from its last token on, output index `index`."""
+
+    request_id: str
+    last_token: int
+    index: int
+    sampling: Sampling
+
+
+class Cancel(Message):
+    """Forget the request and free its KV cache; unknown ids are ignored. Answered by Released."""
+
+    request_id: str
+
+
+# ---------------------------------------------------------------------------------------------
+# worker -> supervisor
+
+
+class Listening(Message):
+    """The worker's own port for other workers; store_port is 0 unless it leads its replica."""
+
+    worker: str
+    port: int
+    store_port: int
+
+
+class Ready(Message):
+    """Weights are loaded and the replica's communication groups stand."""
+
+    worker: str
+    load_s: float
+    weight_bytes: int
+
+
+class Failed(Message):
+    """The worker can't go on. kind "input" is the user's (a bad checkpoint), "fault" is ours."""
+
+    worker: str
+    kind: str
+    text: str
+
+
+# lead worker -> front end
+
+
+class Reserved(Message):
+    """Answer to Expect: ok, or no room."""
+
+    request_id: str
+    ok: bool
+
+
+class StepOutput(Message):
+    """All tokens of one engine step, in one frame."""
+
+    replica: str
+    outputs: tuple[TokenOutput, ...]
+
+
+class KvMoved(Message):
+    """The KV cache of a request is complete on the decode side: bytes received by all its workers,
+    seconds from the first byte to the last."""
+
+    request_id: str
+    bytes_received: int
+    seconds: float
+
+
+class Released(Message):
+    """The request holds no memory on this replica any more (after its end or a Cancel)."""
+
+    request_id: str
+    replica: str
+
+
+# ---------------------------------------------------------------------------------------------
+# worker -> worker
+
+
+class Hello(Message):
+    """First frame on a connection between workers; a wrong secret closes it.
+
+    purpose is "control" (follower to lead) or "kv" (prefill worker to decode worker).
+    """
+
+    protocol: int
+    secret: str
+    worker: str
+    purpose: str
+
+
+class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One request in a step: the tokens to run, from which position on."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    position: int
+    index: int
+    capacity_tokens: int
+    sampling: Sampling
+    target: str = ""
+
+
+class Step(Message):
+    """Lead to its replica: run these sequences; "prefill" sends KV to each one's target."""
+
+    step: int
+    phase: str
+    sequences: tuple[SequenceStep, ...]
+
+
+class Release(Message):
+    """Lead to its replica, in order with the steps: drop these requests' KV cache."""
+
+    request_ids: tuple[str, ...]
+
+
+class StepResult(Message):
+    """Last stage to the lead: the sampled tokens of a step."""
+
+    step: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+class KvLanded(Message):
+    """A decode worker to its lead: all of this request's KV that the worker holds has arrived."""
+
+    request_id: str
+    worker: str
+    bytes_received: int
+    seconds: float
+
+
+class KvSlice(Message):
+    """Header of a part of a request's KV cache: layers [first, end) x global KV heads [first, end) x
+    the whole prompt, in C order (layer, key/value, head, token, head_dim), `payload_bytes` follow."""
+
+    request_id: str
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+    tokens: int
+    payload_bytes: int
+
+
+SupervisorToWorker = Configure | Connect | Shutdown | Expect | Prefill | Decode | Cancel
+WorkerToSupervisor = Listening | Ready | Failed | Reserved | StepOutput | KvMoved | Released
+WorkerToWorker = Hello | Expect | Step | Release | StepResult | KvLanded | KvSlice | Shutdown
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(SupervisorToWorker | WorkerToSupervisor | WorkerToWorker)
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message, length included."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+def decode(body: bytes | bytearray | memoryview) -> Message:
+    """The message of a frame's body.
+
+    Raises
+    ------
+    msgspec.DecodeError, msgspec.ValidationError : not one of ours
+    """
+    return _decoder.decode(body)
