@@ -1,0 +1,37 @@
+"""The hardware catalogue joined with prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from cluster_specs.strict_yaml import parse_mapping, read_text
+from cost_model.hardware import CATALOGUE, Accelerator
+
+_PRICES_FILE = Path(__file__).with_name("prices.yaml")
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """A card with its rental price; `price_source` says where the price is from."""
+
+    accelerator: Accelerator
+    price_per_gpu_hour: float
+    price_assumed: bool
+    price_source: str
+
+
+@cache
+def catalogue() -> dict[str, CatalogueEntry]:
+    """Every card that the project knows, by canonical name."""
+    prices = parse_mapping(read_text(_PRICES_FILE), str(_PRICES_FILE))
+    return {
+        name: CatalogueEntry(
+            accelerator=card,
+            price_per_gpu_hour=float(prices[name]["price_per_gpu_hour"]),
+            price_assumed=prices[name]["assumed"],
+            price_source=prices[name]["source"],
+        )
+        for name, card in CATALOGUE.items()
+    }

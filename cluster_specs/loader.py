@@ -1,0 +1,237 @@
+"""From a shipped name or a YAML file to a resolved cluster spec, with every figure in it."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cluster_specs.catalogue import catalogue
+from cluster_specs.schema import AcceleratorSpec, ClusterSpec, NodeSpec
+from cluster_specs.strict_yaml import parse_mapping, read_text
+from cluster_specs.validation import input_error
+from cost_model.errors import InputError
+from cost_model.hardware import GIB, Accelerator, find_accelerator
+
+MAX_GPUS = 4096
+_MAX_MATRIX_BYTES = 256 << 20
+_FOLDER = Path(__file__).parent
+_NOT_A_CLUSTER = {"prices"}
+
+
+def _shipped() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.yaml")) if path.stem not in _NOT_A_CLUSTER}
+
+
+def list_clusters() -> list[tuple[str, str]]:
+    """Name and description of every shipped cluster, by name."""
+    return [(name, load_cluster(name).description) for name in _shipped()]
+
+
+def load_cluster(name_or_file: str) -> ClusterSpec:
+    """A shipped cluster by name, or the cluster that a file describes; resolved (see `resolve`).
+
+    Raises
+    ------
+    InputError : with the file, a key such as `nodes[2].accelerators`, the problem and the remedy
+    """
+    shipped = _shipped()
+    path = shipped.get(name_or_file.strip().lower())
+    if path is None:
+        path = Path(name_or_file)
+        looks_like_a_path = "/" in name_or_file or path.suffix.lower() in {".yaml", ".yml", ".json"}
+        if not looks_like_a_path and not _exists(path):
+            near = difflib.get_close_matches(name_or_file.lower()[:100], shipped, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"shipped: {', '.join(shipped)}"
+            raise InputError(name_or_file or "''", "", "is neither a shipped cluster nor a file", hint)
+    source = str(path)
+    return parse_cluster(parse_mapping(read_text(path), source), source, path.parent)
+
+
+def parse_cluster(data: dict[str, Any], source: str, folder: Path) -> ClusterSpec:
+    """Validate plain data as a cluster spec and resolve it; relative files are looked up in `folder`."""
+    try:
+        spec = ClusterSpec.model_validate(data, strict=True)
+    except ValidationError as error:
+        raise input_error(error, data, source, ClusterSpec) from None
+    return resolve(spec, source, folder)
+
+
+def resolve(spec: ClusterSpec, source: str, folder: Path) -> ClusterSpec:
+    """The same cluster with nothing left to look up; resolving twice changes nothing.
+
+    Cards are under canonical names with their figures in `accelerators`, every node has a price, and
+    `measured` is the matrix itself. Prices that are assumptions are added to `assumptions`.
+    """
+    cards = {name: _accelerator(name, entry) for name, entry in spec.accelerators.items()}
+    entries = dict(spec.accelerators)
+    assumptions = list(spec.assumptions)
+
+    def canonical(text: str, key: str) -> tuple[str, int]:
+        name, count = parse_accelerators(text, source, key)
+        card = find_accelerator(name, cards, source=source, key=key)
+        if card.name not in entries:
+            entries[card.name] = _entry(card)
+        return card.name, count
+
+    nodes, total = [], 0
+    for index, node in enumerate(spec.nodes):
+        card_name, count = canonical(node.accelerators, f"nodes[{index}].accelerators")
+        total += count
+        if total > MAX_GPUS:
+            problem = f"more than {MAX_GPUS} devices in all"
+            raise InputError(source, f"nodes[{index}].accelerators", problem, "describe a smaller cluster")
+        price = node.price_per_gpu_hour
+        if price is None:
+            price = _price(card_name, entries[card_name], assumptions)
+        update = {"accelerators": f"{card_name}:{count}", "price_per_gpu_hour": price}
+        nodes.append(node.model_copy(update=update))
+    offers = []
+    for index, offer in enumerate(spec.offers):
+        card_name, _ = canonical(offer.accelerators, f"offers[{index}].accelerators")
+        offers.append(offer.model_copy(update={"accelerators": card_name}))
+
+    _check_names(spec.nodes, source)
+    _check_links(spec, source)
+    network = spec.network
+    if network.measured is not None:
+        network = network.model_copy(update={"measured": _measured(network.measured, total, source, folder)})
+    return spec.model_copy(
+        update={
+            "nodes": nodes,
+            "offers": offers,
+            "network": network,
+            "accelerators": entries,
+            "assumptions": assumptions,
+        }
+    )
+
+
+def parse_accelerators(text: str, source: str, key: str) -> tuple[str, int]:
+    """NAME:COUNT, SkyPilot's spelling, as (name, count); a bare NAME is one device."""
+    match = re.fullmatch(r"\s*([^:]*[^:\s])\s*(?::\s*(-?\d{1,9})\s*)?", text)
+    if match is None:
+        raise InputError(source, key, f"{text[:60]!r} is not NAME:COUNT", "write for example H100:2")
+    count = int(match[2] or 1)
+    if count < 1:
+        raise InputError(source, key, f"the count is {count}", "give at least 1, for example H100:1")
+    return match[1], count
+
+
+def accelerator_of(spec: ClusterSpec, name: str) -> Accelerator:
+    """The card of a resolved spec by its canonical name."""
+    return _accelerator(name, spec.accelerators[name])
+
+
+def _accelerator(name: str, entry: AcceleratorSpec) -> Accelerator:
+    return Accelerator(
+        name=name,
+        memory_bytes=entry.memory_gib * GIB,
+        flops_s=entry.bf16_dense_tflops * 1e12,
+        memory_bandwidth_bytes_s=entry.memory_bandwidth_gbyte_s * 1e9,
+        kind=entry.kind,
+    )
+
+
+def _entry(card: Accelerator) -> AcceleratorSpec:
+    return AcceleratorSpec(
+        memory_gib=card.memory_bytes / GIB,
+        bf16_dense_tflops=card.flops_s / 1e12,
+        memory_bandwidth_gbyte_s=card.memory_bandwidth_bytes_s / 1e9,
+        kind=card.kind,
+        price_per_gpu_hour=catalogue()[card.name].price_per_gpu_hour,
+    )
+
+
+def _price(name: str, entry: AcceleratorSpec, assumptions: list[str]) -> float:
+    """The card's price; notes it among the assumptions if it is one."""
+    known = catalogue().get(name)
+    if entry.price_per_gpu_hour is None:
+        price = known.price_per_gpu_hour if known else 0.0
+        note = f"price of {name}: {price:g} $/h, " + ("from the catalogue" if known else "none was given")
+    else:
+        price = entry.price_per_gpu_hour
+        if known is None or not known.price_assumed or price != known.price_per_gpu_hour:
+            return price
+        note = f"price of {name}: {price:g} $/h, {known.price_source}"
+    if note not in assumptions:
+        assumptions.append(note)
+    return price
+
+
+def _check_names(nodes: list[NodeSpec], source: str) -> None:
+    seen: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        if node.name in seen:
+            problem = f"{node.name!r} is also the name of nodes[{seen[node.name]}]"
+            raise InputError(source, f"nodes[{index}].name", problem, "give every node its own name")
+        seen[node.name] = index
+
+
+def _check_links(spec: ClusterSpec, source: str) -> None:
+    names = [node.name for node in spec.nodes]
+    seen: dict[frozenset[str], int] = {}
+    for index, link in enumerate(spec.network.links):
+        key = f"network.links[{index}]"
+        for end, name in (("from", link.from_), ("to", link.to)):
+            if name not in names:
+                near = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.4)
+                hint = f"did you mean {near[0]!r}?" if near else f"nodes: {', '.join(names)[:200]}"
+                raise InputError(source, f"{key}.{end}", f"there is no node {name[:60]!r}", hint)
+        if link.from_ == link.to:
+            problem = f"links {link.from_!r} to itself"
+            raise InputError(source, key, problem, "set the node's interconnect instead")
+        pair = frozenset((link.from_, link.to))
+        if pair in seen:
+            problem = f"repeats network.links[{seen[pair]}] (a link holds in both directions)"
+            raise InputError(source, key, problem, "keep one of them")
+        seen[pair] = index
+
+
+def _measured(measured: str | list[list[float]], size: int, source: str, folder: Path) -> list[list[float]]:
+    """The GPU x GPU matrix in Gbit/s; the diagonal means nothing and is set to 0."""
+    rows: list[tuple[str, list[Any]]]
+    if isinstance(measured, str):
+        path = folder / measured
+        file, text = str(path), read_text(path, _MAX_MATRIX_BYTES)
+        rows = [
+            (f"line {number}", line.split(","))
+            for number, line in enumerate(text.splitlines(), 1)
+            if line.strip() and not line.lstrip().startswith("#")
+        ]
+    else:
+        file = source
+        rows = [(f"network.measured[{number}]", row) for number, row in enumerate(measured)]
+    remedy = f"give one row and one column per device, {size} of each"
+    if len(rows) != size:
+        whole = "" if isinstance(measured, str) else "network.measured"
+        raise InputError(file, whole, f"has {len(rows)} rows for {size} devices", remedy)
+    matrix = []
+    for i, (key, cells) in enumerate(rows):
+        if len(cells) != size:
+            raise InputError(file, key, f"has {len(cells)} columns for {size} devices", remedy)
+        matrix.append([0.0 if i == j else _gbit_s(cell, file, key, j) for j, cell in enumerate(cells)])
+    return matrix
+
+
+def _gbit_s(cell: str | float, file: str, key: str, column: int) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        shown = str(cell).strip()[:40]
+        problem = f"column {column + 1} is {shown!r}, not a bandwidth"
+        raise InputError(file, key, problem, "give a number above 0, in Gbit/s")
+    return value
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
