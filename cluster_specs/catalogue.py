@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from cluster_specs.strict_yaml import parse_mapping, read_text
+from cluster_specs.strict_yaml import MAX_YAML_BYTES, parse_mapping
+from cost_model.files import read_text
 from cost_model.hardware import CATALOGUE, Accelerator
 
 _PRICES_FILE = Path(__file__).with_name("prices.yaml")
@@ -25,7 +26,7 @@ class CatalogueEntry:
 @cache
 def catalogue() -> dict[str, CatalogueEntry]:
     """Every card that the project knows, by canonical name."""
-    prices = parse_mapping(read_text(_PRICES_FILE), str(_PRICES_FILE))
+    prices = parse_mapping(read_text(_PRICES_FILE, MAX_YAML_BYTES), str(_PRICES_FILE))
     return {
         name: CatalogueEntry(
             accelerator=card,

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from cluster_specs.catalogue import catalogue
 from cluster_specs.schema import AcceleratorSpec, ClusterSpec, NodeSpec
-from cluster_specs.strict_yaml import parse_mapping, read_text
+from cluster_specs.strict_yaml import MAX_YAML_BYTES, parse_mapping
 from cluster_specs.validation import input_error
 from cost_model.errors import InputError
+from cost_model.files import read_text
 from cost_model.hardware import GIB, Accelerator, find_accelerator
 
 MAX_GPUS = 4096
@@ -47,9 +48,9 @@ def load_cluster(name_or_file: str) -> ClusterSpec:
         if not looks_like_a_path and not _exists(path):
             near = difflib.get_close_matches(name_or_file.lower()[:100], shipped, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"shipped: {', '.join(shipped)}"
-            raise InputError(name_or_file or "''", "", "is neither a shipped cluster nor a file", hint)
+            raise InputError(name_or_file[:200] or "''", "", "is neither a shipped cluster nor a file", hint)
     source = str(path)
-    return parse_cluster(parse_mapping(read_text(path), source), source, path.parent)
+    return parse_cluster(parse_mapping(read_text(path, MAX_YAML_BYTES), source), source, path.parent)
 
 
 def parse_cluster(data: dict[str, Any], source: str, folder: Path) -> ClusterSpec:

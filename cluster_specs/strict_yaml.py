@@ -1,4 +1,4 @@
-"""Read a YAML file the strict way: plain data only, no surprises, every fault an InputError.
+"""Parse YAML the strict way: plain data only, no surprises, every fault an InputError.
 
 The scalars are those of YAML 1.2's core schema. `3090:2` stays text (YAML 1.1 reads it as a number in
 base 60), `no` stays text, `1e9` is a number. Duplicate keys, aliases and tags are refused.
@@ -7,7 +7,6 @@ base 60), `no` stays text, `1e9` is a number. Duplicate keys, aliases and tags a
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,7 +14,7 @@ from yaml.constructor import ConstructorError
 
 from cost_model.errors import InputError
 
-MAX_BYTES = 1 << 20
+MAX_YAML_BYTES = 1 << 20
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -93,30 +92,6 @@ for _tag, _pattern, _first in [
     ),
 ]:
     _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
-
-
-def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """The text of a UTF-8 file of at most `max_bytes`.
-
-    Raises
-    ------
-    InputError : missing, a directory, unreadable, too large, not UTF-8
-    """
-    source = str(path)
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(max_bytes + 1)
-    except IsADirectoryError:
-        raise InputError(source, "", "is a directory", "name a file inside it") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(source, "", f"cannot be read ({reason})", "check the path") from None
-    if len(raw) > max_bytes:
-        raise InputError(source, "", f"is larger than {max_bytes} bytes", "give a smaller file")
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(source, f"byte {error.start}", "is not UTF-8 text", "save it as UTF-8") from None
 
 
 def parse_mapping(text: str, source: str) -> dict[str, Any]:

@@ -13,6 +13,8 @@ class ModelArchitecture(BaseModel):
     """The shape of a decoder-only transformer.
 
     `family` names the engine's model class; the counts below are what costs are made of.
+    `biases`: every projection and norm has one; `qkv_bias`: only q, k and v do (Qwen 2); `qk_norm`: heads
+    of q and k are normalised (Qwen 3); `position_offset`: unused first rows of the position table (OPT).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,7 +32,10 @@ class ModelArchitecture(BaseModel):
     tied_embeddings: bool = False
     max_position: int = Field(gt=0)
     learned_positions: bool = False
+    position_offset: int = Field(default=0, ge=0)
     biases: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
     experts: int = Field(default=1, gt=0)
     active_experts: int = Field(default=1, gt=0)
     sliding_window: int | None = None
@@ -42,7 +47,9 @@ class ModelArchitecture(BaseModel):
         """Parameters of one layer's q, k, v and output projections."""
         q_width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = self.hidden * (2 * q_width + 2 * kv_width)
-        return weights + (q_width + 2 * kv_width + self.hidden if self.biases else 0)
+        biases = q_width + 2 * kv_width if self.biases or self.qkv_bias else 0
+        biases += self.hidden if self.biases else 0
+        return weights + biases + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
     def expert_params(self) -> int:
@@ -54,8 +61,12 @@ class ModelArchitecture(BaseModel):
     def layer_params(self) -> int:
         """Parameters held by one layer: all experts and the router included."""
         router = self.hidden * self.experts if self.experts > 1 else 0
-        norms = 2 * self.hidden * (2 if self.biases else 1)
-        return self.attention_params + self.experts * self.expert_params + router + norms
+        return self.attention_params + self.experts * self.expert_params + router + 2 * self.norm_params
+
+    @property
+    def norm_params(self) -> int:
+        """Parameters of one norm over the hidden size: two in each layer, one before the head."""
+        return self.hidden * (2 if self.biases else 1)
 
     @property
     def active_layer_params(self) -> int:
@@ -65,8 +76,9 @@ class ModelArchitecture(BaseModel):
 
     @property
     def embedding_params(self) -> int:
-        """Token table, and the learned positions where the model has them (first stage)."""
-        return (self.vocab + (self.max_position if self.learned_positions else 0)) * self.hidden
+        """Token table, learned positions (OPT) and the norm after them (BLOOM): held by the first stage."""
+        positions = self.max_position + self.position_offset if self.learned_positions else 0
+        return (self.vocab + positions) * self.hidden + (self.norm_params if self.family == "bloom" else 0)
 
     @property
     def head_params(self) -> int:
@@ -77,7 +89,7 @@ class ModelArchitecture(BaseModel):
     def total_params(self) -> int:
         """Every parameter once; a tied head is counted with the embedding."""
         head = 0 if self.tied_embeddings else self.head_params
-        return self.layers * self.layer_params + self.embedding_params + head
+        return self.layers * self.layer_params + self.embedding_params + self.norm_params + head
 
     @property
     def kv_bytes_per_token_layer(self) -> float:

@@ -1,0 +1,31 @@
+"""Read a user's text file, or say in one line why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cost_model.errors import InputError
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a UTF-8 file of at most `max_bytes`.
+
+    Raises
+    ------
+    InputError : missing, a directory, unreadable, too large, not UTF-8
+    """
+    source = str(path)
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(max_bytes + 1)
+    except IsADirectoryError:
+        raise InputError(source, "", "is a directory", "name a file inside it") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(source, "", f"cannot be read ({reason})", "check the path") from None
+    if len(raw) > max_bytes:
+        raise InputError(source, "", f"is larger than {max_bytes} bytes", "give a smaller file")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(source, f"byte {error.start}", "is not UTF-8 text", "save it as UTF-8") from None
