@@ -1,0 +1,364 @@
+"""The front end's side of serving: takes requests through prefill, KV transfer and decode.
+
+One state machine per request, driven by the messages of the replicas' lead workers:
+
+    waiting -> reserving (Expect) -> prefilling (Prefill) -> decoding (Decode) -> ended
+
+A request that decodes where it was prefilled, or that asks for one token, skips reserving and
+decoding. Memory is accounted for from the moment a request is routed until every replica involved has
+said Released, so that the accounting never runs ahead of the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from cost_model.errors import HexGen2Error
+from runtime.generation import (
+    Generation,
+    Observer,
+    Outcome,
+    Overloaded,
+    RequestRecord,
+    TooLong,
+    Unavailable,
+)
+from runtime.launcher.link import Link
+from runtime.messages import (
+    Cancel,
+    Decode,
+    Expect,
+    Failed,
+    KvMoved,
+    Message,
+    Prefill,
+    Released,
+    Reserved,
+    Sampling,
+    Shutdown,
+    StepOutput,
+    TokenOutput,
+)
+from runtime.replica import Replica
+from runtime.router import Route, Router
+
+QUEUE_LIMIT = 256
+RECORDS_KEPT = 1000
+
+
+class Coordinator:
+    """Routes requests, follows them through the replicas and accounts for their KV cache.
+
+    Parameters
+    ----------
+    router : decides on the route of each request
+    replicas : by id, with links to workers that are ready
+    observer : told of tokens and ends
+    queue_limit : requests that may wait for room
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        replicas: Mapping[str, Replica],
+        observer: Observer | None = None,
+        queue_limit: int = QUEUE_LIMIT,
+    ) -> None:
+        self.router = router
+        self.replicas = dict(replicas)
+        self.lost: dict[str, str] = {}
+        self.records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
+        self._observer, self._queue_limit = observer, queue_limit
+        self._waiting: deque[Generation] = deque()
+        self._requests: dict[str, Generation] = {}
+        self._numbers = itertools.count()
+        self._readers: list[asyncio.Task[None]] = []
+        self._stopped = False
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and output tokens that the roomiest route can hold; 0 without routes."""
+        return max((self.replicas[route.decode].kv_budget_tokens for route in self.router.routes), default=0)
+
+    def start(self) -> None:
+        """Begin to listen to the workers; needs a running event loop."""
+        for replica in self.replicas.values():
+            for worker, link in replica.links.items():
+                self._readers.append(asyncio.create_task(self._read(replica, worker, link)))
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, route: Route | None = None) -> Generation:
+        """Take a request; it starts at once or waits its turn (first come, first served).
+
+        Parameters
+        ----------
+        route : take this route instead of the router's choice
+
+        Raises
+        ------
+        Overloaded, Unavailable, TooLong
+        """
+        record = RequestRecord(f"r{next(self._numbers)}", len(prompt), sampling.max_tokens, time.monotonic())
+        request = Generation(tuple(prompt), sampling, route, record)
+        if self._stopped:
+            raise Unavailable("the server is stopping")
+        routes = [route] if route else self.router.routes
+        if not routes:
+            raise Unavailable("no replica is left to serve: " + "; ".join(self.lost.values()))
+        if not any(self._could_hold(request, each) for each in routes):
+            raise TooLong(f"{request.capacity_tokens} tokens exceed the KV cache of every replica")
+        if len(self._waiting) >= self._queue_limit:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting already")
+        self._waiting.append(request)
+        self._admit()
+        return request
+
+    def cancel(self, request: Generation) -> None:
+        """Stop a request, in whatever phase. Its memory counts as used until the replicas freed it."""
+        if request.phase != "ended":
+            self._end(request, "cancelled", None)
+            self._admit()
+
+    async def stop(self) -> None:
+        """Fail every request and stop listening. The workers are left to the launcher."""
+        self._stopped = True
+        for request in [*self._waiting, *self._requests.values()]:
+            if request.phase != "ended":
+                self._end(request, "failed", Unavailable("the server is stopping"))
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    # admission
+
+    def _could_hold(self, request: Generation, route: Route) -> bool:
+        prefill, decode = self.replicas[route.prefill], self.replicas[route.decode]
+        if request.one_token:
+            return request.capacity_tokens <= prefill.kv_budget_tokens
+        return (
+            len(request.prompt) <= prefill.kv_budget_tokens
+            and request.capacity_tokens <= decode.kv_budget_tokens
+        )
+
+    def _has_room(self, request: Generation, route: Route) -> bool:
+        if not self._could_hold(request, route):
+            return False
+        prefill, decode = self.replicas[route.prefill], self.replicas[route.decode]
+        if route.colocated:
+            return prefill.has_room(request.capacity_tokens, prefill_only=False)
+        if not prefill.has_room(len(request.prompt), prefill_only=True):
+            return False
+        return request.one_token or decode.has_room(request.capacity_tokens, prefill_only=False)
+
+    def _admit(self) -> None:
+        """Start waiting requests in order, as long as the first has a route with room."""
+        while self._waiting and not self._stopped:
+            request = self._waiting[0]
+            has_room = partial(self._has_room, request)
+            if request.pinned is None:
+                route = self.router.pick(has_room)
+            else:
+                route = request.pinned if has_room(request.pinned) else None
+            if route is None:
+                return
+            self._waiting.popleft()
+            self._begin(request, route)
+
+    def _begin(self, request: Generation, route: Route) -> None:
+        request.route = route
+        self._requests[request.request_id] = request
+        record = request.record
+        record.routed_s = time.monotonic()
+        record.prefill_replica = route.prefill
+        alone = route.colocated or request.one_token
+        record.decode_replica = route.prefill if alone else route.decode
+        if alone:
+            self._hold(request, route.prefill, request.capacity_tokens)
+            self._prefill(request, target="")
+            return
+        self._hold(request, route.prefill, len(request.prompt))
+        self._hold(request, route.decode, request.capacity_tokens)
+        request.phase = "reserving"
+        self.replicas[route.decode].send(
+            Expect(
+                request_id=request.request_id,
+                prompt_tokens=len(request.prompt),
+                capacity_tokens=request.capacity_tokens,
+            )
+        )
+
+    def _hold(self, request: Generation, replica_id: str, tokens: int) -> None:
+        replica = self.replicas[replica_id]
+        replica.hold(request.request_id, tokens)
+        request.holders[replica_id] = replica
+
+    def _prefill(self, request: Generation, target: str) -> None:
+        assert request.route is not None
+        request.phase = "prefilling"
+        self.replicas[request.route.prefill].send(
+            Prefill(
+                request_id=request.request_id, prompt=request.prompt, sampling=request.sampling, target=target
+            )
+        )
+
+    # messages of the workers
+
+    async def _read(self, replica: Replica, worker: str, link: Link) -> None:
+        try:
+            while (message := await link.receive()) is not None:
+                if isinstance(message, Failed):
+                    return self._lose(replica, f"worker {worker} failed: {message.text}")
+                self._handle(replica, message)
+        except HexGen2Error as error:
+            return self._lose(replica, f"worker {worker}: {error}")
+        self._lose(replica, f"worker {worker} ended")
+
+    def _handle(self, replica: Replica, message: Message) -> None:
+        match message:
+            case StepOutput(outputs=outputs):
+                for output in outputs:
+                    self._on_token(output)
+            case Reserved(request_id=request_id, ok=ok):
+                self._on_reserved(replica, request_id, ok)
+            case KvMoved(request_id=request_id, bytes_received=received, seconds=seconds):
+                if request := self._requests.get(request_id):
+                    request.record.kv_bytes, request.record.kv_s = received, seconds
+            case Released(request_id=request_id):
+                self._on_released(replica, request_id)
+
+    def _on_reserved(self, replica: Replica, request_id: str, ok: bool) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.phase != "reserving":
+            return
+        if ok:
+            self._prefill(request, target=replica.replica_id)
+            return
+        self._forget(request)
+        if not replica.held:
+            self._end(
+                request, "failed", Unavailable(f"replica {replica.replica_id} has no room for the request")
+            )
+            return
+        replica.refused = True
+        request.phase, request.route = "waiting", None
+        self._waiting.appendleft(request)
+        self._admit()
+
+    def _on_token(self, output: TokenOutput) -> None:
+        request = self._requests.get(output.request_id)
+        if request is None or request.phase == "ended" or output.index < request.record.output_tokens:
+            return
+        record, now = request.record, time.monotonic()
+        if output.index > record.output_tokens:
+            lost = f"token {record.output_tokens} of request {record.request_id} never arrived"
+            self._end(request, "failed", Unavailable(lost))
+            return
+        if output.index == 0:
+            record.first_token_s = now
+        elif self._observer is not None:
+            self._observer.token_gap(now - record.last_token_s)
+        record.last_token_s = now
+        record.output_tokens += 1
+        request.put(output)
+        if output.finish_reason:
+            self._end(request, "stop" if output.finish_reason == "stop" else "length", None)
+        elif request.phase == "prefilling":
+            self._decode(request, output)
+
+    def _decode(self, request: Generation, first: TokenOutput) -> None:
+        assert request.route is not None
+        request.phase = "decoding"
+        if request.route.colocated:
+            return
+        self.replicas[request.route.decode].send(
+            Decode(
+                request_id=request.request_id,
+                last_token=first.token,
+                index=first.index + 1,
+                sampling=request.sampling,
+            )
+        )
+
+    def _on_released(self, replica: Replica, request_id: str) -> None:
+        replica.release(request_id)
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.holders.pop(replica.replica_id, None)
+            if request.phase != "ended" and replica.replica_id == request.record.decode_replica:
+                gave_up = f"replica {replica.replica_id} gave up request {request_id}"
+                self._end(request, "failed", Unavailable(gave_up))
+            if request.phase == "ended" and not request.holders:
+                del self._requests[request_id]
+        self._admit()
+
+    # ends
+
+    def _end(self, request: Generation, outcome: Outcome, error: HexGen2Error | None) -> None:
+        """Close the request's stream, and have every replica free what it still holds for it."""
+        if request.phase == "waiting":
+            self._waiting.remove(request)
+        if request.phase == "reserving":
+            self._release_at(request, request.record.prefill_replica)
+        served = outcome in ("stop", "length")
+        decode_side_waits = request.phase == "prefilling"
+        request.phase = "ended"
+        request.record.outcome, request.record.ended_s = outcome, time.monotonic()
+        request.put(error)
+        for replica_id, replica in request.holders.items():
+            waits = decode_side_waits and replica_id != request.record.prefill_replica
+            if waits or not served:
+                replica.send(Cancel(request_id=request.request_id))
+        if not request.holders:
+            self._requests.pop(request.request_id, None)
+        self.records.append(request.record)
+        if self._observer is not None:
+            self._observer.ended(request.record)
+
+    def _release_at(self, request: Generation, replica_id: str) -> None:
+        if replica := request.holders.pop(replica_id, None):
+            replica.release(request.request_id)
+
+    def _forget(self, request: Generation) -> None:
+        """Undo the start of a request that no replica holds anything for."""
+        for replica_id in list(request.holders):
+            self._release_at(request, replica_id)
+        self._requests.pop(request.request_id, None)
+
+    def _lose(self, replica: Replica, reason: str) -> None:
+        """A replica is gone: fail what needs it, route around it, stop the rest of its workers."""
+        if replica.replica_id in self.lost or self._stopped:
+            return
+        self.lost[replica.replica_id] = f"replica {replica.replica_id} is lost ({reason})"
+        self.router = self.router.drop(replica.replica_id)
+        for link in replica.links.values():
+            link.send(Shutdown())
+        error = Unavailable(self.lost[replica.replica_id])
+        for request_id in list(replica.held):
+            replica.release(request_id)
+            request = self._requests[request_id]
+            del request.holders[replica.replica_id]
+            moved = request.record.kv_bytes > 0 or request.record.output_tokens > 1
+            if request.phase != "ended" and not (
+                moved and replica.replica_id != request.record.decode_replica
+            ):
+                self._end(request, "failed", error)
+            if request.phase == "ended" and not request.holders:
+                self._requests.pop(request_id, None)
+        for request in [each for each in self._waiting if not self._can_wait(each)]:
+            self._end(request, "failed", error)
+        self._admit()
+
+    def _can_wait(self, request: Generation) -> bool:
+        """Whether a route that could hold the request is left."""
+        if request.pinned is not None:
+            return not {request.pinned.prefill, request.pinned.decode} & set(self.lost)
+        return any(self._could_hold(request, route) for route in self.router.routes)

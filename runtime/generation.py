@@ -1,0 +1,101 @@
+"""One request in work: its stream of tokens, its state, and the record that stays of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from cost_model.errors import HexGen2Error
+from runtime.messages import Sampling, TokenOutput
+from runtime.replica import Replica
+from runtime.router import Route
+
+Phase = Literal["waiting", "reserving", "prefilling", "decoding", "ended"]
+Outcome = Literal["", "stop", "length", "cancelled", "failed"]
+
+
+class Overloaded(HexGen2Error):
+    """The waiting queue is full; the client should try again after a moment."""
+
+
+class Unavailable(HexGen2Error):
+    """No replica can serve the request: those it was on, or all, are gone, or the server stops."""
+
+
+class TooLong(HexGen2Error):
+    """No replica's KV cache can ever hold the request."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What happened to a request. Times are seconds on the monotonic clock; 0 means "not yet"."""
+
+    request_id: str
+    prompt_tokens: int
+    max_tokens: int
+    arrived_s: float
+    prefill_replica: str = ""
+    decode_replica: str = ""
+    routed_s: float = 0.0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    ended_s: float = 0.0
+    output_tokens: int = 0
+    kv_bytes: int = 0
+    kv_s: float = 0.0
+    outcome: Outcome = ""
+
+
+class Observer(Protocol):
+    """Told of every token and of every request's end; the metrics are one."""
+
+    def token_gap(self, seconds: float) -> None:
+        """The time between two tokens of a request (ITL)."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request that was accepted has its final outcome."""
+
+
+class Generation:
+    """One request in work: an async iterator of its tokens, in order and each once.
+
+    Iteration raises Unavailable if the request cannot be finished.
+    """
+
+    def __init__(
+        self, prompt: tuple[int, ...], sampling: Sampling, pinned: Route | None, record: RequestRecord
+    ):
+        self.prompt, self.sampling, self.pinned, self.record = prompt, sampling, pinned, record
+        self.route: Route | None = None
+        self.phase: Phase = "waiting"
+        self.holders: dict[str, Replica] = {}
+        self._events: asyncio.Queue[TokenOutput | HexGen2Error | None] = asyncio.Queue()
+
+    @property
+    def request_id(self) -> str:
+        return self.record.request_id
+
+    @property
+    def capacity_tokens(self) -> int:
+        """KV tokens at most: the prompt and the output."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+    @property
+    def one_token(self) -> bool:
+        return self.sampling.max_tokens == 1
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        event = await self._events.get()
+        if isinstance(event, TokenOutput):
+            return event
+        self._events.put_nowait(event)
+        if event is None:
+            raise StopAsyncIteration
+        raise event
+
+    def put(self, event: TokenOutput | HexGen2Error | None) -> None:
+        self._events.put_nowait(event)

@@ -1,0 +1,1 @@
+"""Starting a placement's workers and stopping them: one interface, one module per way to do it."""

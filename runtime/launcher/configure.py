@@ -1,0 +1,96 @@
+"""From a placement to what each worker is told at its start."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from pathlib import Path
+
+from cost_model.architecture import ModelArchitecture
+from hexgen2.placement import Placement, Replica
+from hexgen2.workload import Workload
+from runtime.messages import PROTOCOL_VERSION, Configure, StageShape
+
+MAX_PREFILL_TOKENS = 2048
+SMALL_KV_BYTES = 256 * 1024 * 1024
+
+
+def accelerator_of(placement: Placement, gpu: str) -> str:
+    """The accelerator type of a GPU id ("node/index")."""
+    node_name = gpu.rsplit("/", 1)[0]
+    node = next(node for node in placement.cluster.nodes if node.name == node_name)
+    return node.accelerators.rsplit(":", 1)[0].strip()
+
+
+def is_cpu(placement: Placement, gpu: str) -> bool:
+    """Whether a device of the placement is a CPU that stands in for a GPU."""
+    accelerator = placement.cluster.accelerators.get(accelerator_of(placement, gpu))
+    return accelerator is not None and accelerator.kind == "cpu"
+
+
+def device_of(placement: Placement, gpu: str) -> str:
+    """The torch device of a GPU id, with all nodes on this machine: "cpu" or "cuda:N".
+
+    GPUs of several nodes are numbered one node after the other, so that two nodes described on one
+    machine never share a card.
+    """
+    if is_cpu(placement, gpu):
+        return "cpu"
+    node_name, index = gpu.rsplit("/", 1)
+    before = 0
+    for node in placement.cluster.nodes:
+        if node.name == node_name:
+            break
+        if not is_cpu(placement, f"{node.name}/0"):
+            before += int(node.accelerators.rpartition(":")[2])
+    return f"cuda:{before + int(index)}"
+
+
+def kv_budget_tokens(max_batch: int, workload: Workload, model: ModelArchitecture) -> int:
+    """Tokens of KV cache that a replica may hold.
+
+    The batch that the placement was planned for, each request at the workload's mean length. Where
+    256 MiB hold more than that (tiny models), up to two requests of the model's longest context.
+    """
+    planned = max_batch * math.ceil(workload.isl + workload.osl)
+    cheap = int(SMALL_KV_BYTES / model.kv_bytes_per_token)
+    return max(planned, min(2 * model.max_position, cheap))
+
+
+def stage_shapes(replica: Replica) -> tuple[StageShape, ...]:
+    """The stages of a replica as they are written on the wire."""
+    return tuple(
+        StageShape(workers=tuple(stage.gpus), first_layer=stage.layers[0], end_layer=stage.layers[1])
+        for stage in replica.stages
+    )
+
+
+def configurations(placement: Placement, checkpoint: Path, gpu_dtype: str) -> dict[str, Configure]:
+    """The first message of every worker, by worker, in the placement's order.
+
+    All workers hold the KV cache in one type: float32 as soon as one of them is a CPU (its fast type),
+    else `gpu_dtype`.
+    """
+    secret = secrets.token_hex(32)
+    gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
+    dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype
+    return {
+        gpu: Configure(
+            protocol=PROTOCOL_VERSION,
+            worker=gpu,
+            replica=replica.id,
+            role=replica.role,
+            stages=stage_shapes(replica),
+            checkpoint=str(checkpoint),
+            device=device_of(placement, gpu),
+            dtype=dtype,
+            kv_budget_tokens=kv_budget_tokens(replica.max_batch, placement.workload, placement.model),
+            max_batch=replica.max_batch,
+            max_prefill_tokens=MAX_PREFILL_TOKENS,
+            host="127.0.0.1",
+            secret=secret,
+            threads=1,
+        )
+        for replica in placement.replicas
+        for gpu in replica.gpus
+    }

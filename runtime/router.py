@@ -1,0 +1,116 @@
+"""Which prefill and which decode replica serve a request: interleaved weighted round-robin.
+
+The weights are the flows of the placement, so the traffic follows the plan that the search made. It
+needs neither torch nor asyncio: the runtime and the simulator share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hexgen2.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A prefill replica and the decode replica that takes over; the same one twice if colocated.
+
+    weight is the flow of the placement in requests per second (only proportions matter); a route of
+    weight 0 is a spare.
+    """
+
+    prefill: str
+    decode: str
+    weight: float
+
+    @property
+    def colocated(self) -> bool:
+        return self.prefill == self.decode
+
+
+def routes_of(placement: Placement) -> list[Route]:
+    """The routes of a placement, one per pair of replicas, in its order.
+
+    A colocated replica is a route to itself. Where the placement lists none for it, its weight is the
+    load it was planned for (capacity times utilisation, or its capacity).
+    """
+    flows = {(route.from_, route.to): route.flow_req_s for route in placement.routes}
+    for replica in placement.replicas:
+        if replica.role == "colocated":
+            load = replica.capacity_req_s * (replica.utilisation or 1.0)
+            flows.setdefault((replica.id, replica.id), load)
+    return [Route(prefill, decode, flow) for (prefill, decode), flow in flows.items()]
+
+
+def _always(_: Route) -> bool:
+    return True
+
+
+class Router:
+    """Interleaved weighted round-robin over routes.
+
+    Each pick earns every admissible route its share of one request as credit, and costs the route
+    picked one. Of the routes that are due, the one that must be served soonest goes next.
+
+    Notes
+    -----
+    This is Tijdeman's algorithm: while every route is admissible, after any N picks each route was
+    picked within 1 - 1/(2n-2) of N * weight / sum(weights), with n routes. So there are no bursts.
+    A route that is not admissible stands still and the others keep their proportions among each other;
+    once it has room it goes on where it stood, neither starved nor catching up in a burst.
+
+    Spares (weight 0) are used only while no other route is admissible, the least used first. With
+    room counted per decode replica that means: a spare only ever leads to a decode replica that the
+    placement left idle, or that lost its other routes.
+
+    References
+    ----------
+    R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980).
+    """
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.routes = tuple(routes)
+        self._credit = {route: 0.0 for route in self.routes if route.weight > 0}
+        self._spare_uses = {route: 0 for route in self.routes if route.weight <= 0}
+        self._margin = 1 / (2 * max(len(self._credit), 2) - 2)
+
+    def pick(self, admissible: Callable[[Route], bool] = _always) -> Route | None:
+        """The next request's route among the admissible ones; None if there is none.
+
+        Nothing changes when None is returned.
+        """
+        candidates = [route for route in self._credit if admissible(route)]
+        if not candidates:
+            return self._pick_spare(admissible)
+        total = sum(route.weight for route in candidates)
+        for route in candidates:
+            self._credit[route] += route.weight / total
+        picked = min(candidates, key=self._urgency)
+        self._credit[picked] -= 1
+        return picked
+
+    def with_routes(self, routes: Iterable[Route]) -> Router:
+        """A router over other routes that goes on where this one stands on those that stay."""
+        successor = Router(routes)
+        standing = {(route.prefill, route.decode): credit for route, credit in self._credit.items()}
+        for route in successor._credit:
+            successor._credit[route] = standing.get((route.prefill, route.decode), 0.0)
+        return successor
+
+    def drop(self, replica_id: str) -> Router:
+        """A router without the routes that touch a replica."""
+        return self.with_routes(r for r in self.routes if replica_id not in (r.prefill, r.decode))
+
+    def _urgency(self, route: Route) -> tuple[bool, float]:
+        """Routes that are due before those that are not, then by the time left (up to a factor)."""
+        credit = self._credit[route]
+        return credit < self._margin, (1 - self._margin - credit) / route.weight
+
+    def _pick_spare(self, admissible: Callable[[Route], bool]) -> Route | None:
+        spares = [route for route in self._spare_uses if admissible(route)]
+        if not spares:
+            return None
+        picked = min(spares, key=self._spare_uses.__getitem__)
+        self._spare_uses[picked] += 1
+        return picked
