@@ -45,7 +45,7 @@ def load_cluster(name_or_file: str) -> ClusterSpec:
     if path is None:
         path = Path(name_or_file)
         looks_like_a_path = "/" in name_or_file or path.suffix.lower() in {".yaml", ".yml", ".json"}
-        if not looks_like_a_path and not _exists(path):
+        if not name_or_file or not (looks_like_a_path or _exists(path)):
             near = difflib.get_close_matches(name_or_file.lower()[:100], shipped, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"shipped: {', '.join(shipped)}"
             raise InputError(name_or_file[:200] or "''", "", "is neither a shipped cluster nor a file", hint)

@@ -14,8 +14,8 @@ from cost_model.errors import InputError
 
 
 def input_error(error: ValidationError, data: Any, source: str, model: type[BaseModel]) -> InputError:
-    """The first error of `data` against `model`, as an InputError about `source`."""
-    details = min(error.errors(include_url=False), key=lambda e: (_branch_mismatch(e, data), e["loc"] == ()))
+    """The most telling error of `data` against `model`, as an InputError about `source`."""
+    details = min(error.errors(include_url=False), key=lambda e: _rank(e, data))
     path = list(_data_path(details["loc"], data))
     key = _key_text(path)
     problem = details["msg"].removeprefix("Input should be ")
@@ -42,6 +42,11 @@ def input_error(error: ValidationError, data: Any, source: str, model: type[Base
         remedy = "use nvlink, pcie3, pcie4, pcie5, shared-memory or {bandwidth_gbyte_s: ..., latency_us: ...}"
         return InputError(source, key, f"{shown} is no interconnect", remedy)
     return InputError(source, key, f"is {shown}", f"it should be {problem}")
+
+
+def _rank(details: ErrorDetails, data: Any) -> tuple[bool, bool]:
+    """Most telling first: the fitting union branch, and an unknown key before the one it leaves missing."""
+    return _branch_mismatch(details, data), details["type"] != "extra_forbidden"
 
 
 def _data_path(location: tuple[int | str, ...], data: Any) -> Iterator[int | str]:

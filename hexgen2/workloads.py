@@ -83,7 +83,7 @@ def _named(name_or_file: str) -> Workload:
     if shipped is not None:
         return shipped
     path = Path(name_or_file)
-    if "/" not in name_or_file and not path.suffix and not _exists(path):
+    if not name_or_file or not ("/" in name_or_file or path.suffix or _exists(path)):
         near = difflib.get_close_matches(name_or_file.lower()[:100], by_lower_case, n=1, cutoff=0.5)
         hint = f"did you mean {by_lower_case[near[0]].name}?" if near else f"shipped: {', '.join(SHIPPED)}"
         raise InputError(
