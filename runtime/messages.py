@@ -70,7 +70,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 # supervisor -> worker
 
 
-class Configure(Message):
+class Configure(Message, frozen=True):
     """First message to a new worker: who it is and what it holds. Workers are named by GPU id."""
 
     protocol: int
@@ -89,7 +89,7 @@ class Configure(Message):
     threads: int
 
 
-class Connect(Message):
+class Connect(Message, frozen=True):
     """Where every worker listens (host, port), and every replica's stages: enough for any route.
 
     store_port is the port of this replica's rendezvous store on its lead.
@@ -100,17 +100,18 @@ class Connect(Message):
     store_port: int
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """Finish nothing, free everything, exit 0."""
 
 
 # front end -> lead worker of a replica
 
 
-class Expect(Message):
-    """Reserve room for a request whose KV cache will arrive (lead relays it to its replica).
+class Expect(Message, frozen=True):
+    """Reserve room for a request whose KV cache will arrive.
 
-    capacity_tokens is prompt + output at most; answered by Reserved.
+    capacity_tokens is prompt + output at most; answered by Reserved. The lead relays it to its
+    replica's workers, which answer the lead with Reserved, before it answers the front end.
     """
 
     request_id: str
@@ -118,17 +119,22 @@ class Expect(Message):
     capacity_tokens: int
 
 
-class Prefill(Message):
-    """Run the prompt and produce token 0. target is the replica that decodes; "" is this one."""
+class Prefill(Message, frozen=True):
+    """Run the prompt and produce token `index`. target is the replica that decodes; "" is this one.
+
+    index is 0 for a new request; a request resumed after a failure sends prompt + tokens so far.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: Sampling
     target: str
+    index: int = 0
 
 
-class Decode(Message):
-    """Continue a request whose KV cache arrives here, from its last token on, output index `index`."""
+class Decode(Message, frozen=True):
+    """Continue a request whose KV cache arrives here: run last_token at position prompt_tokens (of
+    Expect) and produce output `index`, one more than last_token's."""
 
     request_id: str
     last_token: int
@@ -136,7 +142,7 @@ class Decode(Message):
     sampling: Sampling
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Forget the request and free its KV cache; unknown ids are ignored. Answered by Released."""
 
     request_id: str
@@ -146,15 +152,15 @@ class Cancel(Message):
 # worker -> supervisor
 
 
-class Listening(Message):
-    """The worker's own port for other workers; store_port is 0 unless it leads its replica."""
+class Listening(Message, frozen=True):
+    """The worker's own port for other workers; store_port is 0 unless it leads a replica of several."""
 
     worker: str
     port: int
     store_port: int
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """Weights are loaded and the replica's communication groups stand."""
 
     worker: str
@@ -162,7 +168,7 @@ class Ready(Message):
     weight_bytes: int
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """The worker can't go on. kind "input" is the user's (a bad checkpoint), "fault" is ours."""
 
     worker: str
@@ -173,21 +179,21 @@ class Failed(Message):
 # lead worker -> front end
 
 
-class Reserved(Message):
+class Reserved(Message, frozen=True):
     """Answer to Expect: ok, or no room."""
 
     request_id: str
     ok: bool
 
 
-class StepOutput(Message):
+class StepOutput(Message, frozen=True):
     """All tokens of one engine step, in one frame."""
 
     replica: str
     outputs: tuple[TokenOutput, ...]
 
 
-class KvMoved(Message):
+class KvMoved(Message, frozen=True):
     """The KV cache of a request is complete on the decode side: bytes received by all its workers,
     seconds from the first byte to the last."""
 
@@ -196,7 +202,16 @@ class KvMoved(Message):
     seconds: float
 
 
-class Released(Message):
+class RequestFailed(Message, frozen=True):
+    """The replica can't go on with this one request (its KV transfer broke, or it never fits);
+    Released follows. Other requests go on. A follower tells its lead, the lead the front end."""
+
+    request_id: str
+    replica: str
+    text: str
+
+
+class Released(Message, frozen=True):
     """The request holds no memory on this replica any more (after its end or a Cancel)."""
 
     request_id: str
@@ -207,7 +222,7 @@ class Released(Message):
 # worker -> worker
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First frame on a connection between workers; a wrong secret closes it.
 
     purpose is "control" (follower to lead) or "kv" (prefill worker to decode worker).
@@ -231,7 +246,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     target: str = ""
 
 
-class Step(Message):
+class Step(Message, frozen=True):
     """Lead to its replica: run these sequences; "prefill" sends KV to each one's target."""
 
     step: int
@@ -239,13 +254,13 @@ class Step(Message):
     sequences: tuple[SequenceStep, ...]
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """Lead to its replica, in order with the steps: drop these requests' KV cache."""
 
     request_ids: tuple[str, ...]
 
 
-class StepResult(Message):
+class StepResult(Message, frozen=True):
     """Last stage to the lead: the sampled tokens of a step."""
 
     step: int
@@ -253,7 +268,7 @@ class StepResult(Message):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
-class KvLanded(Message):
+class KvLanded(Message, frozen=True):
     """A decode worker to its lead: all of this request's KV that the worker holds has arrived."""
 
     request_id: str
@@ -262,7 +277,14 @@ class KvLanded(Message):
     seconds: float
 
 
-class KvSlice(Message):
+class KvSent(Message, frozen=True):
+    """A prefill worker to its lead: it holds nothing of this request any more (sent, or given up)."""
+
+    request_id: str
+    worker: str
+
+
+class KvSlice(Message, frozen=True):
     """Header of a part of a request's KV cache: layers [first, end) x global KV heads [first, end) x
     the whole prompt, in C order (layer, key/value, head, token, head_dim), `payload_bytes` follow."""
 
@@ -276,8 +298,8 @@ class KvSlice(Message):
 
 
 SupervisorToWorker = Configure | Connect | Shutdown | Expect | Prefill | Decode | Cancel
-WorkerToSupervisor = Listening | Ready | Failed | Reserved | StepOutput | KvMoved | Released
-WorkerToWorker = Hello | Expect | Step | Release | StepResult | KvLanded | KvSlice | Shutdown
+WorkerToSupervisor = Listening | Ready | Failed | Reserved | StepOutput | KvMoved | RequestFailed | Released
+WorkerToWorker = Hello | Step | Release | StepResult | KvLanded | KvSent | KvSlice
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SupervisorToWorker | WorkerToSupervisor | WorkerToWorker)

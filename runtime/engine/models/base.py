@@ -1,0 +1,200 @@
+"""What all decoder-only families share: a pipeline stage cut by layers, heads and vocabulary."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from runtime.engine.attention import Batch
+from runtime.engine.loader import Checkpoint
+from runtime.engine.parallel import Links
+from runtime.kv_layout import even_share, held
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes of the whole model. position_limit is None where positions may go on for ever."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    position_limit: int | None
+    tied: bool
+
+
+class Linear:
+    """A weight [out, in] and maybe a bias [out]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class DecoderStage(ABC):
+    """One worker's part of a model: layers of its stage, heads and columns of its rank.
+
+    The first stage has the embedding, the last one the final norm and the LM head, both cut by
+    vocabulary. Activations [tokens, hidden] are whole on every rank.
+    """
+
+    prefixes: ClassVar[tuple[str, ...]]
+
+    def __init__(self, checkpoint: Checkpoint, links: Links) -> None:
+        self.checkpoint, self.links, self.place = checkpoint, links, links.place
+        self.dtype, self.device = checkpoint.dtype, checkpoint.device
+        self.spec = self._parse()
+        self._check_split()
+        self.part = held(self.place.stages, self.place.stage.workers[self.place.tp_rank], self.spec.kv_heads)
+        self.local_heads = self.spec.heads // self.place.tp
+        self.local_kv_heads = self.part.end_head - self.part.first_head
+        self._embedding = self._vocabulary(self._embedding_name) if self.place.is_first else None
+        if self.place.is_first:
+            self._load_first()
+        self.layers = {
+            layer: self._load_layer(layer) for layer in range(self.part.first_layer, self.part.end_layer)
+        }
+        if self.place.is_last:
+            self._load_last()
+            self._head = self._load_head()
+
+    @abstractmethod
+    def _parse(self) -> ModelSpec:
+        """Sizes from config.json; refuses variants that the family doesn't compute."""
+
+    @abstractmethod
+    def _load_layer(self, layer: int) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
+        """A layer: (hidden [tokens, hidden], batch) -> hidden [tokens, hidden]."""
+
+    @abstractmethod
+    def _load_last(self) -> None:
+        """Weights of the final norm."""
+
+    @abstractmethod
+    def _final_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """[sequences, hidden] before the LM head."""
+
+    def _load_first(self) -> None:  # noqa: B027
+        """What the embedding needs beside the token table."""
+
+    def _add_positions(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """[tokens, hidden] with learned positions, where the family has them."""
+        return x
+
+    def _begin(self, batch: Batch) -> None:  # noqa: B027
+        """What all layers of a step share."""
+
+    _embedding_name: ClassVar[str] = "embed_tokens.weight"
+
+    def forward(
+        self, batch: Batch, hidden: torch.Tensor | None, on_layer: Callable[[int], None]
+    ) -> torch.Tensor:
+        """Run the stage's layers.
+
+        Parameters
+        ----------
+        hidden : [tokens, hidden] from the previous stage; None on the first
+        on_layer : called with each global layer number once its keys and values are in the caches
+        """
+        if hidden is None:
+            hidden = self._add_positions(self._embed(batch.tokens), batch)
+        self._begin(batch)
+        for number, layer in self.layers.items():
+            hidden = layer(hidden, batch)
+            on_layer(number)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """[sequences, vocab] of each request's last token, on rank 0 of the last stage; None elsewhere."""
+        local = F.linear(self._final_norm(hidden[batch.last_rows]), self._head)
+        whole = self.links.gather_columns(local)
+        return None if whole is None else whole[:, : self.spec.vocab]
+
+    # -- slices of weights
+
+    def fused_columns(self, names: Iterable[str], rows: Iterable[tuple[int, int, int]], bias: bool) -> Linear:
+        """Matrices cut by output rows (whole rows, first, end), stacked into one."""
+        weights, biases = [], []
+        for name, (whole, first, end) in zip(names, rows, strict=True):
+            shape = (whole, self.spec.hidden)
+            weights.append(self.checkpoint.read(f"{name}.weight", shape, rows=(first, end)))
+            if bias:
+                biases.append(self.checkpoint.read(f"{name}.bias", (whole,), rows=(first, end)))
+        return Linear(torch.cat(weights), torch.cat(biases) if bias else None)
+
+    def row_parallel(self, name: str, whole: int, bias: bool) -> Linear:
+        """A matrix cut by input columns; its products are summed over ranks, so rank 0 has the bias."""
+        cut = self._share(whole)
+        weight = self.checkpoint.read(f"{name}.weight", (self.spec.hidden, whole), columns=cut)
+        add = bias and self.place.tp_rank == 0
+        return Linear(weight, self.checkpoint.read(f"{name}.bias", (self.spec.hidden,)) if add else None)
+
+    def qkv(self, names: tuple[str, str, str], bias: bool) -> Linear:
+        """Query, key and value projections of this rank's heads in one matrix."""
+        dim, kv_width = self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim
+        query = (self.spec.heads * dim, *self._share(self.spec.heads * dim))
+        key = (kv_width, self.part.first_head * dim, self.part.end_head * dim)
+        return self.fused_columns(names, (query, key, key), bias)
+
+    def split_qkv(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[tokens, all local heads x head_dim] to three of [tokens, heads, head_dim]."""
+        heads = (self.local_heads, self.local_kv_heads, self.local_kv_heads)
+        query, key, value = fused.view(len(fused), -1, self.spec.head_dim).split(heads, dim=1)
+        return query, key, value
+
+    def ffn_share(self) -> tuple[int, int, int]:
+        """Whole rows, first and end of this rank's part of the feed-forward width."""
+        return (self.spec.ffn, *self._share(self.spec.ffn))
+
+    def _share(self, size: int) -> tuple[int, int]:
+        width = size // self.place.tp
+        return self.place.tp_rank * width, (self.place.tp_rank + 1) * width
+
+    def _check_split(self) -> None:
+        tp, spec, config = self.place.tp, self.spec, self.checkpoint.config
+        remedy = f"choose another tensor-parallel degree than {tp}"
+        if spec.heads % tp:
+            raise config.error(
+                "num_attention_heads", f"{spec.heads} heads don't split over {tp} GPUs", remedy
+            )
+        if spec.kv_heads % tp and tp % spec.kv_heads:
+            raise config.error(
+                "num_key_value_heads", f"{spec.kv_heads} heads don't split over {tp} GPUs", remedy
+            )
+        if spec.ffn % tp:
+            raise config.error("intermediate_size", f"{spec.ffn} columns don't split over {tp} GPUs", remedy)
+        if self.place.stages[-1].end_layer != spec.layers:
+            problem = f"is {spec.layers}, the placement has {self.place.stages[-1].end_layer} layers"
+            raise config.error("num_hidden_layers", problem, "search a placement for this model")
+
+    def _vocabulary(self, name: str) -> torch.Tensor:
+        """This rank's rows of a [vocab, hidden] table, padded to equal size on all ranks."""
+        first, end = even_share(self.place.tp_rank, self.place.tp, self.spec.vocab)
+        rows = self.checkpoint.read(name, (self.spec.vocab, self.spec.hidden), rows=(first, end))
+        size = even_share(0, self.place.tp, self.spec.vocab)[1]
+        return rows if len(rows) == size else F.pad(rows, (0, 0, 0, size - len(rows)))
+
+    def _load_head(self) -> torch.Tensor:
+        if not self.spec.tied:
+            return self._vocabulary("lm_head.weight")
+        return self._vocabulary(self._embedding_name) if self._embedding is None else self._embedding
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        table = self._embedding
+        assert table is not None
+        if self.place.tp == 1:
+            return F.embedding(tokens, table)
+        local = tokens - self.place.tp_rank * len(table)
+        mine = (local >= 0) & (local < len(table))
+        rows = F.embedding(local.clamp(0, len(table) - 1), table) * mine.unsqueeze(1)
+        return self.links.all_reduce(rows)
