@@ -88,6 +88,7 @@ def test_the_good_file_loads(tmp_path):
             "did you mean bandwidth_gbit_s?",
         ),
         ("bandwidth_gbit_s: 10", "bandwidth_gbit_s: fast", "network.default.bandwidth_gbit_s", "number"),
+        ("bandwidth_gbit_s: 10", "bandwidth_gbit_s: 1e300", "network.default.bandwidth_gbit_s", "less than"),
         ("latency_us: 50", "latency_us: -1", "network.default.latency_us", "greater than or equal to 0"),
         ("network:", "netwrok:", "netwrok", "did you mean network?"),
     ],

@@ -4,6 +4,7 @@ import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -96,7 +97,9 @@ def check_spec(load):
     assert isinstance(spec, ClusterSpec)
     assert parse_cluster(spec.model_dump(mode="json", by_alias=True), "again", Path()) == spec
     cluster = Cluster.from_spec(spec)
-    assert (cluster.bandwidth_bytes_s > 0).all() and (cluster.latency_s >= 0).all()
+    between = cluster.bandwidth_bytes_s[~np.eye(len(cluster), dtype=bool)]
+    assert ((between > 0) & np.isfinite(between)).all() and (cluster.latency_s >= 0).all()
+    assert np.isfinite(cluster.memory_bytes).all()
 
 
 @BOUNDED
