@@ -1,0 +1,85 @@
+"""Tiny random checkpoints in Hugging Face's format, and what transformers generates from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
+
+VOCAB = 251  # odd, so that no tensor-parallel degree splits it evenly
+LAYERS = 5
+
+
+def write_llama(folder: Path, *, kv_heads: int = 4, tied: bool = False, **overrides: object) -> Path:
+    """A Llama with grouped-query attention: 5 layers, hidden 64, 8 heads of 8."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+        dtype="float32",
+        **overrides,
+    )
+    return _save(LlamaForCausalLM, config, folder)
+
+
+def write_opt(folder: Path) -> Path:
+    """An OPT: 5 layers, hidden 64, 8 heads of 8, tied head."""
+    config = OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        ffn_dim=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        word_embed_proj_dim=64,
+        max_position_embeddings=512,
+        init_std=0.15,
+        dtype="float32",
+    )
+    return _save(OPTForCausalLM, config, folder)
+
+
+@torch.inference_mode()
+def greedy(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """`count` greedy tokens after each prompt, by transformers in float32, never stopping early."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            pad_token_id=0,
+        )
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+def _save(model_class: type[PreTrainedModel], config: LlamaConfig | OPTConfig, folder: Path) -> Path:
+    torch.manual_seed(7)
+    model = model_class(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+            elif "norm" in name:
+                parameter.normal_(mean=1.0, std=0.1)
+    model.save_pretrained(folder)
+    return folder

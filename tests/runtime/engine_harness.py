@@ -1,0 +1,283 @@
+"""A front end for tests: starts worker processes, wires replicas and drives requests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from runtime.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Configure,
+    Connect,
+    Decode,
+    Expect,
+    Failed,
+    KvMoved,
+    Listening,
+    Message,
+    Prefill,
+    Ready,
+    Released,
+    RequestFailed,
+    Reserved,
+    Sampling,
+    Shutdown,
+    StageShape,
+    StepOutput,
+)
+from runtime.transport import Connection
+from runtime.worker import worker_main
+
+TIMEOUT_S = 60.0
+
+Shape = list[tuple[int, int, int]]
+"""Stages as (tensor-parallel degree, first layer, end layer)."""
+
+
+@dataclass
+class Outcome:
+    """What the front end has seen of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str = ""
+    moved: KvMoved | None = None
+    reserved: bool | None = None
+    released: set[str] = field(default_factory=set)
+    failures: list[RequestFailed] = field(default_factory=list)
+
+
+@dataclass
+class _Route:
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    prefill: str
+    decode: str
+    index: int
+
+
+class Cluster:
+    """Replicas of real worker processes, all started by one fork server, on the loopback address."""
+
+    def __init__(self, checkpoint: Path, replicas: dict[str, Shape], **settings: Any) -> None:
+        self.stages = {name: _stages(name, shape) for name, shape in replicas.items()}
+        self.checkpoint = checkpoint
+        self.settings = {
+            "device": "cpu",
+            "dtype": "auto",
+            "kv_budget_tokens": 20_000,
+            "max_batch": 32,
+            "max_prefill_tokens": 128,
+            "host": "127.0.0.1",
+            "threads": 1,
+            "role": "colocated",
+            "secret": secrets.token_hex(16),
+            **settings,
+        }
+        self.processes: dict[str, BaseProcess] = {}
+        self.controls: dict[str, Connection] = {}
+        self.ports: dict[str, int] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self.failed: queue.SimpleQueue[Failed] = queue.SimpleQueue()
+        self._routes: dict[str, _Route] = {}
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> Cluster:
+        try:
+            self.start()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill() if exception[0] else self.stop()
+
+    # -- life of the processes
+
+    def start(self) -> None:
+        """Start all workers and wait until they are ready."""
+        self.spawn()
+        self.connect()
+        for control in self.controls.values():
+            message = control.receive()
+            assert isinstance(message, Ready), message
+        for name, stages in self.stages.items():
+            control = self.controls[stages[0].workers[0]]
+            control.stream.settimeout(None)
+            threading.Thread(target=self._read, args=(name, control), daemon=True).start()
+
+    def spawn(self) -> None:
+        """Start the processes and learn their ports."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["runtime.worker"])
+        for name, stages in self.stages.items():
+            for worker in (worker for stage in stages for worker in stage.workers):
+                ours, theirs = socket.socketpair()
+                process = context.Process(target=worker_main, args=(theirs,), name=worker)
+                process.start()
+                theirs.close()
+                ours.settimeout(TIMEOUT_S)
+                self.processes[worker], self.controls[worker] = process, Connection(ours)
+                self.controls[worker].send(
+                    Configure(
+                        protocol=PROTOCOL_VERSION,
+                        worker=worker,
+                        replica=name,
+                        stages=stages,
+                        checkpoint=str(self.checkpoint),
+                        **self.settings,
+                    )
+                )
+        self._stores: dict[str, int] = {}
+        for worker, control in self.controls.items():
+            message = control.receive()
+            assert isinstance(message, Listening), message
+            self.ports[worker], self._stores[worker] = message.port, message.store_port
+
+    def connect(self) -> None:
+        """Tell every worker where the others are."""
+        peers = {worker: ("127.0.0.1", port) for worker, port in self.ports.items()}
+        for stages in self.stages.values():
+            store_port = self._stores[stages[0].workers[0]]
+            for worker in (worker for stage in stages for worker in stage.workers):
+                message = Connect(peers=peers, replicas=self.stages, store_port=store_port)
+                self.controls[worker].send(message)
+
+    def stop(self) -> None:
+        """Shut down; every worker must exit with 0."""
+        for control in self.controls.values():
+            control.send(Shutdown())
+        for process in self.processes.values():
+            process.join(10)
+        codes = {name: process.exitcode for name, process in self.processes.items()}
+        self.kill()
+        assert set(codes.values()) == {0}, codes
+
+    def kill(self) -> None:
+        """End what still runs."""
+        for process in self.processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join(10)
+        for control in self.controls.values():
+            control.close()
+
+    # -- requests
+
+    def send(self, replica: str, message: Message) -> None:
+        """To the lead of a replica."""
+        self.controls[self.stages[replica][0].workers[0]].send(message)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: Sampling,
+        prefill: str,
+        decode: str,
+        index: int = 0,
+    ) -> None:
+        """Start a request; the same replica twice means colocated."""
+        self.outcomes[request_id] = Outcome()
+        route = _Route(request_id, tuple(prompt), sampling, prefill, decode, index)
+        self._routes[request_id] = route
+        if prefill == decode:
+            self._prefill(route, "")
+        else:
+            capacity = len(prompt) + sampling.max_tokens
+            expect = Expect(request_id=request_id, prompt_tokens=len(prompt), capacity_tokens=capacity)
+            self.send(decode, expect)
+
+    def cancel(self, request_id: str, replica: str) -> None:
+        self.send(replica, Cancel(request_id=request_id))
+
+    def wait(
+        self, request_id: str, condition: Callable[[Outcome], bool], timeout_s: float = TIMEOUT_S
+    ) -> Outcome:
+        """Until a request's outcome meets a condition."""
+        with self._changed:
+            met = self._changed.wait_for(lambda: condition(self.outcomes[request_id]), timeout_s)
+        assert met, (request_id, self.outcomes[request_id])
+        return self.outcomes[request_id]
+
+    def finish(self, request_id: str) -> Outcome:
+        """Until a request has ended and holds nothing anywhere."""
+        route = self._routes[request_id]
+        replicas = {route.prefill, route.decode}
+        return self.wait(request_id, lambda o: bool(o.finish_reason) and o.released == replicas)
+
+    def _prefill(self, route: _Route, target: str) -> None:
+        message = Prefill(
+            request_id=route.request_id,
+            prompt=route.prompt,
+            sampling=route.sampling,
+            target=target,
+            index=route.index,
+        )
+        self.send(route.prefill, message)
+
+    def _read(self, replica: str, control: Connection) -> None:
+        """Answers of one lead; token 0 of a disaggregated request goes on to its decode replica."""
+        while True:
+            try:
+                message = control.receive()
+            except OSError:
+                return
+            if message is None:
+                return
+            with self._changed:
+                self._take(replica, message)
+                self._changed.notify_all()
+
+    def _take(self, replica: str, message: Message) -> None:
+        match message:
+            case Reserved(request_id=request_id, ok=ok):
+                self.outcomes[request_id].reserved = ok
+                if ok and (route := self._routes.get(request_id)):
+                    self._prefill(route, route.decode)
+            case StepOutput(outputs=outputs):
+                for output in outputs:
+                    outcome = self.outcomes[output.request_id]
+                    outcome.tokens.append(output.token)
+                    outcome.indices.append(output.index)
+                    outcome.logprobs.append(output.logprobs)
+                    outcome.finish_reason = output.finish_reason
+                    route = self._routes[output.request_id]
+                    if output.index == 0 and route.prefill != route.decode:
+                        self._hand_over(route, output.token, output.finish_reason)
+            case KvMoved(request_id=request_id):
+                self.outcomes[request_id].moved = message
+            case Released(request_id=request_id):
+                self.outcomes[request_id].released.add(replica)
+            case RequestFailed(request_id=request_id):
+                self.outcomes[request_id].failures.append(message)
+            case Failed():
+                self.failed.put(message)
+
+    def _hand_over(self, route: _Route, token: int, finish_reason: str) -> None:
+        if finish_reason:
+            self.cancel(route.request_id, route.decode)
+            return
+        decode = Decode(request_id=route.request_id, last_token=token, index=1, sampling=route.sampling)
+        self.send(route.decode, decode)
+
+
+def _stages(name: str, shape: Shape) -> tuple[StageShape, ...]:
+    stages, gpu = [], 0
+    for degree, first, end in shape:
+        workers = tuple(f"{name}/{gpu + rank}" for rank in range(degree))
+        stages.append(StageShape(workers=workers, first_layer=first, end_layer=end))
+        gpu += degree
+    return tuple(stages)
