@@ -122,10 +122,10 @@ class Coordinator:
         self._admit()
         return request
 
-    def cancel(self, request: Generation) -> None:
+    def cancel(self, request: Generation, outcome: Outcome = "cancelled") -> None:
         """Stop a request, in whatever phase. Its memory counts as used until the replicas freed it."""
         if request.phase != "ended":
-            self._end(request, "cancelled", None)
+            self._end(request, outcome, None)
             self._admit()
 
     async def stop(self) -> None:
@@ -270,7 +270,8 @@ class Coordinator:
         record.output_tokens += 1
         request.put(output)
         if output.finish_reason:
-            self._end(request, "stop" if output.finish_reason == "stop" else "length", None)
+            outcome: Outcome = "stop" if output.finish_reason == "stop" else "length"
+            self._end(request, outcome, None, by_itself=True)
         elif request.phase == "prefilling":
             self._decode(request, output)
 
@@ -302,20 +303,25 @@ class Coordinator:
 
     # ends
 
-    def _end(self, request: Generation, outcome: Outcome, error: HexGen2Error | None) -> None:
-        """Close the request's stream, and have every replica free what it still holds for it."""
+    def _end(
+        self, request: Generation, outcome: Outcome, error: HexGen2Error | None, by_itself: bool = False
+    ) -> None:
+        """Close the request's stream, and have every replica free what it still holds for it.
+
+        After an end by itself (its last token came) they do so unasked, but for a decode replica that
+        still waits for its KV cache.
+        """
         if request.phase == "waiting":
             self._waiting.remove(request)
         if request.phase == "reserving":
             self._release_at(request, request.record.prefill_replica)
-        served = outcome in ("stop", "length")
         decode_side_waits = request.phase == "prefilling"
         request.phase = "ended"
         request.record.outcome, request.record.ended_s = outcome, time.monotonic()
         request.put(error)
         for replica_id, replica in request.holders.items():
             waits = decode_side_waits and replica_id != request.record.prefill_replica
-            if waits or not served:
+            if waits or not by_itself:
                 replica.send(Cancel(request_id=request.request_id))
         if not request.holders:
             self._requests.pop(request.request_id, None)

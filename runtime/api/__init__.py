@@ -1,0 +1,1 @@
+"""The OpenAI API of a launched placement."""

@@ -1,0 +1,106 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from runtime.api.answer import Answer, Piece
+from runtime.api.errors import bad_request
+from runtime.api.logprobs import chat_logprobs
+from runtime.api.schemas import ChatRequest
+from runtime.api.service import Service
+from runtime.api.streaming import EventStream, first_of, unless_gone
+from runtime.api.tokenizer import BadChat, NoChatTemplate
+
+
+def chat_router(service: Service) -> APIRouter:
+    """The route, for a service."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        service.check_model(body.model)
+        prompt = await _prompt(service, body)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        answer = service.answer(body, [prompt], max_tokens, logprobs)
+        try:
+            if body.stream:
+                pieces = await unless_gone(request, first_of(answer))
+                return EventStream(answer, _chunks(service, body, answer, pieces))
+            return await unless_gone(request, _whole(service, body, answer))
+        except BaseException:
+            answer.close()
+            raise
+
+    return router
+
+
+async def _prompt(service: Service, body: ChatRequest) -> list[int]:
+    try:
+        return await service.tokenizer.encode_chat([message.plain() for message in body.messages])
+    except NoChatTemplate:
+        message = f"{service.model} has no chat template; use /v1/completions"
+        raise bad_request(message, "messages") from None
+    except BadChat as error:
+        raise bad_request(f"the model's chat template refuses these messages: {error}", "messages") from None
+
+
+def _envelope(service: Service, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.model,
+    }
+
+
+async def _whole(service: Service, body: ChatRequest, answer: Answer) -> Response:
+    texts = [""] * len(answer.generations)
+    reasons = [""] * len(answer.generations)
+    logprobs: list[list[dict[str, Any]]] = [[] for _ in answer.generations]
+    async for piece in answer.pieces():
+        texts[piece.choice] += piece.text
+        reasons[piece.choice] = piece.finish_reason
+        if body.logprobs:
+            logprobs[piece.choice] += chat_logprobs(service.tokenizer.token_text, piece.output)
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": {"content": logprobs[index]} if body.logprobs else None,
+            "finish_reason": reasons[index],
+        }
+        for index, text in enumerate(texts)
+    ]
+    envelope = _envelope(service, "chat.completion")
+    content = {**envelope, "choices": choices, "usage": answer.usage(), "hexgen2": answer.trace()}
+    return JSONResponse(content, headers=answer.headers())
+
+
+async def _chunks(
+    service: Service, body: ChatRequest, answer: Answer, pieces: AsyncIterator[Piece]
+) -> AsyncIterator[dict[str, Any]]:
+    envelope = _envelope(service, "chat.completion.chunk")
+
+    def chunk(index: int, delta: dict[str, str], details: Any = None, reason: str = "") -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": details, "finish_reason": reason or None}
+        return {**envelope, "choices": [choice]}
+
+    for index in range(len(answer.generations)):
+        yield chunk(index, {"role": "assistant", "content": ""})
+    async for piece in pieces:
+        details = None
+        if body.logprobs:
+            details = {"content": chat_logprobs(service.tokenizer.token_text, piece.output)}
+        if piece.text or piece.finish_reason or details:
+            delta = {"content": piece.text} if piece.text else {}
+            yield chunk(piece.choice, delta, details, piece.finish_reason)
+    if body.stream_options and body.stream_options.include_usage:
+        yield {**envelope, "choices": [], "usage": answer.usage(), "hexgen2": answer.trace()}

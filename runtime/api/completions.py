@@ -1,0 +1,93 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from runtime.api.answer import Answer, Piece
+from runtime.api.errors import bad_request
+from runtime.api.logprobs import CompletionLogprobs
+from runtime.api.schemas import MAX_CHOICES, CompletionRequest
+from runtime.api.service import Service
+from runtime.api.streaming import EventStream, first_of, unless_gone
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def completions_router(service: Service) -> APIRouter:
+    """The route, for a service."""
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        service.check_model(body.model)
+        prompts = [
+            await service.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
+        if not 0 < len(prompts) * (body.n or 1) <= MAX_CHOICES:
+            raise bad_request(f"prompts times n must be from 1 to {MAX_CHOICES}", "prompt")
+        logprobs = -1 if body.logprobs is None else body.logprobs
+        answer = service.answer(body, prompts, body.max_tokens or DEFAULT_MAX_TOKENS, logprobs)
+        try:
+            if body.stream:
+                pieces = await unless_gone(request, first_of(answer))
+                return EventStream(answer, _chunks(service, body, answer, pieces))
+            return await unless_gone(request, _whole(service, body, answer))
+        except BaseException:
+            answer.close()
+            raise
+
+    return router
+
+
+def _envelope(service: Service) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": service.model,
+    }
+
+
+def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason or None}
+
+
+async def _whole(service: Service, body: CompletionRequest, answer: Answer) -> Response:
+    texts = [""] * len(answer.generations)
+    reasons = [""] * len(answer.generations)
+    logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.generations]
+    async for piece in answer.pieces():
+        texts[piece.choice] += piece.text
+        reasons[piece.choice] = piece.finish_reason
+        logprobs[piece.choice].add(piece.output)
+    wanted = body.logprobs is not None
+    choices = [
+        _choice(index, texts[index], logprobs[index].take() if wanted else None, reasons[index])
+        for index in range(len(texts))
+    ]
+    content = {**_envelope(service), "choices": choices, "usage": answer.usage(), "hexgen2": answer.trace()}
+    return JSONResponse(content, headers=answer.headers())
+
+
+async def _chunks(
+    service: Service, body: CompletionRequest, answer: Answer, pieces: AsyncIterator[Piece]
+) -> AsyncIterator[dict[str, Any]]:
+    envelope = _envelope(service)
+    logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.generations]
+    async for piece in pieces:
+        details = None
+        if body.logprobs is not None:
+            logprobs[piece.choice].add(piece.output)
+            details = logprobs[piece.choice].take()
+        if piece.text or piece.finish_reason or details:
+            yield {**envelope, "choices": [_choice(piece.choice, piece.text, details, piece.finish_reason)]}
+    if body.stream_options and body.stream_options.include_usage:
+        yield {**envelope, "choices": [], "usage": answer.usage(), "hexgen2": answer.trace()}

@@ -1,0 +1,104 @@
+"""Prometheus metrics of the front end, on a registry of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from runtime.coordinator import Coordinator
+from runtime.generation import RequestRecord
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+ROUTE = ["prefill_replica", "decode_replica"]
+
+
+class Metrics:
+    """Counts every request once, at its end; told by the coordinator (see Observer)."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self._requests = Counter("hexgen2_requests", "Requests by outcome", ["outcome"], registry=registry)
+        self._refused = Counter(
+            "hexgen2_requests_refused", "Requests never queued", ["reason"], registry=registry
+        )
+        self._prompt = Counter("hexgen2_prompt_tokens", "Prompt tokens", registry=registry)
+        self._output = Counter("hexgen2_output_tokens", "Output tokens", registry=registry)
+        self._route_requests = Counter(
+            "hexgen2_route_requests", "Requests by route", ROUTE, registry=registry
+        )
+        self._route_bytes = Counter(
+            "hexgen2_route_kv_bytes", "KV cache moved, bytes", ROUTE, registry=registry
+        )
+        self._ttft = _histogram(registry, "time_to_first_token", "TTFT", SECONDS)
+        self._tpot = _histogram(registry, "time_per_output_token", "TPOT, mean per request", TOKEN_SECONDS)
+        self._itl = _histogram(registry, "inter_token_latency", "ITL", TOKEN_SECONDS)
+        self._e2e = _histogram(registry, "e2e_request_latency", "From arrival to the last token", SECONDS)
+        self._queue = _histogram(registry, "queue_time", "From arrival to the route", SECONDS)
+        self._transfer = _histogram(registry, "kv_transfer", "First to last byte of a KV transfer", SECONDS)
+
+    def token_gap(self, seconds: float) -> None:
+        self._itl.observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        """A request that was turned away before it was queued."""
+        self._refused.labels(reason).inc()
+
+    def ended(self, record: RequestRecord) -> None:
+        self._requests.labels(record.outcome).inc()
+        self._output.inc(record.output_tokens)
+        if not record.routed_s:
+            return
+        route = (record.prefill_replica, record.decode_replica)
+        self._prompt.inc(record.prompt_tokens)
+        self._route_requests.labels(*route).inc()
+        self._queue.observe(record.routed_s - record.arrived_s)
+        if record.kv_bytes:
+            self._route_bytes.labels(*route).inc(record.kv_bytes)
+            self._transfer.observe(record.kv_s)
+        if not record.first_token_s:
+            return
+        self._ttft.observe(record.first_token_s - record.arrived_s)
+        if record.output_tokens > 1:
+            self._tpot.observe((record.last_token_s - record.first_token_s) / (record.output_tokens - 1))
+        if record.outcome in ("stop", "length"):
+            self._e2e.observe(record.ended_s - record.arrived_s)
+
+    def watch(self, coordinator: Coordinator) -> None:
+        """Show the coordinator's queue and replicas too."""
+        self.registry.register(_Gauges(coordinator))
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+
+class _Gauges(Collector):
+    """What the coordinator holds at the moment of the scrape."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        coordinator = self._coordinator
+        yield GaugeMetricFamily("hexgen2_requests_waiting", "Requests in the queue", coordinator.waiting)
+        running = GaugeMetricFamily("hexgen2_requests_running", "Requests on a replica", labels=["replica"])
+        used = GaugeMetricFamily("hexgen2_kv_tokens", "KV cache tokens accounted for", labels=["replica"])
+        budget = GaugeMetricFamily("hexgen2_kv_tokens_budget", "KV cache tokens at most", labels=["replica"])
+        up = GaugeMetricFamily("hexgen2_replica_up", "1 while the replica serves", labels=["replica"])
+        for replica_id, replica in coordinator.replicas.items():
+            running.add_metric([replica_id], len(replica.held))
+            used.add_metric([replica_id], replica.held_tokens)
+            budget.add_metric([replica_id], replica.kv_budget_tokens)
+            up.add_metric([replica_id], replica_id not in coordinator.lost)
+        yield from (running, used, budget, up)
+
+
+def _histogram(
+    registry: CollectorRegistry, name: str, help_text: str, buckets: tuple[float, ...]
+) -> Histogram:
+    return Histogram(f"hexgen2_{name}_seconds", help_text, buckets=buckets, registry=registry)

@@ -1,0 +1,114 @@
+"""What the routes of the API share: the placement that is served, and the way into it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hexgen2.placement import Placement
+from runtime.api.answer import SEED_MASK, Answer
+from runtime.api.errors import ApiError, bad_request
+from runtime.api.metrics import Metrics
+from runtime.api.schemas import GenerateRequest
+from runtime.api.tokenizer import ModelTokenizer
+from runtime.coordinator import Coordinator
+from runtime.generation import Overloaded, TooLong, Unavailable
+from runtime.messages import Sampling
+
+
+@dataclass(frozen=True)
+class Service:
+    """A placement with its workers up."""
+
+    placement: Placement
+    coordinator: Coordinator
+    tokenizer: ModelTokenizer
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model(self) -> str:
+        """The name that clients ask for."""
+        return self.placement.model.name
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and output of the longest request that can be served now."""
+        return min(self.placement.model.max_position, self.coordinator.context_tokens)
+
+    def check_model(self, name: str) -> None:
+        if name != self.model:
+            message = f"the model `{name}` does not exist; this server has `{self.model}`"
+            raise ApiError(404, message, "invalid_request_error", "model", "model_not_found")
+
+    def answer(
+        self,
+        body: GenerateRequest,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
+        logprobs: int,
+    ) -> Answer:
+        """Start to answer; max_tokens None means whatever the context leaves, logprobs -1 none.
+
+        Raises
+        ------
+        ApiError : a prompt is empty, too long, or not of this model
+        HexGen2Error : the coordinator refuses
+        """
+        if not self.coordinator.router.routes:
+            raise Unavailable("no replica is left to serve: " + "; ".join(self.coordinator.lost.values()))
+        longest = max(len(prompt) for prompt in prompts)
+        self._check_prompts(prompts, longest, max_tokens)
+        sampling = Sampling(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=max(body.top_k or 0, 0),
+            seed=secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK,
+            max_tokens=max_tokens or self.context_tokens - longest,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+            logprobs=logprobs,
+        )
+        try:
+            return Answer(self.coordinator, self.tokenizer, prompts, sampling, body.n or 1, body.stop_strings)
+        except (Overloaded, Unavailable, TooLong) as error:
+            self.metrics.refused(type(error).__name__.lower())
+            raise
+
+    def _check_prompts(self, prompts: Sequence[list[int]], longest: int, max_tokens: int | None) -> None:
+        if not all(prompts):
+            raise bad_request("a prompt is empty", "prompt")
+        context = self.context_tokens
+        if longest + (max_tokens or 1) > context:
+            message = (
+                f"the longest context is {context} tokens, and the request asks for "
+                f"{longest + (max_tokens or 1)} ({longest} in the prompt, {max_tokens or 1} in the answer)"
+            )
+            raise bad_request(message, "prompt", "context_length_exceeded")
+        vocabulary = self.placement.model.vocab
+        if any(max(prompt) >= vocabulary for prompt in prompts):
+            raise bad_request(f"a token id is outside the vocabulary of {vocabulary}", "prompt")
+
+    def health(self) -> dict[str, Any]:
+        """ "ok", or "degraded" and why."""
+        lost = self.coordinator.lost
+        state: dict[str, Any] = {"status": "degraded" if lost else "ok"}
+        if lost:
+            state["reason"] = "; ".join(lost.values())
+        state["replicas"] = {name: "lost" if name in lost else "up" for name in self.coordinator.replicas}
+        return state
+
+    def live_placement(self) -> Placement:
+        """The placement without the replicas that were lost."""
+        lost = self.coordinator.lost
+        return self.placement.model_copy(
+            update={
+                "replicas": [each for each in self.placement.replicas if each.id not in lost],
+                "routes": [
+                    route for route in self.placement.routes if not {route.from_, route.to} & lost.keys()
+                ],
+            }
+        )

@@ -1,0 +1,93 @@
+"""Answers on the wire: server-sent events, and an end to the work when the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from cost_model.errors import HexGen2Error
+from runtime.api.answer import Answer, Piece
+from runtime.api.errors import from_serving
+
+DONE = b"data: [DONE]\n\n"
+Result = TypeVar("Result")
+_json = msgspec.json.Encoder()
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody will read the answer."""
+
+
+def event(chunk: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _json.encode(chunk) + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Streams the chunks of an answer, then [DONE]; whatever ends the stream closes the answer.
+
+    An error after the first chunk becomes an event with OpenAI's error object.
+    """
+
+    def __init__(self, answer: Answer, chunks: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__(_events(chunks), media_type="text/event-stream", headers=answer.headers())
+        self.headers["cache-control"] = "no-cache"
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+
+
+async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks:
+            yield event(chunk)
+    except HexGen2Error as error:
+        yield event(from_serving(error).body())
+    yield DONE
+
+
+async def first_of(answer: Answer) -> AsyncIterator[Piece]:
+    """An answer's pieces, once the first is there: what fails before can still get a status of its own."""
+    pieces = answer.pieces()
+    first = await anext(pieces)
+
+    async def all_pieces() -> AsyncIterator[Piece]:
+        yield first
+        async for piece in pieces:
+            yield piece
+
+    return all_pieces()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled as soon as the client disconnects.
+
+    Raises
+    ------
+    ClientGone
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,89 @@
+"""From tokens to text while they arrive: whole characters only, and nothing beyond a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+CONTEXT_TOKENS = 6
+UNFINISHED = "\ufffd"
+
+
+class Detokenizer:
+    """Text of a growing token sequence, in pieces that together are the text of the whole.
+
+    A piece ends before a character whose bytes have not all arrived. The last tokens of the prompt are
+    decoded along, because many tokenizers decode a token differently at the start of a text.
+
+    Parameters
+    ----------
+    decode : token ids to text, without special tokens
+    prompt : the token ids before the first one pushed
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(prompt[-CONTEXT_TOKENS:])
+        self._shown = len(_complete(decode(self._window))) if self._window else 0
+        self._fresh = len(self._window)
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; "" if it ends inside a character."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        complete = _complete(text)
+        piece = complete[self._shown :]
+        self._shown = max(self._shown, len(complete))
+        if complete == text and piece:
+            self._slide()
+        return piece
+
+    def finish(self) -> str:
+        """What is left: an unfinished character shows as U+FFFD."""
+        return self._decode(self._window)[self._shown :]
+
+    def _slide(self) -> None:
+        """Keep only the tokens of this piece as context for the next one."""
+        del self._window[: self._fresh]
+        self._fresh = len(self._window)
+        self._shown = len(self._decode(self._window))
+
+
+def _complete(text: str) -> str:
+    return text.rstrip(UNFINISHED)
+
+
+class StopStrings:
+    """Passes text on until a stop string appears; holds back what may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.met = False
+
+    def push(self, text: str) -> str:
+        """The text that is safe to show; after a stop string (`met`) there is none."""
+        if self.met:
+            return ""
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.met = True
+            shown, self._held = self._held[: min(found)], ""
+            return shown
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def finish(self) -> str:
+        """What was held back and did not become a stop string."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper start of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
