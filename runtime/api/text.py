@@ -35,6 +35,8 @@ class Detokenizer:
         self._shown = max(self._shown, len(complete))
         if complete == text and piece:
             self._slide()
+        elif complete == text and len(text) == self._shown:
+            self._window.pop()
         return piece
 
     def finish(self) -> str:

@@ -1,0 +1,184 @@
+"""A placement of six CPU workers, and a server process that serves it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from cluster_specs.schema import AcceleratorSpec, ClusterSpec, NodeSpec
+from cost_model.config import architecture_from_folder
+from hexgen2.placement import (
+    Bound,
+    CostModelName,
+    Latency,
+    Placement,
+    Replica,
+    Route,
+    SearchRecord,
+    Stage,
+    Throughput,
+)
+from hexgen2.workload import RequestClass, Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = 6
+START_S = 120.0
+STOP_S = 30.0
+RUN = """
+import sys
+from pathlib import Path
+from cost_model.errors import HexGen2Error
+from hexgen2.placement import Placement
+from runtime.serve import serve
+placement, folder, port, key = sys.argv[1:]
+try:
+    sys.exit(serve(Placement.load(placement), Path(folder), "127.0.0.1", int(port), key or None))
+except HexGen2Error as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def make_placement(folder: Path) -> Placement:
+    """Two prefill replicas (one GPU; two stages of 3 and 1 layers) and two decode replicas (tp2; one
+    GPU) of the model in a folder, with three routes between them."""
+    shapes = {
+        "prefill-0": [(1, (0, 4))],
+        "prefill-1": [(1, (0, 3)), (1, (3, 4))],
+        "decode-0": [(2, (0, 4))],
+        "decode-1": [(1, (0, 4))],
+    }
+    gpus = iter(f"box/{index}" for index in range(WORKERS))
+    replicas = [
+        Replica(
+            id=name,
+            role="prefill" if name.startswith("prefill") else "decode",
+            stages=[
+                Stage(gpus=[next(gpus) for _ in range(width)], layers=layers) for width, layers in stages
+            ],
+            max_batch=4,
+            capacity_req_s=4.0,
+            utilisation=0.5,
+        )
+        for name, stages in shapes.items()
+    ]
+    flows = {("prefill-0", "decode-0"): 1.0, ("prefill-1", "decode-0"): 1.0, ("prefill-1", "decode-1"): 2.0}
+    model = architecture_from_folder(folder).model_copy(update={"name": "tiny-llama"})
+    return Placement(
+        strategy="by-hand",
+        cluster=ClusterSpec(
+            name="one-box",
+            nodes=[NodeSpec(name="box", accelerators=f"Core:{WORKERS}", interconnect="shared-memory")],
+            accelerators={
+                "Core": AcceleratorSpec(
+                    memory_gib=2, bf16_dense_tflops=0.2, memory_bandwidth_gbyte_s=10, kind="cpu"
+                )
+            },
+        ),
+        model=model,
+        workload=Workload(name="short", classes=(RequestClass(name="short", isl=32, osl=16),)),
+        cost_model=CostModelName(name="by-hand", calibration="none", pipeline="pipelined"),
+        replicas=replicas,
+        routes=[
+            Route(
+                from_=prefill,
+                to=decode,
+                flow_req_s=flow,
+                capacity_req_s=4.0,
+                kv_bytes_per_req=32 * model.kv_bytes_per_token,
+            )
+            for (prefill, decode), flow in flows.items()
+        ],
+        throughput=Throughput(req_s=4.0, output_tok_s=64.0),
+        latency=Latency(ttft_ms=10.0, tpot_ms=10.0),
+        price_per_hour=0.0,
+        bound=Bound(req_s=4.0, gap=0.0, assumptions=[]),
+        bottlenecks=[],
+        search=SearchRecord(seconds=0.0, seed=0, evaluations=0),
+    )
+
+
+class Server:
+    """A serve process of its own session, with its stderr in a file."""
+
+    def __init__(self, folder: Path, work: Path, key: str = "", port: int = 0) -> None:
+        self.key, self.log = key, work / "server.log"
+        path = work / "placement.json"
+        make_placement(folder).save(path)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", RUN, str(path), str(folder), str(port), key],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        self.url = ""
+
+    def wait_for(self, pattern: str, limit_s: float = START_S) -> re.Match[str]:
+        """Until a line of the log matches."""
+        deadline = time.monotonic() + limit_s
+        while not (found := re.search(pattern, self.log.read_text())):
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"no {pattern!r} in:\n{self.log.read_text()}"
+            time.sleep(0.05)
+        return found
+
+    def until_serving(self) -> Server:
+        self.url = self.wait_for(r"serving \S+ on (http://\S+)")[1]
+        return self
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def family(self) -> list[psutil.Process]:
+        """Every process of the server's session: itself, the workers and whatever helps them."""
+        return [each for each in psutil.process_iter() if _session(each.pid) == self.process.pid]
+
+    def interrupt(self) -> int:
+        """Ctrl-C at the terminal: SIGINT to all; the exit code."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.process.wait(STOP_S)
+
+    def close(self) -> None:
+        """Whatever a test left."""
+        for each in self.family():
+            if each.pid != self.process.pid or self.process.poll() is None:
+                each.kill()
+        self.process.wait(STOP_S)
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return -1
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run; zombies that wait for their parent do not."""
+    return [each for each in processes if each.is_running() and _status(each) != psutil.STATUS_ZOMBIE]
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
+
+
+def listens(port: int) -> bool:
+    """Whether anyone accepts connections there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
