@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 import torch
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 30.0
 _MessageType = TypeVar("_MessageType", bound=Message)
+_ALL_LOADED = "all workers have loaded"
+_LOAD_LIMIT = timedelta(hours=6)
 _GRACE_S = 0.5  # for the parent's Shutdown to overtake a fault that is only a peer's exit
 
 
@@ -85,7 +88,7 @@ class _Worker:
         self.lead: Lead | None = None
         self.to_lead: Connection | None = None
         self.followers: dict[str, Connection] = {}
-        self._joined = threading.Event()
+        self._all_here = threading.Event()
         self._dying = threading.Lock()
 
     def run(self) -> NoReturn:
@@ -103,20 +106,17 @@ class _Worker:
         addresses = _await(self.control, Connect)
         self._start("control", self._read_control)
         self._start("accept", self._accept, listener)
-        if not place.is_lead:
-            self.to_lead = connect(
-                addresses.peers[place.workers[0]], hello(config, "control"), CONTROL_TIMEOUT_S
-            )
-            self.to_lead.stream.settimeout(None)
-            host = addresses.peers[place.workers[0]][0]
-            store = connect_store(host, addresses.store_port, size)
-        links = self._links(store)
         started = time.monotonic()
-        stage = load_stage(config.checkpoint, config.dtype, links.device, links)
+        device = torch.device(config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        links = Links(place, device)
+        stage = load_stage(config.checkpoint, config.dtype, device, links)
         load_s = time.monotonic() - started
         self.member = Member(config, addresses, stage, self._report)
+        if size > 1:
+            links.join(config.host, self._meet(addresses, store))
         if place.is_lead:
-            self._await_followers()
             self.lead = Lead(self.member, self.control, self.followers, self.inbox)
         else:
             self._start("lead", self._read_lead)
@@ -140,18 +140,19 @@ class _Worker:
 
     # -- main thread
 
-    def _links(self, store: dist.Store | None) -> Links:
-        device = torch.device(self.config.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        if store is None:
-            return Links(self.place, device)
-        return Links.join(self.place, device, self.config.host, store)
-
-    def _await_followers(self) -> None:
-        if len(self.place.workers) > 1 and not self._joined.wait(CONTROL_TIMEOUT_S):
-            missing = sorted({*self.place.workers[1:]} - {*self.followers})
-            raise ConnectionError(f"no control connection from {', '.join(missing)}")
+    def _meet(self, addresses: Connect, store: dist.Store | None) -> dist.Store:
+        """Wait until all workers of the replica have loaded, which may take each a different time."""
+        workers = self.place.workers
+        if store is not None:
+            self._all_here.wait()
+            store.set(_ALL_LOADED, "")
+            return store
+        lead = addresses.peers[workers[0]]
+        self.to_lead = connect(lead, hello(self.config, "control"), CONTROL_TIMEOUT_S)
+        self.to_lead.stream.settimeout(None)
+        store = connect_store(lead[0], addresses.store_port, len(workers))
+        store.wait([_ALL_LOADED], _LOAD_LIMIT)
+        return store
 
     def _follow(self, member: Member) -> NoReturn:
         while True:
@@ -236,7 +237,7 @@ class _Worker:
         elif introduced.purpose == "control" and self.place.is_lead and self._is_new_follower(name):
             self.followers[name] = connection
             if len(self.followers) == len(self.place.workers) - 1:
-                self._joined.set()
+                self._all_here.set()
             self._read_follower(name, connection)
         else:
             log.warning("worker %s: no %s connection for %s", self.config.worker, introduced.purpose, name)

@@ -73,7 +73,7 @@ class Place:
 
 
 class Links:
-    """Exchange of tensors inside one replica. A replica of one worker has no process group at all.
+    """Exchange of tensors inside one replica, once joined. A replica of one worker needs no groups.
 
     Collectives and sends happen in the order of the steps, which is the same on every worker.
     """
@@ -84,14 +84,12 @@ class Links:
         self._tp_group: Any = None
         self._unfinished: deque[tuple[Any, torch.Tensor]] = deque()
 
-    @classmethod
-    def join(cls, place: Place, device: torch.device, host: str, store: dist.Store) -> Links:
-        """Create the replica's process groups; every worker of it must call this."""
-        links = cls(place, device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+    def join(self, host: str, store: dist.Store) -> None:
+        """Create the replica's process groups; every worker of it must call this at about the same time."""
+        place, device = self.place, self.device
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_of(host)
         dist.init_process_group(
-            backend,
+            "nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=place.ranks(place.stage_index)[place.tp_rank],
             world_size=len(place.workers),
@@ -102,8 +100,7 @@ class Links:
             if len(stage.workers) > 1:
                 group = dist.new_group(place.ranks(index), timeout=_TIMEOUT)
                 if index == place.stage_index:
-                    links._tp_group = group
-        return links
+                    self._tp_group = group
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the stage's tensor-parallel ranks, in place."""

@@ -46,7 +46,7 @@ def write_opt(folder: Path) -> Path:
         num_attention_heads=8,
         word_embed_proj_dim=64,
         max_position_embeddings=512,
-        init_std=0.15,
+        init_std=0.3,
         dtype="float32",
     )
     return _save(OPTForCausalLM, config, folder)
@@ -81,5 +81,7 @@ def _save(model_class: type[PreTrainedModel], config: LlamaConfig | OPTConfig, f
                 parameter.normal_(std=0.1)
             elif "norm" in name:
                 parameter.normal_(mean=1.0, std=0.1)
+            elif "embed_tokens" in name and config.tie_word_embeddings:
+                parameter.normal_(std=0.02)  # a tied head would else repeat the last token for ever
     model.save_pretrained(folder)
     return folder

@@ -65,6 +65,7 @@ class _Route:
     prefill: str
     decode: str
     index: int
+    hold: bool
 
 
 class Cluster:
@@ -163,7 +164,18 @@ class Cluster:
             process.join(10)
         codes = {name: process.exitcode for name, process in self.processes.items()}
         self.kill()
-        assert set(codes.values()) == {0}, codes
+        assert set(codes.values()) <= {0}, codes
+
+    def lose(self, *workers: str) -> list[int | None]:
+        """Kill workers that still run and forget them; their exit codes."""
+        codes = []
+        for worker in workers:
+            process = self.processes.pop(worker)
+            process.kill()
+            process.join(10)
+            codes.append(process.exitcode)
+            self.controls.pop(worker).close()
+        return codes
 
     def kill(self) -> None:
         """End what still runs."""
@@ -177,8 +189,9 @@ class Cluster:
     # -- requests
 
     def send(self, replica: str, message: Message) -> None:
-        """To the lead of a replica."""
-        self.controls[self.stages[replica][0].workers[0]].send(message)
+        """To the lead of a replica, unless it is lost."""
+        if control := self.controls.get(self.stages[replica][0].workers[0]):
+            control.send(message)
 
     def submit(
         self,
@@ -188,13 +201,14 @@ class Cluster:
         prefill: str,
         decode: str,
         index: int = 0,
+        hold: bool = False,
     ) -> None:
-        """Start a request; the same replica twice means colocated."""
+        """Start a request; the same replica twice means colocated, `hold` stops it once reserved."""
         self.outcomes[request_id] = Outcome()
-        route = _Route(request_id, tuple(prompt), sampling, prefill, decode, index)
+        route = _Route(request_id, tuple(prompt), sampling, prefill, decode, index, hold)
         self._routes[request_id] = route
         if prefill == decode:
-            self._prefill(route, "")
+            self.prefill(request_id)
         else:
             capacity = len(prompt) + sampling.max_tokens
             expect = Expect(request_id=request_id, prompt_tokens=len(prompt), capacity_tokens=capacity)
@@ -218,12 +232,14 @@ class Cluster:
         replicas = {route.prefill, route.decode}
         return self.wait(request_id, lambda o: bool(o.finish_reason) and o.released == replicas)
 
-    def _prefill(self, route: _Route, target: str) -> None:
+    def prefill(self, request_id: str) -> None:
+        """Run a request's prompt."""
+        route = self._routes[request_id]
         message = Prefill(
             request_id=route.request_id,
             prompt=route.prompt,
             sampling=route.sampling,
-            target=target,
+            target="" if route.prefill == route.decode else route.decode,
             index=route.index,
         )
         self.send(route.prefill, message)
@@ -245,8 +261,8 @@ class Cluster:
         match message:
             case Reserved(request_id=request_id, ok=ok):
                 self.outcomes[request_id].reserved = ok
-                if ok and (route := self._routes.get(request_id)):
-                    self._prefill(route, route.decode)
+                if ok and not self._routes[request_id].hold:
+                    self.prefill(request_id)
             case StepOutput(outputs=outputs):
                 for output in outputs:
                     outcome = self.outcomes[output.request_id]
