@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -42,7 +43,7 @@ class ModelArchitecture(BaseModel):
     weight_bytes: float = Field(default=2.0, gt=0)
     kv_value_bytes: float = Field(default=2.0, gt=0)
 
-    @property
+    @cached_property
     def attention_params(self) -> int:
         """Parameters of one layer's q, k, v and output projections."""
         q_width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -51,52 +52,52 @@ class ModelArchitecture(BaseModel):
         biases += self.hidden if self.biases else 0
         return weights + biases + (2 * self.head_dim if self.qk_norm else 0)
 
-    @property
+    @cached_property
     def expert_params(self) -> int:
         """Parameters of one feed-forward block (one expert of a mixture)."""
         matrices = 3 if self.gated_ffn else 2
         return matrices * self.hidden * self.ffn + (self.ffn + self.hidden if self.biases else 0)
 
-    @property
+    @cached_property
     def layer_params(self) -> int:
         """Parameters held by one layer: all experts and the router included."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.attention_params + self.experts * self.expert_params + router + 2 * self.norm_params
 
-    @property
+    @cached_property
     def norm_params(self) -> int:
         """Parameters of one norm over the hidden size: two in each layer, one before the head."""
         return self.hidden * (2 if self.biases else 1)
 
-    @property
+    @cached_property
     def active_layer_params(self) -> int:
         """Parameters that one token passes through in one layer."""
         idle = (self.experts - self.active_experts) * self.expert_params
         return self.layer_params - idle
 
-    @property
+    @cached_property
     def embedding_params(self) -> int:
         """Token table, learned positions (OPT) and the norm after them (BLOOM): held by the first stage."""
         positions = self.max_position + self.position_offset if self.learned_positions else 0
         return (self.vocab + positions) * self.hidden + (self.norm_params if self.family == "bloom" else 0)
 
-    @property
+    @cached_property
     def head_params(self) -> int:
         """The LM head (last stage), tied to the token table or not: a stage that has it holds it."""
         return self.vocab * self.hidden
 
-    @property
+    @cached_property
     def total_params(self) -> int:
         """Every parameter once; a tied head is counted with the embedding."""
         head = 0 if self.tied_embeddings else self.head_params
         return self.layers * self.layer_params + self.embedding_params + self.norm_params + head
 
-    @property
+    @cached_property
     def kv_bytes_per_token_layer(self) -> float:
         """Keys and values of one token in one layer, all heads."""
         return 2 * self.kv_heads * self.head_dim * self.kv_value_bytes
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> float:
         """Keys and values of one token in all layers (335 MB for 1024 tokens of Llama-2 70B)."""
         return self.layers * self.kv_bytes_per_token_layer

@@ -1,0 +1,23 @@
+"""The cost models by name."""
+
+from __future__ import annotations
+
+from cost_model.architecture import ModelArchitecture
+from cost_model.base import CostModel
+from cost_model.calibrated import Calibrated
+from cost_model.errors import InputError
+from cost_model.table1 import Table1
+
+COST_MODELS: dict[str, type[CostModel]] = {model.name: model for model in (Calibrated, Table1)}
+
+
+def make_cost_model(name: str, model: ModelArchitecture, isl: float, osl: float) -> CostModel:
+    """The cost model of that name for this model and workload shape.
+
+    Raises
+    ------
+    InputError : unknown name
+    """
+    if name not in COST_MODELS:
+        raise InputError("cost_model", "name", f"unknown '{name}'", f"use one of {', '.join(COST_MODELS)}")
+    return COST_MODELS[name](model, isl, osl)

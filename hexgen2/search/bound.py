@@ -1,0 +1,85 @@
+"""The trivial upper bound: every GPU works alone at its best, and nothing is ever sent.
+
+Let p_d and q_d be the layers per second that GPU d can prefill and decode for one request each. A
+stage of n GPUs is never faster than n times its slowest GPU alone, and all L layers pass every
+request; so the throughput F of any placement satisfies
+
+    L F <= sum_d x_d p_d   and   L F <= sum_d (1 - x_d) q_d   for some 0 <= x_d <= 1.
+
+The largest such F is a fractional knapsack: GPUs prefill in the order of p_d / q_d.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cost_model.base import TensorGroup
+from cost_model.hardware import Link
+from hexgen2.placement import Bound
+from hexgen2.search.problem import Problem
+
+NO_LINK = Link(float("inf"), 0.0)
+
+
+def trivial_bound(problem: Problem) -> tuple[float, list[str]]:
+    """Requests/s that no placement of this problem exceeds, and the assumptions that make it so."""
+    batch = decode_batch_limit(problem)
+    assumptions = [
+        "KV transfers take no time",
+        "no communication or idle time inside a replica, and no LM head",
+        "each GPU can be divided between prefill and decode",
+        f"every decode step runs {batch} requests (the batch cap, or what all memory together holds)",
+    ]
+    if batch < 1:
+        return 0.0, assumptions
+    rates = node_rates(problem)
+    counts = np.array([[len(gpus)] for gpus in problem.node_gpus])
+    return best_split(rates * counts), assumptions
+
+
+def node_rates(problem: Problem) -> np.ndarray:
+    """[nodes, 2] requests/s that one GPU of each node can prefill, or decode, alone and at its best: no
+    group's capacity exceeds the sum over its GPUs."""
+    costs, layers = problem.costs, problem.model.layers
+    prefill_batch, decode_batch = costs.prefill_batch(), max(1, decode_batch_limit(problem))
+    rates = []
+    for accelerator in problem.node_accelerator:
+        alone = TensorGroup(accelerator, 1, NO_LINK)
+        prefill = prefill_batch / costs.layer_s("prefill", alone, prefill_batch)
+        decode = decode_batch / (costs.layer_s("decode", alone, decode_batch) * costs.osl)
+        rates.append((prefill / layers, decode / layers))
+    return np.array(rates)
+
+
+def decode_batch_limit(problem: Problem) -> int:
+    """More requests than this fit in no decode replica: the cap, or the memory of all GPUs together."""
+    costs, layers = problem.costs, problem.model.layers
+    room, per_request = 0.0, float("inf")
+    for node, gpus in enumerate(problem.node_gpus):
+        alone = TensorGroup(problem.node_accelerator[node], 1, NO_LINK)
+        memory = costs.stage_memory("decode", alone, first=False, last=False)
+        room += len(gpus) * memory.limit
+        weights = memory.per_layer * layers
+        per_request = min(per_request, memory.per_layer_request * layers)
+    return int(max(0.0, min(costs.batch_cap, (room - weights) // per_request)))
+
+
+def best_split(rates: np.ndarray) -> float:
+    """max over x in [0, 1]^n of min(sum x p, sum (1 - x) q), rates [n, 2] holding (p, q)."""
+    order = np.argsort(-rates[:, 0] / rates[:, 1], kind="stable")
+    prefill, decode = rates[order, 0], rates[order, 1]
+    before = np.concatenate([[0.0], np.cumsum(prefill)])
+    after = np.concatenate([np.cumsum(decode[::-1])[::-1], [0.0]])
+    best = 0.0
+    for k in range(len(order)):
+        # GPU k is divided: before + x p = after + (1 - x) q.
+        x = (after[k + 1] + decode[k] - before[k]) / (prefill[k] + decode[k])
+        x = min(1.0, max(0.0, x))
+        best = max(best, min(before[k] + x * prefill[k], after[k + 1] + (1 - x) * decode[k]))
+    return float(best)
+
+
+def report(problem: Problem, req_s: float) -> Bound:
+    """The bound as the placement states it."""
+    limit, assumptions = trivial_bound(problem)
+    return Bound(req_s=limit, gap=1 - req_s / limit if limit > 0 else 0.0, assumptions=assumptions)

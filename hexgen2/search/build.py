@@ -1,0 +1,148 @@
+"""From an evaluated solution to a placement: GPUs by name, layers by range, flows by route."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hexgen2.placement import (
+    CostModelName,
+    Latency,
+    Placement,
+    Replica,
+    Route,
+    RouteLink,
+    SearchRecord,
+    Stage,
+    Throughput,
+)
+from hexgen2.search import evaluate as ev
+from hexgen2.search.bound import report
+from hexgen2.search.flow import balance
+from hexgen2.search.problem import Problem
+from hexgen2.search.routes import layer_overlaps
+
+FULL = 1 - 1e-6
+
+
+def build_placement(
+    problem: Problem, evaluation: ev.Evaluation, strategy: str, search: SearchRecord
+) -> Placement:
+    """The placement of an evaluated solution, its flow spread evenly over the replicas."""
+    flow = balance(evaluation.network, evaluation.flow)
+    free = [list(gpus) for gpus in problem.node_gpus]
+    replicas = [
+        _replica(problem, replica, f"{role}-{index}", role, float(load), free)
+        for role, side, loads in (
+            ("prefill", evaluation.prefill, flow.routes.sum(axis=1)),
+            ("decode", evaluation.decode, flow.routes.sum(axis=0)),
+        )
+        for index, (replica, load) in enumerate(zip(side, loads, strict=True))
+    ]
+    named = {replica.id: replica for replica in replicas}
+    routes = [
+        _route(
+            problem,
+            named[f"prefill-{i}"],
+            named[f"decode-{j}"],
+            float(flow.routes[i, j]),
+            float(evaluation.network.routes[i, j]),
+        )
+        for i in range(len(evaluation.prefill))
+        for j in range(len(evaluation.decode))
+        if flow.routes[i, j] > flow.value * 1e-6
+    ]
+    served = sum(route.flow_req_s for route in routes)
+    return Placement(
+        strategy=strategy,
+        cluster=problem.spec,
+        model=problem.model,
+        workload=problem.workload,
+        cost_model=CostModelName(
+            name=problem.costs.name, calibration=problem.costs.calibration, pipeline=problem.pipeline
+        ),
+        replicas=replicas,
+        routes=routes,
+        throughput=Throughput(req_s=served, output_tok_s=served * problem.costs.osl),
+        latency=_latency(evaluation, flow.routes),
+        price_per_hour=float(problem.cluster.price_per_hour.sum()),
+        bound=report(problem, served),
+        bottlenecks=_bottlenecks(replicas, routes, [g for node in free for g in node], problem),
+        search=search,
+    )
+
+
+def _replica(
+    problem: Problem, replica: ev.Replica, name: str, role: str, load: float, free: list[list[int]]
+) -> Replica:
+    stages, layer = [], 0
+    for stage in replica.stages:
+        taken, free[stage.node] = free[stage.node][: stage.degree], free[stage.node][stage.degree :]
+        ids = [problem.cluster.gpu_ids[gpu] for gpu in taken]
+        stages.append(Stage(gpus=ids, layers=(layer, layer + stage.layers)))
+        layer += stage.layers
+    capacity = replica.plan.capacity_req_s
+    return Replica(
+        id=name,
+        role=role,  # type: ignore[arg-type]
+        stages=stages,
+        max_batch=replica.plan.batch,
+        capacity_req_s=capacity,
+        utilisation=min(1.0, load / capacity),
+    )
+
+
+def _route(problem: Problem, source: Replica, target: Replica, flow: float, capacity: float) -> Route:
+    return Route.model_validate(
+        {
+            "from": source.id,
+            "to": target.id,
+            "flow_req_s": flow,
+            "capacity_req_s": capacity,
+            "kv_bytes_per_req": problem.costs.kv_bytes_per_layer * problem.model.layers,
+            "links": route_links(source, target, problem.costs.kv_bytes_per_layer),
+        }
+    )
+
+
+def route_links(source: Replica, target: Replica, layer_bytes: float) -> list[RouteLink]:
+    """The GPU pairs between which a request's KV cache moves, and the bytes on each: the layers that
+    both stages hold, the share of heads that both ranks hold."""
+    sides = [[stage.layer_count for stage in replica.stages] for replica in (source, target)]
+    links = []
+    for i, j, layers in layer_overlaps(*sides):
+        senders, receivers = source.stages[i].gpus, target.stages[j].gpus
+        for a, sender in enumerate(senders):
+            for b, receiver in enumerate(receivers):
+                low = max(a / len(senders), b / len(receivers))
+                high = min((a + 1) / len(senders), (b + 1) / len(receivers))
+                if high - low > 1e-12:
+                    moved = layers * layer_bytes * (high - low)
+                    links.append(
+                        RouteLink.model_validate({"from": sender, "to": receiver, "bytes_per_req": moved})
+                    )
+    return links
+
+
+def _latency(evaluation: ev.Evaluation, routes: np.ndarray) -> Latency:
+    """Means over requests: a prefill step's time and a decode step's time where each request goes."""
+    total = float(routes.sum()) or 1.0
+    ttft = sum(r.plan.latency_s * w for r, w in zip(evaluation.prefill, routes.sum(axis=1), strict=True))
+    tpot = sum(r.plan.latency_s * w for r, w in zip(evaluation.decode, routes.sum(axis=0), strict=True))
+    return Latency(ttft_ms=float(ttft) / total * 1e3, tpot_ms=float(tpot) / total * 1e3)
+
+
+def _bottlenecks(
+    replicas: list[Replica], routes: list[Route], idle: list[int], problem: Problem
+) -> list[str]:
+    """What limits the throughput, in words."""
+    found = []
+    for role in ("prefill", "decode"):
+        side = [r for r in replicas if r.role == role]
+        if all(r.utilisation >= FULL for r in side):
+            found.append(f"all {role} replicas are at capacity")
+        else:
+            found += [f"{r.id} is at capacity" for r in side if r.utilisation >= FULL]
+    found += [f"route {r.from_} -> {r.to} is full" for r in routes if r.flow_req_s >= r.capacity_req_s * FULL]
+    if idle:
+        found.append(f"{len(idle)} GPUs are idle: " + ", ".join(problem.cluster.gpu_ids[g] for g in idle))
+    return found

@@ -1,0 +1,40 @@
+"""Coarsening groups of GPUs into super nodes, and the projection back.
+
+HexGen-2, section 3.2, steps (ii) and (iii); Hendrickson et al., 1995.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hexgen2.search.problem import Group, Problem, Solution, blocks_of
+
+
+@dataclass(frozen=True)
+class CoarseGraph:
+    """One super node per group: members[k] are its GPUs, weights[k, l] the bandwidth between groups."""
+
+    members: tuple[tuple[int, ...], ...]
+    weights: np.ndarray
+    memory: np.ndarray
+
+
+def coarsen(weights: np.ndarray, memory: np.ndarray, labels: np.ndarray) -> CoarseGraph:
+    """Merge the vertices of each group; parallel edges add up, inner edges vanish."""
+    groups = np.unique(labels)
+    member = (labels[:, None] == groups[None, :]).astype(float)
+    edges = member.T @ np.where(np.eye(len(weights), dtype=bool), 0.0, weights) @ member
+    np.fill_diagonal(edges, 0.0)
+    members = tuple(tuple(int(v) for v in np.flatnonzero(labels == g)) for g in groups)
+    return CoarseGraph(members, edges, member.T @ memory)
+
+
+def project(problem: Problem, graph: CoarseGraph, roles: list[str]) -> Solution:
+    """The solution in which super node k is a replica of role roles[k]."""
+    groups = []
+    for members, role in zip(graph.members, roles, strict=True):
+        nodes, counts = np.unique(problem.cluster.node_of[list(members)], return_counts=True)
+        groups.append(Group(role, blocks_of(dict(zip(nodes.tolist(), counts.tolist(), strict=True)))))
+    return Solution(tuple(groups))

@@ -1,0 +1,197 @@
+"""The value of a solution: plans of its groups, KV routes between them, and the max flow.
+
+Everything is memoised by what it depends on; the flow is solved only where the sum of the replicas'
+capacities does not already decide.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hexgen2.search.bound import node_rates
+from hexgen2.search.flow import Flow, FlowNetwork, solve
+from hexgen2.search.plan import GroupPlan, PlannedStage, Planner
+from hexgen2.search.problem import Group, Problem, Solution
+from hexgen2.search.routes import transfer_s
+
+PLATEAU_SHARE = 1e-3
+"""Weight of the replicas' summed capacity in the score: it leads across plateaus of the flow."""
+
+MAX_ORDERS = 120
+"""Most stage orders tried per replica when the KV routes limit the flow."""
+
+MAX_ROUNDS = 3
+"""Most rounds of reordering all replicas."""
+
+CAPACITY_KEPT = 0.98
+"""A stage order that costs a replica more of its capacity is no candidate."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A group with its plan; index is its place in the solution."""
+
+    index: int
+    group: Group
+    plan: GroupPlan
+
+    @property
+    def stages(self) -> tuple[PlannedStage, ...]:
+        return self.plan.stages
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A solution's replicas by role, the flow network over them, and its maximum flow.
+
+    score orders solutions: the flow, plus a small share of the summed capacities.
+    """
+
+    solution: Solution
+    prefill: tuple[Replica, ...]
+    decode: tuple[Replica, ...]
+    network: FlowNetwork
+    flow: Flow
+    score: float
+
+    @property
+    def req_s(self) -> float:
+        return self.flow.value
+
+
+class Evaluator:
+    """Evaluates solutions of one problem; counts how many it was asked for."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.planner = Planner(problem)
+        self.evaluations = 0
+        self._rates = dict(zip(("prefill", "decode"), node_rates(problem).T.tolist(), strict=True))
+        self._evaluated: dict[tuple, Evaluation] = {}
+        self._reordered_keys: set[tuple] = set()
+        self._transfers: dict[tuple, float] = {}
+        self._ordered: dict[tuple, list[GroupPlan]] = {}
+
+    def evaluate(self, solution: Solution) -> Evaluation:
+        """The solution's value. Groups in which the model does not fit stay idle."""
+        key = solution.key
+        known = self._evaluated.get(key)
+        if known is None:
+            self.evaluations += 1
+            prefill, decode = self._replicas(solution, "prefill"), self._replicas(solution, "decode")
+            known = self._evaluated[key] = self._with_flow(solution, prefill, decode)
+        return known
+
+    def reordered(self, evaluation: Evaluation) -> Evaluation:
+        """The same solution with the stage orders that serve the KV routes best, if they limit it."""
+        limit = min(evaluation.network.prefill.sum(), evaluation.network.decode.sum())
+        key = evaluation.solution.key
+        if evaluation.req_s >= limit * (1 - 1e-6) or key in self._reordered_keys:
+            return self._evaluated.get(key, evaluation)
+        self._reordered_keys.add(key)
+        self._evaluated[key] = self._reorder(evaluation)
+        return self._evaluated[key]
+
+    def score_limit(self, solution: Solution, threshold: float) -> float:
+        """An upper limit on the score without routes or flow: what the replicas alone could do.
+
+        Plans are made only if the GPUs' own rates leave hope of passing the threshold.
+        """
+        limit = self._limit(solution, self._rate_limit)
+        return limit if limit <= threshold else self._limit(solution, self._plan_capacity)
+
+    def _limit(self, solution: Solution, capacity_of: Callable[[Group], float]) -> float:
+        capacity = {"prefill": 0.0, "decode": 0.0}
+        for group in solution.groups:
+            capacity[group.role] += capacity_of(group)
+        return min(capacity.values()) + PLATEAU_SHARE * sum(capacity.values())
+
+    def _rate_limit(self, group: Group) -> float:
+        rates = self._rates[group.role]
+        return sum(count * rates[node] for node, count in group.blocks)
+
+    def _plan_capacity(self, group: Group) -> float:
+        plan = self.planner.plan(group.role, group.blocks)
+        return plan.capacity_req_s if plan else 0.0
+
+    def _replicas(self, solution: Solution, role: str) -> tuple[Replica, ...]:
+        planned = (
+            (index, group, self.planner.plan(role, group.blocks))
+            for index, group in enumerate(solution.groups)
+            if group.role == role
+        )
+        return tuple(Replica(index, group, plan) for index, group, plan in planned if plan)
+
+    def _with_flow(
+        self, solution: Solution, prefill: tuple[Replica, ...], decode: tuple[Replica, ...]
+    ) -> Evaluation:
+        network = FlowNetwork(
+            np.array([r.plan.capacity_req_s for r in prefill]),
+            np.array([r.plan.capacity_req_s for r in decode]),
+            np.array([[1 / self.transfer_s(p, d) for d in decode] for p in prefill]).reshape(
+                len(prefill), len(decode)
+            ),
+        )
+        flow = self._flow(network)
+        total = float(network.prefill.sum() + network.decode.sum())
+        return Evaluation(solution, prefill, decode, network, flow, flow.value + PLATEAU_SHARE * total)
+
+    def _flow(self, network: FlowNetwork) -> Flow:
+        """Without a solver where proportional shares fit all routes: then capacities alone decide."""
+        p, d = network.prefill.sum(), network.decode.sum()
+        if p <= 0 or d <= 0:
+            return Flow(0.0, np.zeros(network.routes.shape))
+        value = min(p, d)
+        shares = np.outer(network.prefill / p, network.decode / d) * value
+        return Flow(float(value), shares) if (shares <= network.routes).all() else solve(network)
+
+    def transfer_s(self, prefill: Replica, decode: Replica) -> float:
+        """Seconds for one request's KV cache from one replica to the other, memoised."""
+        key = (prefill.stages, decode.stages)
+        found = self._transfers.get(key)
+        if found is None:
+            found = self._transfers[key] = transfer_s(self.problem, prefill.stages, decode.stages)
+        return found
+
+    def _reorder(self, start: Evaluation) -> Evaluation:
+        """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).
+
+        An order is judged by the summed transfer time to all partners, each weighted by its capacity, so
+        that the flow is solved once per round.
+        """
+        best = start
+        for _ in range(MAX_ROUNDS):
+            prefill = tuple(self._reordered(p, best.decode, sending=True) for p in best.prefill)
+            decode = tuple(self._reordered(d, prefill, sending=False) for d in best.decode)
+            tried = self._with_flow(best.solution, prefill, decode)
+            if tried.score <= best.score * (1 + 1e-9):
+                break
+            best = tried
+        return best
+
+    def _reordered(self, replica: Replica, partners: tuple[Replica, ...], sending: bool) -> Replica:
+        def cost(candidate: Replica) -> float:
+            pairs = ((candidate, p) if sending else (p, candidate) for p in partners)
+            return sum(
+                self.transfer_s(*pair) * p.plan.capacity_req_s
+                for pair, p in zip(pairs, partners, strict=True)
+            )
+
+        candidates = [replace(replica, plan=plan) for plan in self._orders(replica)]
+        return min([replica, *candidates], key=cost)
+
+    def _orders(self, replica: Replica) -> list[GroupPlan]:
+        """The replica's plan under other orders of its stages that keep its capacity; the layers are split
+        anew for each."""
+        shape = tuple((s.node, s.degree) for s in replica.stages)
+        key = (replica.group.role, shape)
+        if key not in self._ordered:
+            orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), MAX_ORDERS))
+            plans = (self.planner.plan_shape(replica.group.role, order) for order in orders)
+            kept = replica.plan.capacity_req_s * CAPACITY_KEPT
+            self._ordered[key] = [p for p in plans if p and p.capacity_req_s >= kept]
+        return self._ordered[key]

@@ -1,0 +1,55 @@
+"""Splitting a model's layers over the stages of a pipeline, unevenly, within memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def balance_layers(
+    layers: int, layer_s: Sequence[float], edge_s: Sequence[float], limit: Sequence[int]
+) -> list[int] | None:
+    """Layers per stage that minimise the slowest stage, max of layer_s * l + edge_s.
+
+    Parameters
+    ----------
+    layers : total, each stage takes at least one
+    layer_s, edge_s : seconds per layer and per stage
+    limit : most layers that fit in each stage
+
+    Returns
+    -------
+    the optimal integer split, or None if it does not fit
+    """
+    stages = len(layer_s)
+    if layers < stages or min(limit) < 1 or sum(limit) < layers:
+        return None
+    # Continuous water level first; only its rounding (and the stages that hit a limit) is left over.
+    level = (layers + sum(e / a for a, e in zip(layer_s, edge_s, strict=True))) / sum(1 / a for a in layer_s)
+    split = [max(1, min(limit[j], int((level - edge_s[j]) / layer_s[j]))) for j in range(stages)]
+    missing = layers - sum(split)
+    while missing > 0:
+        j = min(
+            (j for j in range(stages) if split[j] < limit[j]),
+            key=lambda j: layer_s[j] * (split[j] + 1) + edge_s[j],
+        )
+        split[j] += 1
+        missing -= 1
+    while missing < 0:
+        j = max((j for j in range(stages) if split[j] > 1), key=lambda j: layer_s[j] * split[j] + edge_s[j])
+        split[j] -= 1
+        missing += 1
+    return split
+
+
+def fastest_layers(layers: int, layer_s: Sequence[float], limit: Sequence[int]) -> list[int] | None:
+    """Layers per stage that minimise the sum of the stage times: the fastest stages are filled first."""
+    stages = len(layer_s)
+    if layers < stages or min(limit) < 1 or sum(limit) < layers:
+        return None
+    split = [1] * stages
+    missing = layers - stages
+    for j in sorted(range(stages), key=lambda j: (layer_s[j], j)):
+        taken = min(missing, limit[j] - 1)
+        split[j] += taken
+        missing -= taken
+    return split

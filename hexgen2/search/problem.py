@@ -1,0 +1,101 @@
+"""The question a strategy answers: this cluster, this model, this workload, priced by this cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from cost_model.architecture import ModelArchitecture
+from cost_model.base import CostModel
+from cost_model.hardware import Accelerator, Link
+from cost_model.pipeline import PipelineSemantics
+from cluster_specs.schema import ClusterSpec
+from hexgen2.cluster import Cluster
+from hexgen2.workload import Workload
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of a search, and the cluster seen node by node.
+
+    GPUs of one node are of one type and take each other's place, so a search counts GPUs per node and
+    names them only in the placement. Where a measured matrix differs inside a node, the slowest pair
+    stands for all: a capacity is never overstated.
+    """
+
+    spec: ClusterSpec
+    cluster: Cluster
+    model: ModelArchitecture
+    workload: Workload
+    costs: CostModel
+    pipeline: PipelineSemantics = "pipelined"
+
+    @cached_property
+    def node_gpus(self) -> tuple[tuple[int, ...], ...]:
+        """GPU indices of each node."""
+        nodes = len(self.cluster.node_names)
+        return tuple(tuple(int(g) for g in np.flatnonzero(self.cluster.node_of == n)) for n in range(nodes))
+
+    @cached_property
+    def node_accelerator(self) -> tuple[Accelerator, ...]:
+        """Device type of each node."""
+        return tuple(self.cluster.accelerators[gpus[0]] for gpus in self.node_gpus)
+
+    @cached_property
+    def node_links(self) -> tuple[tuple[Link, ...], ...]:
+        """Slowest link between (or, on the diagonal, inside) each pair of nodes."""
+        count = len(self.node_gpus)
+        return tuple(tuple(self._slowest(a, b) for b in range(count)) for a in range(count))
+
+    def _slowest(self, a: int, b: int) -> Link:
+        rows, columns = np.array(self.node_gpus[a]), np.array(self.node_gpus[b])
+        bandwidth = self.cluster.bandwidth_bytes_s[np.ix_(rows, columns)]
+        latency = self.cluster.latency_s[np.ix_(rows, columns)]
+        if a == b:
+            others = ~np.eye(len(rows), dtype=bool)
+            if not others.any():
+                return Link(float("inf"), 0.0)
+            bandwidth, latency = bandwidth[others], latency[others]
+        return Link(float(bandwidth.min()), float(latency.max()))
+
+    @cached_property
+    def node_kind(self) -> tuple[int, ...]:
+        """Nodes with equal devices and equal links inside share a kind: equal group plans."""
+        kinds: dict[tuple[Accelerator, Link], int] = {}
+        keys = [(self.node_accelerator[n], self.node_links[n][n]) for n in range(len(self.node_gpus))]
+        return tuple(kinds.setdefault(key, len(kinds)) for key in keys)
+
+
+Blocks = tuple[tuple[int, int], ...]
+"""A group of GPUs: (node, count) pairs in rising node order."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """GPUs that form one replica, and its role."""
+
+    role: str
+    blocks: Blocks
+
+    @property
+    def size(self) -> int:
+        return sum(count for _, count in self.blocks)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A partition of (some of) the GPUs into groups with roles; GPUs in no group stay idle."""
+
+    groups: tuple[Group, ...] = field(default=())
+
+    @property
+    def key(self) -> tuple:
+        """Equal for solutions that differ in the order of their groups only."""
+        return tuple(sorted((g.role, g.blocks) for g in self.groups))
+
+
+def blocks_of(counts: dict[int, int]) -> Blocks:
+    """Blocks of a node -> count mapping, empty nodes left out."""
+    return tuple(sorted((node, count) for node, count in counts.items() if count > 0))

@@ -1,0 +1,168 @@
+"""Flow-guided refinement: the max flow says which replicas starve and which idle.
+
+HexGen-2, section 3.4. Replicas at capacity are bottlenecks, the others have GPUs to give; where a KV
+route is full, the replicas at its ends are tried against all others. The guided steps come first;
+only when none of them improves is the whole neighbourhood tried, and when that does not either, the
+search stops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hexgen2.search.evaluate import Evaluation, Evaluator
+from hexgen2.search.neighbourhood import (
+    Step,
+    flips,
+    idle_blocks,
+    merges,
+    moves,
+    recruits,
+    splits,
+    swaps,
+)
+from hexgen2.search.problem import Solution
+
+FULL = 1 - 1e-6
+MINIMUM_GAIN = 1e-9
+
+
+@dataclass
+class SearchState:
+    """The best solution so far, how it was reached, and when to stop.
+
+    progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the
+    best stays here.
+    """
+
+    evaluator: Evaluator
+    deadline_s: float | None = None
+    progress: Callable[[SearchState], None] | None = None
+    best: Evaluation | None = None
+    trace: list[dict] = field(default_factory=list)
+    cut: str | None = None
+
+    def offer(self, evaluation: Evaluation, step: str) -> None:
+        """Keep the evaluation if it beats the best: by flow, then by score."""
+        if self.best and (evaluation.req_s, evaluation.score) <= (self.best.req_s, self.best.score):
+            return
+        self.best = evaluation
+        self.trace.append(
+            {
+                "evaluations": self.evaluator.evaluations,
+                "step": step,
+                "req_s": evaluation.req_s,
+                "prefill_replicas": len(evaluation.prefill),
+                "decode_replicas": len(evaluation.decode),
+            }
+        )
+        if self.progress:
+            self.progress(self)
+
+    def out_of_time(self) -> bool:
+        """True once the deadline has passed; the placement then says that the search was cut."""
+        if self.deadline_s is not None and time.monotonic() > self.deadline_s:
+            self.cut = "time limit"
+        return self.cut is not None
+
+
+def refine(state: SearchState, start: Solution, label: str) -> Evaluation:
+    """Climb from `start` until no step improves the score; the state keeps the best seen."""
+    evaluator = state.evaluator
+    current = evaluator.reordered(evaluator.evaluate(start))
+    state.offer(current, label)
+    while not state.out_of_time():
+        better = _best_step(state, current, guided_steps(evaluator, current))
+        if better is None:
+            better = _best_step(state, current, all_steps(evaluator, current))
+        if better is None:
+            break
+        step, current = better[0], evaluator.reordered(better[1])
+        state.offer(current, step)
+    return current
+
+
+def _best_step(
+    state: SearchState, current: Evaluation, steps: Iterable[Step]
+) -> tuple[str, Evaluation] | None:
+    """The step of highest score, if it improves; steps whose replicas alone can't are not evaluated."""
+    evaluator = state.evaluator
+    best: tuple[str, Evaluation] | None = None
+    threshold = current.score * (1 + MINIMUM_GAIN)
+    seen = set()
+    for name, solution in steps:
+        key = solution.key
+        if key in seen:
+            continue
+        seen.add(key)
+        if evaluator.score_limit(solution, threshold) <= threshold:
+            continue
+        tried = evaluator.evaluate(solution)
+        if tried.score > threshold:
+            best, threshold = (name, tried), tried.score
+        if state.out_of_time():
+            break
+    return best
+
+
+def guided_steps(evaluator: Evaluator, evaluation: Evaluation) -> Iterator[Step]:
+    """Steps that feed the bottlenecks: from idle replicas to full ones, and around full routes."""
+    solution = evaluation.solution
+    full, spare = _pressure(evaluation)
+    if full and spare:
+        yield from moves(solution, spare, full)
+        yield from swaps(solution, spare, full)
+        yield from flips(solution, spare)
+    yield from recruits(solution, idle_blocks(solution, _node_sizes(evaluator)))
+    ends = _full_route_ends(evaluation)
+    if ends:
+        everyone = list(range(len(solution.groups)))
+        yield from swaps(solution, ends, everyone)
+        yield from flips(solution, ends)
+
+
+def all_steps(evaluator: Evaluator, evaluation: Evaluation) -> Iterator[Step]:
+    """The whole neighbourhood."""
+    solution = evaluation.solution
+    everyone = list(range(len(solution.groups)))
+    return itertools.chain(
+        moves(solution, everyone, everyone),
+        swaps(solution, everyone, everyone),
+        flips(solution, everyone),
+        merges(solution),
+        splits(solution),
+    )
+
+
+def _node_sizes(evaluator: Evaluator) -> tuple[int, ...]:
+    return tuple(len(gpus) for gpus in evaluator.problem.node_gpus)
+
+
+def _pressure(evaluation: Evaluation) -> tuple[list[int], list[int]]:
+    """Indices of groups whose replicas are at capacity, and of those with room (or no plan at all)."""
+    loads = evaluation.flow.routes
+    full = [
+        replica.index
+        for replicas, capacity, carried in (
+            (evaluation.prefill, evaluation.network.prefill, loads.sum(axis=1)),
+            (evaluation.decode, evaluation.network.decode, loads.sum(axis=0)),
+        )
+        for replica, limit, load in zip(replicas, capacity, carried, strict=True)
+        if load >= limit * FULL
+    ]
+    return full, [i for i in range(len(evaluation.solution.groups)) if i not in full]
+
+
+def _full_route_ends(evaluation: Evaluation) -> list[int]:
+    """Indices of the groups at either end of a KV route that carries all it can."""
+    capacity = evaluation.network.routes
+    if not capacity.size:
+        return []
+    rows, columns = np.nonzero((evaluation.flow.routes >= capacity * FULL) & (evaluation.flow.routes > 0))
+    ends = {evaluation.prefill[i].index for i in rows} | {evaluation.decode[j].index for j in columns}
+    return sorted(ends)

@@ -1,0 +1,76 @@
+"""What a strategy is: one function from a problem to a placement."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cost_model.errors import InfeasibleError
+from hexgen2.placement import Placement, SearchRecord
+from hexgen2.search.build import build_placement
+from hexgen2.search.evaluate import Evaluator
+from hexgen2.search.problem import Problem
+from hexgen2.search.refine import SearchState
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """seed makes the search repeatable; time_limit_s cuts it short; progress sees each improvement."""
+
+    seed: int = 0
+    time_limit_s: float | None = None
+    progress: Callable[[SearchState], None] | None = None
+
+
+Strategy = Callable[[Problem, SearchOptions], Placement]
+
+
+def run_search(
+    name: str, problem: Problem, options: SearchOptions, explore: Callable[[SearchState], None]
+) -> Placement:
+    """Run `explore` until it ends, its time is up or Ctrl-C, and build the best solution it offered.
+
+    Raises
+    ------
+    InfeasibleError : no solution carries a single request; the message says why
+    KeyboardInterrupt : interrupted before anything was found
+    """
+    started = time.monotonic()
+    deadline = None if options.time_limit_s is None else started + options.time_limit_s
+    state = SearchState(Evaluator(problem), deadline, options.progress)
+    try:
+        explore(state)
+    except KeyboardInterrupt:
+        if state.best is None or state.best.req_s <= 0:
+            raise
+        state.cut = "interrupted"
+    if state.best is None or state.best.req_s <= 0:
+        raise InfeasibleError(_why_infeasible(problem, state))
+    record = SearchRecord(
+        seconds=time.monotonic() - started,
+        seed=options.seed,
+        evaluations=state.evaluator.evaluations,
+        trace=state.trace,
+        cut=state.cut,
+    )
+    return build_placement(problem, state.best, name, record)
+
+
+def _why_infeasible(problem: Problem, state: SearchState) -> str:
+    everything = tuple((node, len(gpus)) for node, gpus in enumerate(problem.node_gpus))
+    model, cluster = problem.model, problem.cluster
+    weights = model.total_params * model.weight_bytes / 2**30
+    memory = float(cluster.memory_bytes.sum()) / 2**30
+    if state.evaluator.planner.plan("decode", everything) is None:
+        return (
+            f"no feasible placement: {model.name} needs {weights:.3g} GiB for its weights and more for its KV "
+            f"cache, and all {len(cluster.gpu_ids)} GPUs of {cluster.name} together have {memory:.3g} GiB; "
+            "add GPUs or choose a smaller model"
+        )
+    if state.cut:
+        return f"no feasible placement found within the time limit on {cluster.name}; raise --time-limit"
+    return (
+        f"no feasible placement: {cluster.name} ({memory:.3g} GiB in all) holds {model.name} ({weights:.3g} GiB) "
+        "once, but a prefill and a decode replica need it twice; add GPUs or choose a smaller model"
+    )

@@ -1,0 +1,98 @@
+"""HexGen-2's two-phase search (section 3): partition, coarsen, assign phases, plan, flow, refine.
+
+The number of groups is not trusted to one estimate: the paper's K (total memory over the memory of
+one replica) gives the first start, smaller ones the others, and each is refined on its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cost_model.base import TensorGroup
+from hexgen2.placement import Placement
+from hexgen2.search.bound import NO_LINK
+from hexgen2.search.coarsen import coarsen, project
+from hexgen2.search.kernighan_lin import kernighan_lin
+from hexgen2.search.kick import kick
+from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.refine import SearchState, refine
+from hexgen2.search.secondary import secondary_partition
+from hexgen2.search.spectral import spectral_partition
+from hexgen2.strategies.base import SearchOptions, run_search
+
+NAME = "hexgen2"
+
+BATCH_PER_REPLICA = 32
+"""Concurrent requests assumed when the number of groups is estimated (Appendix A)."""
+
+MAX_STARTS = 5
+MAX_KICKS = 30
+EFFORT = 600
+"""After the starts, the best solution is perturbed and refined again until so much has been tried: one
+for each evaluation, PLAN_EFFORT for each group planned. Counted, not timed, so that the same seed gives
+the same placement on any machine."""
+PLAN_EFFORT = 3
+
+
+def search(problem: Problem, options: SearchOptions) -> Placement:
+    """The best placement found; see SearchOptions and run_search for limits and errors."""
+
+    def explore(state: SearchState) -> None:
+        for groups in start_sizes(problem):
+            for label, solution in initial_solutions(problem, groups):
+                refine(state, solution, label)
+                if state.out_of_time():
+                    return
+        if state.best is None or state.best.req_s <= 0:
+            return
+        rng = np.random.default_rng(options.seed)
+        limit = _effort(state) + EFFORT
+        for _ in range(MAX_KICKS):
+            if _effort(state) >= limit:
+                return
+            name, solution = kick(rng, state.best.solution, problem)
+            refine(state, solution, name)
+            if state.out_of_time():
+                return
+
+    return run_search(NAME, problem, options, explore)
+
+
+def _effort(state: SearchState) -> int:
+    return state.evaluator.evaluations + PLAN_EFFORT * state.evaluator.planner.computed
+
+
+def estimated_groups(problem: Problem) -> int:
+    """K of section 3.2: the cluster's memory over that of one replica (parameters and the KV cache of 32
+    requests, Appendix A), at least 2 and at most one group per GPU."""
+    cluster, costs = problem.cluster, problem.costs
+    memory = costs.stage_memory(
+        "decode", TensorGroup(problem.node_accelerator[0], 1, NO_LINK), first=True, last=True
+    )
+    replica = memory.needed(problem.model.layers, BATCH_PER_REPLICA)
+    estimate = int(float(cluster.memory_bytes.sum()) // replica)
+    return max(2, min(estimate, len(cluster.gpu_ids)))
+
+
+def start_sizes(problem: Problem) -> list[int]:
+    """Numbers of groups to start from: the estimate first, then fewer, evenly down to 2."""
+    estimate = estimated_groups(problem)
+    sizes = np.unique(np.linspace(2, estimate, min(MAX_STARTS, estimate - 1)).round().astype(int))
+    return [int(size) for size in sizes[::-1]]
+
+
+def initial_solutions(problem: Problem, groups: int) -> list[tuple[str, Solution]]:
+    """Phase one: the partition into `groups` groups, with the phases both ways around."""
+    cluster = problem.cluster
+    weights = np.where(np.isfinite(cluster.bandwidth_bytes_s), cluster.bandwidth_bytes_s, 0.0)
+    labels = spectral_partition(weights, cluster.memory_bytes, groups)
+    labels = kernighan_lin(weights, cluster.memory_bytes, labels)
+    graph = coarsen(weights, cluster.memory_bytes, labels)
+    side = secondary_partition(graph)
+    return [
+        (
+            f"start with {groups} groups",
+            project(problem, graph, ["prefill" if s == first else "decode" for s in side]),
+        )
+        for first in (True, False)
+    ]

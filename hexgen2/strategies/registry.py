@@ -1,0 +1,28 @@
+"""Every strategy by name. Adding one is a module beside this file and a line here."""
+
+from __future__ import annotations
+
+import difflib
+
+from cost_model.errors import InputError
+from hexgen2.strategies import exact, hexgen2
+from hexgen2.strategies.base import Strategy
+
+STRATEGIES: dict[str, tuple[Strategy, str]] = {
+    hexgen2.NAME: (hexgen2.search, "HexGen-2: partition, coarsen, plan, max flow, flow-guided refinement"),
+    exact.NAME: (exact.search, f"exhaustive search, up to {exact.MAX_GPUS} GPUs"),
+}
+
+
+def find_strategy(name: str) -> Strategy:
+    """The strategy of that name.
+
+    Raises
+    ------
+    InputError : unknown name; the nearest known is suggested
+    """
+    if name in STRATEGIES:
+        return STRATEGIES[name][0]
+    near = difflib.get_close_matches(name, STRATEGIES, n=1)
+    remedy = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(STRATEGIES)}"
+    raise InputError("--strategy", "", f"unknown strategy '{name}'", remedy)
