@@ -194,7 +194,10 @@ class _Worker:
                 os._exit(1)
             if isinstance(message, Shutdown):
                 os._exit(0)
-            if self.lead is None:
+            if isinstance(message, Connect):
+                if self.member is not None:
+                    self.member.reconnect(message)
+            elif self.lead is None:
                 log.warning("worker %s: %s is for a lead", self.config.worker, type(message).__name__)
             elif isinstance(message, Expect):
                 self.lead.reserve(message)

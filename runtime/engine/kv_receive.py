@@ -138,11 +138,12 @@ def _receive_block(connection: Connection, cache: SequenceCache, layer: int, hea
         for view in byte_views(block):
             connection.receive_into(view)
         return
-    staged = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
-    for view in byte_views(staged):
-        connection.receive_into(view)
-    block.copy_(staged)
-    torch.cuda.synchronize(block.device)
+    with torch.cuda.device(block.device):
+        staged = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+        for view in byte_views(staged):
+            connection.receive_into(view)
+        block.copy_(staged)
+        torch.cuda.synchronize()
 
 
 def _drain(connection: Connection, count: int, scratch: memoryview) -> None:

@@ -62,7 +62,7 @@ class KvSender:
     Parameters
     ----------
     hello : introduces this worker to the others
-    peers : address of every worker
+    peers : address of every worker; may be replaced when workers are, new connections then use it
     on_sent : called with a request id once nothing of it is left to send (or it was given up)
     on_failed : called with a request id and a reason, before on_sent, if a destination is lost
     """
@@ -74,7 +74,8 @@ class KvSender:
         on_sent: Callable[[str], None],
         on_failed: Callable[[str, str], None],
     ) -> None:
-        self._hello, self._peers = hello, peers
+        self.peers = peers
+        self._hello = hello
         self._on_sent, self._on_failed = on_sent, on_failed
         self._lanes: dict[str, queue.SimpleQueue[_Slice]] = {}
         self._pushes: dict[str, Push] = {}
@@ -119,18 +120,15 @@ class KvSender:
     def _serve(self, destination: str, lane: queue.SimpleQueue[_Slice]) -> None:
         """Send a destination's slices in turn. A lost connection fails the request that meets it; the
         next request tries a new one."""
-        connection: Connection | None = None
+        stream = _Stream(self._hello)
         while True:
             item = lane.get()
             push = item.push
             if not push.given_up:
                 try:
-                    connection = connection or self._connect(destination)
-                    _send(connection, item)
+                    stream.send(self.peers[destination], item)
                 except Exception as error:
-                    if connection is not None:
-                        connection.close()
-                    connection = None
+                    stream.close()
                     log.warning(
                         "request %s: sending KV to %s failed: %s", push.request_id, destination, error
                     )
@@ -141,10 +139,27 @@ class KvSender:
                 self._on_sent(push.request_id)
             del item, push
 
-    def _connect(self, destination: str) -> Connection:
-        if destination not in self._peers:
-            raise ConnectionError(f"the address of {destination} is unknown")
-        return connect(self._peers[destination], self._hello, SEND_TIMEOUT_S)
+
+class _Stream:
+    """A connection to one destination, opened when needed and again when its address changes."""
+
+    def __init__(self, hello: Hello) -> None:
+        self._hello = hello
+        self._connection: Connection | None = None
+        self._address: tuple[str, int] | None = None
+
+    def send(self, address: tuple[str, int], item: _Slice) -> None:
+        if address != self._address:
+            self.close()
+        if self._connection is None:
+            self._connection = connect(address, self._hello, SEND_TIMEOUT_S)
+            self._address = address
+        _send(self._connection, item)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
 
 def byte_views(block: torch.Tensor) -> list[memoryview]:
@@ -173,9 +188,9 @@ def _send(connection: Connection, item: _Slice) -> None:
 
 def _to_host(block: torch.Tensor, ready: torch.cuda.Event) -> torch.Tensor:
     """Copy to pinned memory on a stream of its own, so that the compute stream goes on meanwhile."""
-    staged = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
     stream = torch.cuda.Stream(block.device)
     with torch.cuda.stream(stream):
+        staged = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
         stream.wait_event(ready)
         staged.copy_(block, non_blocking=True)
     stream.synchronize()

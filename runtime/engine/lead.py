@@ -118,8 +118,8 @@ class Lead:
             case Prefill():
                 self._prefill(message)
             case Decode():
-                if not self._scheduler.decode(message):
-                    self._refuse(message.request_id, "no room was reserved for its KV cache")
+                if problem := self._decode(message):
+                    self._fail(message.request_id, problem)
             case Cancel():
                 self._cancel(message.request_id)
             case StepResult():
@@ -129,7 +129,8 @@ class Lead:
             case KvSent():
                 self._count_sent(message.request_id)
             case RequestFailed():
-                self._fail(message.request_id, message.text)
+                if message.request_id in self._scheduler:
+                    self._fail(message.request_id, message.text)
             case _:
                 log.warning("replica %s: unexpected %s", self._replica, type(message).__name__)
 
@@ -138,9 +139,15 @@ class Lead:
             log.warning("replica %s: request %s is here already", self._replica, message.request_id)
             return
         if problem := self._refusal(message):
-            self._refuse(message.request_id, problem)
+            self._fail(message.request_id, problem)
             return
         self._scheduler.prefill(message)
+
+    def _decode(self, message: Decode) -> str:
+        vocab = self._member.stage.spec.vocab
+        if not 0 <= message.last_token < vocab:
+            return f"the last token is outside [0, {vocab})"
+        return self._scheduler.decode(message)
 
     def _refusal(self, message: Prefill) -> str:
         """Why a prompt can never run here, or ""."""
@@ -171,14 +178,13 @@ class Lead:
             self._drop([request_id])
 
     def _fail(self, request_id: str, text: str) -> None:
+        """Give a request up; Released follows, at once if the replica has nothing of it."""
+        failure = RequestFailed(request_id=request_id, replica=self._replica, text=text)
+        self._front_end.send(failure)
         if request_id in self._scheduler:
-            self._front_end.send(self._failure(request_id, text))
-        self._cancel(request_id)
-
-    def _refuse(self, request_id: str, text: str) -> None:
-        """Fail a request that this replica has nothing of."""
-        self._front_end.send(self._failure(request_id, text))
-        self._front_end.send(Released(request_id=request_id, replica=self._replica))
+            self._cancel(request_id)
+        else:
+            self._front_end.send(Released(request_id=request_id, replica=self._replica))
 
     def _land(self, message: KvLanded) -> None:
         if message.request_id not in self._scheduler:
@@ -225,6 +231,3 @@ class Lead:
 
     def _answer(self, request_id: str, ok: bool) -> None:
         self._front_end.send(Reserved(request_id=request_id, ok=ok))
-
-    def _failure(self, request_id: str, text: str) -> RequestFailed:
-        return RequestFailed(request_id=request_id, replica=self._replica, text=text)

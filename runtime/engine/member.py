@@ -50,15 +50,19 @@ class Member:
         self._sender = KvSender(hello(config, "kv"), connect.peers, self._sent, self._failed)
         self._runner = StageRunner(stage, self.caches)
 
+    def reconnect(self, connect: Connect) -> None:
+        """Other replicas have come, gone or moved; the own one is as it was."""
+        self._replicas, self._sender.peers = connect.replicas, connect.peers
+
     def knows(self, replica: str) -> bool:
-        """Whether KV can be sent to a replica: it was there when this worker was connected."""
+        """Whether KV can be sent to a replica."""
         return replica in self._replicas
 
     def expect(self, message: Expect) -> bool:
         """Make room for a request whose KV cache will arrive; False if the device has none."""
         try:
             self.receiver.expect(message.request_id, message.prompt_tokens, message.capacity_tokens)
-        except (torch.OutOfMemoryError, RuntimeError):
+        except RuntimeError:  # out of memory, on a GPU or not
             return False
         return True
 

@@ -116,15 +116,18 @@ class Scheduler:
         )
         self._waiting.append(message.request_id)
 
-    def decode(self, message: Decode) -> bool:
-        """The rest of an expected request; False if nobody expects it."""
+    def decode(self, message: Decode) -> str:
+        """The rest of an expected request; why it can't be run, or ""."""
         request = self._requests.get(message.request_id)
         if request is None or request.state is not _State.EXPECTED:
-            return False
+            return "no room was reserved for its KV cache"
+        needed = request.position + message.sampling.max_tokens - message.index
+        if needed > request.capacity_tokens:
+            return f"it may grow to {needed} tokens, room for {request.capacity_tokens} was reserved"
         request.tokens, request.index = (message.last_token,), message.index
         request.sampling = message.sampling
         self._join_if_complete(request)
-        return True
+        return ""
 
     def landed(self, request_id: str) -> None:
         """All of an expected request's KV cache is here."""

@@ -72,7 +72,8 @@ class Cluster:
     """Replicas of real worker processes, all started by one fork server, on the loopback address."""
 
     def __init__(self, checkpoint: Path, replicas: dict[str, Shape], **settings: Any) -> None:
-        self.stages = {name: _stages(name, shape) for name, shape in replicas.items()}
+        self.replicas = replicas
+        self.stages: dict[str, tuple[StageShape, ...]] = {}
         self.checkpoint = checkpoint
         self.settings = {
             "device": "cpu",
@@ -89,6 +90,7 @@ class Cluster:
         self.processes: dict[str, BaseProcess] = {}
         self.controls: dict[str, Connection] = {}
         self.ports: dict[str, int] = {}
+        self.stores: dict[str, int] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.failed: queue.SimpleQueue[Failed] = queue.SimpleQueue()
         self._routes: dict[str, _Route] = {}
@@ -96,7 +98,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         try:
-            self.start()
+            self.start(self.replicas)
         except BaseException:
             self.kill()
             raise
@@ -107,24 +109,27 @@ class Cluster:
 
     # -- life of the processes
 
-    def start(self) -> None:
-        """Start all workers and wait until they are ready."""
-        self.spawn()
+    def start(self, replicas: dict[str, Shape]) -> None:
+        """Start replicas, now or beside others, and wait until their workers are ready."""
+        workers = self.spawn(replicas)
         self.connect()
-        for control in self.controls.values():
-            message = control.receive()
+        for worker in workers:
+            message = self.controls[worker].receive()
             assert isinstance(message, Ready), message
-        for name, stages in self.stages.items():
-            control = self.controls[stages[0].workers[0]]
+        for name in replicas:
+            control = self.controls[self.stages[name][0].workers[0]]
             control.stream.settimeout(None)
             threading.Thread(target=self._read, args=(name, control), daemon=True).start()
 
-    def spawn(self) -> None:
+    def spawn(self, replicas: dict[str, Shape]) -> list[str]:
         """Start the processes and learn their ports."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["runtime.worker"])
-        for name, stages in self.stages.items():
+        started = []
+        for name, shape in replicas.items():
+            stages = self.stages[name] = _stages(name, shape)
             for worker in (worker for stage in stages for worker in stage.workers):
+                started.append(worker)
                 ours, theirs = socket.socketpair()
                 process = context.Process(target=worker_main, args=(theirs,), name=worker)
                 process.start()
@@ -141,20 +146,20 @@ class Cluster:
                         **self.settings,
                     )
                 )
-        self._stores: dict[str, int] = {}
-        for worker, control in self.controls.items():
-            message = control.receive()
+        for worker in started:
+            message = self.controls[worker].receive()
             assert isinstance(message, Listening), message
-            self.ports[worker], self._stores[worker] = message.port, message.store_port
+            self.ports[worker], self.stores[worker] = message.port, message.store_port
+        return started
 
     def connect(self) -> None:
-        """Tell every worker where the others are."""
+        """Tell every worker where the others are, those that know already too."""
         peers = {worker: ("127.0.0.1", port) for worker, port in self.ports.items()}
         for stages in self.stages.values():
-            store_port = self._stores[stages[0].workers[0]]
+            store_port = self.stores[stages[0].workers[0]]
             for worker in (worker for stage in stages for worker in stage.workers):
-                message = Connect(peers=peers, replicas=self.stages, store_port=store_port)
-                self.controls[worker].send(message)
+                if control := self.controls.get(worker):
+                    control.send(Connect(peers=peers, replicas=self.stages, store_port=store_port))
 
     def stop(self) -> None:
         """Shut down; every worker must exit with 0."""

@@ -13,7 +13,7 @@ from checkpoints import LAYERS, VOCAB, greedy, write_llama
 from engine_harness import TIMEOUT_S, Cluster, Shape
 
 from runtime.kv_layout import replica_cells
-from runtime.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Failed, Hello, Sampling
+from runtime.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Decode, Failed, Hello, Sampling
 from runtime.transport import connect
 
 ONE: Shape = [(1, 0, LAYERS)]
@@ -137,6 +137,28 @@ def test_a_lost_decode_replica_fails_only_its_requests(folder: Path, answer: lis
         serves(cluster, "after", "p", "e", answer)
 
 
+def test_a_new_replica_takes_the_place_of_a_lost_one(folder: Path, answer: list[int]) -> None:
+    with Cluster(folder, {"p": SPLIT, "d": ONE}) as cluster:
+        serves(cluster, "before", "p", "d", answer)
+        cluster.lose("d/0")
+        cluster.start({"d": ONE, "e": SPLIT})
+        serves(cluster, "moved", "p", "d", answer)
+        serves(cluster, "new", "p", "e", answer)
+        serves(cluster, "back", "d", "e", answer)
+
+
+def test_decode_beyond_its_room_fails_alone(cluster: Cluster, answer: list[int]) -> None:
+    for name, token, limit in (("outgrows", 5, 60), ("no such token", VOCAB, 4)):
+        rule = Sampling(max_tokens=20)
+        cluster.submit(name, PROMPT, rule, "p", "d", hold=True)
+        cluster.wait(name, lambda o: o.reserved is True)
+        cluster.send(
+            "d", Decode(request_id=name, last_token=token, index=1, sampling=Sampling(max_tokens=limit))
+        )
+        assert len(cluster.wait(name, lambda o: o.released == {"d"}).failures) == 1
+    serves(cluster, "after outgrowth", "p", "d", answer)
+
+
 def test_a_lost_prefill_replica_leaves_the_decode_replica_alone(folder: Path, answer: list[int]) -> None:
     with Cluster(folder, {"p": ONE, "q": ONE, "d": SPLIT}) as cluster:
         long_request(cluster, "running", "p", "d")
@@ -190,9 +212,9 @@ def damage(folder: Path, copy: Path, how: str) -> Path:
 @pytest.mark.parametrize("how", ["truncated", "missing", "misshapen", "unknown", "deeper"])
 def test_a_bad_checkpoint_is_the_users_error(folder: Path, tmp_path: Path, how: str) -> None:
     copy = damage(folder, tmp_path / how, how)
-    cluster = Cluster(copy, {"c": [(2, 0, LAYERS)]})
+    cluster = Cluster(copy, {})
     try:
-        cluster.spawn()
+        cluster.spawn({"c": [(2, 0, LAYERS)]})
         cluster.connect()
         for control in cluster.controls.values():
             message = control.receive()
@@ -220,8 +242,8 @@ def test_replicated_heads_travel_once_to_each_holder(tmp_path: Path) -> None:
 
 
 def test_shutdown_before_the_workers_are_connected(folder: Path) -> None:
-    cluster = Cluster(folder, {"c": SPLIT})
-    cluster.spawn()
+    cluster = Cluster(folder, {})
+    cluster.spawn({"c": SPLIT})
     cluster.stop()
 
 

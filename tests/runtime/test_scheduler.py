@@ -29,8 +29,9 @@ def expected(scheduler: Scheduler, room: TokenBudget, name: str, tokens: int = 1
     scheduler.expect(Expect(request_id=name, prompt_tokens=tokens, capacity_tokens=tokens + 5))
 
 
-def decode(scheduler: Scheduler, name: str) -> bool:
-    return scheduler.decode(Decode(request_id=name, last_token=9, index=1, sampling=Sampling(max_tokens=5)))
+def decode(scheduler: Scheduler, name: str, max_tokens: int = 5) -> bool:
+    rule = Sampling(max_tokens=max_tokens)
+    return not scheduler.decode(Decode(request_id=name, last_token=9, index=1, sampling=rule))
 
 
 def joined(scheduler: Scheduler, room: TokenBudget, name: str) -> None:
@@ -104,6 +105,13 @@ def test_a_request_joins_when_decode_and_cache_have_come(landed_first: bool) -> 
 def test_decode_without_a_reservation_is_refused() -> None:
     scheduler, _ = make()
     assert not decode(scheduler, "a")
+
+
+def test_a_request_that_may_outgrow_its_room_is_refused() -> None:
+    scheduler, room = make()
+    expected(scheduler, room, "a")
+    assert not decode(scheduler, "a", max_tokens=7)
+    assert decode(scheduler, "a", max_tokens=6)
 
 
 def test_a_request_runs_to_its_length() -> None:
