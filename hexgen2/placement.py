@@ -148,7 +148,9 @@ class Placement(_Strict):
         try:
             handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         except OSError as error:
-            raise InputError(str(target), "", f"cannot be written ({error.strerror})", "choose a writable path") from error
+            raise InputError(
+                str(target), "", f"cannot be written ({error.strerror})", "choose a writable path"
+            ) from error
         with os.fdopen(handle, "w") as stream:
             stream.write(self.to_json())
         os.chmod(temporary, 0o644)
@@ -178,4 +180,7 @@ class Placement(_Strict):
 
 def json_schema() -> dict[str, Any]:
     """The published JSON Schema of the placement (docs/placement.schema.json)."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Placement.model_json_schema(by_alias=True)}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Placement.model_json_schema(by_alias=True),
+    }

@@ -7,13 +7,17 @@ from functools import cached_property
 
 import numpy as np
 
+from cluster_specs.loader import load_cluster
+from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel
 from cost_model.hardware import Accelerator, Link
+from cost_model.models import find_model
 from cost_model.pipeline import PipelineSemantics
-from cluster_specs.schema import ClusterSpec
+from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.workload import Workload
+from hexgen2.workloads import load_workload
 
 
 @dataclass(frozen=True)
@@ -99,3 +103,24 @@ class Solution:
 def blocks_of(counts: dict[int, int]) -> Blocks:
     """Blocks of a node -> count mapping, empty nodes left out."""
     return tuple(sorted((node, count) for node, count in counts.items() if count > 0))
+
+
+def make_problem(
+    cluster: str,
+    model: str,
+    workload: str | None,
+    isl: float | None = None,
+    osl: float | None = None,
+    cost_model: str = "calibrated",
+    pipeline: str = "pipelined",
+) -> Problem:
+    """A problem from names or files, as the command line gives them.
+
+    Raises
+    ------
+    InputError : any of them is wrong
+    """
+    spec = load_cluster(cluster)
+    architecture, load = find_model(model), load_workload(workload, isl, osl)
+    costs = make_cost_model(cost_model, architecture, load.isl, load.osl)
+    return Problem(spec, Cluster.from_spec(spec), architecture, load, costs, pipeline)  # type: ignore[arg-type]

@@ -64,13 +64,13 @@ def _why_infeasible(problem: Problem, state: SearchState) -> str:
     memory = float(cluster.memory_bytes.sum()) / 2**30
     if state.evaluator.planner.plan("decode", everything) is None:
         return (
-            f"no feasible placement: {model.name} needs {weights:.3g} GiB for its weights and more for its KV "
-            f"cache, and all {len(cluster.gpu_ids)} GPUs of {cluster.name} together have {memory:.3g} GiB; "
+            f"no feasible placement: {model.name} needs {weights:.3g} GiB for weights and more for its KV "
+            f"cache, and all {len(cluster.gpu_ids)} GPUs of {cluster.name} have {memory:.3g} GiB; "
             "add GPUs or choose a smaller model"
         )
     if state.cut:
         return f"no feasible placement found within the time limit on {cluster.name}; raise --time-limit"
     return (
-        f"no feasible placement: {cluster.name} ({memory:.3g} GiB in all) holds {model.name} ({weights:.3g} GiB) "
+        f"no feasible placement: {cluster.name} ({memory:.3g} GiB) holds {model.name} ({weights:.3g} GiB) "
         "once, but a prefill and a decode replica need it twice; add GPUs or choose a smaller model"
     )

@@ -1,0 +1,179 @@
+"""One set of checkers for every placement, whichever strategy or hand made it.
+
+Each checker yields (key, problem) pairs; none means that the invariant holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster_specs.loader import resolve
+from cost_model.base import TensorGroup
+from cost_model.errors import InputError
+from cost_model.hardware import Accelerator
+from cost_model.pipeline import PIPELINE_SEMANTICS
+from cost_model.registry import make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.placement import Placement
+from hexgen2.search.bound import NO_LINK
+from hexgen2.search.plan import PREFILL_BATCHES_HELD
+
+TOLERANCE = 1e-6
+"""Relative slack for rates that were added up in floating point."""
+
+Violation = tuple[str, str]
+
+
+def violations(placement: Placement) -> list[Violation]:
+    """Everything that is wrong with a placement, in the order of its keys."""
+    cluster = Cluster.from_spec(resolve(placement.cluster, placement.cluster.name, Path()))
+    structure = [*check_gpus(placement, cluster), *check_layers(placement), *check_names(placement)]
+    if structure:
+        return structure
+    return [
+        *check_tensor_groups(placement, cluster),
+        *check_memory(placement, cluster),
+        *check_flow(placement),
+        *check_throughput(placement),
+    ]
+
+
+def verify(placement: Placement, source: str = "placement") -> None:
+    """Refuse a placement that breaks an invariant.
+
+    Raises
+    ------
+    InputError : names the file, the first offending key and how many more there are
+    """
+    found = violations(placement)
+    if not found:
+        return
+    key, problem = found[0]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    raise InputError(source, key, problem + more, "search a new placement or undo the edit")
+
+
+def check_gpus(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
+    """Every GPU exists and serves at most one replica, once."""
+    known = set(cluster.gpu_ids)
+    users: dict[str, list[str]] = defaultdict(list)
+    for r, replica in enumerate(placement.replicas):
+        for s, stage in enumerate(replica.stages):
+            for gpu in stage.gpus:
+                if gpu not in known:
+                    yield f"replicas[{r}].stages[{s}].gpus", f"'{gpu}' is not in cluster {cluster.name}"
+                users[gpu].append(f"replicas[{r}].stages[{s}]")
+    for gpu, places in users.items():
+        if len(places) > 1:
+            yield f"{places[1]}.gpus", f"'{gpu}' is used by {places[0]} already"
+
+
+def check_layers(placement: Placement) -> Iterator[Violation]:
+    """Each replica's stages cover every layer exactly once, in order."""
+    for r, replica in enumerate(placement.replicas):
+        expected = 0
+        for s, stage in enumerate(replica.stages):
+            first, end = stage.layers
+            key = f"replicas[{r}].stages[{s}].layers"
+            if first != expected:
+                yield key, f"starts at layer {first} where layer {expected} is due"
+            if end <= first:
+                yield key, f"[{first}, {end}) holds no layer"
+            expected = end
+        if expected != placement.model.layers:
+            yield f"replicas[{r}].stages", f"end at layer {expected} of {placement.model.layers}"
+
+
+def check_names(placement: Placement) -> Iterator[Violation]:
+    """Replica ids are unique; routes lead from prefill to decode replicas that exist, each once."""
+    roles = {replica.id: replica.role for replica in placement.replicas}
+    for name, count in Counter(replica.id for replica in placement.replicas).items():
+        if count > 1:
+            yield "replicas", f"id '{name}' is used {count} times"
+    seen = set()
+    for k, route in enumerate(placement.routes):
+        for end, role in ((route.from_, "prefill"), (route.to, "decode")):
+            if end not in roles:
+                yield f"routes[{k}]", f"there is no replica '{end}'"
+            elif roles[end] != role:
+                yield f"routes[{k}]", f"'{end}' is a {roles[end]} replica, not a {role} one"
+        if (route.from_, route.to) in seen:
+            yield f"routes[{k}]", f"{route.from_} -> {route.to} is listed twice"
+        seen.add((route.from_, route.to))
+
+
+def check_tensor_groups(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
+    """A stage's GPUs are of one type, and its degree splits the model's heads."""
+    degrees = placement.model.tensor_degrees(max(len(s.gpus) for r in placement.replicas for s in r.stages))
+    for r, replica in enumerate(placement.replicas):
+        for s, stage in enumerate(replica.stages):
+            key = f"replicas[{r}].stages[{s}].gpus"
+            names = {_accelerator(cluster, gpu).name for gpu in stage.gpus}
+            if len(names) > 1:
+                yield key, f"mixes {' and '.join(sorted(names))} in one tensor-parallel group"
+            if stage.tensor_parallel not in degrees:
+                yield (
+                    key,
+                    f"{stage.tensor_parallel} GPUs cannot split {placement.model.heads} heads "
+                    f"and {placement.model.kv_heads} KV heads evenly",
+                )
+
+
+def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
+    """Weights and the KV cache of max_batch requests fit in every GPU, as the placement's cost model
+    counts them."""
+    if placement.cost_model.pipeline not in PIPELINE_SEMANTICS:
+        yield "cost_model.pipeline", f"unknown '{placement.cost_model.pipeline}'"
+        return
+    workload = placement.workload
+    costs = make_cost_model(placement.cost_model.name, placement.model, workload.isl, workload.osl)
+    for r, replica in enumerate(placement.replicas):
+        phase = "prefill" if replica.role == "prefill" else "decode"
+        held = replica.max_batch * (PREFILL_BATCHES_HELD if phase == "prefill" else 1)
+        last = len(replica.stages) - 1
+        for s, stage in enumerate(replica.stages):
+            group = TensorGroup(_accelerator(cluster, stage.gpus[0]), stage.tensor_parallel, NO_LINK)
+            memory = costs.stage_memory(phase, group, first=s == 0, last=s == last)  # type: ignore[arg-type]
+            needed = memory.needed(stage.layer_count, held)
+            if needed > memory.limit * (1 + TOLERANCE):
+                yield (
+                    f"replicas[{r}].stages[{s}]",
+                    f"needs {needed / 2**30:.3g} GiB on each GPU, of {memory.limit / 2**30:.3g} GiB usable",
+                )
+
+
+def check_flow(placement: Placement) -> Iterator[Violation]:
+    """No route and no replica carries more than its capacity, and utilisation says what is carried."""
+    load: dict[str, float] = defaultdict(float)
+    for k, route in enumerate(placement.routes):
+        load[route.from_] += route.flow_req_s
+        load[route.to] += route.flow_req_s
+        if route.flow_req_s > route.capacity_req_s * (1 + TOLERANCE):
+            yield f"routes[{k}].flow_req_s", f"{route.flow_req_s:.6g} exceeds {route.capacity_req_s:.6g}"
+    for r, replica in enumerate(placement.replicas):
+        if replica.role == "colocated":
+            continue
+        carried = load[replica.id]
+        if carried > replica.capacity_req_s * (1 + TOLERANCE):
+            key = f"replicas[{r}].capacity_req_s"
+            yield key, f"{replica.capacity_req_s:.6g} is below its flow {carried:.6g}"
+        if abs(carried - replica.utilisation * replica.capacity_req_s) > TOLERANCE * max(carried, 1e-9):
+            yield f"replicas[{r}].utilisation", "does not agree with the flow of its routes"
+
+
+def check_throughput(placement: Placement) -> Iterator[Violation]:
+    """Flow is conserved: what the routes (and colocated replicas) carry is the throughput, and it stays
+    within the bound."""
+    carried = sum(route.flow_req_s for route in placement.routes)
+    carried += sum(r.utilisation * r.capacity_req_s for r in placement.replicas if r.role == "colocated")
+    total = placement.throughput.req_s
+    if abs(carried - total) > TOLERANCE * max(total, 1e-9):
+        yield "throughput.req_s", f"{total:.6g} is not the {carried:.6g} that the routes carry"
+    if total > placement.bound.req_s * (1 + TOLERANCE):
+        yield "bound.req_s", f"{placement.bound.req_s:.6g} is below the throughput {total:.6g}"
+
+
+def _accelerator(cluster: Cluster, gpu: str) -> Accelerator:
+    return cluster.types[int(cluster.type_of[cluster.index(gpu)])]

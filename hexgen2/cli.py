@@ -1,0 +1,174 @@
+"""The command line: `hexgen2 COMMAND`. Results go to stdout, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from cost_model.errors import HexGen2Error, InputError
+from cost_model.pipeline import PIPELINE_SEMANTICS
+from cost_model.registry import COST_MODELS
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="hexgen2")
+def cli() -> None:
+    """Place and serve large language models on mixed GPUs, with disaggregated prefill and decode."""
+
+
+@cli.command()
+@click.option("--cluster", required=True, help="A shipped cluster (`hexgen2 list clusters`) or a YAML file.")
+@click.option("--model", required=True, help="A shipped model or a folder with a Hugging Face config.json.")
+@click.option("--workload", help="A shipped class or a trace (Azure CSV, Mooncake JSONL, ShareGPT JSON).")
+@click.option("--isl", type=float, help="Mean prompt tokens, instead of --workload.")
+@click.option("--osl", type=float, help="Mean output tokens, instead of --workload.")
+@click.option("--strategy", default="hexgen2", show_default=True, help="See `hexgen2 list strategies`.")
+@click.option(
+    "--cost-model",
+    type=click.Choice(list(COST_MODELS)),
+    default="calibrated",
+    show_default=True,
+)
+@click.option(
+    "--pipeline",
+    type=click.Choice(PIPELINE_SEMANTICS),
+    default="pipelined",
+    show_default=True,
+    help="How pipeline stages add up.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--time-limit", type=click.FloatRange(min=0, min_open=True), help="Seconds; the best so far is kept."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the placement to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the placement as one JSON object.")
+def search(
+    cluster: str,
+    model: str,
+    workload: str | None,
+    isl: float | None,
+    osl: float | None,
+    strategy: str,
+    cost_model: str,
+    pipeline: str,
+    seed: int,
+    time_limit: float | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow."""
+    from hexgen2.checks import violations
+    from hexgen2.report import print_placement
+    from hexgen2.search.problem import make_problem
+    from hexgen2.strategies.base import SearchOptions
+    from hexgen2.strategies.registry import find_strategy
+
+    run = find_strategy(strategy)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InputError(str(output), "", "its folder does not exist", "create it first")
+    problem = make_problem(cluster, model, workload, isl, osl, cost_model, pipeline)
+    placement = run(problem, SearchOptions(seed, time_limit, _progress()))
+    wrong = violations(placement)
+    if wrong:
+        raise HexGen2Error(
+            f"{strategy} made a wrong placement: {wrong[0][0]}: {wrong[0][1]}; please report it"
+        )
+    if output is not None:
+        placement.save(output)
+    if as_json:
+        click.echo(placement.to_json(), nl=False)
+    else:
+        print_placement(placement, Console(soft_wrap=True))
+
+
+def _progress():
+    """Prints the best so far to stderr, at most once a second (each improvement on a terminal)."""
+    started = last = time.monotonic()
+    on_terminal = sys.stderr.isatty()
+
+    def show(state) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if not on_terminal and now - last < 1.0:
+            return
+        last = now
+        rate = state.evaluator.evaluations / max(now - started, 1e-9)
+        text = f"{now - started:6.2f} s  best {state.best.req_s:.4g} requests/s  {rate:.0f} evaluations/s"
+        click.echo(text, err=True)
+
+    return show
+
+
+@cli.command()
+@click.argument("placement", type=click.Path(path_type=Path))
+@click.option("--model-path", type=click.Path(path_type=Path), help="The checkpoint's folder.")
+@click.option("--engine", type=click.Choice(["torch"]), default="torch", show_default=True)
+@click.option("--launcher", type=click.Choice(["local"]), default="local", show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--api-key", envvar="HEXGEN2_API_KEY", help="Clients must send it as a bearer token.")
+def launch(
+    placement: Path,
+    model_path: Path | None,
+    engine: str,
+    launcher: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+) -> None:
+    """Start a placement's replicas on this machine and serve the OpenAI API."""
+    from hexgen2.checks import verify
+    from hexgen2.placement import Placement
+
+    loaded = Placement.load(placement)
+    verify(loaded, str(placement))
+    try:
+        from runtime.serve import serve
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "hexgen2 launch", "", f"needs {error.name}", "pip install 'hexgen2[runtime]'"
+        ) from error
+    sys.exit(serve(loaded, model_path, host, port, api_key, launcher=launcher, engine=engine))
+
+
+@cli.command()
+@click.argument("placement", type=click.Path(path_type=Path))
+def show(placement: Path) -> None:
+    """Print a placement as tables, after checking it."""
+    from hexgen2.checks import verify
+    from hexgen2.placement import Placement
+    from hexgen2.report import print_placement
+
+    loaded = Placement.load(placement)
+    verify(loaded, str(placement))
+    print_placement(loaded, Console(soft_wrap=True))
+
+
+@cli.command("list")
+@click.argument("what", type=click.Choice(["clusters", "gpus", "models", "workloads", "strategies"]))
+def list_(what: str) -> None:
+    """List what ships by name."""
+    from hexgen2 import listing
+
+    for name, description in getattr(listing, what)():
+        click.echo(f"{name:28} {description}")
+
+
+def main() -> None:
+    """Entry point: one line on stderr and the exit code of the contract for every error we expect."""
+    try:
+        cli.main(standalone_mode=False)
+    except HexGen2Error as error:
+        click.echo(f"hexgen2: {error}", err=True)
+        sys.exit(error.exit_code)
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "hexgen2"
+        click.echo(f"hexgen2: {' '.join(error.format_message().split())} (see `{where} --help`)", err=True)
+        sys.exit(2)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("hexgen2: interrupted before anything was found", err=True)
+        sys.exit(130)

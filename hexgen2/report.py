@@ -1,0 +1,93 @@
+"""A placement in words and tables, for people."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hexgen2.placement import Placement, Replica
+
+
+def print_placement(placement: Placement, console: Console) -> None:
+    """What runs where, what it yields, how far from the bound, and which figures are assumed."""
+    model, workload, costs = placement.model, placement.workload, placement.cost_model
+    console.print(
+        f"[bold]{escape(model.name)}[/bold] on [bold]{escape(placement.cluster.name)}[/bold] for "
+        f"{escape(workload.name)} ({workload.isl:.0f} tokens in, {workload.osl:.0f} out), "
+        f"strategy {placement.strategy}, ${placement.price_per_hour:.2f}/h"
+    )
+    console.print(_replica_table(placement))
+    if placement.routes:
+        console.print(_route_table(placement))
+    console.print(
+        f"throughput  {placement.throughput.req_s:.4g} requests/s, "
+        f"{placement.throughput.output_tok_s:.5g} output tokens/s"
+    )
+    console.print(
+        f"bound       {placement.bound.req_s:.4g} requests/s, gap {placement.bound.gap:.1%} "
+        f"(if {escape('; '.join(placement.bound.assumptions))})"
+    )
+    console.print(
+        f"service     TTFT {placement.latency.ttft_ms:.4g} ms, TPOT {placement.latency.tpot_ms:.4g} ms, "
+        "without queueing"
+    )
+    for bottleneck in placement.bottlenecks:
+        console.print(f"bottleneck  {escape(bottleneck)}")
+    console.print(
+        f"cost model  {costs.name} ({escape(costs.calibration)}), pipeline stages {costs.pipeline}: "
+        "all times are predicted"
+    )
+    if placement.search.cut:
+        console.print(f"search cut  {placement.search.cut}: a longer one may find better")
+    for assumption in placement.cluster.assumptions:
+        console.print(f"assumed     {escape(assumption)}", style="dim")
+
+
+def _replica_table(placement: Placement) -> Table:
+    accelerators = {node.name: node.accelerators.split(":")[0] for node in placement.cluster.nodes}
+    table = Table("replica", "stages (GPUs: layers)", "batch", "requests/s", "used", box=None)
+    for replica in placement.replicas:
+        table.add_row(
+            replica.id,
+            escape(stages_text(replica, accelerators)),
+            str(replica.max_batch),
+            f"{replica.capacity_req_s:.4g}",
+            f"{replica.utilisation:.0%}",
+        )
+    return table
+
+
+def stages_text(replica: Replica, accelerators: dict[str, str]) -> str:
+    """For example "2xH100 pod-a/0-1: 0-53 | 1xA100 pod-b/3: 54-79"."""
+    return " | ".join(
+        f"{len(stage.gpus)}x{accelerators[stage.gpus[0].split('/')[0]]} {compact(stage.gpus)}: "
+        f"{stage.layers[0]}-{stage.layers[1] - 1}"
+        for stage in replica.stages
+    )
+
+
+def compact(gpus: list[str]) -> str:
+    """GPU ids with the node named once: ["a/0", "a/1"] is "a/0-1"."""
+    parts = []
+    for node, members in groupby(gpus, key=lambda gpu: gpu.rsplit("/", 1)[0]):
+        numbers = [int(re.sub(r".*/", "", gpu)) for gpu in members]
+        run = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        text = f"{numbers[0]}-{numbers[-1]}" if run and len(numbers) > 1 else ",".join(map(str, numbers))
+        parts.append(f"{node}/{text}")
+    return " ".join(parts)
+
+
+def _route_table(placement: Placement) -> Table:
+    table = Table("KV route", "requests/s", "of at most", "KV per request", box=None)
+    for route in placement.routes:
+        table.add_row(
+            f"{route.from_} -> {route.to}",
+            f"{route.flow_req_s:.4g}",
+            f"{route.capacity_req_s:.4g}",
+            f"{route.kv_bytes_per_req / 1e6:.4g} MB",
+        )
+    return table
