@@ -11,7 +11,7 @@ from runtime.engine.kv_receive import KvReceiver
 from runtime.engine.kv_transfer import KvSender
 from runtime.engine.models.base import DecoderStage
 from runtime.engine.runner import StageRunner
-from runtime.kv_layout import outgoing
+from runtime.kv_layout import KvTransfer, outgoing
 from runtime.messages import (
     PROTOCOL_VERSION,
     Configure,
@@ -21,6 +21,7 @@ from runtime.messages import (
     KvSent,
     Message,
     RequestFailed,
+    SequenceStep,
     Step,
     StepResult,
 )
@@ -76,9 +77,7 @@ class Member:
             for sequence in step.sequences:
                 cache = self.caches.create(sequence.request_id, sequence.capacity_tokens)
                 if sequence.target:
-                    target = self._replicas[sequence.target]
-                    kv_heads = self.stage.spec.kv_heads
-                    plan = outgoing(self.config.stages, self.config.worker, target, kv_heads)
+                    plan = self._plan(sequence)
                     tokens = len(sequence.tokens)
                     queues.append(self._sender.begin(sequence.request_id, cache, tokens, plan))
 
@@ -101,6 +100,16 @@ class Member:
         self.receiver.forget(request_id)
         self._sender.give_up(request_id)
         self.caches.drop(request_id)
+
+    def _plan(self, sequence: SequenceStep) -> tuple[KvTransfer, ...]:
+        """What this worker sends to the request's target; nothing, and the request fails, if the target
+        is gone since the lead accepted it."""
+        try:
+            target = self._replicas[sequence.target]
+            return outgoing(self.config.stages, self.config.worker, target, self.stage.spec.kv_heads)
+        except (KeyError, ValueError) as error:
+            self._failed(sequence.request_id, f"no way to the replica {sequence.target}: {error}")
+            return ()
 
     def _sent(self, request_id: str) -> None:
         self._report(KvSent(request_id=request_id, worker=self.config.worker))

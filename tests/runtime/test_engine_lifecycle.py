@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import socket
+import time
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from checkpoints import LAYERS, VOCAB, greedy, write_llama
 from engine_harness import TIMEOUT_S, Cluster, Shape
 
 from runtime.kv_layout import replica_cells
-from runtime.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Decode, Failed, Hello, Sampling
+from runtime.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Connect, Decode, Failed, Hello, Sampling
 from runtime.transport import connect
 
 ONE: Shape = [(1, 0, LAYERS)]
@@ -147,6 +149,19 @@ def test_a_new_replica_takes_the_place_of_a_lost_one(folder: Path, answer: list[
         serves(cluster, "back", "d", "e", answer)
 
 
+def test_a_follower_that_has_lost_sight_of_the_target_fails_the_request(folder: Path) -> None:
+    with Cluster(folder, {"p": SPLIT, "d": ONE}) as cluster:
+        cluster.controls["p/1"].send(Connect(peers={}, replicas={}, store_port=0))
+        time.sleep(0.2)
+        cluster.submit("blind", PROMPT, Sampling(max_tokens=9), "p", "d")
+        outcome = cluster.wait("blind", lambda o: "p" in o.released)
+        assert "no way to the replica d" in outcome.failures[0].text
+        cluster.connect()
+        time.sleep(0.2)
+        cluster.submit("seeing", PROMPT, Sampling(max_tokens=9, ignore_eos=True), "p", "d")
+        assert len(cluster.finish("seeing").tokens) == 9
+
+
 def test_decode_beyond_its_room_fails_alone(cluster: Cluster, answer: list[int]) -> None:
     for name, token, limit in (("outgrows", 5, 60), ("no such token", VOCAB, 4)):
         rule = Sampling(max_tokens=20)
@@ -232,12 +247,14 @@ def test_replicated_heads_travel_once_to_each_holder(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "few heads", kv_heads=2)
     reference = greedy(folder, [PROMPT], 32)[0]
     wide: Shape = [(4, 0, LAYERS)]
-    with Cluster(folder, {"p": wide, "q": SPLIT, "d": wide, "e": ONE}) as cluster:
-        for prefill, decode in (("p", "d"), ("p", "e"), ("q", "d")):
+    widening: Shape = [(1, 0, 1), (2, 1, 3), (4, 3, LAYERS)]
+    with Cluster(folder, {"w": wide, "g": widening, "s": SPLIT}) as cluster:
+        replicas = {"w": LAYERS * 4, "g": 1 * 2 + 2 * 2 + 2 * 4, "s": LAYERS * 2}
+        for prefill, decode in permutations(replicas, 2):
             name = f"{prefill}>{decode}"
             serves(cluster, name, prefill, decode, reference)
             cells = replica_cells(cluster.stages[decode], 2)
-            assert cells == LAYERS * (4 if decode == "d" else 2)
+            assert cells == replicas[decode]
             assert cluster.outcomes[name].moved.bytes_received == cells * 2 * 8 * 4 * len(PROMPT)
 
 
