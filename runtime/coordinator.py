@@ -111,8 +111,8 @@ class Coordinator:
         request = Generation(tuple(prompt), sampling, route, record)
         if self._stopped:
             raise Unavailable("the server is stopping")
-        routes = [route] if route else self.router.routes
-        if not routes:
+        routes = self.router.routes if route is None else [route]
+        if all({each.prefill, each.decode} & self.lost.keys() for each in routes):
             raise Unavailable("no replica is left to serve: " + "; ".join(self.lost.values()))
         if not any(self._could_hold(request, each) for each in routes):
             raise TooLong(f"{request.capacity_tokens} tokens exceed the KV cache of every replica")
@@ -366,5 +366,5 @@ class Coordinator:
     def _can_wait(self, request: Generation) -> bool:
         """Whether a route that could hold the request is left."""
         if request.pinned is not None:
-            return not {request.pinned.prefill, request.pinned.decode} & set(self.lost)
+            return not {request.pinned.prefill, request.pinned.decode} & self.lost.keys()
         return any(self._could_hold(request, route) for route in self.router.routes)

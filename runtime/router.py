@@ -32,14 +32,12 @@ class Route:
 def routes_of(placement: Placement) -> list[Route]:
     """The routes of a placement, one per pair of replicas, in its order.
 
-    A colocated replica is a route to itself. Where the placement lists none for it, its weight is the
-    load it was planned for (capacity times utilisation, or its capacity).
+    A colocated replica is a route to itself, with the load that it was planned for as weight.
     """
     flows = {(route.from_, route.to): route.flow_req_s for route in placement.routes}
     for replica in placement.replicas:
         if replica.role == "colocated":
-            load = replica.capacity_req_s * (replica.utilisation or 1.0)
-            flows.setdefault((replica.id, replica.id), load)
+            flows[replica.id, replica.id] = replica.capacity_req_s * replica.utilisation
     return [Route(prefill, decode, flow) for (prefill, decode), flow in flows.items()]
 
 

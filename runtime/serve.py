@@ -70,6 +70,9 @@ def serve(
     verify(placement)
     if engine not in ENGINES:
         raise InputError("--engine", engine, "does not exist", f"choose from: {', '.join(ENGINES)}")
+    if placement.attention_workers:
+        remedy = "choose a placement of another strategy"
+        raise InputError("placement", "attention_workers", f"the {engine} engine cannot run them", remedy)
     starter = make_launcher(launcher)
     starter.check(placement)
     folder = _model_folder(placement, model_path)
@@ -105,6 +108,10 @@ def _gpu_dtype(folder: Path) -> str:
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
     """The server's own port, taken before any worker is started."""
     where = f"{host}:{port}"
+    if not 0 <= port <= 65535:
+        raise InputError(
+            "--port", str(port), "is not a port", "give a number from 1 to 65535, or 0 for a free one"
+        )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -115,8 +122,8 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
-        except (OSError, OverflowError) as error:
-            busy = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        except OSError as error:
+            busy = error.errno == errno.EADDRINUSE
             problem = "is in use by another program" if busy else f"cannot be served on ({error})"
             raise InputError(
                 "--port", where, problem, "stop it, or choose another --host and --port"

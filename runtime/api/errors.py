@@ -64,7 +64,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"] if part != "body") or None
+        param = next((str(part) for part in first["loc"] if part != "body"), None)
         if first["type"] == "json_invalid":
             return bad_request(f"the body is not valid JSON: {first['ctx']['error']}").response()
         return bad_request(f"{param or 'body'}: {first['msg']}", param).response()

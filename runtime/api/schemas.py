@@ -52,6 +52,9 @@ class GenerateRequest(BaseModel):
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
     "logit_bias": (None, {}),
     "suffix": (None, ""),
     "echo": (None, False),

@@ -12,6 +12,7 @@ from hexgen2.workload import Workload
 from runtime.messages import PROTOCOL_VERSION, Configure, StageShape
 
 MAX_PREFILL_TOKENS = 2048
+PREFILL_BATCHES_HELD = 2
 SMALL_KV_BYTES = 256 * 1024 * 1024
 
 
@@ -46,13 +47,18 @@ def device_of(placement: Placement, gpu: str) -> str:
     return f"cuda:{before + int(index)}"
 
 
-def kv_budget_tokens(max_batch: int, workload: Workload, model: ModelArchitecture) -> int:
-    """Tokens of KV cache that a replica may hold.
+def kv_budget_tokens(replica: Replica, workload: Workload, model: ModelArchitecture) -> int:
+    """Tokens of KV cache that a replica may hold: what the placement was planned for.
 
-    The batch that the placement was planned for, each request at the workload's mean length. Where
-    256 MiB hold more than that (tiny models), up to two requests of the model's longest context.
+    That is its batch at the workload's mean length: prompt and output where it decodes; prompts alone,
+    of the batch that it computes and of the one that it sends, where it prefills. Where 256 MiB hold
+    more (tiny models), up to two requests of the model's longest context.
     """
-    planned = max_batch * math.ceil(workload.isl + workload.osl)
+    if replica.role == "prefill":
+        request = PREFILL_BATCHES_HELD * workload.isl
+    else:
+        request = workload.isl + workload.osl
+    planned = replica.max_batch * math.ceil(request)
     cheap = int(SMALL_KV_BYTES / model.kv_bytes_per_token)
     return max(planned, min(2 * model.max_position, cheap))
 
@@ -84,7 +90,7 @@ def configurations(placement: Placement, checkpoint: Path, gpu_dtype: str) -> di
             checkpoint=str(checkpoint),
             device=device_of(placement, gpu),
             dtype=dtype,
-            kv_budget_tokens=kv_budget_tokens(replica.max_batch, placement.workload, placement.model),
+            kv_budget_tokens=kv_budget_tokens(replica, placement.workload, placement.model),
             max_batch=replica.max_batch,
             max_prefill_tokens=MAX_PREFILL_TOKENS,
             host="127.0.0.1",

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 6
 START_S = 120.0
 STOP_S = 30.0
+FLOWS = {("prefill-0", "decode-0"): 1.0, ("prefill-1", "decode-0"): 1.0, ("prefill-1", "decode-1"): 2.0}
 RUN = """
 import sys
 from pathlib import Path
@@ -66,11 +67,10 @@ def make_placement(folder: Path) -> Placement:
             ],
             max_batch=4,
             capacity_req_s=4.0,
-            utilisation=0.5,
+            utilisation=sum(flow for ends, flow in FLOWS.items() if name in ends) / 4.0,
         )
         for name, stages in shapes.items()
     ]
-    flows = {("prefill-0", "decode-0"): 1.0, ("prefill-1", "decode-0"): 1.0, ("prefill-1", "decode-1"): 2.0}
     model = architecture_from_folder(folder).model_copy(update={"name": "tiny-llama"})
     return Placement(
         strategy="by-hand",
@@ -85,7 +85,7 @@ def make_placement(folder: Path) -> Placement:
         ),
         model=model,
         workload=Workload(name="short", classes=(RequestClass(name="short", isl=32, osl=16),)),
-        cost_model=CostModelName(name="by-hand", calibration="none", pipeline="pipelined"),
+        cost_model=CostModelName(name="calibrated", calibration="none", pipeline="pipelined"),
         replicas=replicas,
         routes=[
             Route(
@@ -95,7 +95,7 @@ def make_placement(folder: Path) -> Placement:
                 capacity_req_s=4.0,
                 kv_bytes_per_req=32 * model.kv_bytes_per_token,
             )
-            for (prefill, decode), flow in flows.items()
+            for (prefill, decode), flow in FLOWS.items()
         ],
         throughput=Throughput(req_s=4.0, output_tok_s=64.0),
         latency=Latency(ttft_ms=10.0, tpot_ms=10.0),

@@ -3,16 +3,24 @@
 import asyncio
 import json
 import time
+from functools import cache
 
 import httpx
 import openai
 import pytest
 import torch
-from served import Server
+from served import Server, make_placement
 from tokenizer_files import CONTEXT, SENTENCES, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hexgen2.placement import Placement
+from runtime.api.app import create_app
+from runtime.api.metrics import Metrics
+from runtime.api.service import Service
+from runtime.api.tokenizer import ModelTokenizer
+from runtime.coordinator import Coordinator
+from runtime.replica import Replica
+from runtime.router import Route, Router
 
 MODEL = "tiny-llama"
 KEY = "a key"
@@ -30,6 +38,7 @@ class Reference:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model.generation_config.eos_token_id = None
+        self.text = cache(self._text)
 
     @torch.inference_mode()
     def greedy(self, ids, count=24):
@@ -40,7 +49,7 @@ class Reference:
         )
         return output[0, len(ids) :].tolist()
 
-    def text(self, prompt, count=24):
+    def _text(self, prompt, count=24):
         answer = self.greedy(self.tokenizer(prompt).input_ids, count)
         return self.tokenizer.decode(answer, skip_special_tokens=True)
 
@@ -380,6 +389,50 @@ def test_the_client_sees_openai_exceptions(client, server):
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="no").models.list()
+
+
+def in_process(folder, queue_limit=256):
+    """A client of the application alone, over a replica that never answers."""
+    placement = make_placement(folder)
+    idle = Replica("c", "colocated", "box/0", {"box/0": Silent()}, 512, 4)
+    coordinator = Coordinator(Router([Route("c", "c", 1.0)]), {"c": idle}, queue_limit=queue_limit)
+    service = Service(placement, coordinator, ModelTokenizer.load(folder), Metrics())
+    transport = httpx.ASGITransport(create_app(service, None))
+    return httpx.AsyncClient(transport=transport, base_url="http://app")
+
+
+class Silent:
+    """A link to nobody."""
+
+    def send(self, message):
+        pass
+
+
+def test_a_full_queue_is_503_with_retry_after(folder):
+    async def ask():
+        async with in_process(folder, queue_limit=0) as client:
+            answers = [
+                await client.post("/v1/completions", json=COMPLETION | {"stream": s}) for s in (False, True)
+            ]
+            return answers, (await client.get("/metrics")).text
+
+    answers, metrics = asyncio.run(ask())
+    for answer in answers:
+        check_error(answer, 503, "overloaded")
+        assert int(answer.headers["retry-after"]) > 0
+    assert 'hexgen2_requests_refused_total{reason="overloaded"} 2.0' in metrics
+
+
+def test_chat_without_a_template_is_400(tmp_path):
+    write_model(tmp_path, chat_template=None)
+
+    async def ask():
+        async with in_process(tmp_path) as client:
+            return await client.post("/v1/chat/completions", json=CHAT)
+
+    answer = asyncio.run(ask())
+    check_error(answer, 400, None)
+    assert "no chat template" in answer.json()["error"]["message"]
 
 
 # what the server shows

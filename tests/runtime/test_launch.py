@@ -1,6 +1,5 @@
 """Launching, losing workers and stopping: nothing hangs, nothing stays behind."""
 
-import asyncio
 import json
 import os
 import signal
@@ -8,13 +7,12 @@ import socket
 import time
 
 import httpx
-import psutil
 import pytest
 from served import Server, alive, listens, make_placement
-from tokenizer_files import write_model, write_tokenizer
+from tokenizer_files import write_model
 
+from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InputError
-from runtime.api.text import Detokenizer
 from runtime.launcher.configure import configurations, device_of, kv_budget_tokens
 from runtime.router import Route, routes_of
 from runtime.serve import serve
@@ -59,6 +57,31 @@ def until_gone(processes):
         time.sleep(0.05)
 
 
+def _lose_a_decode_replica(server, http):
+    """Kill one of decode-0's two workers while it streams; decode-1 must go on."""
+    with http.stream("POST", "/v1/completions", json=LONG | {"n": 4}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        _workers(server)[3].kill()
+        events = [line.removeprefix("data: ") for line in lines if line]
+    assert "decode-0 is lost" in json.loads(events[-2])["error"]["message"]
+    health = http.get("/health")
+    assert health.status_code == 503
+    assert health.json()["status"] == "degraded" and "decode-0" in health.json()["reason"]
+    live = http.get("/placement").json()
+    assert "decode-0" not in {replica["id"] for replica in live["replicas"]}
+    for _ in range(3):
+        answer = http.post("/v1/completions", json=SHORT)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-hexgen2-decode-replica"] == "decode-1"
+
+
+def _workers(server):
+    """The worker processes in the order in which they were started, which is that of the GPUs."""
+    fork_server = next(each for each in server.family() if "forkserver" in " ".join(each.cmdline()[:4]))
+    return sorted(fork_server.children(), key=lambda each: each.pid)
+
+
 def test_a_lost_worker_degrades_and_ctrl_c_stops_everything(launch):
     server = launch().until_serving()
     with httpx.Client(base_url=server.url, timeout=60) as http:
@@ -75,44 +98,25 @@ def test_a_lost_worker_degrades_and_ctrl_c_stops_everything(launch):
     assert alive(family) == [] and not listens(server.port)
 
 
-def _lose_a_decode_replica(server, http):
-    """Kill one of decode-0's two workers while it streams; decode-1 must go on."""
-    with http.stream("POST", "/v1/completions", json=LONG | {"n": 4}) as response:
-        lines = response.iter_lines()
-        next(lines)
-        _worker(server, "box/3").kill()
-        events = [line.removeprefix("data: ") for line in lines if line]
-    assert "decode-0 is lost" in json.loads(events[-2])["error"]["message"]
-    health = http.get("/health")
-    assert health.status_code == 503
-    assert health.json()["status"] == "degraded" and "decode-0" in health.json()["reason"]
-    live = http.get("/placement").json()
-    assert "decode-0" not in {replica["id"] for replica in live["replicas"]}
-    for _ in range(3):
-        answer = http.post("/v1/completions", json=SHORT)
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["x-hexgen2-decode-replica"] == "decode-1"
-
-
-def _worker(server, gpu):
-    """The process of a worker, found by the order in which they were started."""
-    fork_server = next(each for each in server.family() if "forkserver" in " ".join(each.cmdline()[:4]))
-    workers = sorted(fork_server.children(), key=lambda each: each.pid)
-    return workers[int(gpu.rpartition("/")[2])]
-
-
-def test_when_all_replicas_are_lost_requests_get_503(launch):
+def test_when_every_prefill_replica_is_lost_requests_get_503(launch):
     server = launch().until_serving()
     with httpx.Client(base_url=server.url, timeout=60) as http:
-        for index in (4, 5):
-            _worker(server, f"box/{index}").kill() if index == 5 else None
-        _worker(server, "box/0").kill()
+        workers = _workers(server)
+        workers[0].kill()
+        workers[2].kill()
         deadline = time.monotonic() + GONE_S
-        while "prefill-0" not in http.get("/health").json().get("reason", ""):
+        while not {"prefill-0", "prefill-1"} <= _lost(http):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         answer = http.post("/v1/completions", json=SHORT)
-    assert answer.status_code in (200, 503)
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    assert "no replica is left" in answer.json()["error"]["message"]
+    os.kill(server.process.pid, signal.SIGTERM)
+    assert server.process.wait(GONE_S) == 0
+
+
+def _lost(http):
+    return {name for name, state in http.get("/health").json()["replicas"].items() if state == "lost"}
 
 
 def test_a_killed_server_leaves_no_worker(launch):
@@ -149,3 +153,110 @@ def test_a_broken_checkpoint_is_one_error(launch, tmp_path):
     assert server.process.wait(90) == 2
     assert "Traceback" not in server.log.read_text()
     until_gone(server.family())
+
+
+# what a user can get wrong
+
+
+@pytest.fixture
+def refuses(folder, monkeypatch):
+    """Checks that serve refuses, in one line with these words, before it starts anything."""
+    monkeypatch.setattr("runtime.serve._serve", None)
+
+    def check(placement, words, **options):
+        defaults = {"model_path": folder, "host": "127.0.0.1", "port": 0, "api_key": None}
+        with pytest.raises(InputError) as caught:
+            serve(placement, **(defaults | options))
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"launcher": "carrier-pigeon"}, ["--launcher", "local"]),
+        ({"engine": "steam"}, ["--engine", "torch"]),
+        ({"host": "not an address"}, ["--host"]),
+        ({"host": "192.0.2.1"}, ["--port", "192.0.2.1"]),
+        ({"port": 70000}, ["--port", "70000"]),
+        ({"model_path": None}, ["model.name", "--model-path"]),
+    ],
+)
+def test_wrong_options_are_input_errors(folder, refuses, options, words):
+    refuses(make_placement(folder), words, **options)
+
+
+def test_a_model_of_another_shape_is_refused(folder, refuses):
+    placement = make_placement(folder)
+    other = placement.model.model_copy(update={"vocab": 32000})
+    refuses(placement.model_copy(update={"model": other}), ["config.json", "vocab", "32000"])
+
+
+def test_a_model_without_tokenizer_is_refused(folder, refuses, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    refuses(make_placement(folder), ["tokenizer"], model_path=tmp_path)
+
+
+def _with_node(placement, **changes):
+    cluster = placement.cluster
+    node = cluster.nodes[0].model_copy(update=changes)
+    return placement.model_copy(update={"cluster": cluster.model_copy(update={"nodes": [node]})})
+
+
+def test_another_machine_is_refused(folder, refuses):
+    placement = _with_node(make_placement(folder), address="192.0.2.7")
+    refuses(placement, ["192.0.2.7", "address"])
+
+
+def test_gpus_that_are_not_here_are_refused(folder, refuses):
+    placement = _with_node(make_placement(folder), accelerators="H100:6")
+    refuses(placement, ["cuda:", "box/"])
+
+
+# from placement to workers
+
+
+def test_devices_are_numbered_through_the_nodes_of_this_machine(folder):
+    placement = make_placement(folder)
+    core = placement.cluster.nodes[0]
+    pods = [core.model_copy(update={"name": f"pod-{name}", "accelerators": "H100:2"}) for name in "ab"]
+    cluster = placement.cluster.model_copy(update={"nodes": [pods[0], core, pods[1]]})
+    placement = placement.model_copy(update={"cluster": cluster})
+    gpus = ["pod-a/0", "pod-a/1", "box/5", "pod-b/0", "pod-b/1"]
+    assert [device_of(placement, gpu) for gpu in gpus] == ["cuda:0", "cuda:1", "cpu", "cuda:2", "cuda:3"]
+
+
+def test_the_kv_budget_is_what_was_planned_and_more_where_it_is_cheap(folder):
+    placement = make_placement(folder)
+    prefill, decode = (replica.model_copy(update={"max_batch": 400}) for replica in placement.replicas[1:3])
+    tiny, workload = placement.model, placement.workload
+    assert kv_budget_tokens(placement.replicas[0], workload, tiny) == 2 * tiny.max_position
+    assert kv_budget_tokens(decode, workload, tiny) == 400 * (32 + 16)
+    assert kv_budget_tokens(prefill, workload, tiny) == 400 * 2 * 32
+    shape = {"layers": 80, "kv_heads": 8, "head_dim": 128, "max_position": 4096}
+    large = ModelArchitecture(**(tiny.model_dump() | shape))
+    assert kv_budget_tokens(placement.replicas[0], workload, large) < 512
+
+
+def test_every_worker_is_told_its_replica_and_the_same_secret(folder):
+    placement = make_placement(folder)
+    told = configurations(placement, folder, "bfloat16")
+    assert list(told) == [gpu for replica in placement.replicas for gpu in replica.gpus]
+    assert len({each.secret for each in told.values()}) == 1
+    assert {each.dtype for each in told.values()} == {"float32"}
+    assert told["box/4"].replica == "decode-0" and told["box/4"].stages[0].workers == ("box/3", "box/4")
+
+
+def test_routes_follow_the_flows_and_colocated_replicas_are_routes_to_themselves(folder):
+    placement = make_placement(folder)
+    expected = [
+        Route("prefill-0", "decode-0", 1.0),
+        Route("prefill-1", "decode-0", 1.0),
+        Route("prefill-1", "decode-1", 2.0),
+    ]
+    assert routes_of(placement) == expected
+    alone = placement.replicas[0].model_copy(update={"role": "colocated"})
+    placement = placement.model_copy(update={"replicas": [alone], "routes": []})
+    assert routes_of(placement) == [Route("prefill-0", "prefill-0", 1.0)]
