@@ -13,21 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from cost_model.errors import HexGen2Error
-from runtime.generation import (
-    Generation,
-    Observer,
-    Outcome,
-    Overloaded,
-    RequestRecord,
-    TooLong,
-    Unavailable,
-)
+from runtime.admission import QUEUE_LIMIT, Admission
+from runtime.generation import Generation, Observer, Outcome, RequestRecord, Unavailable
 from runtime.launcher.link import Link
 from runtime.messages import (
     Cancel,
@@ -47,7 +40,8 @@ from runtime.messages import (
 from runtime.replica import Replica
 from runtime.router import Route, Router
 
-QUEUE_LIMIT = 256
+log = logging.getLogger(__name__)
+
 RECORDS_KEPT = 1000
 
 
@@ -69,12 +63,10 @@ class Coordinator:
         observer: Observer | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
-        self.router = router
         self.replicas = dict(replicas)
-        self.lost: dict[str, str] = {}
         self.records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
-        self._observer, self._queue_limit = observer, queue_limit
-        self._waiting: deque[Generation] = deque()
+        self._observer = observer
+        self._admission = Admission(router, self.replicas, queue_limit)
         self._requests: dict[str, Generation] = {}
         self._numbers = itertools.count()
         self._readers: list[asyncio.Task[None]] = []
@@ -83,12 +75,23 @@ class Coordinator:
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._waiting)
+        return len(self._admission.waiting)
+
+    @property
+    def lost(self) -> Mapping[str, str]:
+        """Replicas that are gone, with the reason."""
+        return self._admission.lost
 
     @property
     def context_tokens(self) -> int:
         """Prompt and output tokens that the roomiest route can hold; 0 without routes."""
-        return max((self.replicas[route.decode].kv_budget_tokens for route in self.router.routes), default=0)
+        return self._admission.context_tokens
+
+    def check_serving(self) -> None:
+        """Raise Unavailable if no route is left, or the server stops."""
+        if self._stopped:
+            raise Unavailable("the server is stopping")
+        self._admission.check_serving()
 
     def start(self) -> None:
         """Begin to listen to the workers; needs a running event loop."""
@@ -109,16 +112,8 @@ class Coordinator:
         """
         record = RequestRecord(f"r{next(self._numbers)}", len(prompt), sampling.max_tokens, time.monotonic())
         request = Generation(tuple(prompt), sampling, route, record)
-        if self._stopped:
-            raise Unavailable("the server is stopping")
-        routes = self.router.routes if route is None else [route]
-        if all({each.prefill, each.decode} & self.lost.keys() for each in routes):
-            raise Unavailable("no replica is left to serve: " + "; ".join(self.lost.values()))
-        if not any(self._could_hold(request, each) for each in routes):
-            raise TooLong(f"{request.capacity_tokens} tokens exceed the KV cache of every replica")
-        if len(self._waiting) >= self._queue_limit:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting already")
-        self._waiting.append(request)
+        self.check_serving()
+        self._admission.enqueue(request)
         self._admit()
         return request
 
@@ -131,7 +126,7 @@ class Coordinator:
     async def stop(self) -> None:
         """Fail every request and stop listening. The workers are left to the launcher."""
         self._stopped = True
-        for request in [*self._waiting, *self._requests.values()]:
+        for request in [*self._admission.waiting, *self._requests.values()]:
             if request.phase != "ended":
                 self._end(request, "failed", Unavailable("the server is stopping"))
         for reader in self._readers:
@@ -140,38 +135,10 @@ class Coordinator:
 
     # admission
 
-    def _could_hold(self, request: Generation, route: Route) -> bool:
-        prefill, decode = self.replicas[route.prefill], self.replicas[route.decode]
-        if request.one_token:
-            return request.capacity_tokens <= prefill.kv_budget_tokens
-        return (
-            len(request.prompt) <= prefill.kv_budget_tokens
-            and request.capacity_tokens <= decode.kv_budget_tokens
-        )
-
-    def _has_room(self, request: Generation, route: Route) -> bool:
-        if not self._could_hold(request, route):
-            return False
-        prefill, decode = self.replicas[route.prefill], self.replicas[route.decode]
-        if route.colocated:
-            return prefill.has_room(request.capacity_tokens, prefill_only=False)
-        if not prefill.has_room(len(request.prompt), prefill_only=True):
-            return False
-        return request.one_token or decode.has_room(request.capacity_tokens, prefill_only=False)
-
     def _admit(self) -> None:
-        """Start waiting requests in order, as long as the first has a route with room."""
-        while self._waiting and not self._stopped:
-            request = self._waiting[0]
-            has_room = partial(self._has_room, request)
-            if request.pinned is None:
-                route = self.router.pick(has_room)
-            else:
-                route = request.pinned if has_room(request.pinned) else None
-            if route is None:
-                return
-            self._waiting.popleft()
-            self._begin(request, route)
+        """Start waiting requests as long as there is room."""
+        while not self._stopped and (admitted := self._admission.next()) is not None:
+            self._begin(*admitted)
 
     def _begin(self, request: Generation, route: Route) -> None:
         request.route = route
@@ -218,7 +185,8 @@ class Coordinator:
                 if isinstance(message, Failed):
                     return self._lose(replica, f"worker {worker} failed: {message.text}")
                 self._handle(replica, message)
-        except HexGen2Error as error:
+        except Exception as error:  # whatever it is, no request may wait for this replica any more
+            log.exception("worker %s sent what could not be handled", worker)
             return self._lose(replica, f"worker {worker}: {error}")
         self._lose(replica, f"worker {worker} ended")
 
@@ -250,7 +218,7 @@ class Coordinator:
             return
         replica.refused = True
         request.phase, request.route = "waiting", None
-        self._waiting.appendleft(request)
+        self._admission.put_back(request)
         self._admit()
 
     def _on_token(self, output: TokenOutput) -> None:
@@ -312,7 +280,7 @@ class Coordinator:
         still waits for its KV cache.
         """
         if request.phase == "waiting":
-            self._waiting.remove(request)
+            self._admission.withdraw(request)
         if request.phase == "reserving":
             self._release_at(request, request.record.prefill_replica)
         decode_side_waits = request.phase == "prefilling"
@@ -343,11 +311,12 @@ class Coordinator:
         """A replica is gone: fail what needs it, route around it, stop the rest of its workers."""
         if replica.replica_id in self.lost or self._stopped:
             return
-        self.lost[replica.replica_id] = f"replica {replica.replica_id} is lost ({reason})"
-        self.router = self.router.drop(replica.replica_id)
+        text = f"replica {replica.replica_id} is lost ({reason})"
+        log.error(text)
+        stranded = self._admission.lose(replica.replica_id, text)
         for link in replica.links.values():
             link.send(Shutdown())
-        error = Unavailable(self.lost[replica.replica_id])
+        error = Unavailable(text)
         for request_id in list(replica.held):
             replica.release(request_id)
             request = self._requests[request_id]
@@ -359,12 +328,6 @@ class Coordinator:
                 self._end(request, "failed", error)
             if request.phase == "ended" and not request.holders:
                 self._requests.pop(request_id, None)
-        for request in [each for each in self._waiting if not self._can_wait(each)]:
+        for request in stranded:
             self._end(request, "failed", error)
         self._admit()
-
-    def _can_wait(self, request: Generation) -> bool:
-        """Whether a route that could hold the request is left."""
-        if request.pinned is not None:
-            return not {request.pinned.prefill, request.pinned.decode} & self.lost.keys()
-        return any(self._could_hold(request, route) for route in self.router.routes)

@@ -58,8 +58,7 @@ class Service:
         ApiError : a prompt is empty, too long, or not of this model
         HexGen2Error : the coordinator refuses
         """
-        if not self.coordinator.router.routes:
-            raise Unavailable("no replica is left to serve: " + "; ".join(self.coordinator.lost.values()))
+        self.coordinator.check_serving()
         longest = max(len(prompt) for prompt in prompts)
         self._check_prompts(prompts, longest, max_tokens)
         sampling = Sampling(

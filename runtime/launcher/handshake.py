@@ -10,6 +10,7 @@ from cost_model.errors import HexGen2Error, InputError
 from runtime.launcher.link import Link
 from runtime.messages import Configure, Connect, Failed, Listening, Message, Ready
 
+REMEDY = "give a --model-path that fits the placement, or search a new placement"
 MessageType = TypeVar("MessageType", bound=Message)
 
 
@@ -79,7 +80,7 @@ async def _next(worker: str, link: Link, expected: type[MessageType]) -> Message
         raise HexGen2Error(f"worker {worker} ended before it was ready")
     if isinstance(message, Failed):
         if message.kind == "input":
-            remedy = "give a --model-path that fits the placement, or search a new placement"
-            raise InputError(f"worker {worker}", "", message.text, remedy)
+            problem, _, remedy = message.text.rpartition("; ")
+            raise InputError(f"worker {worker}", "", problem or remedy, remedy if problem else REMEDY)
         raise HexGen2Error(f"worker {worker} failed: {message.text}")
     raise HexGen2Error(f"worker {worker} sent {type(message).__name__} instead of {expected.__name__}")

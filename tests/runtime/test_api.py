@@ -1,6 +1,7 @@
 """OpenAI's own client against a served placement with real workers."""
 
 import asyncio
+import contextlib
 import json
 import time
 from functools import cache
@@ -297,6 +298,31 @@ def test_a_client_that_gives_up_waiting_frees_the_cache(http):
     until_idle(http)
     records = http.get("/requests").json()["requests"][-8:]
     assert "cancelled" in {record["outcome"] for record in records}
+
+
+def test_a_storm_of_clients_of_whom_many_leave_leaves_nothing_behind(server, http):
+    until_idle(http)
+    outcomes = []
+
+    async def ask(client, number):
+        prompt = [3 + (number * 7 + k) % 390 for k in range(1 + number * 13 % 100)]
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1 + number % 40, "n": 1 + number % 2}
+        if number % 3 == 0:
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                await anext(response.aiter_lines())
+        elif number % 7 == 0:
+            with contextlib.suppress(httpx.TimeoutException):
+                await client.post("/v1/completions", json=body, timeout=0.05)
+        else:
+            outcomes.append((await client.post("/v1/completions", json=body)).status_code)
+
+    async def storm():
+        async with httpx.AsyncClient(base_url=server.url, headers=http.headers, timeout=SECONDS) as client:
+            await asyncio.gather(*(ask(client, number) for number in range(60)))
+
+    asyncio.run(storm())
+    assert len(outcomes) > 30 and set(outcomes) == {200}
+    until_idle(http)
 
 
 # errors

@@ -284,7 +284,7 @@ def test_a_request_that_never_fits_is_refused_at_once():
 
 
 @pytest.mark.parametrize("lost", ["p0", "d0"])
-@pytest.mark.parametrize("how", ["closes", "fails"])
+@pytest.mark.parametrize("how", ["closes", "fails", "babbles"])
 def test_a_lost_replica_fails_its_requests_and_the_others_serve(lost, how):
     async def scenario():
         routes = [Route("p0", "d0", 1.0), Route("p1", "d1", 1.0)]
@@ -294,6 +294,8 @@ def test_a_lost_replica_fails_its_requests_and_the_others_serve(lost, how):
             await asyncio.sleep(0.02)
             if how == "closes":
                 leads[lost].link.close()
+            elif how == "babbles":
+                leads[lost].link._writer.write(b"\x03\x00\x00\x00abc")
             else:
                 leads[lost].link.send(Failed(worker=f"n/{lost}", kind="fault", text="broken"))
             with pytest.raises(Unavailable, match=f"replica {lost} is lost"):
