@@ -109,9 +109,10 @@ async def converse(url: str) -> None:
         if not moved:
             raise SystemExit("no KV cache moved between replicas")
         print(
-            f"\n{len(answers)} requests, {tokens} output tokens in {seconds:.2f} s; {moved / 1e6:.2f} MB of KV "
-            f"cache moved; " + ", ".join(f"{route}: {count}" for route, count in sorted(routes.items()))
+            f"\n{len(answers)} requests, {tokens} output tokens in {seconds:.2f} s; "
+            f"{moved / 1e6:.2f} MB of KV cache moved"
         )
+        print(", ".join(f"{route}: {count}" for route, count in sorted(routes.items())))
         print("One more, streamed as chat: ", end="")
         question = [{"role": "user", "content": "The spectral partition"}]
         stream = await client.chat.completions.create(

@@ -99,7 +99,7 @@ def train_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         schedule.step()
         optimiser.zero_grad()
         if step % 16 == 15:
-            print(f"  training the demo's model: step {step + 1} of {STEPS}, loss {loss:.3f}", file=sys.stderr)
+            print(f"  training: step {step + 1} of {STEPS}, loss {loss:.3f}", file=sys.stderr)
     return model
 
 

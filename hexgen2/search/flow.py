@@ -60,29 +60,28 @@ def solve(network: FlowNetwork) -> Flow:
 def balance(network: FlowNetwork, flow: Flow, rounds: int = 20) -> Flow:
     """A flow of the same value that loads the replicas of each role as evenly as the routes allow.
 
-    A maximum flow may fill one replica and leave its twin idle. Here the capacities of each role
-    shrink towards the smallest common utilisation that still carries the value.
+    A maximum flow may fill one replica and leave its twin idle. Here the capacities of each role shrink
+    from what they are (slack 1) towards the role's mean utilisation (slack 0), as far as the value can
+    still be carried.
     """
     if flow.value <= 0:
         return flow
+    mean_prefill, mean_decode = flow.value / network.prefill.sum(), flow.value / network.decode.sum()
     wanted = flow.value * (1 - 1e-7)
-    low = max(flow.value / network.prefill.sum(), flow.value / network.decode.sum())
-    best, high = flow, 1.0
-    share = low
+    best, low, high, slack = flow, 0.0, 1.0, 0.0
     for _ in range(rounds):
-        scaled = FlowNetwork(
-            network.prefill * max(share, flow.value / network.prefill.sum()),
-            network.decode * max(share, flow.value / network.decode.sum()),
-            network.routes,
+        tried = solve(
+            FlowNetwork(
+                network.prefill * (mean_prefill + slack * (1 - mean_prefill)),
+                network.decode * (mean_decode + slack * (1 - mean_decode)),
+                network.routes,
+            )
         )
-        tried = solve(scaled)
         if tried.value >= wanted:
-            best, high = tried, share
-            if share <= low:
-                break
+            best, high = tried, slack
         else:
-            low = share
-        share = (low + high) / 2
+            low = slack
         if high - low < 1e-6:
             break
+        slack = (low + high) / 2
     return best

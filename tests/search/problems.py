@@ -1,0 +1,70 @@
+"""Search problems for tests: drawn at random, and the shipped settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from cluster_specs.loader import parse_cluster
+from cost_model.models import find_model
+from cost_model.registry import make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.search.problem import Problem
+from hexgen2.workloads import load_workload
+
+TYPES = ("H100", "A100", "L40", "A6000", "L4")
+WORKLOADS = ("HPLD", "HPHD", "LPHD", "LPLD")
+SETTINGS = ("hexgen2-homogeneous", *(f"hexgen2-setting-{k}" for k in range(1, 6)))
+MODELS = ("llama-2-70b", "opt-30b")
+
+
+def problem_from(
+    spec: dict, model: str, workload: str, cost_model: str = "calibrated", pipeline: str = "pipelined"
+) -> Problem:
+    """A problem from a cluster written as a dictionary."""
+    cluster, architecture, load = (
+        parse_cluster(spec, "test", Path()),
+        find_model(model),
+        load_workload(workload),
+    )
+    costs = make_cost_model(cost_model, architecture, load.isl, load.osl)
+    return Problem(cluster, Cluster.from_spec(cluster), architecture, load, costs, pipeline)  # type: ignore[arg-type]
+
+
+@st.composite
+def clusters(draw: st.DrawFn, max_gpus: int = 6) -> dict:
+    """One to four nodes of one type each, up to max_gpus GPUs, links of every speed."""
+    nodes: list[dict] = []
+    left = draw(st.integers(2, max_gpus))
+    while left and len(nodes) < 4:
+        count = draw(st.integers(1, min(left, 4)))
+        left -= count
+        nodes.append(
+            {
+                "name": f"n{len(nodes)}",
+                "accelerators": f"{draw(st.sampled_from(TYPES))}:{count}",
+                "interconnect": draw(st.sampled_from(["nvlink", "pcie4", "pcie3"])),
+            }
+        )
+    bandwidths = st.sampled_from([1, 5, 10, 25, 100, 400])
+    links = [
+        {"from": a["name"], "to": b["name"], "bandwidth_gbit_s": draw(bandwidths), "latency_us": 50}
+        for i, a in enumerate(nodes)
+        for b in nodes[i + 1 :]
+        if draw(st.booleans())
+    ]
+    default = {"bandwidth_gbit_s": draw(bandwidths), "latency_us": 50}
+    return {"name": "random", "nodes": nodes, "network": {"default": default, "links": links}}
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_gpus: int = 6) -> Problem:
+    """A random cluster with a model that often fits, any workload, cost model and pipeline semantics."""
+    return problem_from(
+        draw(clusters(max_gpus)),
+        draw(st.sampled_from(["opt-13b", "opt-30b", "llama-2-13b", "llama-2-70b"])),
+        draw(st.sampled_from(WORKLOADS)),
+        draw(st.sampled_from(["calibrated", "table1"])),
+        draw(st.sampled_from(["pipelined", "literal", "paper_optimistic"])),
+    )
