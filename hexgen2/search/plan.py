@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cost_model.base import Phase, StageMemory, TensorGroup
@@ -21,7 +21,7 @@ from hexgen2.search.problem import Blocks, Problem
 MAX_SHAPES = 64
 """Most combinations of tensor degrees tried per group; beyond it every block takes one degree."""
 
-BATCH_SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)
+BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 """Shares of the largest batch tried: a smaller one leaves room for layers on the faster stages."""
 
 PREFILL_BATCHES_HELD = 2
@@ -68,6 +68,26 @@ class _StageKind:
     layer_s: dict[tuple[Phase, float], float]
 
 
+@dataclass(frozen=True, eq=False)
+class _Pipeline:
+    """Stages in order, the largest batch that fits (for prefill: the one to run), and an upper limit on
+    the capacity of any split of the layers."""
+
+    phase: Phase
+    shape: tuple[tuple[int, int], ...]
+    kinds: list[_StageKind]
+    hops: list[Link]
+    memory: list[StageMemory]
+    batch: int
+    limit_req_s: float
+
+
+def _fits(memory: list[StageMemory], batch: int, layers: int) -> bool:
+    """True if all layers fit beside `batch` requests with at least one in each stage."""
+    limits = [m.max_layers(batch) for m in memory]
+    return min(limits) >= 1 and sum(limits) >= layers
+
+
 def _even(choices: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
     """Of a block's partitions, those of one degree, or of one degree and its remainder's largest."""
     return tuple(p for p in choices if len(set(p[:-1])) <= 1)
@@ -79,6 +99,7 @@ class Planner:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.computed = 0
+        self._prefill_batches = dict.fromkeys((problem.costs.prefill_batch(), 1))
         largest = max(len(gpus) for gpus in problem.node_gpus)
         self._degrees = tuple(problem.model.tensor_degrees(largest))
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
@@ -122,9 +143,14 @@ class Planner:
         return self._stage_kinds[key]
 
     def _best(self, role: str, blocks: Blocks) -> GroupPlan | None:
+        """The best of all shapes, the most promising first, until no other can be better."""
+        shapes = self._shapes(self._along_fast_links(blocks))
+        pipelines = [p for p in (self._pipeline(role, shape) for shape in shapes) if p]
         best: GroupPlan | None = None
-        for shape in self._shapes(self._along_fast_links(blocks)):
-            plan = self.plan_shape(role, shape)
+        for pipeline in sorted(pipelines, key=lambda p: -p.limit_req_s):
+            if best and pipeline.limit_req_s <= best.capacity_req_s * (1 + 1e-12):
+                break
+            plan = self._plan(pipeline)
             if plan and (best is None or plan.capacity_req_s > best.capacity_req_s * (1 + 1e-12)):
                 best = plan
         return best
@@ -156,7 +182,12 @@ class Planner:
             choices = [_even(c) for c in choices]
         if math.prod(len(c) for c in choices) > MAX_SHAPES:
             choices = [c if len(c) == 1 else (c[0], c[-1]) for c in choices]
+        # Two blocks of like nodes need only be tried one way around.
+        like = [self.problem.node_kind[node] for node, _ in blocks]
+        twins = [k for k in range(1, len(blocks)) if like[k] == like[k - 1] and choices[k] == choices[k - 1]]
         for combination in itertools.islice(itertools.product(*choices), 4 * MAX_SHAPES):
+            if any(combination[k] > combination[k - 1] for k in twins):
+                continue
             yield [
                 (node, degree)
                 for (node, _), parts in zip(blocks, combination, strict=True)
@@ -165,92 +196,96 @@ class Planner:
 
     def plan_shape(self, role: str, shape: Sequence[tuple[int, int]]) -> GroupPlan | None:
         """The best layers and batch for stages (node, degree) in this order, or None if none fits."""
-        problem = self.problem
-        if len(shape) > problem.model.layers:
+        pipeline = self._pipeline(role, shape)
+        return self._plan(pipeline) if pipeline else None
+
+    def _pipeline(self, role: str, shape: Sequence[tuple[int, int]]) -> _Pipeline | None:
+        """What the shape says before any layer is placed, or None if the model cannot fit."""
+        problem, costs = self.problem, self.problem.costs
+        layers, last = problem.model.layers, len(shape) - 1
+        if len(shape) > layers:
             return None
+        phase: Phase = "prefill" if role == "prefill" else "decode"
         kinds = [self._stage_kind(node, degree) for node, degree in shape]
         hops = [problem.node_links[a][b] for (a, _), (b, _) in itertools.pairwise(shape)]
-        phase: Phase = "prefill" if role == "prefill" else "decode"
-        last = len(kinds) - 1
         memory = [kind.memory[phase, j == 0, j == last] for j, kind in enumerate(kinds)]
         if phase == "prefill":
-            found = self._prefill(kinds, hops, memory)
+            batch = next(
+                (b for b in self._prefill_batches if _fits(memory, b * PREFILL_BATCHES_HELD, layers)), 0
+            )
+            running, outputs = float(batch), 1.0
         else:
-            found = self._decode(kinds, hops, memory)
+            batch = self._largest_batch(memory)
+            running, outputs = micro_batch(problem.pipeline, batch, len(kinds)), costs.osl
+        if batch < 1:
+            return None
+        pipeline = _Pipeline(phase, tuple(shape), kinds, hops, memory, batch, 0.0)
+        # All L layers pass every request, so L requests/s is at most the sum of the stages' layers/s.
+        rate = sum(running / layer_s for layer_s in self._timing(pipeline, running).layer_s)
+        return replace(pipeline, limit_req_s=rate / (layers * outputs))
+
+    def _plan(self, pipeline: _Pipeline) -> GroupPlan | None:
+        found = self._prefill(pipeline) if pipeline.phase == "prefill" else self._decode(pipeline)
         if found is None:
             return None
         split, batch, pace = found
-        stages = tuple(PlannedStage(node, degree, n) for (node, degree), n in zip(shape, split, strict=True))
+        stages = tuple(
+            PlannedStage(node, degree, n) for (node, degree), n in zip(pipeline.shape, split, strict=True)
+        )
         return GroupPlan(stages, batch, pace.capacity_req_s, pace.latency_s)
 
-    def _prefill(
-        self, kinds: list[_StageKind], hops: list[Link], memory: list[StageMemory]
-    ) -> tuple[list[int], int, Pace] | None:
-        costs, semantics = self.problem.costs, self.problem.pipeline
-        batch = costs.prefill_batch()
-        for size in (batch, 1) if batch > 1 else (1,):
-            limits = [m.max_layers(PREFILL_BATCHES_HELD * size) for m in memory]
-            timing = self._timing("prefill", kinds, hops, size)
-            split = self._split(timing, limits, by_sum=semantics != "pipelined")
-            if split:
-                return split, size, prefill_pace(semantics, timing.stage_s(split), timing.hop_s, size)
-        return None
+    def _prefill(self, pipeline: _Pipeline) -> tuple[list[int], int, Pace] | None:
+        semantics, batch = self.problem.pipeline, pipeline.batch
+        limits = [m.max_layers(PREFILL_BATCHES_HELD * batch) for m in pipeline.memory]
+        timing = self._timing(pipeline, batch)
+        split = self._split(timing, limits, by_sum=semantics != "pipelined")
+        if split is None:
+            return None
+        return split, batch, prefill_pace(semantics, timing.stage_s(split), timing.hop_s, batch)
 
-    def _decode(
-        self, kinds: list[_StageKind], hops: list[Link], memory: list[StageMemory]
-    ) -> tuple[list[int], int, Pace] | None:
-        costs, semantics = self.problem.costs, self.problem.pipeline
-        largest = self._largest_batch(memory)
+    def _decode(self, pipeline: _Pipeline) -> tuple[list[int], int, Pace] | None:
+        costs, semantics, stages = self.problem.costs, self.problem.pipeline, len(pipeline.kinds)
         best: tuple[list[int], int, Pace] | None = None
-        tried = -1
-        for share in BATCH_SHARES:
-            batch = int(largest * share)
-            if batch < 1 or batch == tried:
-                break
-            tried = batch
-            timing = self._timing("decode", kinds, hops, micro_batch(semantics, batch, len(kinds)))
-            free = [costs.model.layers] * len(kinds)
-            limits = [m.max_layers(batch) for m in memory]
+        for batch in dict.fromkeys(int(pipeline.batch * share) for share in BATCH_SHARES):
+            limits = [m.max_layers(batch) for m in pipeline.memory]
+            timing = self._timing(pipeline, micro_batch(semantics, batch, stages))
             split = self._split(timing, limits, by_sum=semantics == "literal")
-            if split is None:
-                continue
+            if batch < 1 or split is None:
+                break
             # The layers chosen may leave room for more requests than they were chosen for.
-            grown = min(costs.batch_cap, *(m.max_batch(n) for m, n in zip(memory, split, strict=True)))
-            unconstrained = split == self._split(timing, free, by_sum=semantics == "literal")
-            timing = self._timing("decode", kinds, hops, micro_batch(semantics, grown, len(kinds)))
+            room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
+            grown = min(costs.batch_cap, *room)
+            timing = self._timing(pipeline, micro_batch(semantics, grown, stages))
             pace = decode_pace(semantics, timing.stage_s(split), timing.hop_s, grown, costs.osl)
             if best is None or pace.capacity_req_s > best[2].capacity_req_s:
                 best = (split, grown, pace)
-            if unconstrained:
+            # Where memory binds no stage, a smaller batch changes nothing for the better.
+            if all(n < limit for n, limit in zip(split, limits, strict=True)):
                 break
         return best
 
     def _largest_batch(self, memory: list[StageMemory]) -> int:
         """Most requests for which the layers still fit, at most the cap; 0 if not even one."""
         layers = self.problem.model.layers
-
-        def fits(batch: int) -> bool:
-            limits = [m.max_layers(batch) for m in memory]
-            return min(limits) >= 1 and sum(limits) >= layers
-
         low, high = 0, self.problem.costs.batch_cap
-        if fits(high):
+        if _fits(memory, high, layers):
             return high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+            low, high = (middle, high) if _fits(memory, middle, layers) else (low, middle)
         return low
 
-    def _timing(self, phase: Phase, kinds: list[_StageKind], hops: list[Link], batch: float) -> _Timing:
-        costs, last = self.problem.costs, len(kinds) - 1
+    def _timing(self, pipeline: _Pipeline, batch: float) -> _Timing:
+        costs, phase, kinds = self.problem.costs, pipeline.phase, pipeline.kinds
         key = (phase, batch)
         layer_s = []
         for kind in kinds:
             if key not in kind.layer_s:
                 kind.layer_s[key] = costs.layer_s(phase, kind.group, batch)
             layer_s.append(kind.layer_s[key])
+        last = len(kinds) - 1
         edge_s = [costs.edge_s(phase, kind.group, batch, j == last) for j, kind in enumerate(kinds)]
-        return _Timing(layer_s, edge_s, [costs.boundary_s(phase, hop, batch) for hop in hops])
+        return _Timing(layer_s, edge_s, [costs.boundary_s(phase, hop, batch) for hop in pipeline.hops])
 
     def _split(self, timing: _Timing, limits: list[int], by_sum: bool) -> list[int] | None:
         layers = self.problem.model.layers

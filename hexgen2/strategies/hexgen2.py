@@ -27,7 +27,7 @@ BATCH_PER_REPLICA = 32
 
 MAX_STARTS = 5
 MAX_KICKS = 30
-EFFORT = 600
+EFFORT = 450
 """After the starts, the best solution is perturbed and refined again until so much has been tried: one
 for each evaluation, PLAN_EFFORT for each group planned. Counted, not timed, so that the same seed gives
 the same placement on any machine."""
@@ -39,10 +39,9 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
     def explore(state: SearchState) -> None:
         for groups in start_sizes(problem):
-            for label, solution in initial_solutions(problem, groups):
-                refine(state, solution, label)
-                if state.out_of_time():
-                    return
+            refine(state, initial_solution(state, groups), f"start with {groups} groups")
+            if state.out_of_time():
+                return
         if state.best is None or state.best.req_s <= 0:
             return
         rng = np.random.default_rng(options.seed)
@@ -81,18 +80,18 @@ def start_sizes(problem: Problem) -> list[int]:
     return [int(size) for size in sizes[::-1]]
 
 
-def initial_solutions(problem: Problem, groups: int) -> list[tuple[str, Solution]]:
-    """Phase one: the partition into `groups` groups, with the phases both ways around."""
+def initial_solution(state: SearchState, groups: int) -> Solution:
+    """Phase one: the partition into `groups` groups. The secondary partition does not say which side
+    prefills; the flow does."""
+    problem = state.evaluator.problem
     cluster = problem.cluster
     weights = np.where(np.isfinite(cluster.bandwidth_bytes_s), cluster.bandwidth_bytes_s, 0.0)
     labels = spectral_partition(weights, cluster.memory_bytes, groups)
     labels = kernighan_lin(weights, cluster.memory_bytes, labels)
     graph = coarsen(weights, cluster.memory_bytes, labels)
     side = secondary_partition(graph)
-    return [
-        (
-            f"start with {groups} groups",
-            project(problem, graph, ["prefill" if s == first else "decode" for s in side]),
-        )
+    both = [
+        project(problem, graph, ["prefill" if s == first else "decode" for s in side])
         for first in (True, False)
     ]
+    return max(both, key=lambda solution: state.evaluator.evaluate(solution).score)
