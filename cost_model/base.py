@@ -18,6 +18,9 @@ Phase = Literal["prefill", "decode"]
 PREFILL_TOKENS = 2048
 """Tokens per prefill batch at which compute saturates (HexGen-2, section 2, "Batching")."""
 
+PREFILL_BATCHES_HELD = 2
+"""A prefill replica holds the KV cache of the batch it computes and of the one it sends."""
+
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -46,12 +49,12 @@ class StageMemory:
         )
 
     def max_layers(self, batch: int) -> int:
-        """Most layers that fit beside `batch` requests (0 if none)."""
+        """Most layers that fit beside `batch` requests (0 if none): the inverse of `needed`, to rounding."""
         room = self.limit - self.fixed - batch * self.per_request
         return max(0, int(room // (self.per_layer + batch * self.per_layer_request)))
 
     def max_batch(self, layers: int) -> int:
-        """Most requests that fit beside `layers` layers (0 if none)."""
+        """Most requests that fit beside `layers` layers, at least one (0 if none): likewise."""
         room = self.limit - self.fixed - layers * self.per_layer
         return max(0, int(room // (layers * self.per_layer_request + self.per_request)))
 
@@ -74,20 +77,20 @@ class CostModel(ABC):
 
     @abstractmethod
     def layer_s(self, phase: Phase, group: TensorGroup, batch: float) -> float:
-        """Time of one layer for a prefill of `batch` prompts, or for one decode step of `batch`
+        """Seconds of one layer for a prefill of `batch` prompts, or for one decode step of `batch`
         requests, tensor-parallel communication included."""
 
     @abstractmethod
     def edge_s(self, phase: Phase, group: TensorGroup, batch: float, last: bool) -> float:
-        """Time of a stage outside its layers: a fixed step cost, and the LM head if `last`."""
+        """Seconds of a stage outside its layers: a fixed step cost, and the LM head if `last`."""
 
     @abstractmethod
     def boundary_s(self, phase: Phase, link: Link, batch: float) -> float:
-        """Time to pass the activations of one prefill or one decode step to the next stage."""
+        """Seconds to pass the activations of one prefill or one decode step to the next stage."""
 
     @abstractmethod
     def stage_memory(self, phase: Phase, group: TensorGroup, first: bool, last: bool) -> StageMemory:
-        """Memory of one device of a stage, as an affine function of layers and requests."""
+        """Bytes on one device of a stage, as an affine function of layers and requests."""
 
     @property
     @abstractmethod

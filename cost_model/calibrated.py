@@ -1,11 +1,16 @@
 """The default cost model: a roofline over true parameter, KV and attention counts.
 
+Roofline: Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009. FLOPs are two per parameter
+and token, and four per attended token and element of a head (scores and weighted values).
+
 The coefficients are priors, fitted to nothing yet; `Coefficients.name` says so wherever a
-placement is shown.
+placement is shown. They know nothing of an engine's own time: an engine whose Python code cannot keep
+up with its GPUs is slower than predicted, the more so the higher the tensor degree.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cost_model.architecture import ModelArchitecture
@@ -15,7 +20,12 @@ from cost_model.hardware import Link
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Shares of the data-sheet peaks that engines reach, and times that no peak explains."""
+    """Shares of the data-sheet peaks that engines reach, and times that no peak explains.
+
+    layer_overhead_s is the launch of one layer's kernels, all_reduce_overhead_s that of one collective
+    (the latency of its messages comes from the link), memory_utilisation the share of device memory
+    that an engine takes (vLLM's gpu_memory_utilization default).
+    """
 
     name: str = "zero-fit"
     compute_efficiency: float = 0.5
@@ -27,7 +37,12 @@ class Coefficients:
 
 class Calibrated(CostModel):
     """Sums, per layer: matrix products and weight reads (whichever is longer), attention likewise,
-    launch overhead, and two ring all-reduces."""
+    launch overhead, and two all-reduces.
+
+    A matrix product overlaps its reads with its arithmetic, so the longer of the two counts; products
+    and attention follow one another, so they add up. The context of a decode step is isl + osl / 2
+    tokens, the mean over the outputs of a request.
+    """
 
     name = "calibrated"
 
@@ -54,15 +69,11 @@ class Calibrated(CostModel):
             flops=2 * model.active_layer_params * tokens / n,
             read=self._weights_read(tokens) / n,
         )
-        # Prefill attends to half the prompt on average (causal); decode to the whole context.
-        attended = self.isl / 2 if phase == "prefill" else self.context
-        if model.sliding_window:
-            attended = min(attended, model.sliding_window)
-        kv_share = max(model.kv_heads // n, 1) / model.kv_heads
+        attended = self._prompt_attended if phase == "prefill" else self.context
         attention = self._roofline(
             group,
             flops=4 * model.heads * model.head_dim * attended * tokens / n,
-            read=batch * self.context * model.kv_bytes_per_token_layer * kv_share
+            read=batch * self.context * model.kv_bytes_per_token_layer * self._kv_share(n)
             if phase == "decode"
             else 0.0,
         )
@@ -92,12 +103,11 @@ class Calibrated(CostModel):
         tokens = self.isl if phase == "prefill" else self.isl + self.osl
         if model.sliding_window:
             tokens = min(tokens, model.sliding_window)
-        kv_share = max(model.kv_heads // n, 1) / model.kv_heads
         return StageMemory(
             limit=group.accelerator.memory_bytes * self.coefficients.memory_utilisation,
             fixed=(embedding + head) * model.weight_bytes / n + workspace,
             per_layer=model.layer_params * model.weight_bytes / n,
-            per_layer_request=tokens * model.kv_bytes_per_token_layer * kv_share,
+            per_layer_request=tokens * model.kv_bytes_per_token_layer * self._kv_share(n),
             per_request=0.0,
         )
 
@@ -110,7 +120,20 @@ class Calibrated(CostModel):
 
     @property
     def _activation_bytes(self) -> float:
+        """Bytes of one token between two layers."""
         return self.model.hidden * self.model.kv_value_bytes
+
+    @property
+    def _prompt_attended(self) -> float:
+        """Tokens that a prompt's tokens attend to, on average: the mean of min(i, window) for i up to isl,
+        which is half the prompt where no window cuts it short (attention is causal)."""
+        window = min(self.isl, self.model.sliding_window or self.isl)
+        return window * (1 - window / (2 * self.isl))
+
+    def _kv_share(self, degree: int) -> float:
+        """Share of the KV heads on the device that holds most; where heads are fewer than devices, each
+        device holds a copy of one."""
+        return math.ceil(self.model.kv_heads / degree) / self.model.kv_heads
 
     def _weights_read(self, tokens: float) -> float:
         """Bytes of weights that a step reads in one layer: of a mixture, the experts that at least one
@@ -121,6 +144,7 @@ class Calibrated(CostModel):
         return (model.layer_params - idle) * model.weight_bytes
 
     def _roofline(self, group: TensorGroup, flops: float, read: float) -> float:
+        """Seconds of `flops` operations on `read` bytes: the longer of computing and reading."""
         device, k = group.accelerator, self.coefficients
         return max(
             flops / (device.flops_s * k.compute_efficiency),
@@ -128,12 +152,20 @@ class Calibrated(CostModel):
         )
 
     def _all_reduce_s(self, group: TensorGroup, tokens: float) -> float:
+        """Seconds of one all-reduce of the activations of so many tokens.
+
+        A reduce-scatter and an all-gather by halving and doubling: 2 ceil(log2 n) messages one after the
+        other, which carry 2 (n - 1) / n of the data (Thakur, Rabenseifner and Gropp, "Optimization of
+        Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, section 4.5). A ring, as in Table
+        1 of HexGen-2, carries as much in 2 (n - 1) messages.
+        """
         n = group.degree
         if n == 1:
             return 0.0
+        messages = 2 * (n - 1).bit_length()
         moved = 2 * (n - 1) / n * tokens * self._activation_bytes
         return (
             self.coefficients.all_reduce_overhead_s
-            + group.link.latency_s
+            + messages * group.link.latency_s
             + moved / group.link.bandwidth_bytes_s
         )

@@ -35,7 +35,11 @@ def micro_batch(semantics: PipelineSemantics, batch: int, stages: int) -> float:
 def prefill_pace(
     semantics: PipelineSemantics, stage_s: Sequence[float], boundary_s: Sequence[float], batch: int
 ) -> Pace:
-    """Pace of a prefill replica whose stages take stage_s for `batch` prompts."""
+    """Pace of a prefill replica whose stages take stage_s for `batch` prompts and whose hops boundary_s.
+
+    Latency is the sum of all. Requests/s are batch / latency (Appendix A), but batch / slowest stage or hop
+    where stages work on batches of their own ("pipelined").
+    """
     latency = sum(stage_s) + sum(boundary_s)
     period = max(*stage_s, *boundary_s, 0.0) if semantics == "pipelined" else latency
     return Pace(batch / period, latency)
@@ -48,7 +52,13 @@ def decode_pace(
     batch: int,
     osl: float,
 ) -> Pace:
-    """Pace of a decode replica whose stages take stage_s for one step of one micro-batch."""
+    """Pace of a decode replica whose stages take stage_s for one step of one micro-batch.
+
+    A request's next token starts when its last one left the last stage. "literal": batch / (sum * osl)
+    requests/s (Appendix A). Otherwise as many micro-batches as stages are under way, so a token takes the
+    longer of the sum and of one turn of the slowest stage or hop for each micro-batch; the requests under
+    way are `batch` together ("pipelined") or in each micro-batch ("paper_optimistic").
+    """
     walk = sum(stage_s) + sum(boundary_s)
     if semantics == "literal":
         return Pace(batch / (walk * osl), walk)

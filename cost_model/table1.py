@@ -11,28 +11,38 @@ from cost_model.hardware import Link
 
 
 class Table1(CostModel):
-    """H hidden size, B bytes per value, n tensor degree, c FLOP/s, m bytes/s, alpha s, beta bytes/s."""
+    """H hidden size, B bytes per value, n tensor degree, c FLOP/s, m bytes/s, alpha s, beta bytes/s.
+
+    The paper's decode costs are totals over s_out tokens; those here are of one step, a s_out-th of them.
+    Devices of a stage are equal and `link` is their slowest pair, so its maxima over devices fall away.
+    """
 
     name = "table1"
     calibration = "none: data-sheet peaks"
 
     def layer_s(self, phase: Phase, group: TensorGroup, batch: float) -> float:
+        """Seconds: 24 t H^2 / (n c), in decode 12 H^2 B / (n m) besides, and tensor-parallel communication of
+        4 (n - 1) (alpha + t H B / (n beta)), with t = batch times s_in (prefill) or batch (decode)."""
         h, b = self.model.hidden, self.model.weight_bytes
-        n, device = group.degree, group.accelerator
+        n, device, link = group.degree, group.accelerator, group.link
         tokens = batch * self.isl if phase == "prefill" else batch
         compute = 24 * tokens * h**2 / (n * device.flops_s)
         scan = 12 * h**2 * b / (n * device.memory_bandwidth_bytes_s) if phase == "decode" else 0.0
-        peers = (n - 1) * (group.link.latency_s + tokens * h * b / (n * group.link.bandwidth_bytes_s))
-        return compute + scan + (4 * peers if n > 1 else 0.0)
+        exchange = 4 * (n - 1) * (link.latency_s + tokens * h * b / (n * link.bandwidth_bytes_s))
+        return compute + scan + exchange
 
     def edge_s(self, phase: Phase, group: TensorGroup, batch: float, last: bool) -> float:
+        """Nothing: Table 1 has no LM head and no cost of a step."""
         return 0.0
 
     def boundary_s(self, phase: Phase, link: Link, batch: float) -> float:
+        """Seconds: alpha + t H B / beta."""
         tokens = batch * self.isl if phase == "prefill" else batch
         return link.latency_s + tokens * self.model.hidden * self.model.weight_bytes / link.bandwidth_bytes_s
 
     def stage_memory(self, phase: Phase, group: TensorGroup, first: bool, last: bool) -> StageMemory:
+        """Bytes: (12 H^2 B / n + 2 b s H B / n) l + 4 b s H B for l layers and b requests of s tokens, where
+        s is s_in + s_out; a prefill replica holds s_in of them only."""
         h, b, n = self.model.hidden, self.model.weight_bytes, group.degree
         tokens = self.isl if phase == "prefill" else self.isl + self.osl
         return StageMemory(
@@ -45,7 +55,9 @@ class Table1(CostModel):
 
     @property
     def kv_bytes_per_layer(self) -> float:
+        """Bytes: 2 s_in H B, per layer although the paper's formula lacks the layers."""
         return 2 * self.isl * self.model.hidden * self.model.weight_bytes
 
     def prefill_batch(self) -> int:
+        """One: prefill gains nothing by batching (Appendix A)."""
         return 1
