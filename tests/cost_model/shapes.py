@@ -1,0 +1,54 @@
+"""Models, tensor groups and workload shapes for the tests of the cost models, drawn at random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from cost_model.architecture import ModelArchitecture
+from cost_model.base import CostModel, TensorGroup
+from cost_model.hardware import CATALOGUE, INTERCONNECT_CLASSES, Link, find_accelerator, interconnect_link
+from cost_model.models import SHIPPED, find_model
+from cost_model.registry import COST_MODELS, make_cost_model
+
+NO_LINK = Link(float("inf"), 0.0)
+LLAMA_70B = find_model("llama-2-70b")
+
+
+def like(model: ModelArchitecture, **changes: Any) -> ModelArchitecture:
+    """The model with some fields changed and every count made anew (model_copy keeps counts once made)."""
+    return ModelArchitecture(**{**model.model_dump(), **changes})
+
+
+WINDOWED = like(find_model("llama-3-8b"), name="windowed", sliding_window=1024)
+FP32 = like(find_model("opt-13b"), name="fp32", weight_bytes=4.0, kv_value_bytes=4.0)
+
+MODELS: list[ModelArchitecture] = [*map(find_model, SHIPPED), WINDOWED, FP32]
+DEGREES_TO = 16
+"""Beyond the 8 KV heads of grouped-query models, so that some groups hold copies of a head."""
+
+phases = st.sampled_from(["prefill", "decode"])
+batches = st.integers(1, 512) | st.floats(0.25, 512)
+
+
+def group_of(card: str, degree: int, interconnect: str = "nvlink") -> TensorGroup:
+    """So many of one catalogue card on one interconnect."""
+    accelerator = find_accelerator(card)
+    return TensorGroup(accelerator, degree, interconnect_link(interconnect, accelerator)[0])
+
+
+def alone(group: TensorGroup) -> TensorGroup:
+    """One device of the group, without any link."""
+    return TensorGroup(group.accelerator, 1, NO_LINK)
+
+
+@st.composite
+def priced_groups(draw: st.DrawFn) -> tuple[CostModel, TensorGroup]:
+    """Any cost model of any model and workload shape, with a group of any card that can split the model."""
+    model = draw(st.sampled_from(MODELS))
+    isl, osl = draw(st.integers(1, 8192)), draw(st.integers(1, 2048))
+    costs = make_cost_model(draw(st.sampled_from(sorted(COST_MODELS))), model, isl, osl)
+    degree = draw(st.sampled_from(model.tensor_degrees(DEGREES_TO)))
+    card, interconnect = draw(st.sampled_from(sorted(CATALOGUE))), draw(st.sampled_from(INTERCONNECT_CLASSES))
+    return costs, group_of(card, degree, interconnect)

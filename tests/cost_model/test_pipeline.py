@@ -1,0 +1,111 @@
+"""The three readings of a pipeline, on a pipeline small enough for a pencil, and on Appendix E.2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster_specs.loader import parse_cluster
+from cost_model.models import find_model
+from cost_model.pipeline import PIPELINE_SEMANTICS, decode_pace, micro_batch, prefill_pace
+from cost_model.registry import make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.search.plan import Planner
+from hexgen2.search.problem import Problem
+from hexgen2.workloads import load_workload
+
+STAGES, HOPS = [0.2, 0.5, 0.1], [0.05, 0.05]
+times = st.floats(1e-6, 10)
+
+
+def test_literal_prefill_is_batch_over_the_sum():
+    pace = prefill_pace("literal", STAGES, HOPS, batch=3)
+    assert (pace.capacity_req_s, pace.latency_s) == pytest.approx((3 / 0.9, 0.9))
+
+
+def test_pipelined_prefill_keeps_the_pace_of_its_slowest_stage():
+    pace = prefill_pace("pipelined", STAGES, HOPS, batch=3)
+    assert (pace.capacity_req_s, pace.latency_s) == pytest.approx((3 / 0.5, 0.9))
+
+
+def test_a_slow_hop_is_a_bottleneck_too():
+    assert prefill_pace("pipelined", STAGES, [0.05, 0.8], batch=2).capacity_req_s == pytest.approx(2 / 0.8)
+
+
+def test_optimistic_prefill_is_the_papers():
+    """Appendix A divides the time period by the latency, whatever the decode side assumes."""
+    assert prefill_pace("paper_optimistic", STAGES, HOPS, 3) == prefill_pace("literal", STAGES, HOPS, 3)
+
+
+def test_literal_decode_is_batch_over_the_sum():
+    """12 requests, each 10 tokens of 0.9 s."""
+    pace = decode_pace("literal", STAGES, HOPS, batch=12, osl=10)
+    assert (pace.capacity_req_s, pace.latency_s) == pytest.approx((12 / 9, 0.9))
+
+
+def test_pipelined_decode_shares_the_batch():
+    """Three micro-batches of 4 take turns of 0.5 s: a token every 1.5 s for each of the 12 requests."""
+    assert micro_batch("pipelined", 12, 3) == 4
+    pace = decode_pace("pipelined", STAGES, HOPS, batch=12, osl=10)
+    assert (pace.capacity_req_s, pace.latency_s) == pytest.approx((12 / 15, 1.5))
+
+
+def test_optimistic_decode_fills_every_stage():
+    """As above, but with 12 requests in each of the three micro-batches."""
+    assert micro_batch("paper_optimistic", 12, 3) == 12
+    pace = decode_pace("paper_optimistic", STAGES, HOPS, batch=12, osl=10)
+    assert (pace.capacity_req_s, pace.latency_s) == pytest.approx((36 / 15, 1.5))
+
+
+def test_hops_that_outlast_the_turns_are_waited_for():
+    """Two stages of 0.1 s with 0.5 s between: the first waits for its own token, 0.7 s later."""
+    assert decode_pace("pipelined", [0.1, 0.1], [0.5], batch=2, osl=1).latency_s == pytest.approx(1.0)
+    assert decode_pace("pipelined", [0.3, 0.1, 0.1], [0.3, 0.3], 3, 1).latency_s == pytest.approx(1.1)
+
+
+@given(st.sampled_from(PIPELINE_SEMANTICS), times, st.integers(1, 256), st.integers(1, 1000))
+def test_one_stage_is_read_the_same_way_by_all(semantics, stage_s, batch, osl):
+    assert micro_batch(semantics, batch, 1) == batch
+    prefill = prefill_pace(semantics, [stage_s], [], batch)
+    assert (prefill.capacity_req_s, prefill.latency_s) == pytest.approx((batch / stage_s, stage_s))
+    decode = decode_pace(semantics, [stage_s], [], batch, osl)
+    assert (decode.capacity_req_s, decode.latency_s) == pytest.approx((batch / (stage_s * osl), stage_s))
+
+
+@given(st.lists(times, min_size=1, max_size=6), times, st.integers(1, 256))
+def test_the_readings_are_ordered(stage_s, hop_s, batch):
+    """At equal stage times: micro-batches help prefill, and decode only where they cost no memory."""
+    hops = [hop_s] * (len(stage_s) - 1)
+    prefill = {s: prefill_pace(s, stage_s, hops, batch).capacity_req_s for s in PIPELINE_SEMANTICS}
+    assert prefill["literal"] <= prefill["pipelined"] * (1 + 1e-12)
+    decode = {s: decode_pace(s, stage_s, hops, batch, 10).capacity_req_s for s in PIPELINE_SEMANTICS}
+    assert decode["pipelined"] <= decode["literal"] * (1 + 1e-12)
+    assert decode["literal"] <= decode["paper_optimistic"] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100"])
+@pytest.mark.parametrize("workload", ["HPLD", "HPHD", "LPHD", "LPLD"])
+@pytest.mark.parametrize("semantics", PIPELINE_SEMANTICS)
+def test_appendix_e2_comes_out_under_the_optimistic_reading_only(gpu, workload, semantics):
+    """Two GPUs decode Llama-2 70B: (TP=1, PP=2) is the paper's throughput-optimal choice."""
+    node = {"name": "n0", "accelerators": f"{gpu}:2", "interconnect": "nvlink"}
+    network = {"default": {"bandwidth_gbit_s": 100, "latency_us": 50}}
+    spec = parse_cluster({"name": "pair", "nodes": [node], "network": network}, "test", Path())
+    model, load = find_model("llama-2-70b"), load_workload(workload)
+    costs = make_cost_model("table1", model, load.isl, load.osl)
+    planner = Planner(Problem(spec, Cluster.from_spec(spec), model, load, costs, semantics))
+
+    pipeline = planner.plan_shape("decode", [(0, 1), (0, 1)])
+    tensor = planner.plan_shape("decode", [(0, 2)])
+    assert pipeline and tensor
+    assert (pipeline.capacity_req_s > tensor.capacity_req_s) == (semantics == "paper_optimistic")
+    best = planner.plan("decode", ((0, 2),))
+    assert best == (pipeline if semantics == "paper_optimistic" else tensor)
+    # For prefill (TP=2, PP=1) is E.2's choice: it has the shorter latency.
+    assert (
+        planner.plan_shape("prefill", [(0, 2)]).latency_s
+        < planner.plan_shape("prefill", [(0, 1), (0, 1)]).latency_s
+    )
