@@ -6,7 +6,7 @@ One state machine per request, driven by the messages of the replicas' lead work
 
 A request that decodes where it was prefilled, or that asks for one token, skips reserving and
 decoding. Memory is accounted for from the moment a request is routed until every replica involved has
-said Released, so that the accounting never runs ahead of the workers.
+said Released (or refused it), so that the accounting never runs ahead of the workers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from runtime.generation import Generation, Observer, Outcome, RequestRecord, Una
 from runtime.launcher.link import Link
 from runtime.messages import (
     Cancel,
-    Decode,
-    Expect,
     Failed,
     KvMoved,
     Message,
-    Prefill,
     Released,
+    RequestFailed,
     Reserved,
     Sampling,
     Shutdown,
@@ -110,7 +108,7 @@ class Coordinator:
         ------
         Overloaded, Unavailable, TooLong
         """
-        record = RequestRecord(f"r{next(self._numbers)}", len(prompt), sampling.max_tokens, time.monotonic())
+        record = RequestRecord(self._new_id(), len(prompt), sampling.max_tokens, time.monotonic())
         request = Generation(tuple(prompt), sampling, route, record)
         self.check_serving()
         self._admission.enqueue(request)
@@ -135,6 +133,9 @@ class Coordinator:
 
     # admission
 
+    def _new_id(self) -> str:
+        return f"r{next(self._numbers)}"
+
     def _admit(self) -> None:
         """Start waiting requests as long as there is room."""
         while not self._stopped and (admitted := self._admission.next()) is not None:
@@ -148,34 +149,16 @@ class Coordinator:
         record.prefill_replica = route.prefill
         alone = route.colocated or request.one_token
         record.decode_replica = route.prefill if alone else route.decode
+        prefill, decode = self.replicas[route.prefill], self.replicas[route.decode]
         if alone:
-            self._hold(request, route.prefill, request.capacity_tokens)
-            self._prefill(request, target="")
-            return
-        self._hold(request, route.prefill, len(request.prompt))
-        self._hold(request, route.decode, request.capacity_tokens)
-        request.phase = "reserving"
-        self.replicas[route.decode].send(
-            Expect(
-                request_id=request.request_id,
-                prompt_tokens=len(request.prompt),
-                capacity_tokens=request.capacity_tokens,
-            )
-        )
-
-    def _hold(self, request: Generation, replica_id: str, tokens: int) -> None:
-        replica = self.replicas[replica_id]
-        replica.hold(request.request_id, tokens)
-        request.holders[replica_id] = replica
-
-    def _prefill(self, request: Generation, target: str) -> None:
-        assert request.route is not None
-        request.phase = "prefilling"
-        self.replicas[request.route.prefill].send(
-            Prefill(
-                request_id=request.request_id, prompt=request.prompt, sampling=request.sampling, target=target
-            )
-        )
+            request.hold(prefill, request.capacity_tokens)
+            request.phase = "prefilling"
+            prefill.send(request.prefill(target=""))
+        else:
+            request.hold(prefill, len(request.prompt))
+            request.hold(decode, request.capacity_tokens)
+            request.phase = "reserving"
+            decode.send(request.expect())
 
     # messages of the workers
 
@@ -200,25 +183,39 @@ class Coordinator:
             case KvMoved(request_id=request_id, bytes_received=received, seconds=seconds):
                 if request := self._requests.get(request_id):
                     request.record.kv_bytes, request.record.kv_s = received, seconds
+            case RequestFailed(request_id=request_id, text=text):
+                self._on_failed(replica, request_id, text)
             case Released(request_id=request_id):
                 self._on_released(replica, request_id)
+            case _:
+                log.warning("replica %s sent an unexpected %s", replica.replica_id, type(message).__name__)
 
     def _on_reserved(self, replica: Replica, request_id: str, ok: bool) -> None:
         request = self._requests.get(request_id)
-        if request is None or request.phase != "reserving":
+        if request is None:
             return
-        if ok:
-            self._prefill(request, target=replica.replica_id)
+        if not ok:
+            self._on_refused(replica, request)
+        elif request.phase == "reserving":
+            request.phase = "prefilling"
+            self.replicas[request.record.prefill_replica].send(request.prefill(target=replica.replica_id))
+
+    def _on_refused(self, replica: Replica, request: Generation) -> None:
+        """A replica had no room, although the accounting saw some: it holds nothing of the request."""
+        if request.phase == "ended":
+            self._on_released(replica, request.request_id)
             return
-        self._forget(request)
-        if not replica.held:
-            self._end(
-                request, "failed", Unavailable(f"replica {replica.replica_id} has no room for the request")
-            )
-            return
-        replica.refused = True
-        request.phase, request.route = "waiting", None
-        self._admission.put_back(request)
+        for holder in list(request.holders):
+            request.release(holder)
+        del self._requests[request.request_id]
+        if replica.held:
+            replica.refused = True
+            request.phase, request.route = "waiting", None
+            request.record.request_id = self._new_id()  # the workers may still be forgetting the old one
+            self._admission.put_back(request)
+        else:
+            no_room = f"replica {replica.replica_id} has no room for the request"
+            self._end(request, "failed", Unavailable(no_room))
         self._admit()
 
     def _on_token(self, output: TokenOutput) -> None:
@@ -241,32 +238,28 @@ class Coordinator:
             outcome: Outcome = "stop" if output.finish_reason == "stop" else "length"
             self._end(request, outcome, None, by_itself=True)
         elif request.phase == "prefilling":
-            self._decode(request, output)
+            request.phase = "decoding"
+            if record.decode_replica != record.prefill_replica:
+                self.replicas[record.decode_replica].send(request.decode(output))
 
-    def _decode(self, request: Generation, first: TokenOutput) -> None:
-        assert request.route is not None
-        request.phase = "decoding"
-        if request.route.colocated:
-            return
-        self.replicas[request.route.decode].send(
-            Decode(
-                request_id=request.request_id,
-                last_token=first.token,
-                index=first.index + 1,
-                sampling=request.sampling,
-            )
-        )
+    def _on_failed(self, replica: Replica, request_id: str, text: str) -> None:
+        """A replica gives a request up, and says Released later as it does after a Cancel."""
+        request = self._requests.get(request_id)
+        if request is not None and request.phase != "ended":
+            gave_up = f"replica {replica.replica_id} gave up request {request_id}: {text}"
+            log.warning(gave_up)
+            self._end(request, "failed", Unavailable(gave_up))
 
     def _on_released(self, replica: Replica, request_id: str) -> None:
         replica.release(request_id)
         request = self._requests.get(request_id)
         if request is not None:
             request.holders.pop(replica.replica_id, None)
-            if request.phase != "ended" and replica.replica_id == request.record.decode_replica:
+            needed = replica.replica_id == request.record.decode_replica or request.phase == "prefilling"
+            if needed and request.phase != "ended":
                 gave_up = f"replica {replica.replica_id} gave up request {request_id}"
                 self._end(request, "failed", Unavailable(gave_up))
-            if request.phase == "ended" and not request.holders:
-                del self._requests[request_id]
+            self._forget_if_settled(request)
         self._admit()
 
     # ends
@@ -282,7 +275,7 @@ class Coordinator:
         if request.phase == "waiting":
             self._admission.withdraw(request)
         if request.phase == "reserving":
-            self._release_at(request, request.record.prefill_replica)
+            request.release(request.record.prefill_replica)
         decode_side_waits = request.phase == "prefilling"
         request.phase = "ended"
         request.record.outcome, request.record.ended_s = outcome, time.monotonic()
@@ -291,21 +284,15 @@ class Coordinator:
             waits = decode_side_waits and replica_id != request.record.prefill_replica
             if waits or not by_itself:
                 replica.send(Cancel(request_id=request.request_id))
-        if not request.holders:
-            self._requests.pop(request.request_id, None)
+        self._forget_if_settled(request)
         self.records.append(request.record)
         if self._observer is not None:
             self._observer.ended(request.record)
 
-    def _release_at(self, request: Generation, replica_id: str) -> None:
-        if replica := request.holders.pop(replica_id, None):
-            replica.release(request.request_id)
-
-    def _forget(self, request: Generation) -> None:
-        """Undo the start of a request that no replica holds anything for."""
-        for replica_id in list(request.holders):
-            self._release_at(request, replica_id)
-        self._requests.pop(request.request_id, None)
+    def _forget_if_settled(self, request: Generation) -> None:
+        """Once a request has ended and holds nothing, no message can be about it."""
+        if request.phase == "ended" and not request.holders:
+            self._requests.pop(request.request_id, None)
 
     def _lose(self, replica: Replica, reason: str) -> None:
         """A replica is gone: fail what needs it, route around it, stop the rest of its workers."""
@@ -318,16 +305,12 @@ class Coordinator:
             link.send(Shutdown())
         error = Unavailable(text)
         for request_id in list(replica.held):
-            replica.release(request_id)
             request = self._requests[request_id]
-            del request.holders[replica.replica_id]
-            moved = request.record.kv_bytes > 0 or request.record.output_tokens > 1
-            if request.phase != "ended" and not (
-                moved and replica.replica_id != request.record.decode_replica
-            ):
+            request.release(replica.replica_id)
+            needed = replica.replica_id == request.record.decode_replica or not request.record.kv_arrived
+            if needed and request.phase != "ended":
                 self._end(request, "failed", error)
-            if request.phase == "ended" and not request.holders:
-                self._requests.pop(request_id, None)
+            self._forget_if_settled(request)
         for request in stranded:
             self._end(request, "failed", error)
         self._admit()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from cost_model.errors import HexGen2Error
-from runtime.messages import Sampling, TokenOutput
+from runtime.messages import Decode, Expect, Prefill, Sampling, TokenOutput
 from runtime.replica import Replica
 from runtime.router import Route
 
@@ -46,6 +46,11 @@ class RequestRecord:
     kv_s: float = 0.0
     outcome: Outcome = ""
 
+    @property
+    def kv_arrived(self) -> bool:
+        """Whether the decode replica has all of the KV cache, and so needs the prefill replica no more."""
+        return self.kv_bytes > 0 or self.output_tokens > 1
+
 
 class Observer(Protocol):
     """Told of every token and of every request's end; the metrics are one."""
@@ -60,7 +65,8 @@ class Observer(Protocol):
 class Generation:
     """One request in work: an async iterator of its tokens, in order and each once.
 
-    Iteration raises Unavailable if the request cannot be finished.
+    Iteration raises Unavailable if the request cannot be finished. `holders` are the replicas that KV
+    cache is accounted to.
     """
 
     def __init__(
@@ -98,4 +104,38 @@ class Generation:
         raise event
 
     def put(self, event: TokenOutput | HexGen2Error | None) -> None:
+        """A token, or the end: None if it ended well."""
         self._events.put_nowait(event)
+
+    # KV cache
+
+    def hold(self, replica: Replica, tokens: int) -> None:
+        """Account for KV cache on a replica."""
+        replica.hold(self.request_id, tokens)
+        self.holders[replica.replica_id] = replica
+
+    def release(self, replica_id: str) -> None:
+        """Free what is accounted to a replica; nothing if that was done before."""
+        if replica := self.holders.pop(replica_id, None):
+            replica.release(self.request_id)
+
+    # what the replicas are told
+
+    def expect(self) -> Expect:
+        """To the decode replica, first."""
+        return Expect(
+            request_id=self.request_id, prompt_tokens=len(self.prompt), capacity_tokens=self.capacity_tokens
+        )
+
+    def prefill(self, target: str) -> Prefill:
+        """To the prefill replica; target is the replica that decodes, "" for the same one."""
+        return Prefill(request_id=self.request_id, prompt=self.prompt, sampling=self.sampling, target=target)
+
+    def decode(self, first: TokenOutput) -> Decode:
+        """To the decode replica, once the prefill replica has produced the first token."""
+        return Decode(
+            request_id=self.request_id,
+            last_token=first.token,
+            index=first.index + 1,
+            sampling=self.sampling,
+        )

@@ -181,7 +181,8 @@ class Failed(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """Answer to Expect: ok, or no room."""
+    """Answer to Expect: ok, or no room. Then nothing is held, and no Released comes, even after a Cancel
+    that crossed this answer."""
 
     request_id: str
     ok: bool

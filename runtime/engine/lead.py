@@ -92,9 +92,10 @@ class Lead:
             if ok and waiting:
                 return
             del self._unacknowledged[request_id]
-        if not ok:
-            self._inbox.put(Cancel(request_id=request_id))
-        self._answer(request_id, ok)
+        if ok:
+            self._answer(request_id, True)
+        else:
+            self._inbox.put(Reserved(request_id=request_id, ok=False))
 
     # -- main thread
 
@@ -122,6 +123,8 @@ class Lead:
                     self._fail(message.request_id, problem)
             case Cancel():
                 self._cancel(message.request_id)
+            case Reserved():
+                self._refuse(message.request_id)
             case StepResult():
                 self._complete(message)
             case KvLanded():
@@ -176,6 +179,12 @@ class Lead:
             self._free([request_id])
         elif request_id in self._scheduler:
             self._drop([request_id])
+
+    def _refuse(self, request_id: str) -> None:
+        """Undo a reservation for which a worker had no room, unless a Cancel has done so."""
+        if self._scheduler.cancel(request_id):
+            self._drop([request_id])
+            self._answer(request_id, False)
 
     def _fail(self, request_id: str, text: str) -> None:
         """Give a request up; Released follows, at once if the replica has nothing of it."""

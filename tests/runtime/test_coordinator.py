@@ -17,6 +17,7 @@ from runtime.messages import (
     KvMoved,
     Prefill,
     Released,
+    RequestFailed,
     Reserved,
     Sampling,
     StepOutput,
@@ -84,12 +85,12 @@ class FakeLead:
 
 
 @asynccontextmanager
-async def serving(routes, budget=100, max_batch=4, **options):
+async def serving(routes, budget=100, max_batch=4, lead=FakeLead, **options):
     """A coordinator over fake leads for every replica that the routes name."""
     leads, replicas, tasks = {}, {}, []
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
         ours, theirs = socket.socketpair()
-        leads[name] = FakeLead(name, await Link.over(theirs))
+        leads[name] = lead(name, await Link.over(theirs))
         role = "colocated" if name.startswith("c") else "prefill" if name.startswith("p") else "decode"
         replicas[name] = Replica(
             name, role, f"n/{name}", {f"n/{name}": await Link.over(ours)}, budget, max_batch
@@ -259,6 +260,8 @@ def test_a_refused_reservation_is_tried_again_after_a_release():
             leads["d0"].answer = refuse_the_second_once
             leads["d0"].gate.set()
             assert await tokens_of(first) == await tokens_of(second) == [300, 301, 302, 303]
+            expected = [message.request_id for message in leads["d0"].received if isinstance(message, Expect)]
+            assert expected[:2] == ["r0", "r1"] and len(set(expected)) == 3
 
     run(scenario)
 
@@ -269,6 +272,91 @@ def test_a_refusal_by_an_empty_replica_is_an_error_not_a_loop():
             leads["d0"].refusals = 99
             with pytest.raises(Unavailable, match="no room"):
                 await tokens_of(coordinator.submit(PROMPT, sampling()))
+
+    run(scenario)
+
+
+def test_a_refusal_that_crosses_a_cancel_frees_the_room():
+    async def scenario():
+        async with serving(PAIR) as (coordinator, leads):
+            lead = leads["d0"]
+            lead.refusals, lead.release = 1, lambda _: None  # it says Released of nothing it never held
+            lead.gate.clear()
+            generation = coordinator.submit(PROMPT, sampling())
+            coordinator.cancel(generation)
+            lead.gate.set()
+            await settle(coordinator)
+            assert not coordinator._requests
+
+    run(scenario)
+
+
+def test_a_request_that_ends_refused_lets_the_next_one_start():
+    async def scenario():
+        async with serving(PAIR, budget=10) as (coordinator, leads):
+            leads["d0"].refusals = 1
+            refused, waiting = (coordinator.submit(PROMPT, sampling(6)) for _ in range(2))
+            with pytest.raises(Unavailable, match="no room"):
+                await tokens_of(refused)
+            assert len(await tokens_of(waiting)) == 6
+
+    run(scenario)
+
+
+class Failing(FakeLead):
+    """Gives up the requests named in `gives_up` when a kind of message comes for them."""
+
+    def __init__(self, replica_id, link):
+        super().__init__(replica_id, link)
+        self.gives_up = {}
+
+    def answer(self, message):
+        if isinstance(message, self.gives_up.get(message.request_id, ())):
+            text = "sending KV cache to n/d0 failed"
+            failed = RequestFailed(request_id=message.request_id, replica=self.replica_id, text=text)
+            if isinstance(message, Prefill) and message.target:
+                self.emit(message.request_id, range(1), 100 * len(message.prompt), 99)
+            self.link.send(failed)
+            self.release(message.request_id)
+        else:
+            super().answer(message)
+
+
+@pytest.mark.parametrize(("name", "when"), [("p0", Prefill), ("d0", Decode), ("c0", Prefill)])
+def test_a_request_that_a_replica_gives_up_fails_alone(name, when):
+    async def scenario():
+        routes = [Route("c0", "c0", 1.0)] if name == "c0" else PAIR
+        async with serving(routes, lead=Failing) as (coordinator, leads):
+            leads[name].gives_up = {"r0": when}
+            failed, beside = coordinator.submit(PROMPT, sampling()), coordinator.submit(PROMPT, sampling())
+            with pytest.raises(Unavailable, match=f"replica {name} gave up request r0: sending KV cache"):
+                await tokens_of(failed)
+            assert await tokens_of(beside) == [300, 301, 302, 303]
+            await settle(coordinator)
+            assert not any(lead.held for lead in leads.values()) and not coordinator._requests
+            assert [record.outcome for record in coordinator.records] == ["failed", "length"]
+            if name == "p0":
+                assert Cancel(request_id="r0") in leads["d0"].received
+            assert (
+                coordinator.lost == {} and len(await tokens_of(coordinator.submit(PROMPT, sampling()))) == 4
+            )
+
+    run(scenario)
+
+
+def test_a_failure_after_the_end_changes_nothing():
+    async def scenario():
+        async with serving(PAIR) as (coordinator, leads):
+            generation = coordinator.submit(PROMPT, sampling())
+            assert len(await tokens_of(generation)) == 4
+            await settle(coordinator)
+            for lead in leads.values():
+                lead.link.send(RequestFailed(request_id="r0", replica=lead.replica_id, text="late"))
+                lead.release("r0")
+            assert len(await tokens_of(coordinator.submit(PROMPT, sampling()))) == 4
+            await settle(coordinator)
+            assert [record.outcome for record in coordinator.records] == ["length", "length"]
+            assert all(replica.held_tokens == 0 for replica in coordinator.replicas.values())
 
     run(scenario)
 
