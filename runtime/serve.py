@@ -48,6 +48,7 @@ def serve(
     api_key: str | None,
     launcher: str = "local",
     engine: str = "torch",
+    source: str = "placement",
 ) -> int:
     """Launch a placement and serve it until SIGINT or SIGTERM.
 
@@ -55,6 +56,7 @@ def serve(
     ----------
     model_path : folder of the model's checkpoint; None means that the placement's model names it
     port : 0 takes a free one; the line that says "serving" names it
+    source : what error messages call the placement; the name of its file
 
     Returns
     -------
@@ -67,26 +69,26 @@ def serve(
     """
     from hexgen2.checks import verify
 
-    verify(placement)
+    verify(placement, source)
     if engine not in ENGINES:
         raise InputError("--engine", engine, "does not exist", f"choose from: {', '.join(ENGINES)}")
     if placement.attention_workers:
         remedy = "choose a placement of another strategy"
-        raise InputError("placement", "attention_workers", f"the {engine} engine cannot run them", remedy)
+        raise InputError(source, "attention_workers", f"the {engine} engine cannot run them", remedy)
     starter = make_launcher(launcher)
-    starter.check(placement)
-    folder = _model_folder(placement, model_path)
+    starter.check(placement, source)
+    folder = _model_folder(placement, model_path, source)
     with _bound(host, port) as listener:
         return asyncio.run(_serve(placement, folder, listener, api_key, starter))
 
 
-def _model_folder(placement: Placement, model_path: Path | None) -> Path:
+def _model_folder(placement: Placement, model_path: Path | None, source: str) -> Path:
     """The checkpoint's folder, which must have the placement's shape and a tokenizer."""
     folder = model_path or Path(placement.model.name)
     if not folder.is_dir():
-        source = "--model-path" if model_path else "placement"
+        where = ("--model-path", "") if model_path else (source, "model.name")
         remedy = "name the folder of the checkpoint with --model-path"
-        raise InputError(source, "" if model_path else "model.name", f"{folder} is not a folder", remedy)
+        raise InputError(*where, f"{folder} is not a folder", remedy)
     found = architecture_from_folder(folder)
     for key in MATCHED:
         planned, there = getattr(placement.model, key), getattr(found, key)
@@ -123,11 +125,12 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listener.bind(address)
         except OSError as error:
-            busy = error.errno == errno.EADDRINUSE
-            problem = "is in use by another program" if busy else f"cannot be served on ({error})"
-            raise InputError(
-                "--port", where, problem, "stop it, or choose another --host and --port"
-            ) from error
+            if error.errno == errno.EADDRINUSE:
+                problem, remedy = "is in use by another program", "stop that, or choose another --port"
+            else:
+                problem = f"cannot be served on ({error.strerror})"
+                remedy = "choose an address of this machine with --host, and a free --port from 1024"
+            raise InputError("--port", where, problem, remedy) from error
         yield listener
 
 

@@ -116,6 +116,10 @@ def _stop_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
-            named = json.loads(path.read_text()).get("eos_token_id")
+            try:
+                named = json.loads(path.read_text()).get("eos_token_id")
+            except (OSError, ValueError, AttributeError) as error:
+                remedy = "restore the file, or remove it if the model came without"
+                raise InputError(str(path), "", f"cannot be read ({error})", remedy) from error
             found += named if isinstance(named, list) else [named]
     return tuple(sorted({token for token in found if isinstance(token, int)}))

@@ -15,8 +15,12 @@ class Launcher(ABC):
     """Starts one worker per GPU of a placement and stops them all."""
 
     @abstractmethod
-    def check(self, placement: Placement) -> None:
+    def check(self, placement: Placement, source: str) -> None:
         """Refuse a placement whose machines or devices it cannot reach, before anything starts.
+
+        Parameters
+        ----------
+        source : what error messages call the placement
 
         Raises
         ------

@@ -46,16 +46,16 @@ class LocalLauncher(Launcher):
         self._spawning: asyncio.Future[None] | None = None
         self._stopping = threading.Event()
 
-    def check(self, placement: Placement) -> None:
+    def check(self, placement: Placement, source: str) -> None:
         for node in placement.cluster.nodes:
             if node.address is not None and not _is_this_machine(node.address):
                 raise InputError(
-                    "placement",
+                    source,
                     f"cluster.nodes.{node.name}.address",
                     f"{node.address} is another machine, and the local launcher starts workers here only",
                     "remove the addresses to serve on this machine",
                 )
-        _check_cuda(placement)
+        _check_cuda(placement, source)
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
@@ -122,7 +122,7 @@ def _is_this_machine(address: str) -> bool:
     return address in ("localhost", "::1", socket.gethostname()) or address.startswith("127.")
 
 
-def _check_cuda(placement: Placement) -> None:
+def _check_cuda(placement: Placement, source: str) -> None:
     """Every GPU that the placement uses must be here; asks torch only if it uses one."""
     gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
     needed = {gpu: device for gpu in gpus if (device := device_of(placement, gpu)) != "cpu"}
@@ -134,7 +134,7 @@ def _check_cuda(placement: Placement) -> None:
     for gpu, device in needed.items():
         if int(device.partition(":")[2]) >= present:
             raise InputError(
-                "placement",
+                source,
                 gpu,
                 f"needs {device}, and torch sees {present} CUDA devices here",
                 "launch on a machine with these GPUs, or search a placement for the devices at hand",

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import time
 
 import httpx
@@ -12,10 +11,8 @@ from served import Server, alive, listens, make_placement
 from tokenizer_files import write_model
 
 from cost_model.architecture import ModelArchitecture
-from cost_model.errors import InputError
 from runtime.launcher.configure import configurations, device_of, kv_budget_tokens
 from runtime.router import Route, routes_of
-from runtime.serve import serve
 
 MODEL = "tiny-llama"
 LONG = {
@@ -133,86 +130,6 @@ def test_ctrl_c_while_starting(launch):
     family = server.family()
     assert server.interrupt() == 0
     until_gone(family)
-
-
-def test_a_busy_port_is_one_line(launch):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        server = launch(port=port)
-        assert server.process.wait(60) == 2
-    (line,) = server.log.read_text().splitlines()
-    assert f"127.0.0.1:{port}" in line and "--port" in line
-
-
-def test_a_broken_checkpoint_is_one_error(launch, tmp_path):
-    folder = tmp_path / "broken"
-    folder.mkdir()
-    write_model(folder)
-    (folder / "model.safetensors").write_bytes(b"not a checkpoint")
-    server = launch(model=folder)
-    assert server.process.wait(90) == 2
-    assert "Traceback" not in server.log.read_text()
-    until_gone(server.family())
-
-
-# what a user can get wrong
-
-
-@pytest.fixture
-def refuses(folder, monkeypatch):
-    """Checks that serve refuses, in one line with these words, before it starts anything."""
-    monkeypatch.setattr("runtime.serve._serve", None)
-
-    def check(placement, words, **options):
-        defaults = {"model_path": folder, "host": "127.0.0.1", "port": 0, "api_key": None}
-        with pytest.raises(InputError) as caught:
-            serve(placement, **(defaults | options))
-        assert all(word in str(caught.value) for word in words), str(caught.value)
-        assert "\n" not in str(caught.value)
-
-    return check
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"launcher": "carrier-pigeon"}, ["--launcher", "local"]),
-        ({"engine": "steam"}, ["--engine", "torch"]),
-        ({"host": "not an address"}, ["--host"]),
-        ({"host": "192.0.2.1"}, ["--port", "192.0.2.1"]),
-        ({"port": 70000}, ["--port", "70000"]),
-        ({"model_path": None}, ["model.name", "--model-path"]),
-    ],
-)
-def test_wrong_options_are_input_errors(folder, refuses, options, words):
-    refuses(make_placement(folder), words, **options)
-
-
-def test_a_model_of_another_shape_is_refused(folder, refuses):
-    placement = make_placement(folder)
-    other = placement.model.model_copy(update={"vocab": 32000})
-    refuses(placement.model_copy(update={"model": other}), ["config.json", "vocab", "32000"])
-
-
-def test_a_model_without_tokenizer_is_refused(folder, refuses, tmp_path):
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    refuses(make_placement(folder), ["tokenizer"], model_path=tmp_path)
-
-
-def _with_node(placement, **changes):
-    cluster = placement.cluster
-    node = cluster.nodes[0].model_copy(update=changes)
-    return placement.model_copy(update={"cluster": cluster.model_copy(update={"nodes": [node]})})
-
-
-def test_another_machine_is_refused(folder, refuses):
-    placement = _with_node(make_placement(folder), address="192.0.2.7")
-    refuses(placement, ["192.0.2.7", "address"])
-
-
-def test_gpus_that_are_not_here_are_refused(folder, refuses):
-    placement = _with_node(make_placement(folder), accelerators="H100:6")
-    refuses(placement, ["cuda:", "box/"])
 
 
 # from placement to workers

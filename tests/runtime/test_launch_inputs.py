@@ -1,0 +1,272 @@
+"""What a user can get wrong at `hexgen2 launch`: one line that says where and what to do, exit code 2."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from served import make_placement
+from tokenizer_files import write_model
+
+from cost_model.errors import InputError
+from runtime.serve import serve
+
+COMMAND = Path(sys.executable).with_name("hexgen2")
+LIMIT_S = 120
+PROGRESS = re.compile(r"starting \d+ workers|\d+/\d+ workers ready")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    return path
+
+
+@pytest.fixture
+def files(folder, tmp_path):
+    """The placement's file and the model's folder, for a test to damage."""
+    path, model = tmp_path / "placement.json", tmp_path / "model"
+    make_placement(folder).save(path)
+    shutil.copytree(folder, model)
+    return path, model
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def refusal(*arguments):
+    """Launch with these arguments: the lines of progress, and the one line of the refusal."""
+    command = [COMMAND, "launch", *map(str, arguments)]
+    if "--port" not in arguments:
+        command += ["--port", str(free_port())]
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "HEXGEN2_TEST_RUN": str(os.getpid())},
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    *progress, line = done.stderr.splitlines()
+    assert all(PROGRESS.fullmatch(each) for each in progress), done.stderr
+    assert line.startswith("hexgen2: ") and ("; " in line or "--help" in line), line
+    assert left_over() == []
+    return progress, line
+
+
+def left_over():
+    """Processes that a launch of this test run has left behind."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("HEXGEN2_TEST_RUN") == str(os.getpid()):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return [each for each in found if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def edited(path, edit):
+    """Change a JSON file in place."""
+    values = json.loads(path.read_text())
+    edit(values)
+    path.write_text(json.dumps(values))
+
+
+# found before anything starts
+
+
+def test_a_placement_file_that_is_missing(files):
+    path, model = files
+    path.unlink()
+    progress, line = refusal(path, "--model-path", model)
+    assert not progress and str(path) in line and "hexgen2 search" in line
+
+
+@pytest.mark.parametrize("text", ["", "{nope", "[]", '{"version": 1}'])
+def test_a_placement_file_that_is_something_else(files, text):
+    path, model = files
+    path.write_text(text)
+    progress, line = refusal(path, "--model-path", model)
+    assert not progress and str(path) in line and "hexgen2 search" in line
+
+
+def overlap(values):
+    values["replicas"][1]["stages"][1]["layers"] = [2, 4]
+
+
+def use_twice(values):
+    values["replicas"][3]["stages"][0]["gpus"] = ["box/0"]
+
+
+def need_h100(values):
+    values["cluster"]["nodes"][0]["accelerators"] = "H100:6"
+    values["cluster"]["accelerators"] = {}
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            overlap,
+            ["placement.json", "replicas[1].stages[1].layers", "starts at layer 2 where layer 3 is due"],
+        ),
+        (use_twice, ["placement.json", "replicas[3].stages[0].gpus", "'box/0' is used by replicas[0]"]),
+        (need_h100, ["placement", "box/0", "needs cuda:0, and torch sees 0 CUDA devices here"]),
+    ],
+)
+def test_a_placement_that_cannot_run_here(files, monkeypatch, edit, words):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path, model = files
+    edited(path, edit)
+    progress, line = refusal(path, "--model-path", model)
+    assert not progress and all(word in line for word in words), line
+
+
+def without_tokenizer(model):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (model / name).unlink()
+
+
+def of_another_shape(model):
+    edited(model / "config.json", lambda values: values.update(num_hidden_layers=3))
+
+
+def with_a_broken_config(model):
+    (model / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without_tokenizer, ["has no tokenizer", "tokenizer.json"]),
+        (of_another_shape, ["config.json", "layers", "is 3, and the placement was made for 4"]),
+        (with_a_broken_config, ["config.json", "is not JSON"]),
+        (shutil.rmtree, ["--model-path", "is not a folder"]),
+    ],
+)
+def test_a_model_folder_that_does_not_fit(files, damage, words):
+    path, model = files
+    damage(model)
+    progress, line = refusal(path, "--model-path", model)
+    assert not progress and all(word in line for word in [str(model), *words]), line
+
+
+def test_a_placement_whose_model_is_not_a_folder_needs_a_model_path(files):
+    path, _ = files
+    progress, line = refusal(path)
+    assert not progress and "model.name" in line and "--model-path" in line
+
+
+def test_a_busy_port(files):
+    path, model = files
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        progress, line = refusal(path, "--model-path", model, "--port", port)
+    assert not progress and f"127.0.0.1:{port}" in line and "choose another --port" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "not an address"], ["--host", "not an address", "give 127.0.0.1"]),
+        (["--host", "192.0.2.1"], ["192.0.2.1", "choose an address of this machine with --host"]),
+        (["--port", "70000"], ["--port", "70000"]),
+        (["--engine", "steam"], ["--engine", "torch"]),
+    ],
+)
+def test_wrong_options(files, options, words):
+    path, model = files
+    progress, line = refusal(path, "--model-path", model, *options)
+    assert not progress and all(word in line for word in words), line
+
+
+# found by the workers, or beside them
+
+
+def truncated(model):
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def with_a_broken_tokenizer(model):
+    (model / "tokenizer.json").write_text("{}")
+
+
+def with_a_broken_generation_config(model):
+    (model / "generation_config.json").write_text("[")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (truncated, ["worker box/", "model.safetensors", "truncated", "download the checkpoint again"]),
+        (with_a_broken_tokenizer, ["tokenizer", "restore the model's tokenizer files"]),
+        (with_a_broken_generation_config, ["generation_config.json", "restore the file"]),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_loaded_leaves_no_process_and_no_port(files, damage, words):
+    path, model = files
+    damage(model)
+    port = free_port()
+    progress, line = refusal(path, "--model-path", model, "--port", port)
+    assert progress[0] == "starting 6 workers" and all(word in line for word in [str(model), *words]), line
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+# what the command line cannot reach
+
+
+@pytest.fixture
+def refuses(folder, monkeypatch):
+    """Checks that serve refuses, in one line with these words, before it starts anything."""
+    monkeypatch.setattr("runtime.serve._serve", None)
+
+    def check(placement, words, **options):
+        defaults = {"model_path": folder, "host": "127.0.0.1", "port": 0, "api_key": None}
+        with pytest.raises(InputError) as caught:
+            serve(placement, source="a.json", **(defaults | options))
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"launcher": "carrier-pigeon"}, ["--launcher", "local"]),
+        ({"engine": "steam"}, ["--engine", "torch"]),
+        ({"port": 70000}, ["--port", "70000"]),
+        ({"model_path": None}, ["a.json", "model.name", "--model-path"]),
+    ],
+)
+def test_wrong_options_are_input_errors(folder, refuses, options, words):
+    refuses(make_placement(folder), words, **options)
+
+
+def test_a_model_of_another_vocabulary_is_refused(folder, refuses):
+    placement = make_placement(folder)
+    other = placement.model.model_copy(update={"vocab": 32000})
+    refuses(placement.model_copy(update={"model": other}), ["config.json", "vocab", "32000"])
+
+
+def test_another_machine_is_refused(folder, refuses):
+    placement = make_placement(folder)
+    cluster = placement.cluster
+    node = cluster.nodes[0].model_copy(update={"address": "192.0.2.7"})
+    placement = placement.model_copy(update={"cluster": cluster.model_copy(update={"nodes": [node]})})
+    refuses(placement, ["a.json", "192.0.2.7", "address"])
