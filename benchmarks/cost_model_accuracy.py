@@ -27,11 +27,10 @@ from scipy.stats import kendalltau
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel, Phase, TensorGroup
 from cost_model.errors import InputError
-from cost_model.hardware import Accelerator, Link, find_accelerator, interconnect_link
+from cost_model.hardware import NO_LINK, Accelerator, Link, find_accelerator, interconnect_link
 from cost_model.models import find_model
 from cost_model.registry import COST_MODELS, make_cost_model
 
-NO_LINK = Link(float("inf"), 0.0)
 PCIE3_CARDS = ("T4", "V100-16GB", "V100-32GB", "P100", "P100-12GB")
 
 

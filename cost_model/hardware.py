@@ -39,6 +39,10 @@ class Link:
     latency_s: float
 
 
+NO_LINK = Link(float("inf"), 0.0)
+"""Between a device and itself, or where communication is assumed free."""
+
+
 def _gpu(name: str, memory_gib: float, tflops: float, gbyte_s: float, source: str) -> Accelerator:
     return Accelerator(name, memory_gib * GIB, tflops * 1e12, gbyte_s * 1e9, "gpu", source)
 

@@ -19,7 +19,7 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, AsyncStream
 
 FOLDER = Path(".demo")
 COMMAND = str(Path(sys.executable).with_name("hexgen2"))
@@ -122,6 +122,7 @@ async def converse(url: str) -> None:
             temperature=0,
             stream=True,
         )
+        assert isinstance(stream, AsyncStream)
         async for chunk in stream:
             if chunk.choices:
                 print(chunk.choices[0].delta.content or "", end="", flush=True)

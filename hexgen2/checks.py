@@ -10,15 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster_specs.loader import resolve
-from cost_model.base import TensorGroup
+from cost_model.base import PREFILL_BATCHES_HELD, TensorGroup
 from cost_model.errors import InputError
-from cost_model.hardware import Accelerator
+from cost_model.hardware import NO_LINK, Accelerator
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
-from hexgen2.search.bound import NO_LINK
-from hexgen2.search.plan import PREFILL_BATCHES_HELD
 
 TOLERANCE = 1e-6
 """Relative slack for rates that were added up in floating point."""

@@ -14,11 +14,9 @@ from __future__ import annotations
 import numpy as np
 
 from cost_model.base import TensorGroup
-from cost_model.hardware import Link
+from cost_model.hardware import NO_LINK
 from hexgen2.placement import Bound
 from hexgen2.search.problem import Problem
-
-NO_LINK = Link(float("inf"), 0.0)
 
 
 def trivial_bound(problem: Problem) -> tuple[float, list[str]]:

@@ -22,19 +22,22 @@ from hexgen2.search.problem import Problem
 from hexgen2.search.routes import layer_overlaps
 
 FULL = 1 - 1e-6
+NEGLIGIBLE = 1e-6
+"""A route that carries less than this share of the throughput is rounding, and left out."""
 
 
 def build_placement(
     problem: Problem, evaluation: ev.Evaluation, strategy: str, search: SearchRecord
 ) -> Placement:
     """The placement of an evaluated solution, its flow spread evenly over the replicas."""
-    flow = balance(evaluation.network, evaluation.flow)
+    carried = balance(evaluation.network, evaluation.flow).routes
+    carried = np.where(carried > carried.sum() * NEGLIGIBLE, carried, 0.0)
     free = [list(gpus) for gpus in problem.node_gpus]
     replicas = [
         _replica(problem, replica, f"{role}-{index}", role, float(load), free)
         for role, side, loads in (
-            ("prefill", evaluation.prefill, flow.routes.sum(axis=1)),
-            ("decode", evaluation.decode, flow.routes.sum(axis=0)),
+            ("prefill", evaluation.prefill, carried.sum(axis=1)),
+            ("decode", evaluation.decode, carried.sum(axis=0)),
         )
         for index, (replica, load) in enumerate(zip(side, loads, strict=True))
     ]
@@ -44,12 +47,12 @@ def build_placement(
             problem,
             named[f"prefill-{i}"],
             named[f"decode-{j}"],
-            float(flow.routes[i, j]),
+            float(carried[i, j]),
             float(evaluation.network.routes[i, j]),
         )
         for i in range(len(evaluation.prefill))
         for j in range(len(evaluation.decode))
-        if flow.routes[i, j] > flow.value * 1e-6
+        if carried[i, j] > 0
     ]
     served = sum(route.flow_req_s for route in routes)
     return Placement(
@@ -63,7 +66,7 @@ def build_placement(
         replicas=replicas,
         routes=routes,
         throughput=Throughput(req_s=served, output_tok_s=served * problem.costs.osl),
-        latency=_latency(evaluation, flow.routes),
+        latency=_latency(evaluation, carried),
         price_per_hour=float(problem.cluster.price_per_hour.sum()),
         bound=report(problem, served),
         bottlenecks=_bottlenecks(replicas, routes, [g for node in free for g in node], problem),

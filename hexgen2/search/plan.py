@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cost_model.base import Phase, StageMemory, TensorGroup
+from cost_model.base import PREFILL_BATCHES_HELD, Phase, StageMemory, TensorGroup
 from cost_model.hardware import Link
 from cost_model.pipeline import Pace, decode_pace, micro_batch, prefill_pace
 from hexgen2.search.layers import balance_layers, fastest_layers
@@ -23,9 +23,6 @@ MAX_SHAPES = 64
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 """Shares of the largest batch tried: a smaller one leaves room for layers on the faster stages."""
-
-PREFILL_BATCHES_HELD = 2
-"""A prefill replica holds the KV cache of the batch it computes and of the one it sends."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +101,7 @@ class Planner:
         self._degrees = tuple(problem.model.tensor_degrees(largest))
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
         self._planned: dict[tuple[str, Blocks], GroupPlan | None] = {}
+        self._paths: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._stage_kinds: dict[tuple[int, int], _StageKind] = {}
         kinds: dict[Link, int] = {}
         self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
@@ -156,23 +154,27 @@ class Planner:
         return best
 
     def _along_fast_links(self, blocks: Blocks) -> Blocks:
-        """The nodes in the order whose hops take least time (exact up to 6 nodes, else nearest next)."""
+        """The nodes in the order whose hops take least time (exact up to 5 nodes, else nearest next)."""
         links = self.problem.node_links
 
-        def cost(path: Sequence[tuple[int, int]]) -> float:
-            return sum(1 / links[a][b].bandwidth_bytes_s for (a, _), (b, _) in itertools.pairwise(path))
+        def hop(a: int, b: int) -> float:
+            return 1 / links[a][b].bandwidth_bytes_s
 
-        if len(blocks) <= 2:
+        nodes = tuple(node for node, _ in blocks)
+        if len(nodes) <= 2:
             return blocks
-        if len(blocks) <= 6:
-            return min(itertools.permutations(blocks), key=cost)
-        path, rest = [blocks[0]], list(blocks[1:])
-        while rest:
-            here = path[-1][0]
-            path.append(
-                rest.pop(rest.index(min(rest, key=lambda b: 1 / links[here][b[0]].bandwidth_bytes_s)))
-            )
-        return tuple(path)
+        if nodes not in self._paths:
+            if len(nodes) <= 5:
+                walks = itertools.permutations(nodes)
+                path = min(walks, key=lambda walk: sum(itertools.starmap(hop, itertools.pairwise(walk))))
+            else:
+                path, rest = (nodes[0],), set(nodes[1:])
+                while rest:
+                    nearest = min(rest, key=lambda node: (hop(path[-1], node), node))
+                    path, rest = (*path, nearest), rest - {nearest}
+            self._paths[nodes] = path
+        counts = dict(blocks)
+        return tuple((node, counts[node]) for node in self._paths[nodes])
 
     def _shapes(self, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
         """Stage lists (node, degree): every combination of the blocks' partitions, or of their even ones

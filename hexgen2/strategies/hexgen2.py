@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from cost_model.base import TensorGroup
+from cost_model.hardware import NO_LINK
 from hexgen2.placement import Placement
-from hexgen2.search.bound import NO_LINK
 from hexgen2.search.coarsen import coarsen, project
 from hexgen2.search.kernighan_lin import kernighan_lin
 from hexgen2.search.kick import kick
@@ -25,12 +25,12 @@ NAME = "hexgen2"
 BATCH_PER_REPLICA = 32
 """Concurrent requests assumed when the number of groups is estimated (Appendix A)."""
 
-MAX_STARTS = 5
-MAX_KICKS = 30
-EFFORT = 450
-"""After the starts, the best solution is perturbed and refined again until so much has been tried: one
-for each evaluation, PLAN_EFFORT for each group planned. Counted, not timed, so that the same seed gives
-the same placement on any machine."""
+MAX_STARTS = 4
+MAX_KICKS = 300
+EFFORT = 4000
+"""The best solution is perturbed and refined again until so much has been tried in all: one for each
+evaluation, PLAN_EFFORT for each group planned. Counted, not timed, so that the same seed gives the same
+placement on any machine."""
 PLAN_EFFORT = 3
 
 
@@ -45,9 +45,8 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
         if state.best is None or state.best.req_s <= 0:
             return
         rng = np.random.default_rng(options.seed)
-        limit = _effort(state) + EFFORT
         for _ in range(MAX_KICKS):
-            if _effort(state) >= limit:
+            if _effort(state) >= EFFORT:
                 return
             name, solution = kick(rng, state.best.solution, problem)
             refine(state, solution, name)

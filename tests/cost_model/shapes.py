@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel, TensorGroup
-from cost_model.hardware import CATALOGUE, INTERCONNECT_CLASSES, Link, find_accelerator, interconnect_link
+from cost_model.hardware import CATALOGUE, INTERCONNECT_CLASSES, NO_LINK, find_accelerator, interconnect_link
 from cost_model.models import SHIPPED, find_model
 from cost_model.registry import COST_MODELS, make_cost_model
 
-NO_LINK = Link(float("inf"), 0.0)
 LLAMA_70B = find_model("llama-2-70b")
 
 

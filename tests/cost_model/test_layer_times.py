@@ -12,7 +12,6 @@ from shapes import (
     FP32,
     LLAMA_70B,
     MODELS,
-    NO_LINK,
     WINDOWED,
     alone,
     batches,
@@ -24,7 +23,7 @@ from shapes import (
 
 from cost_model.calibrated import Calibrated, Coefficients
 from cost_model.errors import InputError
-from cost_model.hardware import CATALOGUE, Link
+from cost_model.hardware import CATALOGUE, NO_LINK, Link
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import problem_from, problems
 
-from cost_model.base import TensorGroup
+from cost_model.base import PREFILL_BATCHES_HELD, TensorGroup
 from cost_model.pipeline import decode_pace, micro_batch, prefill_pace
 from hexgen2.search.layers import balance_layers, fastest_layers
-from hexgen2.search.plan import PREFILL_BATCHES_HELD, Planner, partitions
+from hexgen2.search.plan import Planner, partitions
 from hexgen2.search.problem import Problem, blocks_of
 
 

@@ -1,0 +1,62 @@
+"""Imports go one way, and light things stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"cost_model", "cluster_specs", "hexgen2", "runtime"}
+MAY_IMPORT = {
+    "cost_model": set(),
+    "cluster_specs": {"cost_model"},
+    "hexgen2": {"cost_model", "cluster_specs"},
+    "runtime": {"cost_model", "cluster_specs", "hexgen2"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file names in an import."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_packages_import_downwards(package):
+    for path in (ROOT / package).rglob("*.py"):
+        allowed = MAY_IMPORT[package] | {package}
+        if path == ROOT / "hexgen2" / "cli.py":
+            allowed = allowed | {"runtime"}  # `hexgen2 launch` is the one way from above into the runtime
+        others = {name.split(".")[0] for name in imported(path)} & PACKAGES
+        assert others <= allowed, f"{path} imports {others - allowed}"
+
+
+def loaded_by(module: str) -> set[str]:
+    """Modules in memory after importing one in a fresh interpreter."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+def test_the_router_and_the_coordinator_need_no_torch():
+    for module in ("runtime.router", "runtime.coordinator", "runtime.kv_layout"):
+        assert "torch" not in loaded_by(module)
+
+
+def test_the_runtime_never_loads_the_search():
+    loaded = loaded_by("runtime.serve, hexgen2.checks")
+    assert not {name for name in loaded if name.startswith(("hexgen2.search", "hexgen2.strategies"))}
+
+
+def test_the_command_line_starts_light():
+    loaded = loaded_by("hexgen2.cli")
+    assert not loaded & {"torch", "transformers", "scipy", "ortools", "fastapi"}
