@@ -18,7 +18,7 @@ class Table1(CostModel):
     """
 
     name = "table1"
-    calibration = "none: data-sheet peaks"
+    calibration = "none: data-sheet peaks, expect 40 % error"
 
     def layer_s(self, phase: Phase, group: TensorGroup, batch: float) -> float:
         """Seconds: 24 t H^2 / (n c), in decode 12 H^2 B / (n m) besides, and tensor-parallel communication of

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
@@ -62,7 +61,7 @@ def search(
 ) -> None:
     """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow."""
     from hexgen2.checks import violations
-    from hexgen2.report import print_placement
+    from hexgen2.report import make_console, print_placement
     from hexgen2.search.problem import make_problem
     from hexgen2.strategies.base import SearchOptions
     from hexgen2.strategies.registry import find_strategy
@@ -82,7 +81,7 @@ def search(
     if as_json:
         click.echo(placement.to_json(), nl=False)
     else:
-        print_placement(placement, Console(soft_wrap=True))
+        print_placement(placement, make_console())
 
 
 def _progress():
@@ -141,11 +140,11 @@ def show(placement: Path) -> None:
     """Print a placement as tables, after checking it."""
     from hexgen2.checks import verify
     from hexgen2.placement import Placement
-    from hexgen2.report import print_placement
+    from hexgen2.report import make_console, print_placement
 
     loaded = Placement.load(placement)
     verify(loaded, str(placement))
-    print_placement(loaded, Console(soft_wrap=True))
+    print_placement(loaded, make_console())
 
 
 @cli.command("list")

@@ -11,6 +11,14 @@ from rich.table import Table
 
 from hexgen2.placement import Placement, Replica
 
+PIPED_WIDTH = 110
+
+
+def make_console() -> Console:
+    """Standard output: as wide as the terminal, or wide enough for the tables where there is none."""
+    console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True, width=PIPED_WIDTH)
+
 
 def print_placement(placement: Placement, console: Console) -> None:
     """What runs where, what it yields, how far from the bound, and which figures are assumed."""
@@ -28,9 +36,11 @@ def print_placement(placement: Placement, console: Console) -> None:
         f"{placement.throughput.output_tok_s:.5g} output tokens/s"
     )
     console.print(
-        f"bound       {placement.bound.req_s:.4g} requests/s, gap {placement.bound.gap:.1%} "
-        f"(if {escape('; '.join(placement.bound.assumptions))})"
+        f"bound       {placement.bound.req_s:.4g} requests/s, so the gap is at most "
+        f"{max(placement.bound.gap, 0):.1%}; the bound assumes:"
     )
+    for assumption in placement.bound.assumptions:
+        console.print(f"              {escape(assumption)}", style="dim")
     console.print(
         f"service     TTFT {placement.latency.ttft_ms:.4g} ms, TPOT {placement.latency.tpot_ms:.4g} ms, "
         "without queueing"
