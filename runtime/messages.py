@@ -10,7 +10,12 @@ from __future__ import annotations
 import msgspec
 
 PROTOCOL_VERSION = 1
+HEAD_BYTES = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+
+class BadFrame(ConnectionError):
+    """The peer sent what is not one of our frames; the stream is of no more use."""
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, array_like=True, kw_only=True):
@@ -310,7 +315,20 @@ _decoder = msgspec.msgpack.Decoder(SupervisorToWorker | WorkerToSupervisor | Wor
 def encode(message: Message) -> bytes:
     """The frame of a message, length included."""
     body = _encoder.encode(message)
-    return len(body).to_bytes(4, "little") + body
+    return len(body).to_bytes(HEAD_BYTES, "little") + body
+
+
+def body_length(head: bytes | bytearray, limit_bytes: int = MAX_FRAME_BYTES) -> int:
+    """The length of a frame's body from its first HEAD_BYTES.
+
+    Raises
+    ------
+    BadFrame : over the limit
+    """
+    length = int.from_bytes(head, "little")
+    if length > limit_bytes:
+        raise BadFrame(f"a frame of {length} bytes is over the limit of {limit_bytes}")
+    return length
 
 
 def decode(body: bytes | bytearray | memoryview) -> Message:
@@ -318,6 +336,9 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
 
     Raises
     ------
-    msgspec.DecodeError, msgspec.ValidationError : not one of ours
+    BadFrame : not one of ours
     """
-    return _decoder.decode(body)
+    try:
+        return _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise BadFrame(f"not a message: {error}") from error

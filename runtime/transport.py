@@ -8,9 +8,16 @@ import socket
 import threading
 from collections.abc import Sequence
 
-import msgspec
-
-from runtime.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Hello, Message, decode, encode
+from runtime.messages import (
+    HEAD_BYTES,
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    body_length,
+    decode,
+    encode,
+)
 
 HELLO_LIMIT_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
@@ -45,20 +52,14 @@ class Connection:
 
     def receive(self, limit_bytes: int = MAX_FRAME_BYTES) -> Message | None:
         """The next message; None when the peer has closed the stream between two frames."""
-        head = bytearray(4)
+        head = bytearray(HEAD_BYTES)
         first = self.stream.recv_into(head)
         if first == 0:
             return None
         self.receive_into(memoryview(head)[first:])
-        length = int.from_bytes(head, "little")
-        if length > limit_bytes:
-            raise ConnectionError(f"a frame of {length} bytes is over the limit of {limit_bytes}")
-        body = bytearray(length)
+        body = bytearray(body_length(head, limit_bytes))
         self.receive_into(memoryview(body))
-        try:
-            return decode(body)
-        except msgspec.MsgspecError as error:
-            raise ConnectionError(f"not a message: {error}") from error
+        return decode(body)
 
     def receive_into(self, buffer: memoryview) -> None:
         """Fill a buffer with the stream's next bytes."""

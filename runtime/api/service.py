@@ -58,7 +58,16 @@ class Service:
         ApiError : a prompt is empty, too long, or not of this model
         HexGen2Error : the coordinator refuses
         """
-        self.coordinator.check_serving()
+        try:
+            self.coordinator.check_serving()
+            return self._answer(body, prompts, max_tokens, logprobs)
+        except (Overloaded, Unavailable, TooLong) as error:
+            self.metrics.refused(type(error).__name__.lower())
+            raise
+
+    def _answer(
+        self, body: GenerateRequest, prompts: Sequence[list[int]], max_tokens: int | None, logprobs: int
+    ) -> Answer:
         longest = max(len(prompt) for prompt in prompts)
         self._check_prompts(prompts, longest, max_tokens)
         sampling = Sampling(
@@ -71,11 +80,7 @@ class Service:
             ignore_eos=body.ignore_eos,
             logprobs=logprobs,
         )
-        try:
-            return Answer(self.coordinator, self.tokenizer, prompts, sampling, body.n or 1, body.stop_strings)
-        except (Overloaded, Unavailable, TooLong) as error:
-            self.metrics.refused(type(error).__name__.lower())
-            raise
+        return Answer(self.coordinator, self.tokenizer, prompts, sampling, body.n or 1, body.stop_strings)
 
     def _check_prompts(self, prompts: Sequence[list[int]], longest: int, max_tokens: int | None) -> None:
         if not all(prompts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -25,6 +26,8 @@ from runtime.messages import (
     Step,
     StepResult,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Member:
@@ -63,7 +66,10 @@ class Member:
         """Make room for a request whose KV cache will arrive; False if the device has none."""
         try:
             self.receiver.expect(message.request_id, message.prompt_tokens, message.capacity_tokens)
-        except RuntimeError:  # out of memory, on a GPU or not
+        except RuntimeError as error:  # out of memory, on a GPU or not
+            log.warning(
+                "worker %s: no room for request %s: %s", self.config.worker, message.request_id, error
+            )
             return False
         return True
 

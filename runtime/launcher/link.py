@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
-import msgspec
-
 from cost_model.errors import HexGen2Error
-from runtime.messages import MAX_FRAME_BYTES, Message, decode, encode
+from runtime.messages import HEAD_BYTES, BadFrame, Message, body_length, decode, encode
 
 
 class Link:
@@ -36,14 +34,12 @@ class Link:
         HexGen2Error : the peer sent something that is not one of our messages
         """
         try:
-            size = int.from_bytes(await self._reader.readexactly(4), "little")
-            if size > MAX_FRAME_BYTES:
-                raise HexGen2Error(f"a worker sent a frame of {size} bytes, more than {MAX_FRAME_BYTES}")
-            return decode(await self._reader.readexactly(size))
+            body = await self._reader.readexactly(body_length(await self._reader.readexactly(HEAD_BYTES)))
+            return decode(body)
+        except BadFrame as error:
+            raise HexGen2Error(f"a worker broke the protocol: {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
-        except msgspec.MsgspecError as error:
-            raise HexGen2Error(f"a worker sent an unreadable message ({error})") from error
 
     def close(self) -> None:
         """Close both directions; what was sent before is still delivered."""

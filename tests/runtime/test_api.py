@@ -195,6 +195,24 @@ def test_a_seed_repeats_itself_and_choices_differ(client):
     assert first.usage.completion_tokens == 72 and len(first.hexgen2["choices"]) == 3
 
 
+def test_a_seed_gives_the_same_tokens_on_every_route(client, http):
+    """The routes join replicas of one GPU, of two stages and of two tensor-parallel GPUs."""
+    until_idle(http)
+    rules = [{"temperature": 1.0}, {"temperature": 1.4, "top_p": 0.9, "extra_body": {"top_k": 50}}]
+    for rule in rules:
+        extra = {"ignore_eos": True, **rule.get("extra_body", {})}
+        request = {"max_tokens": 40, "seed": 21, "logprobs": 0, **rule, "extra_body": extra}
+        drawn = {}
+        for _ in range(8):
+            answer = client.completions.create(model=MODEL, prompt=SENTENCES[1], **request)
+            route = (answer.hexgen2["prefill_replica"], answer.hexgen2["decode_replica"])
+            drawn.setdefault(route, []).append(answer.choices[0].logprobs.tokens)
+        assert len(drawn) == 3, drawn.keys()
+        first = drawn["prefill-0", "decode-0"][0]
+        assert len(first) == 40
+        assert all(tokens == first for all_drawn in drawn.values() for tokens in all_drawn)
+
+
 def test_stop_strings_cut_the_text_and_are_never_shown(client, http, reference):
     text = reference.text(SENTENCES[0])
     stop = text[7:11]

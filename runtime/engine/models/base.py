@@ -157,8 +157,7 @@ class DecoderStage(ABC):
         return (self.spec.ffn, *self._share(self.spec.ffn))
 
     def _share(self, size: int) -> tuple[int, int]:
-        width = size // self.place.tp
-        return self.place.tp_rank * width, (self.place.tp_rank + 1) * width
+        return even_share(self.place.tp_rank, self.place.tp, size)
 
     def _check_split(self) -> None:
         tp, spec, config = self.place.tp, self.spec, self.checkpoint.config
