@@ -164,6 +164,9 @@ def main() -> None:
     except HexGen2Error as error:
         click.echo(f"hexgen2: {error}", err=True)
         sys.exit(error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "hexgen2"
         click.echo(f"hexgen2: {' '.join(error.format_message().split())} (see `{where} --help`)", err=True)
