@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 
 from cluster_specs.schema import AcceleratorSpec, ClusterSpec, NodeSpec
@@ -32,6 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 6
 START_S = 120.0
 STOP_S = 30.0
+SECONDS = 60
+MODEL = "tiny-llama"
+KEY = "a key"
 FLOWS = {("prefill-0", "decode-0"): 1.0, ("prefill-1", "decode-0"): 1.0, ("prefill-1", "decode-1"): 2.0}
 RUN = """
 import sys
@@ -71,7 +75,7 @@ def make_placement(folder: Path) -> Placement:
         )
         for name, stages in shapes.items()
     ]
-    model = architecture_from_folder(folder).model_copy(update={"name": "tiny-llama"})
+    model = architecture_from_folder(folder).model_copy(update={"name": MODEL})
     return Placement(
         strategy="by-hand",
         cluster=ClusterSpec(
@@ -182,3 +186,17 @@ def listens(port: int) -> bool:
     """Whether anyone accepts connections there."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def gauge(http: httpx.Client, name: str) -> float:
+    """The sum over all labels of a metric."""
+    lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + " ", name + "{")))
+
+
+def until_idle(http: httpx.Client) -> None:
+    """Wait until no replica holds anything, by the server's own account."""
+    deadline = time.monotonic() + SECONDS
+    while gauge(http, "hexgen2_kv_tokens") or gauge(http, "hexgen2_requests_running"):
+        assert time.monotonic() < deadline, http.get("/metrics").text
+        time.sleep(0.05)

@@ -8,7 +8,6 @@ import time
 import httpx
 import pytest
 from served import Server, alive, listens, make_placement
-from tokenizer_files import write_model
 
 from cost_model.architecture import ModelArchitecture
 from runtime.launcher.configure import configurations, device_of, kv_budget_tokens
@@ -27,19 +26,12 @@ SHORT = {"model": MODEL, "prompt": "the", "max_tokens": 4, "ignore_eos": True}
 GONE_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return path
-
-
 @pytest.fixture
-def launch(folder, tmp_path):
+def launch(model_folder, tmp_path):
     servers = []
 
     def start(**options):
-        servers.append(Server(options.pop("model", folder), tmp_path, **options))
+        servers.append(Server(options.pop("model", model_folder), tmp_path, **options))
         return servers[-1]
 
     yield start
@@ -118,10 +110,28 @@ def _lost(http):
 
 def test_a_killed_server_leaves_no_worker(launch):
     server = launch().until_serving()
-    family = server.family()
-    assert len(family) > 6
-    os.kill(server.process.pid, signal.SIGKILL)
+    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as response:
+        next(response.iter_lines())
+        family = server.family()
+        commands = [" ".join(each.cmdline()) for each in family]
+        assert len(family) == 9  # it, six workers, and what multiprocessing needs:
+        assert any("resource_tracker" in each for each in commands)
+        assert any("forkserver" in each for each in commands)
+        os.kill(server.process.pid, signal.SIGKILL)
     until_gone(family)
+
+
+def test_a_server_killed_while_starting_leaves_no_worker(launch):
+    server = launch()
+    server.wait_for("starting 6 workers")
+    deadline = time.monotonic() + GONE_S
+    while len(server.family()) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(server.process.pid, signal.SIGKILL)
+    while left := alive(server.family()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def test_ctrl_c_while_starting(launch):
@@ -135,8 +145,8 @@ def test_ctrl_c_while_starting(launch):
 # from placement to workers
 
 
-def test_devices_are_numbered_through_the_nodes_of_this_machine(folder):
-    placement = make_placement(folder)
+def test_devices_are_numbered_through_the_nodes_of_this_machine(model_folder):
+    placement = make_placement(model_folder)
     core = placement.cluster.nodes[0]
     pods = [core.model_copy(update={"name": f"pod-{name}", "accelerators": "H100:2"}) for name in "ab"]
     cluster = placement.cluster.model_copy(update={"nodes": [pods[0], core, pods[1]]})
@@ -145,8 +155,8 @@ def test_devices_are_numbered_through_the_nodes_of_this_machine(folder):
     assert [device_of(placement, gpu) for gpu in gpus] == ["cuda:0", "cuda:1", "cpu", "cuda:2", "cuda:3"]
 
 
-def test_the_kv_budget_is_what_was_planned_and_more_where_it_is_cheap(folder):
-    placement = make_placement(folder)
+def test_the_kv_budget_is_what_was_planned_and_more_where_it_is_cheap(model_folder):
+    placement = make_placement(model_folder)
     prefill, decode = (replica.model_copy(update={"max_batch": 400}) for replica in placement.replicas[1:3])
     tiny, workload = placement.model, placement.workload
     assert kv_budget_tokens(placement.replicas[0], workload, tiny) == 2 * tiny.max_position
@@ -157,17 +167,17 @@ def test_the_kv_budget_is_what_was_planned_and_more_where_it_is_cheap(folder):
     assert kv_budget_tokens(placement.replicas[0], workload, large) < 512
 
 
-def test_every_worker_is_told_its_replica_and_the_same_secret(folder):
-    placement = make_placement(folder)
-    told = configurations(placement, folder, "bfloat16")
+def test_every_worker_is_told_its_replica_and_the_same_secret(model_folder):
+    placement = make_placement(model_folder)
+    told = configurations(placement, model_folder, "bfloat16")
     assert list(told) == [gpu for replica in placement.replicas for gpu in replica.gpus]
     assert len({each.secret for each in told.values()}) == 1
     assert {each.dtype for each in told.values()} == {"float32"}
     assert told["box/4"].replica == "decode-0" and told["box/4"].stages[0].workers == ("box/3", "box/4")
 
 
-def test_routes_follow_the_flows_and_colocated_replicas_are_routes_to_themselves(folder):
-    placement = make_placement(folder)
+def test_routes_follow_the_flows_and_colocated_replicas_are_routes_to_themselves(model_folder):
+    placement = make_placement(model_folder)
     expected = [
         Route("prefill-0", "decode-0", 1.0),
         Route("prefill-1", "decode-0", 1.0),

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 from served import make_placement
-from tokenizer_files import write_model
 
 from cost_model.errors import InputError
 from runtime.serve import serve
@@ -22,19 +21,12 @@ LIMIT_S = 120
 PROGRESS = re.compile(r"starting \d+ workers|\d+/\d+ workers ready")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return path
-
-
 @pytest.fixture
-def files(folder, tmp_path):
+def files(model_folder, tmp_path):
     """The placement's file and the model's folder, for a test to damage."""
     path, model = tmp_path / "placement.json", tmp_path / "model"
-    make_placement(folder).save(path)
-    shutil.copytree(folder, model)
+    make_placement(model_folder).save(path)
+    shutil.copytree(model_folder, model)
     return path, model
 
 
@@ -231,12 +223,12 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_no_process_and_no_port(files,
 
 
 @pytest.fixture
-def refuses(folder, monkeypatch):
+def refuses(model_folder, monkeypatch):
     """Checks that serve refuses, in one line with these words, before it starts anything."""
     monkeypatch.setattr("runtime.serve._serve", None)
 
     def check(placement, words, **options):
-        defaults = {"model_path": folder, "host": "127.0.0.1", "port": 0, "api_key": None}
+        defaults = {"model_path": model_folder, "host": "127.0.0.1", "port": 0, "api_key": None}
         with pytest.raises(InputError) as caught:
             serve(placement, source="a.json", **(defaults | options))
         assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -254,18 +246,18 @@ def refuses(folder, monkeypatch):
         ({"model_path": None}, ["a.json", "model.name", "--model-path"]),
     ],
 )
-def test_wrong_options_are_input_errors(folder, refuses, options, words):
-    refuses(make_placement(folder), words, **options)
+def test_wrong_options_are_input_errors(model_folder, refuses, options, words):
+    refuses(make_placement(model_folder), words, **options)
 
 
-def test_a_model_of_another_vocabulary_is_refused(folder, refuses):
-    placement = make_placement(folder)
+def test_a_model_of_another_vocabulary_is_refused(model_folder, refuses):
+    placement = make_placement(model_folder)
     other = placement.model.model_copy(update={"vocab": 32000})
     refuses(placement.model_copy(update={"model": other}), ["config.json", "vocab", "32000"])
 
 
-def test_another_machine_is_refused(folder, refuses):
-    placement = make_placement(folder)
+def test_another_machine_is_refused(model_folder, refuses):
+    placement = make_placement(model_folder)
     cluster = placement.cluster
     node = cluster.nodes[0].model_copy(update={"address": "192.0.2.7"})
     placement = placement.model_copy(update={"cluster": cluster.model_copy(update={"nodes": [node]})})

@@ -1,0 +1,36 @@
+"""One served placement for all tests of the API, and clients of it."""
+
+import httpx
+import openai
+import pytest
+from served import KEY, SECONDS, Server
+from tokenizer_files import write_model
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A tiny Llama with its tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(model_folder, tmp_path_factory):
+    server = Server(model_folder, tmp_path_factory.mktemp("server"), key=KEY)
+    try:
+        yield server.until_serving()
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=SECONDS)
+
+
+@pytest.fixture(scope="session")
+def http(server):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=SECONDS) as http:
+        yield http

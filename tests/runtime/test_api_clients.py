@@ -1,0 +1,280 @@
+"""A served placement and clients that leave, ask for what is wrong, or look at the server itself."""
+
+import asyncio
+import contextlib
+import json
+from functools import partial
+
+import httpx
+import openai
+import pytest
+from served import MODEL, SECONDS, gauge, make_placement, until_idle
+from tokenizer_files import CONTEXT, write_model
+
+from hexgen2.placement import Placement
+from runtime.api.app import create_app
+from runtime.api.metrics import Metrics
+from runtime.api.service import Service
+from runtime.api.tokenizer import ModelTokenizer
+from runtime.coordinator import Coordinator
+from runtime.messages import Prefill, Released, RequestFailed, StepOutput, TokenOutput
+from runtime.replica import Replica
+from runtime.router import Route, Router
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "which route?"}]
+# clients that leave
+
+
+def test_a_client_that_leaves_its_stream_frees_the_cache(http):
+    until_idle(http)
+    counter = 'hexgen2_requests_total{outcome="cancelled"}'
+    before = gauge(http, counter)
+    body = {"model": MODEL, "prompt": "the", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 4}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.headers["x-hexgen2-decode-replica"].startswith("decode-")
+        next(response.iter_lines())
+        assert gauge(http, "hexgen2_kv_tokens") > 0
+    until_idle(http)
+    assert gauge(http, counter) > before
+
+
+def test_a_client_that_gives_up_waiting_frees_the_cache(http):
+    until_idle(http)
+    body = {"model": MODEL, "prompt": "the", "max_tokens": 250, "ignore_eos": True, "n": 8}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body, timeout=0.2)
+    until_idle(http)
+    records = http.get("/requests").json()["requests"][-8:]
+    assert "cancelled" in {record["outcome"] for record in records}
+
+
+def test_a_storm_of_clients_of_whom_many_leave_leaves_nothing_behind(server, http):
+    until_idle(http)
+    outcomes = []
+
+    async def ask(client, number):
+        prompt = [3 + (number * 7 + k) % 390 for k in range(1 + number * 13 % 100)]
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1 + number % 40, "n": 1 + number % 2}
+        if number % 3 == 0:
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                await anext(response.aiter_lines())
+        elif number % 7 == 0:
+            with contextlib.suppress(httpx.TimeoutException):
+                await client.post("/v1/completions", json=body, timeout=0.05)
+        else:
+            outcomes.append((await client.post("/v1/completions", json=body)).status_code)
+
+    async def storm():
+        async with httpx.AsyncClient(base_url=server.url, headers=http.headers, timeout=SECONDS) as client:
+            await asyncio.gather(*(ask(client, number) for number in range(60)))
+
+    asyncio.run(storm())
+    assert len(outcomes) > 30 and set(outcomes) == {200}
+    until_idle(http)
+
+
+# errors
+
+COMPLETION = {"model": MODEL, "prompt": "the", "max_tokens": 4}
+CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
+WRONG = {
+    "unknown model": ("/v1/completions", COMPLETION | {"model": "gpt-4"}, 404, "model_not_found"),
+    "answer too long": (
+        "/v1/completions",
+        COMPLETION | {"max_tokens": CONTEXT},
+        400,
+        "context_length_exceeded",
+    ),
+    "prompt too long": (
+        "/v1/completions",
+        COMPLETION | {"prompt": "x y " * 900},
+        400,
+        "context_length_exceeded",
+    ),
+    "chat too long": ("/v1/chat/completions", CHAT | {"max_tokens": CONTEXT}, 400, "context_length_exceeded"),
+    "no prompt": ("/v1/completions", {"model": MODEL}, 400, None),
+    "empty prompt": ("/v1/completions", COMPLETION | {"prompt": ""}, 400, None),
+    "no prompts": ("/v1/completions", COMPLETION | {"prompt": []}, 400, None),
+    "mixed prompt": ("/v1/completions", COMPLETION | {"prompt": [1, "a"]}, 400, None),
+    "foreign token": ("/v1/completions", COMPLETION | {"prompt": [100_000]}, 400, None),
+    "negative token": ("/v1/completions", COMPLETION | {"prompt": [-1]}, 400, None),
+    "text for a number": ("/v1/completions", COMPLETION | {"max_tokens": "4"}, 400, None),
+    "no tokens": ("/v1/completions", COMPLETION | {"max_tokens": 0}, 400, None),
+    "too hot": ("/v1/completions", COMPLETION | {"temperature": 3}, 400, None),
+    "no choices": ("/v1/completions", COMPLETION | {"n": 0}, 400, None),
+    "too many choices": ("/v1/completions", COMPLETION | {"prompt": ["a"] * 100, "n": 100}, 400, None),
+    "echo": ("/v1/completions", COMPLETION | {"echo": True}, 400, None),
+    "penalty": ("/v1/completions", COMPLETION | {"presence_penalty": 1.5}, 400, None),
+    "best of": ("/v1/completions", COMPLETION | {"best_of": 3}, 400, None),
+    "a list": ("/v1/completions", [COMPLETION], 400, None),
+    "no messages": ("/v1/chat/completions", CHAT | {"messages": []}, 400, None),
+    "bad role": ("/v1/chat/completions", CHAT | {"messages": [{"role": "king", "content": "x"}]}, 400, None),
+    "template": ("/v1/chat/completions", CHAT | {"messages": [{"role": "tool", "content": "x"}]}, 400, None),
+    "top without": ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, 400, None),
+    "tools": ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, None),
+    "too large": ("/v1/completions", COMPLETION | {"prompt": "x" * (4 << 20)}, 413, None),
+}
+
+
+def check_error(response, status, code):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["code"] == code
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_requests_get_openai_errors(http, name):
+    path, body, status, code = WRONG[name]
+    check_error(http.post(path, json=body), status, code)
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b"null"])
+def test_bodies_that_are_not_json_objects(http, content):
+    response = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    check_error(response, 400, None)
+
+
+def test_a_large_body_without_a_length_is_cut_off(http):
+    response = http.post("/v1/completions", content=(b" " * 65536 for _ in range(80)))
+    check_error(response, 413, None)
+
+
+def test_unknown_paths_and_methods(http):
+    check_error(http.get("/v1/nothing"), 404, None)
+    check_error(http.get("/v1/completions"), 405, None)
+    check_error(http.get("/v1/models/other"), 404, "model_not_found")
+
+
+def test_the_key_guards_all_but_health_and_metrics(server):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer ключ".encode()}):
+        for path in ("/v1/models", "/placement", "/requests"):
+            check_error(httpx.get(server.url + path, headers=headers), 401, "invalid_api_key")
+        check_error(httpx.post(server.url + "/v1/completions", headers=headers), 401, "invalid_api_key")
+        assert httpx.get(server.url + "/health", headers=headers).json()["status"] == "ok"
+        assert httpx.get(server.url + "/metrics", headers=headers).status_code == 200
+
+
+def test_the_client_sees_openai_exceptions(client, server):
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="x", max_tokens=CONTEXT)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="no").models.list()
+
+
+def in_process(folder, queue_limit=256, link=None):
+    """A client of the application alone, over a replica that never answers, or does so through a link."""
+    placement = make_placement(folder)
+    link, metrics = link or Silent(), Metrics()
+    replica = Replica("c", "colocated", "box/0", {"box/0": link}, 512, 4)
+    coordinator = Coordinator(
+        Router([Route("c", "c", 1.0)]), {"c": replica}, metrics, queue_limit=queue_limit
+    )
+    metrics.watch(coordinator)
+    link.answer = partial(coordinator._handle, replica)
+    service = Service(placement, coordinator, ModelTokenizer.load(folder), metrics)
+    transport = httpx.ASGITransport(create_app(service, None))
+    return httpx.AsyncClient(transport=transport, base_url="http://app")
+
+
+class Silent:
+    """A link to nobody."""
+
+    def send(self, message):
+        pass
+
+
+class GivesUp:
+    """A link to a replica that gives every request up, after some tokens."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def send(self, message):
+        if isinstance(message, Prefill):
+            asyncio.get_running_loop().call_soon(self.play, message.request_id)
+
+    def play(self, request_id):
+        for index in range(self.tokens):
+            output = TokenOutput(request_id=request_id, index=index, token=70 + index)
+            self.answer(StepOutput(replica="c", outputs=(output,)))
+        self.answer(RequestFailed(request_id=request_id, replica="c", text="its KV cache is torn"))
+        self.answer(Released(request_id=request_id, replica="c"))
+
+
+@pytest.mark.parametrize(("stream", "tokens"), [(False, 0), (False, 2), (True, 0), (True, 2)])
+def test_a_request_that_a_replica_gives_up_is_503_or_an_error_event(model_folder, stream, tokens):
+    async def ask():
+        async with in_process(model_folder, link=GivesUp(tokens)) as client:
+            answer = await client.post(
+                "/v1/completions", json=COMPLETION | {"max_tokens": 9, "stream": stream}
+            )
+            return answer, (await client.get("/metrics")).text
+
+    answer, metrics = asyncio.run(ask())
+    if stream and tokens:
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert answer.status_code == 200 and events[-1] == "[DONE]"
+        error = json.loads(events[-2])["error"]
+    else:
+        check_error(answer, 503, "unavailable")
+        assert int(answer.headers["retry-after"]) > 0
+        error = answer.json()["error"]
+    assert "replica c gave up request r0: its KV cache is torn" in error["message"]
+    assert 'hexgen2_kv_tokens{replica="c"} 0.0' in metrics
+    assert 'hexgen2_requests_total{outcome="failed"} 1.0' in metrics
+
+
+def test_a_full_queue_is_503_with_retry_after(model_folder):
+    async def ask():
+        async with in_process(model_folder, queue_limit=0) as client:
+            answers = [
+                await client.post("/v1/completions", json=COMPLETION | {"stream": s}) for s in (False, True)
+            ]
+            return answers, (await client.get("/metrics")).text
+
+    answers, metrics = asyncio.run(ask())
+    for answer in answers:
+        check_error(answer, 503, "overloaded")
+        assert int(answer.headers["retry-after"]) > 0
+    assert 'hexgen2_requests_refused_total{reason="overloaded"} 2.0' in metrics
+
+
+def test_chat_without_a_template_is_400(tmp_path):
+    write_model(tmp_path, chat_template=None)
+
+    async def ask():
+        async with in_process(tmp_path) as client:
+            return await client.post("/v1/chat/completions", json=CHAT)
+
+    answer = asyncio.run(ask())
+    check_error(answer, 400, None)
+    assert "no chat template" in answer.json()["error"]["message"]
+
+
+# what the server shows
+
+
+def test_models_placement_and_metrics(client, http, server, tmp_path):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    path = tmp_path / "live.json"
+    path.write_text(http.get("/placement").text)
+    live = Placement.load(path)
+    assert live == Placement.load(server.log.parent / "placement.json")
+    client.completions.create(model=MODEL, prompt="the", max_tokens=24)
+    until_idle(http)
+    text = http.get("/metrics").text
+    for name in (
+        "time_to_first_token",
+        "time_per_output_token",
+        "inter_token_latency",
+        "e2e_request_latency",
+    ):
+        assert gauge(http, f"hexgen2_{name}_seconds_count") > 0
+    assert gauge(http, "hexgen2_requests_waiting") == 0 and gauge(http, "hexgen2_replica_up") == 4
+    assert 'hexgen2_route_kv_bytes_total{decode_replica="decode-1",prefill_replica="prefill-1"}' in text
+    assert json.loads(http.get("/health").text)["status"] == "ok"

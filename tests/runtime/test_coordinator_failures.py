@@ -1,0 +1,214 @@
+"""The coordinator against scripted lead workers that refuse, fail, give up or go away."""
+
+import asyncio
+
+import pytest
+from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
+
+from runtime.generation import TooLong, Unavailable
+from runtime.messages import Cancel, Decode, Expect, Failed, Prefill, RequestFailed, Reserved
+from runtime.router import Route
+
+
+def test_a_refused_reservation_is_tried_again_after_a_release():
+    async def scenario():
+        async with serving(PAIR) as (coordinator, leads):
+            leads["d0"].gate.clear()
+            first, second = coordinator.submit(PROMPT, sampling()), coordinator.submit(PROMPT, sampling())
+            await asyncio.sleep(0.02)
+            answer, calls = leads["d0"].answer, []
+
+            def refuse_the_second_once(message):
+                calls.append(message)
+                if len(calls) == 2:
+                    return leads["d0"].link.send(Reserved(request_id=message.request_id, ok=False))
+                answer(message)
+
+            leads["d0"].answer = refuse_the_second_once
+            leads["d0"].gate.set()
+            assert await tokens_of(first) == await tokens_of(second) == [300, 301, 302, 303]
+            expected = [message.request_id for message in leads["d0"].received if isinstance(message, Expect)]
+            assert expected[:2] == ["r0", "r1"] and len(set(expected)) == 3
+
+    run(scenario)
+
+
+def test_a_refusal_by_an_empty_replica_is_an_error_not_a_loop():
+    async def scenario():
+        async with serving(PAIR) as (coordinator, leads):
+            leads["d0"].refusals = 99
+            with pytest.raises(Unavailable, match="no room"):
+                await tokens_of(coordinator.submit(PROMPT, sampling()))
+
+    run(scenario)
+
+
+def test_a_refusal_that_crosses_a_cancel_frees_the_room():
+    async def scenario():
+        async with serving(PAIR) as (coordinator, leads):
+            lead = leads["d0"]
+            lead.refusals, lead.release = 1, lambda _: None  # it says Released of nothing it never held
+            lead.gate.clear()
+            generation = coordinator.submit(PROMPT, sampling())
+            coordinator.cancel(generation)
+            lead.gate.set()
+            await settle(coordinator)
+            assert not coordinator._requests
+
+    run(scenario)
+
+
+def test_a_request_that_ends_refused_lets_the_next_one_start():
+    async def scenario():
+        async with serving(PAIR, budget=10) as (coordinator, leads):
+            leads["d0"].refusals = 1
+            refused, waiting = (coordinator.submit(PROMPT, sampling(6)) for _ in range(2))
+            with pytest.raises(Unavailable, match="no room"):
+                await tokens_of(refused)
+            assert len(await tokens_of(waiting)) == 6
+
+    run(scenario)
+
+
+class Failing(FakeLead):
+    """Gives up the requests named in `gives_up` when a kind of message comes for them."""
+
+    def __init__(self, replica_id, link):
+        super().__init__(replica_id, link)
+        self.gives_up = {}
+
+    def answer(self, message):
+        if isinstance(message, self.gives_up.get(message.request_id, ())):
+            text = "sending KV cache to n/d0 failed"
+            failed = RequestFailed(request_id=message.request_id, replica=self.replica_id, text=text)
+            if isinstance(message, Prefill) and message.target:
+                self.emit(message.request_id, range(1), 100 * len(message.prompt), 99)
+            self.link.send(failed)
+            self.release(message.request_id)
+        else:
+            super().answer(message)
+
+
+@pytest.mark.parametrize(("name", "when"), [("p0", Prefill), ("d0", Decode), ("c0", Prefill)])
+def test_a_request_that_a_replica_gives_up_fails_alone(name, when):
+    async def scenario():
+        routes = [Route("c0", "c0", 1.0)] if name == "c0" else PAIR
+        async with serving(routes, lead=Failing) as (coordinator, leads):
+            leads[name].gives_up = {"r0": when}
+            failed, beside = coordinator.submit(PROMPT, sampling()), coordinator.submit(PROMPT, sampling())
+            with pytest.raises(Unavailable, match=f"replica {name} gave up request r0: sending KV cache"):
+                await tokens_of(failed)
+            assert await tokens_of(beside) == [300, 301, 302, 303]
+            await settle(coordinator)
+            assert not any(lead.held for lead in leads.values()) and not coordinator._requests
+            assert [record.outcome for record in coordinator.records] == ["failed", "length"]
+            if name == "p0":
+                assert Cancel(request_id="r0") in leads["d0"].received
+            assert (
+                coordinator.lost == {} and len(await tokens_of(coordinator.submit(PROMPT, sampling()))) == 4
+            )
+
+    run(scenario)
+
+
+def test_a_failure_after_the_end_changes_nothing():
+    async def scenario():
+        async with serving(PAIR) as (coordinator, leads):
+            generation = coordinator.submit(PROMPT, sampling())
+            assert len(await tokens_of(generation)) == 4
+            await settle(coordinator)
+            for lead in leads.values():
+                lead.link.send(RequestFailed(request_id="r0", replica=lead.replica_id, text="late"))
+                lead.release("r0")
+            assert len(await tokens_of(coordinator.submit(PROMPT, sampling()))) == 4
+            await settle(coordinator)
+            assert [record.outcome for record in coordinator.records] == ["length", "length"]
+            assert all(replica.held_tokens == 0 for replica in coordinator.replicas.values())
+
+    run(scenario)
+
+
+def test_a_request_that_never_fits_is_refused_at_once():
+    async def scenario():
+        async with serving(PAIR, budget=10) as (coordinator, _):
+            with pytest.raises(TooLong):
+                coordinator.submit(PROMPT, sampling(8))
+            assert await tokens_of(coordinator.submit(PROMPT, sampling(7)))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("lost", ["p0", "d0"])
+@pytest.mark.parametrize("how", ["closes", "fails", "babbles"])
+def test_a_lost_replica_fails_its_requests_and_the_others_serve(lost, how):
+    async def scenario():
+        routes = [Route("p0", "d0", 1.0), Route("p1", "d1", 1.0)]
+        async with serving(routes) as (coordinator, leads):
+            leads[lost].gate.clear()
+            on_lost = coordinator.submit(PROMPT, sampling(), route=routes[0])
+            await asyncio.sleep(0.02)
+            if how == "closes":
+                leads[lost].link.close()
+            elif how == "babbles":
+                leads[lost].link._writer.write(b"\x03\x00\x00\x00abc")
+            else:
+                leads[lost].link.send(Failed(worker=f"n/{lost}", kind="fault", text="broken"))
+            with pytest.raises(Unavailable, match=f"replica {lost} is lost"):
+                await tokens_of(on_lost)
+            assert lost in coordinator.lost[lost]
+            for _ in range(3):
+                generation = coordinator.submit(PROMPT, sampling())
+                assert len(await tokens_of(generation)) == 4
+                assert generation.route == routes[1]
+            await settle(coordinator)
+
+    run(scenario)
+
+
+def test_nothing_left_to_serve_is_an_error_for_those_who_wait_and_those_who_come():
+    async def scenario():
+        async with serving(PAIR, budget=10) as (coordinator, leads):
+            leads["d0"].gate.clear()
+            requests = [coordinator.submit(PROMPT, sampling(6)) for _ in range(3)]
+            await asyncio.sleep(0.02)
+            leads["d0"].link.close()
+            for request in requests:
+                with pytest.raises(Unavailable):
+                    await tokens_of(request)
+            with pytest.raises(Unavailable, match="no replica is left"):
+                coordinator.submit(PROMPT, sampling())
+            assert coordinator.waiting == 0
+
+    run(scenario)
+
+
+def test_a_prefill_replica_may_go_once_its_request_decodes():
+    async def scenario():
+        async with serving(PAIR) as (coordinator, leads):
+            sent = asyncio.Event()
+            emit = leads["d0"].emit
+
+            def slowly(*arguments):
+                asyncio.get_running_loop().call_later(0.1, emit, *arguments)
+                sent.set()
+
+            leads["d0"].emit, leads["d0"].release = slowly, lambda _: None
+            generation = coordinator.submit(PROMPT, sampling())
+            await sent.wait()
+            leads["p0"].link.close()
+            assert await tokens_of(generation) == [300, 301, 302, 303]
+
+    run(scenario)
+
+
+def test_stop_ends_every_stream():
+    async def scenario():
+        async with serving(PAIR, budget=10) as (coordinator, leads):
+            leads["d0"].gate.clear()
+            requests = [coordinator.submit(PROMPT, sampling(6)) for _ in range(2)]
+            await coordinator.stop()
+            for request in requests:
+                with pytest.raises(Unavailable, match="stopping"):
+                    await tokens_of(request)
+
+    run(scenario)
