@@ -86,13 +86,13 @@ def search(
 
 def _progress():
     """Prints the best so far to stderr, at most once a second (each improvement on a terminal)."""
-    started = last = time.monotonic()
+    started, last = time.monotonic(), float("-inf")
     on_terminal = sys.stderr.isatty()
 
     def show(state) -> None:
         nonlocal last
         now = time.monotonic()
-        if not on_terminal and now - last < 1.0:
+        if state.best.req_s <= 0 or (not on_terminal and now - last < 1.0):
             return
         last = now
         rate = state.evaluator.evaluations / max(now - started, 1e-9)
@@ -108,7 +108,7 @@ def _progress():
 @click.option("--engine", type=click.Choice(["torch"]), default="torch", show_default=True)
 @click.option("--launcher", type=click.Choice(["local"]), default="local", show_default=True)
 @click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
 @click.option("--api-key", envvar="HEXGEN2_API_KEY", help="Clients must send it as a bearer token.")
 def launch(
     placement: Path,
@@ -120,18 +120,17 @@ def launch(
     api_key: str | None,
 ) -> None:
     """Start a placement's replicas on this machine and serve the OpenAI API."""
-    from hexgen2.checks import verify
     from hexgen2.placement import Placement
 
     loaded = Placement.load(placement)
-    verify(loaded, str(placement))
     try:
         from runtime.serve import serve
     except ModuleNotFoundError as error:
         raise InputError(
             "hexgen2 launch", "", f"needs {error.name}", "pip install 'hexgen2[runtime]'"
         ) from error
-    sys.exit(serve(loaded, model_path, host, port, api_key, launcher=launcher, engine=engine))
+    options = {"launcher": launcher, "engine": engine, "source": str(placement)}
+    sys.exit(serve(loaded, model_path, host, port, api_key, **options))
 
 
 @cli.command()

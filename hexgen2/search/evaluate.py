@@ -64,12 +64,12 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates solutions of one problem; counts how many it was asked for."""
+    """Evaluates solutions of one problem; counts them and the routes between their replicas."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.planner = Planner(problem)
-        self.evaluations = 0
+        self.evaluations = self.routes = 0
         self._rates = dict(zip(("prefill", "decode"), node_rates(problem).T.tolist(), strict=True))
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
@@ -129,6 +129,7 @@ class Evaluator:
     def _with_flow(
         self, solution: Solution, prefill: tuple[Replica, ...], decode: tuple[Replica, ...]
     ) -> Evaluation:
+        self.routes += len(prefill) * len(decode)
         network = FlowNetwork(
             np.array([r.plan.capacity_req_s for r in prefill]),
             np.array([r.plan.capacity_req_s for r in decode]),

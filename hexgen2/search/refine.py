@@ -30,11 +30,14 @@ from hexgen2.search.problem import Solution
 
 FULL = 1 - 1e-6
 MINIMUM_GAIN = 1e-9
+EFFORT_PER_PLAN = 3
+EFFORT_PER_ROUTE = 1 / 50
+EFFORT_PER_GROUP = 1 / 200
 
 
 @dataclass
 class SearchState:
-    """The best solution so far, how it was reached, and when to stop.
+    """The best solution so far, how it was reached, and when to stop: at a time or after an effort.
 
     progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the
     best stays here.
@@ -42,10 +45,12 @@ class SearchState:
 
     evaluator: Evaluator
     deadline_s: float | None = None
+    effort_limit: float | None = None
     progress: Callable[[SearchState], None] | None = None
     best: Evaluation | None = None
     trace: list[dict] = field(default_factory=list)
     cut: str | None = None
+    groups_looked_at: int = 0
 
     def offer(self, evaluation: Evaluation, step: str) -> None:
         """Keep the evaluation if it beats the best: by flow, then by score."""
@@ -70,13 +75,29 @@ class SearchState:
             self.cut = "time limit"
         return self.cut is not None
 
+    @property
+    def effort(self) -> float:
+        """Work done so far, counted and not timed, so that the same seed gives the same placement on any
+        machine: one for each evaluation, and about as much for what takes as long."""
+        evaluator = self.evaluator
+        return (
+            evaluator.evaluations
+            + EFFORT_PER_ROUTE * evaluator.routes
+            + EFFORT_PER_PLAN * evaluator.planner.computed
+            + EFFORT_PER_GROUP * self.groups_looked_at
+        )
+
+    def finished(self) -> bool:
+        """True once time or effort is spent; only the former counts as a cut."""
+        return self.out_of_time() or (self.effort_limit is not None and self.effort >= self.effort_limit)
+
 
 def refine(state: SearchState, start: Solution, label: str) -> Evaluation:
     """Climb from `start` until no step improves the score; the state keeps the best seen."""
     evaluator = state.evaluator
     current = evaluator.reordered(evaluator.evaluate(start))
     state.offer(current, label)
-    while not state.out_of_time():
+    while not state.finished():
         better = _best_step(state, current, guided_steps(evaluator, current))
         if better is None:
             better = _best_step(state, current, all_steps(evaluator, current))
@@ -100,12 +121,13 @@ def _best_step(
         if key in seen:
             continue
         seen.add(key)
+        state.groups_looked_at += len(solution.groups)
         if evaluator.score_limit(solution, threshold) <= threshold:
             continue
         tried = evaluator.evaluate(solution)
         if tried.score > threshold:
             best, threshold = (name, tried), tried.score
-        if state.out_of_time():
+        if state.finished():
             break
     return best
 

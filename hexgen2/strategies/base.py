@@ -38,7 +38,7 @@ def run_search(
     """
     started = time.monotonic()
     deadline = None if options.time_limit_s is None else started + options.time_limit_s
-    state = SearchState(Evaluator(problem), deadline, options.progress)
+    state = SearchState(Evaluator(problem), deadline_s=deadline, progress=options.progress)
     try:
         explore(state)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from cost_model.base import TensorGroup
 from cost_model.hardware import NO_LINK
 from hexgen2.placement import Placement
 from hexgen2.search.coarsen import coarsen, project
+from hexgen2.search.columns import linear_start
 from hexgen2.search.kernighan_lin import kernighan_lin
 from hexgen2.search.kick import kick
 from hexgen2.search.problem import Problem, Solution
@@ -27,37 +28,33 @@ BATCH_PER_REPLICA = 32
 
 MAX_STARTS = 4
 MAX_KICKS = 300
-EFFORT = 4000
-"""The best solution is perturbed and refined again until so much has been tried in all: one for each
-evaluation, PLAN_EFFORT for each group planned. Counted, not timed, so that the same seed gives the same
-placement on any machine."""
-PLAN_EFFORT = 3
+EFFORT = 5000
+"""Effort (see SearchState) for clusters of up to LARGE GPUs; larger ones get more in proportion."""
+LARGE = 32
 
 
 def search(problem: Problem, options: SearchOptions) -> Placement:
     """The best placement found; see SearchOptions and run_search for limits and errors."""
 
     def explore(state: SearchState) -> None:
+        state.effort_limit = EFFORT * max(1.0, len(problem.cluster.gpu_ids) / LARGE)
+        linear = linear_start(state.evaluator)
+        if linear.groups:
+            refine(state, linear, "start from the linear program")
         for groups in start_sizes(problem):
-            refine(state, initial_solution(state, groups), f"start with {groups} groups")
-            if state.out_of_time():
+            if state.finished():
                 return
+            refine(state, initial_solution(state, groups), f"start with {groups} groups")
         if state.best is None or state.best.req_s <= 0:
             return
         rng = np.random.default_rng(options.seed)
         for _ in range(MAX_KICKS):
-            if _effort(state) >= EFFORT:
+            if state.finished():
                 return
             name, solution = kick(rng, state.best.solution, problem)
             refine(state, solution, name)
-            if state.out_of_time():
-                return
 
     return run_search(NAME, problem, options, explore)
-
-
-def _effort(state: SearchState) -> int:
-    return state.evaluator.evaluations + PLAN_EFFORT * state.evaluator.planner.computed
 
 
 def estimated_groups(problem: Problem) -> int:

@@ -7,12 +7,11 @@ import secrets
 from pathlib import Path
 
 from cost_model.architecture import ModelArchitecture
+from cost_model.base import PREFILL_BATCHES_HELD, PREFILL_TOKENS
 from hexgen2.placement import Placement, Replica
 from hexgen2.workload import Workload
 from runtime.messages import PROTOCOL_VERSION, Configure, StageShape
 
-MAX_PREFILL_TOKENS = 2048
-PREFILL_BATCHES_HELD = 2
 SMALL_KV_BYTES = 256 * 1024 * 1024
 
 
@@ -92,7 +91,7 @@ def configurations(placement: Placement, checkpoint: Path, gpu_dtype: str) -> di
             dtype=dtype,
             kv_budget_tokens=kv_budget_tokens(replica, placement.workload, placement.model),
             max_batch=replica.max_batch,
-            max_prefill_tokens=MAX_PREFILL_TOKENS,
+            max_prefill_tokens=PREFILL_TOKENS,
             host="127.0.0.1",
             secret=secret,
             threads=1,

@@ -159,7 +159,7 @@ def test_wrong_options(arguments, expected):
 
 def test_ctrl_c_keeps_the_best_so_far(tmp_path):
     """On a cluster large enough to be busy for long; interrupted once something was found."""
-    cards = ["H100", "A100", "L40"] * 5
+    cards = ["H100", "A100", "L40", "A6000"] * 20
     spec = {
         "name": "large",
         "nodes": [{"name": f"n{i}", "accelerators": f"{card}:4"} for i, card in enumerate(cards)],
