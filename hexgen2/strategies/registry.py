@@ -5,12 +5,23 @@ from __future__ import annotations
 import difflib
 
 from cost_model.errors import InputError
-from hexgen2.strategies import exact, hexgen2
+from hexgen2.strategies import distserve, exact, genetic, hexgen2, paper, random_swap, splitwise
 from hexgen2.strategies.base import Strategy
 
 STRATEGIES: dict[str, tuple[Strategy, str]] = {
     hexgen2.NAME: (hexgen2.search, "HexGen-2: partition, coarsen, plan, max flow, flow-guided refinement"),
     exact.NAME: (exact.search, f"exhaustive search, up to {exact.MAX_GPUS} GPUs"),
+    paper.NAME: (paper.search, "HexGen-2 as printed: a fixed number of groups, flow-guided swaps only"),
+    random_swap.NAME: (
+        random_swap.search,
+        "HexGen-2's truncated variant: random swaps instead of guided ones",
+    ),
+    genetic.NAME: (
+        genetic.search,
+        "HexGen's genetic algorithm: merge, split, swap and move over generations",
+    ),
+    splitwise.NAME: (splitwise.search, "Splitwise: fast GPU types prefill, slow ones decode"),
+    distserve.NAME: (distserve.search, "DistServe: one GPU type per phase, uniform tensor x pipeline shapes"),
 }
 
 
