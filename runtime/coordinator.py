@@ -21,12 +21,14 @@ from collections.abc import Mapping, Sequence
 from cost_model.errors import HexGen2Error
 from runtime.admission import QUEUE_LIMIT, Admission
 from runtime.generation import Generation, Observer, Outcome, RequestRecord, Unavailable
+from runtime.heartbeat import PING_EVERY_S, silence
 from runtime.launcher.link import Link
 from runtime.messages import (
     Cancel,
     Failed,
     KvMoved,
     Message,
+    Pong,
     Released,
     RequestFailed,
     Reserved,
@@ -52,6 +54,7 @@ class Coordinator:
     replicas : by id, with links to workers that are ready
     observer : told of tokens and ends
     queue_limit : requests that may wait for room
+    ping_every_s : how often each worker is asked whether it is there
     """
 
     def __init__(
@@ -60,14 +63,15 @@ class Coordinator:
         replicas: Mapping[str, Replica],
         observer: Observer | None = None,
         queue_limit: int = QUEUE_LIMIT,
+        ping_every_s: float = PING_EVERY_S,
     ) -> None:
         self.replicas = dict(replicas)
         self.records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
-        self._observer = observer
+        self._observer, self._ping_every_s = observer, ping_every_s
         self._admission = Admission(router, self.replicas, queue_limit)
         self._requests: dict[str, Generation] = {}
         self._numbers = itertools.count()
-        self._readers: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._stopped = False
 
     @property
@@ -92,10 +96,11 @@ class Coordinator:
         self._admission.check_serving()
 
     def start(self) -> None:
-        """Begin to listen to the workers; needs a running event loop."""
+        """Begin to listen to the workers and to watch them; needs a running event loop."""
         for replica in self.replicas.values():
             for worker, link in replica.links.items():
-                self._readers.append(asyncio.create_task(self._read(replica, worker, link)))
+                self._tasks.append(asyncio.create_task(self._read(replica, worker, link)))
+                self._tasks.append(asyncio.create_task(self._watch(replica, worker, link)))
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, route: Route | None = None) -> Generation:
         """Take a request; it starts at once or waits its turn (first come, first served).
@@ -127,9 +132,9 @@ class Coordinator:
         for request in [*self._admission.waiting, *self._requests.values()]:
             if request.phase != "ended":
                 self._end(request, "failed", Unavailable("the server is stopping"))
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # admission
 
@@ -173,6 +178,10 @@ class Coordinator:
             return self._lose(replica, f"worker {worker}: {error}")
         self._lose(replica, f"worker {worker} ended")
 
+    async def _watch(self, replica: Replica, worker: str, link: Link) -> None:
+        await silence(link, self._ping_every_s)
+        self._lose(replica, f"worker {worker} does not answer")
+
     def _handle(self, replica: Replica, message: Message) -> None:
         match message:
             case StepOutput(outputs=outputs):
@@ -187,6 +196,8 @@ class Coordinator:
                 self._on_failed(replica, request_id, text)
             case Released(request_id=request_id):
                 self._on_released(replica, request_id)
+            case Pong():
+                pass  # the link has counted it
             case _:
                 log.warning("replica %s sent an unexpected %s", replica.replica_id, type(message).__name__)
 

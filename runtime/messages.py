@@ -154,6 +154,10 @@ class Cancel(Message, frozen=True):
     request_id: str
 
 
+class Ping(Message, frozen=True):
+    """Are you there? To any worker, at any time; answered by Pong, whatever the worker computes."""
+
+
 # ---------------------------------------------------------------------------------------------
 # worker -> supervisor
 
@@ -180,6 +184,12 @@ class Failed(Message, frozen=True):
     worker: str
     kind: str
     text: str
+
+
+class Pong(Message, frozen=True):
+    """Answer to Ping."""
+
+    worker: str
 
 
 # lead worker -> front end
@@ -304,8 +314,10 @@ class KvSlice(Message, frozen=True):
     payload_bytes: int
 
 
-SupervisorToWorker = Configure | Connect | Shutdown | Expect | Prefill | Decode | Cancel
-WorkerToSupervisor = Listening | Ready | Failed | Reserved | StepOutput | KvMoved | RequestFailed | Released
+SupervisorToWorker = Configure | Connect | Shutdown | Expect | Prefill | Decode | Cancel | Ping
+WorkerToSupervisor = (
+    Listening | Ready | Failed | Pong | Reserved | StepOutput | KvMoved | RequestFailed | Released
+)
 WorkerToWorker = Hello | Step | Release | StepResult | KvLanded | KvSent | KvSlice
 
 _encoder = msgspec.msgpack.Encoder()

@@ -34,6 +34,8 @@ from runtime.messages import (
     Failed,
     Listening,
     Message,
+    Ping,
+    Pong,
     Ready,
     Release,
     Reserved,
@@ -194,7 +196,9 @@ class _Worker:
                 os._exit(1)
             if isinstance(message, Shutdown):
                 os._exit(0)
-            if isinstance(message, Connect):
+            if isinstance(message, Ping):
+                self.control.send(Pong(worker=self.config.worker))
+            elif isinstance(message, Connect):
                 if self.member is not None:
                     self.member.reconnect(message)
             elif self.lead is None:

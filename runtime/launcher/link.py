@@ -10,10 +10,11 @@ from runtime.messages import HEAD_BYTES, BadFrame, Message, body_length, decode,
 
 
 class Link:
-    """Messages over a byte stream, framed as runtime.messages says."""
+    """Messages over a byte stream, framed as runtime.messages says; heard counts those received."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self.heard = 0
 
     @classmethod
     async def over(cls, connected: socket.socket) -> Link:
@@ -35,7 +36,9 @@ class Link:
         """
         try:
             body = await self._reader.readexactly(body_length(await self._reader.readexactly(HEAD_BYTES)))
-            return decode(body)
+            message = decode(body)
+            self.heard += 1
+            return message
         except BadFrame as error:
             raise HexGen2Error(f"a worker broke the protocol: {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -11,6 +11,8 @@ from runtime.messages import (
     Decode,
     Expect,
     KvMoved,
+    Ping,
+    Pong,
     Prefill,
     Released,
     Reserved,
@@ -63,6 +65,8 @@ class FakeLead:
                 self.release(message.request_id)
             case Cancel():
                 self.release(message.request_id)
+            case Ping():
+                self.link.send(Pong(worker=f"n/{self.replica_id}"))
 
     def emit(self, request_id, indices, base, max_tokens):
         for index in indices:

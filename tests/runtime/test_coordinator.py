@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from scripted import PAIR, PROMPT, run, sampling, serving, settle, tokens_of
 
-from runtime.generation import Overloaded
+from runtime.generation import Overloaded, Unavailable
 from runtime.messages import Expect
 from runtime.router import Route
 
@@ -142,5 +142,19 @@ def test_many_requests_follow_the_weights_and_leave_nothing_behind():
             assert not any(lead.held for lead in leads.values())
             assert all(replica.held_tokens == 0 for replica in coordinator.replicas.values())
             assert not coordinator._requests
+
+    run(scenario)
+
+
+def test_a_silent_worker_is_lost_and_a_slow_one_is_not():
+    async def scenario():
+        async with serving(PAIR, ping_every_s=0.02) as (coordinator, leads):
+            assert await tokens_of(coordinator.submit(PROMPT, sampling(3))) == [300, 301, 302]
+            await asyncio.sleep(0.5)
+            assert coordinator.lost == {} and "Ping" in leads["d0"].kinds()
+            leads["d0"].gate.clear()
+            with pytest.raises(Unavailable, match="worker n/d0 does not answer"):
+                await tokens_of(coordinator.submit(PROMPT, sampling(3)))
+            assert list(coordinator.lost) == ["d0"]
 
     run(scenario)

@@ -1,6 +1,8 @@
 """The coordinator over real worker processes: what fails ends as an error, and all room comes back."""
 
 import asyncio
+import os
+import signal
 from contextlib import asynccontextmanager
 
 import pytest
@@ -31,7 +33,7 @@ def answer(folder):
 
 
 @asynccontextmanager
-async def joined(folder):
+async def joined(folder, **options):
     """A coordinator over the workers of one prefill and two decode replicas, and the links to them."""
     cluster = Cluster(folder, {}, kv_budget_tokens=BUDGET)
     try:
@@ -45,7 +47,7 @@ async def joined(folder):
             own = [worker for stage in stages for worker in stage.workers]
             role = "prefill" if name == "p" else "decode"
             replicas[name] = Replica(name, role, own[0], {each: links[each] for each in own}, BUDGET, 32)
-        coordinator = Coordinator(Router([TO_D, TO_E]), replicas)
+        coordinator = Coordinator(Router([TO_D, TO_E]), replicas, **options)
         coordinator.start()
         yield coordinator, cluster, links
         await coordinator.stop()
@@ -114,6 +116,24 @@ def test_a_decode_worker_killed_while_kv_is_on_its_way_is_an_error_and_others_se
                 with pytest.raises(Unavailable, match=r"replica d is lost|replica p gave up"):
                     await tokens_of(generation)
             assert await tokens_of(beside) == answer
+            await settle(coordinator)
+            assert list(coordinator.lost) == ["d"]
+
+    run(scenario)
+
+
+def test_a_frozen_decode_worker_is_found_and_others_serve(folder, answer):
+    async def scenario():
+        async with joined(folder, ping_every_s=0.5) as (coordinator, cluster, _):
+            assert await tokens_of(ask(coordinator, TO_D)) == answer
+            pid = cluster.processes["d/1"].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            frozen, beside = ask(coordinator, TO_D), ask(coordinator, TO_E)
+            assert await tokens_of(beside) == answer
+            with pytest.raises(Unavailable, match=r"replica d is lost \(worker d/1 does not answer\)"):
+                await tokens_of(frozen)
+            assert await tokens_of(ask(coordinator, None)) == answer
             await settle(coordinator)
             assert list(coordinator.lost) == ["d"]
 
