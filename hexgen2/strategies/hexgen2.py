@@ -27,8 +27,8 @@ BATCH_PER_REPLICA = 32
 """Concurrent requests assumed when the number of groups is estimated (Appendix A)."""
 
 MAX_STARTS = 4
-MAX_KICKS = 300
-EFFORT = 5000
+MAX_KICKS = 100
+EFFORT = 6000
 """Effort (see SearchState) for clusters of up to LARGE GPUs; larger ones get more in proportion."""
 LARGE = 32
 
