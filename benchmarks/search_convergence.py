@@ -109,7 +109,8 @@ def plot(cells: dict[tuple[str, str], dict[str, list[Run]]], path: Path) -> None
     figure, axes = pyplot.subplots(len(MODELS), len(WORKLOADS), figsize=(18, 8), squeeze=False)
     for axis, ((model, workload), by_strategy) in zip(axes.flat, cells.items(), strict=True):
         for strategy, runs in by_strategy.items():
-            times = sorted({point.seconds for run in runs for point in run})
+            begun = max(run[0].seconds for run in runs)
+            times = sorted({p.seconds for run in runs for p in run if p.seconds >= begun})
             values = [[best_at(run, "seconds", t) for run in runs] for t in times]
             lines = axis.step(times, [statistics.mean(v) for v in values], where="post", label=strategy)
             low, high = [min(v) for v in values], [max(v) for v in values]
