@@ -35,10 +35,13 @@ def print_placement(placement: Placement, console: Console) -> None:
         f"throughput  {placement.throughput.req_s:.4g} requests/s, "
         f"{placement.throughput.output_tok_s:.5g} output tokens/s"
     )
-    console.print(
-        f"bound       {placement.bound.req_s:.4g} requests/s, so the gap is at most "
-        f"{max(placement.bound.gap, 0):.1%}; the bound assumes:"
-    )
+    if placement.bound.gap <= 0:
+        console.print("bound       the same: no placement is better, given that")
+    else:
+        console.print(
+            f"bound       {placement.bound.req_s:.4g} requests/s, so the gap is at most "
+            f"{placement.bound.gap:.1%}, given that"
+        )
     for assumption in placement.bound.assumptions:
         console.print(f"              {escape(assumption)}", style="dim")
     console.print(

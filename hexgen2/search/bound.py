@@ -11,7 +11,7 @@ The largest such F is a fractional knapsack: GPUs prefill in the order of p_d / 
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterable
 
 from cost_model.base import TensorGroup
 from cost_model.hardware import NO_LINK
@@ -31,12 +31,13 @@ def trivial_bound(problem: Problem) -> tuple[float, list[str]]:
     if batch < 1:
         return 0.0, assumptions
     rates = node_rates(problem)
-    counts = np.array([[len(gpus)] for gpus in problem.node_gpus])
-    return best_split(rates * counts), assumptions
+    return best_split(
+        (p * len(g), q * len(g)) for (p, q), g in zip(rates, problem.node_gpus, strict=True)
+    ), assumptions
 
 
-def node_rates(problem: Problem) -> np.ndarray:
-    """[nodes, 2] requests/s that one GPU of each node can prefill, or decode, alone and at its best: no
+def node_rates(problem: Problem) -> list[tuple[float, float]]:
+    """For each node, requests/s that one GPU of each node can prefill, or decode, alone and at its best: no
     group's capacity exceeds the sum over its GPUs."""
     costs, layers = problem.costs, problem.model.layers
     prefill_batch, decode_batch = costs.prefill_batch(), max(1, decode_batch_limit(problem))
@@ -46,7 +47,7 @@ def node_rates(problem: Problem) -> np.ndarray:
         prefill = prefill_batch / costs.layer_s("prefill", alone, prefill_batch)
         decode = decode_batch / (costs.layer_s("decode", alone, decode_batch) * costs.osl)
         rates.append((prefill / layers, decode / layers))
-    return np.array(rates)
+    return rates
 
 
 def decode_batch_limit(problem: Problem) -> int:
@@ -62,19 +63,17 @@ def decode_batch_limit(problem: Problem) -> int:
     return int(max(0.0, min(costs.batch_cap, (room - weights) // per_request)))
 
 
-def best_split(rates: np.ndarray) -> float:
-    """max over x in [0, 1]^n of min(sum x p, sum (1 - x) q), rates [n, 2] holding (p, q)."""
-    order = np.argsort(-rates[:, 0] / rates[:, 1], kind="stable")
-    prefill, decode = rates[order, 0], rates[order, 1]
-    before = np.concatenate([[0.0], np.cumsum(prefill)])
-    after = np.concatenate([np.cumsum(decode[::-1])[::-1], [0.0]])
-    best = 0.0
-    for k in range(len(order)):
-        # GPU k is divided: before + x p = after + (1 - x) q.
-        x = (after[k + 1] + decode[k] - before[k]) / (prefill[k] + decode[k])
-        x = min(1.0, max(0.0, x))
-        best = max(best, min(before[k] + x * prefill[k], after[k + 1] + (1 - x) * decode[k]))
-    return float(best)
+def best_split(rates: Iterable[tuple[float, float]], prefill: float = 0.0, decode: float = 0.0) -> float:
+    """max over x in [0, 1]^n of min(prefill + sum x p, decode + sum (1 - x) q), for rates (p, q)."""
+    order = sorted(rates, key=lambda rate: -rate[0] / rate[1])
+    before, after = prefill, decode + sum(q for _, q in order)
+    best = min(before, after)
+    for p, q in order:
+        # This one is divided: before + x p = after - x q.
+        x = min(1.0, max(0.0, (after - before) / (p + q)))
+        best = max(best, min(before + x * p, after - x * q))
+        before, after = before + p, after - q
+    return best
 
 
 def report(problem: Problem, req_s: float) -> Bound:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hexgen2.placement import (
+    Bound,
     CostModelName,
     Latency,
     Placement,
@@ -17,6 +18,7 @@ from hexgen2.placement import (
 )
 from hexgen2.search import evaluate as ev
 from hexgen2.search.bound import report
+from hexgen2.search.enumeration import ASSUMPTIONS
 from hexgen2.search.flow import balance
 from hexgen2.search.problem import Problem
 from hexgen2.search.routes import layer_overlaps
@@ -27,9 +29,10 @@ NEGLIGIBLE = 1e-6
 
 
 def build_placement(
-    problem: Problem, evaluation: ev.Evaluation, strategy: str, search: SearchRecord
+    problem: Problem, evaluation: ev.Evaluation, strategy: str, search: SearchRecord, proved: bool = False
 ) -> Placement:
-    """The placement of an evaluated solution, its flow spread evenly over the replicas."""
+    """The placement of an evaluated solution, its flow spread evenly over the replicas. With proved it is
+    its own bound."""
     carried = balance(evaluation.network, evaluation.flow).routes
     carried = np.where(carried > carried.sum() * NEGLIGIBLE, carried, 0.0)
     free = [list(gpus) for gpus in problem.node_gpus]
@@ -68,7 +71,7 @@ def build_placement(
         throughput=Throughput(req_s=served, output_tok_s=served * problem.costs.osl),
         latency=_latency(evaluation, carried),
         price_per_hour=float(problem.cluster.price_per_hour.sum()),
-        bound=report(problem, served),
+        bound=Bound(req_s=served, gap=0.0, assumptions=ASSUMPTIONS) if proved else report(problem, served),
         bottlenecks=_bottlenecks(replicas, routes, [g for node in free for g in node], problem),
         search=search,
     )

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hexgen2.search.bound import node_rates
+from hexgen2.search.bound import best_split, node_rates
 from hexgen2.search.flow import Flow, FlowNetwork, solve
 from hexgen2.search.plan import GroupPlan, PlannedStage, Planner
-from hexgen2.search.problem import Group, Problem, Solution
+from hexgen2.search.problem import Blocks, Group, Problem, Solution
 from hexgen2.search.routes import transfer_s
 
 PLATEAU_SHARE = 1e-3
@@ -70,7 +70,7 @@ class Evaluator:
         self.problem = problem
         self.planner = Planner(problem)
         self.evaluations = self.routes = 0
-        self._rates = dict(zip(("prefill", "decode"), node_rates(problem).T.tolist(), strict=True))
+        self._rates = dict(zip(("prefill", "decode"), zip(*node_rates(problem), strict=True), strict=True))
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
         self._transfers: dict[tuple, float] = {}
@@ -103,6 +103,12 @@ class Evaluator:
         """
         limit = self._limit(solution, self._rate_limit)
         return limit if limit <= threshold else self._limit(solution, self._plan_capacity)
+
+    def limit_with_rest(self, done: dict[str, float], rest: Blocks) -> float:
+        """An upper limit on the flow of groups with these capacities (requests/s by role) once the GPUs
+        left over join either role, each at its own best."""
+        rates = [(self._rates["prefill"][node] * n, self._rates["decode"][node] * n) for node, n in rest]
+        return best_split(rates, done["prefill"], done["decode"])
 
     def _limit(self, solution: Solution, capacity_of: Callable[[Group], float]) -> float:
         capacity = {"prefill": 0.0, "decode": 0.0}

@@ -38,6 +38,7 @@ EFFORT_PER_GROUP = 1 / 60
 @dataclass
 class SearchState:
     """The best solution so far, how it was reached, and when to stop: at a time or after an effort.
+    proved is set once nothing better can exist.
 
     progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the
     best stays here.
@@ -50,6 +51,7 @@ class SearchState:
     best: Evaluation | None = None
     trace: list[dict] = field(default_factory=list)
     cut: str | None = None
+    proved: bool = False
     groups_looked_at: int = 0
 
     def offer(self, evaluation: Evaluation, step: str) -> None:

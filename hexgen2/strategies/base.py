@@ -54,7 +54,7 @@ def run_search(
         trace=state.trace,
         cut=state.cut,
     )
-    return build_placement(problem, state.best, name, record)
+    return build_placement(problem, state.best, name, record, state.proved)
 
 
 def _why_infeasible(problem: Problem, state: SearchState) -> str:
@@ -70,6 +70,11 @@ def _why_infeasible(problem: Problem, state: SearchState) -> str:
         )
     if state.cut:
         return f"no feasible placement found within the time limit on {cluster.name}; raise --time-limit"
+    if not state.proved and memory > 2 * weights:
+        return (
+            f"no feasible placement found: {cluster.name} ({memory:.3g} GiB) is tight for two of "
+            f"{model.name} ({weights:.3g} GiB each, and KV caches); add GPUs or choose a smaller model"
+        )
     return (
         f"no feasible placement: {cluster.name} ({memory:.3g} GiB) holds {model.name} ({weights:.3g} GiB) "
         "once, but a prefill and a decode replica need it twice; add GPUs or choose a smaller model"

@@ -13,12 +13,14 @@ from cost_model.hardware import NO_LINK
 from hexgen2.placement import Placement
 from hexgen2.search.coarsen import coarsen, project
 from hexgen2.search.columns import linear_start
+from hexgen2.search.enumeration import enumerate_all
 from hexgen2.search.kernighan_lin import kernighan_lin
 from hexgen2.search.kick import kick
 from hexgen2.search.problem import Problem, Solution
 from hexgen2.search.refine import SearchState, refine
 from hexgen2.search.secondary import secondary_partition
 from hexgen2.search.spectral import spectral_partition
+from hexgen2.strategies import exact
 from hexgen2.strategies.base import SearchOptions, run_search
 
 NAME = "hexgen2"
@@ -31,6 +33,9 @@ MAX_KICKS = 100
 EFFORT = 6000
 """Effort (see SearchState) for clusters of up to LARGE GPUs; larger ones get more in proportion."""
 LARGE = 32
+ENUMERATION = 40_000
+"""Branches of the exhaustive search that are tried on small clusters before the perturbations begin:
+enough to settle most of them."""
 
 
 def search(problem: Problem, options: SearchOptions) -> Placement:
@@ -45,7 +50,9 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
             if state.finished():
                 return
             refine(state, initial_solution(state, groups), f"start with {groups} groups")
-        if state.best is None or state.best.req_s <= 0:
+        if len(problem.cluster.gpu_ids) <= exact.MAX_GPUS:
+            state.proved = enumerate_all(state, ENUMERATION)
+        if state.proved or state.best is None:
             return
         rng = np.random.default_rng(options.seed)
         for _ in range(MAX_KICKS):

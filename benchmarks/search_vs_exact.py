@@ -1,0 +1,106 @@
+"""Compare `hexgen2` with exhaustive search on random clusters of up to 9 GPUs.
+
+    python benchmarks/search_vs_exact.py [--clusters 200] [--seed 0]
+
+Types, nodes and links are drawn at random, with both models and the four offline workloads of HexGen-2.
+Prints every cluster where the search falls short, then the distribution of the ratio, whether the bound
+held, and the mean seconds of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from pathlib import Path
+
+from cluster_specs.loader import parse_cluster
+from cost_model.errors import InfeasibleError
+from cost_model.models import find_model
+from cost_model.registry import make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.placement import Placement
+from hexgen2.search.bound import trivial_bound
+from hexgen2.search.problem import Problem
+from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.registry import find_strategy
+from hexgen2.workloads import load_workload
+
+TYPES = ("H100", "A100", "L40", "A6000", "L4")
+BANDWIDTHS_GBIT_S = (1, 5, 10, 25, 100, 400)
+MODELS = ("llama-2-70b", "opt-30b")
+WORKLOADS = ("HPLD", "HPHD", "LPHD", "LPLD")
+
+
+def draw_problem(random_source: random.Random) -> Problem:
+    """Three to nine GPUs in at most four nodes."""
+    draw = random_source
+    left = draw.randint(3, 9)
+    nodes: list[dict] = []
+    while left and len(nodes) < 4:
+        count = draw.randint(1, min(4, left))
+        left -= count
+        nodes.append(
+            {
+                "name": f"n{len(nodes)}",
+                "accelerators": f"{draw.choice(TYPES)}:{count}",
+                "interconnect": draw.choice(["nvlink", "pcie4", "pcie3"]),
+            }
+        )
+    links = [
+        {"from": a["name"], "to": b["name"], "bandwidth_gbit_s": draw.choice(BANDWIDTHS_GBIT_S)}
+        for i, a in enumerate(nodes)
+        for b in nodes[i + 1 :]
+        if draw.random() < 0.5
+    ]
+    default = {"bandwidth_gbit_s": draw.choice(BANDWIDTHS_GBIT_S)}
+    network = {"default": default, "links": links}
+    spec = parse_cluster({"name": "random", "nodes": nodes, "network": network}, "random", Path())
+    model, workload = find_model(draw.choice(MODELS)), load_workload(draw.choice(WORKLOADS))
+    costs = make_cost_model("calibrated", model, workload.isl, workload.osl)
+    return Problem(spec, Cluster.from_spec(spec), model, workload, costs)
+
+
+def timed(strategy: str, problem: Problem) -> tuple[Placement, float]:
+    """A placement and the seconds it took."""
+    started = time.perf_counter()
+    placement = find_strategy(strategy)(problem, SearchOptions())
+    return placement, time.perf_counter() - started
+
+
+def main() -> None:
+    """Draw, solve twice, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--clusters", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    source = random.Random(arguments.seed)
+    ratios: list[float] = []
+    seconds: list[tuple[float, float]] = []
+    bound_held = True
+    while len(ratios) < arguments.clusters:
+        problem = draw_problem(source)
+        try:
+            best, exact_s = timed("exact", problem)
+        except InfeasibleError:
+            continue
+        found, search_s = timed("hexgen2", problem)
+        ratio = found.throughput.req_s / best.throughput.req_s
+        bound_held &= best.throughput.req_s <= trivial_bound(problem)[0] * (1 + 1e-9)
+        ratios.append(ratio)
+        seconds.append((search_s, exact_s))
+        if ratio < 0.9999:
+            cards = " ".join(node.accelerators for node in problem.spec.nodes)
+            print(f"{ratio:.4f}  {cards}  {problem.model.name}  {problem.workload.name}", flush=True)
+    equal = sum(ratio >= 0.9999 for ratio in ratios) / len(ratios)
+    print(
+        f"{len(ratios)} clusters: {equal:.1%} equal, mean ratio {statistics.mean(ratios):.4f}, "
+        f"worst {min(ratios):.4f}; the trivial bound {'held' if bound_held else 'did not hold'} in all"
+    )
+    search_mean, exact_mean = (statistics.mean(column) for column in zip(*seconds, strict=True))
+    print(f"mean seconds: hexgen2 {search_mean:.3f}, exact {exact_mean:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Exhaustive search: every partition of the GPUs into groups with roles, up to symmetry.
+
+GPUs of one node are alike, so groups are counted per node. Each node in turn gives its GPUs to groups
+that contain it, in non-rising order, or leaves them idle. A branch that cannot beat the best any more,
+even if every GPU left worked at its own best, is cut off.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from hexgen2.search.problem import Group, Solution, blocks_of
+from hexgen2.search.refine import SearchState
+
+ASSUMPTIONS = [
+    "every partition of the GPUs into replicas was tried or excluded",
+    "tensor-parallel groups stay inside a node",
+    "each replica has the plan that the planner finds best for it alone; stage orders are improved locally",
+]
+
+Counts = tuple[int, ...]
+
+
+def enumerate_all(state: SearchState, most: int | None = None) -> bool:
+    """Offer every solution that may beat the state's best.
+
+    Parameters
+    ----------
+    most : give up after so many branches
+
+    Returns
+    -------
+    True if nothing was left out; the state's best is then optimal
+    """
+    return _Enumeration(state, most).run()
+
+
+class _Enumeration:
+    def __init__(self, state: SearchState, most: int | None) -> None:
+        self._state, self._left = state, most
+        problem = state.evaluator.problem
+        self._sizes = tuple(len(gpus) for gpus in problem.node_gpus)
+        self._capacity: dict[tuple[str, Counts], float] = {}
+        self._groups: list[Group] = []
+
+    def run(self) -> bool:
+        return self._descend(self._sizes, 0, None, {"prefill": 0.0, "decode": 0.0})
+
+    def _descend(self, free: Counts, node: int, below: Counts | None, done: dict[str, float]) -> bool:
+        """Try all ways to go on; False if cut short."""
+        state = self._state
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                return False
+        if state.out_of_time():
+            return False
+        best = state.best.req_s if state.best else 0.0
+        if state.evaluator.limit_with_rest(done, blocks_of(dict(enumerate(free)))) <= best * (1 + 1e-9):
+            return True
+        if node == len(free):
+            found = state.evaluator.evaluate(Solution(tuple(self._groups)))
+            state.offer(state.evaluator.reordered(found), "enumerate")
+            return True
+        idle = tuple(0 if n == node else f for n, f in enumerate(free))
+        if not self._descend(idle, node + 1, None, done):
+            return False
+        for counts in self._patterns_with(free, node):
+            if below is not None and counts > below:
+                continue
+            rest = tuple(f - c for f, c in zip(free, counts, strict=True))
+            for role in ("prefill", "decode"):
+                gained = self._capacity_of(role, counts)
+                if gained <= 0:
+                    continue
+                self._groups.append(Group(role, blocks_of(dict(enumerate(counts)))))
+                complete = self._descend(rest, node, counts, {**done, role: done[role] + gained})
+                self._groups.pop()
+                if not complete:
+                    return False
+        return True
+
+    def _capacity_of(self, role: str, counts: Counts) -> float:
+        key = (role, counts)
+        if key not in self._capacity:
+            plan = self._state.evaluator.planner.plan(role, blocks_of(dict(enumerate(counts))))
+            self._capacity[key] = plan.capacity_req_s if plan else 0.0
+        return self._capacity[key]
+
+    def _patterns_with(self, free: Counts, node: int) -> Iterator[Counts]:
+        """Every group that takes at least one GPU of `node` and none of the nodes before it."""
+        ranges = [range(1)] * node + [range(1, free[node] + 1)] + [range(f + 1) for f in free[node + 1 :]]
+        return itertools.product(*ranges)
