@@ -38,7 +38,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
             population = _survivors(state, population, f"generation {generation}")
             if state.out_of_time():
                 break
-            population += [_mutated(rng, parent) for parent in population]
+            population += [_mutated(rng, parent) for parent in population if not state.out_of_time()]
         require_found(state, f"too few groups of any partition that {NAME} came across")
 
     return run_search(NAME, problem, options, explore)
@@ -53,7 +53,8 @@ def _survivors(state: SearchState, population: list[Solution], step: str) -> lis
         evaluated.setdefault(solution.key, state.evaluator.evaluate(solution))
     best = sorted(evaluated.values(), key=lambda evaluation: -evaluation.score)[:POPULATION]
     for evaluation in best:
-        state.offer(state.evaluator.reordered(evaluation), step)
+        # Unordered if that is all there is time for.
+        state.offer(evaluation if state.out_of_time() else state.evaluator.reordered(evaluation), step)
     return [evaluation.solution for evaluation in best]
 
 
@@ -73,13 +74,14 @@ def _random_partition(rng: np.random.Generator, problem: Problem) -> list[Soluti
 
 
 def _mutated(rng: np.random.Generator, solution: Solution) -> Solution:
-    """One random step of a random kind; the solution itself where that kind has none."""
-    everyone = list(range(len(solution.groups)))
+    """One random step of a random kind (swaps and moves between two random groups); the solution itself
+    where there is none."""
+    pair = rng.permutation(len(solution.groups))[:2].tolist()
     kinds = (
         lambda: list(merges(solution)),
         lambda: list(splits(solution)),
-        lambda: list(swaps(solution, everyone, everyone)),
-        lambda: list(moves(solution, everyone, everyone)),
+        lambda: list(swaps(solution, pair[:1], pair[1:])),
+        lambda: list(moves(solution, pair[:1], pair[1:])),
     )
     steps = kinds[int(rng.integers(len(kinds)))]()
     return steps[int(rng.integers(len(steps)))][1] if steps else solution
