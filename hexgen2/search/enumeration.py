@@ -57,7 +57,7 @@ class _Enumeration:
         if state.out_of_time():
             return False
         best = state.best.req_s if state.best else 0.0
-        if state.evaluator.limit_with_rest(done, blocks_of(dict(enumerate(free)))) <= best * (1 + 1e-9):
+        if state.evaluator.limit_with_rest(done, free) <= best * (1 + 1e-9):
             return True
         if node == len(free):
             found = state.evaluator.evaluate(Solution(tuple(self._groups)))

@@ -7,7 +7,7 @@ capacities does not already decide.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from hexgen2.search.bound import best_split, node_rates
 from hexgen2.search.flow import Flow, FlowNetwork, solve
 from hexgen2.search.plan import GroupPlan, PlannedStage, Planner
-from hexgen2.search.problem import Blocks, Group, Problem, Solution
+from hexgen2.search.problem import Group, Problem, Solution
 from hexgen2.search.routes import transfer_s
 
 PLATEAU_SHARE = 1e-3
@@ -70,7 +70,8 @@ class Evaluator:
         self.problem = problem
         self.planner = Planner(problem)
         self.evaluations = self.routes = 0
-        self._rates = dict(zip(("prefill", "decode"), zip(*node_rates(problem), strict=True), strict=True))
+        self._node_rates = node_rates(problem)
+        self._rates = dict(zip(("prefill", "decode"), zip(*self._node_rates, strict=True), strict=True))
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
         self._transfers: dict[tuple, float] = {}
@@ -104,10 +105,10 @@ class Evaluator:
         limit = self._limit(solution, self._rate_limit)
         return limit if limit <= threshold else self._limit(solution, self._plan_capacity)
 
-    def limit_with_rest(self, done: dict[str, float], rest: Blocks) -> float:
+    def limit_with_rest(self, done: dict[str, float], free: Sequence[int]) -> float:
         """An upper limit on the flow of groups with these capacities (requests/s by role) once the GPUs
-        left over join either role, each at its own best."""
-        rates = [(self._rates["prefill"][node] * n, self._rates["decode"][node] * n) for node, n in rest]
+        left over (so many of each node) join either role, each at its own best."""
+        rates = [(p * n, q * n) for (p, q), n in zip(self._node_rates, free, strict=True) if n]
         return best_split(rates, done["prefill"], done["decode"])
 
     def _limit(self, solution: Solution, capacity_of: Callable[[Group], float]) -> float:

@@ -30,7 +30,7 @@ BATCH_PER_REPLICA = 32
 
 MAX_STARTS = 4
 MAX_KICKS = 100
-EFFORT = 6000
+EFFORT = 5000
 """Effort (see SearchState) for clusters of up to LARGE GPUs; larger ones get more in proportion."""
 LARGE = 32
 ENUMERATION = 40_000
