@@ -14,7 +14,7 @@ from cost_model.base import PREFILL_BATCHES_HELD, TensorGroup
 from cost_model.errors import InputError
 from cost_model.hardware import NO_LINK, Accelerator
 from cost_model.pipeline import PIPELINE_SEMANTICS
-from cost_model.registry import make_cost_model
+from cost_model.registry import COST_MODELS, make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 
@@ -24,9 +24,14 @@ TOLERANCE = 1e-6
 Violation = tuple[str, str]
 
 
-def violations(placement: Placement) -> list[Violation]:
-    """Everything that is wrong with a placement, in the order of its keys."""
-    cluster = Cluster.from_spec(resolve(placement.cluster, placement.cluster.name, Path()))
+def violations(placement: Placement, source: str = "placement") -> list[Violation]:
+    """Everything that is wrong with a placement, in the order of its keys.
+
+    Raises
+    ------
+    InputError : its cluster alone is wrong already; names `source`
+    """
+    cluster = Cluster.from_spec(resolve(placement.cluster, f"{source}: cluster", Path()))
     structure = [*check_gpus(placement, cluster), *check_layers(placement), *check_names(placement)]
     if structure:
         return structure
@@ -45,7 +50,7 @@ def verify(placement: Placement, source: str = "placement") -> None:
     ------
     InputError : names the file, the first offending key and how many more there are
     """
-    found = violations(placement)
+    found = violations(placement, source)
     if not found:
         return
     key, problem = found[0]
@@ -124,6 +129,9 @@ def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
     counts them."""
     if placement.cost_model.pipeline not in PIPELINE_SEMANTICS:
         yield "cost_model.pipeline", f"unknown '{placement.cost_model.pipeline}'"
+        return
+    if placement.cost_model.name not in COST_MODELS:
+        yield "cost_model.name", f"unknown '{placement.cost_model.name}'"
         return
     workload = placement.workload
     costs = make_cost_model(placement.cost_model.name, placement.model, workload.isl, workload.osl)

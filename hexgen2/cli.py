@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -67,6 +68,8 @@ def search(
     from hexgen2.strategies.registry import find_strategy
 
     run = find_strategy(strategy)
+    if time_limit is not None and not math.isfinite(time_limit):
+        raise InputError("--time-limit", "", f"is {time_limit}", "give a number of seconds")
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(str(output), "", "its folder does not exist", "create it first")
     problem = make_problem(cluster, model, workload, isl, osl, cost_model, pipeline)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-import numpy as np
-
 from cost_model.errors import InputError
 from hexgen2.trace import Trace, read_trace
 from hexgen2.workload import RequestClass, Workload
@@ -18,6 +16,7 @@ _SOURCE = (
     "means of the Azure LLM inference trace 2023 (conversation), {} "
     "of the 16663 requests with input <= 2048 and output <= 1024 tokens"
 )
+MAX_TOKENS = 10_000_000  # of a prompt or an answer: no model has such a context
 _CLASSES = [
     RequestClass(name="HPLD", isl=1273.9, osl=80.2, weight=1766),
     RequestClass(name="HPHD", isl=1104.2, osl=397.6, weight=7254),
@@ -57,8 +56,9 @@ def load_workload(
     InputError : unknown name, unusable trace, or lengths that are not positive (osl at least 1)
     """
     for option, value, least in (("--isl", isl, 1), ("--osl", osl, 1)):
-        if value is not None and not (np.isfinite(value) and value >= least):
-            raise InputError(option, "", f"is {value:g}", f"give a number of tokens, at least {least}")
+        if value is not None and not least <= value <= MAX_TOKENS:
+            remedy = f"give a number of tokens, at least {least} and at most {MAX_TOKENS}"
+            raise InputError(option, "", f"is {value:g}", remedy)
     if name_or_file is None:
         if isl is None or osl is None:
             missing = "--isl" if isl is None else "--osl"

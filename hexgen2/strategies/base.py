@@ -36,6 +36,11 @@ def run_search(
     InfeasibleError : no solution carries a single request; the message says why
     KeyboardInterrupt : interrupted before anything was found
     """
+    if len(problem.cluster.gpu_ids) < 2:
+        raise InfeasibleError(
+            f"no feasible placement: {problem.cluster.name} has one GPU, and a prefill and a decode replica "
+            "need one each; add GPUs"
+        )
     started = time.monotonic()
     deadline = None if options.time_limit_s is None else started + options.time_limit_s
     state = SearchState(Evaluator(problem), deadline_s=deadline, progress=options.progress)

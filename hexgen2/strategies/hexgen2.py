@@ -1,7 +1,9 @@
 """HexGen-2's two-phase search (section 3): partition, coarsen, assign phases, plan, flow, refine.
 
-The number of groups is not trusted to one estimate: the paper's K (total memory over the memory of
-one replica) gives the first start, smaller ones the others, and each is refined on its own.
+The number of groups is not trusted to one estimate: a linear program gives the first start, the paper's
+K (total memory over the memory of one replica) the second, smaller numbers the others, and each is
+refined on its own. Beyond the paper, small clusters are then settled by enumeration, and elsewhere the
+best is perturbed and refined again.
 """
 
 from __future__ import annotations

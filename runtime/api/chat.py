@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +16,7 @@ from runtime.api.errors import bad_request
 from runtime.api.logprobs import chat_logprobs
 from runtime.api.schemas import ChatRequest
 from runtime.api.service import Service
-from runtime.api.streaming import EventStream, first_of, unless_gone
+from runtime.api.streaming import respond
 from runtime.api.tokenizer import BadChat, NoChatTemplate
 
 
@@ -30,14 +31,8 @@ def chat_router(service: Service) -> APIRouter:
         logprobs = (body.top_logprobs or 0) if body.logprobs else -1
         max_tokens = body.max_completion_tokens or body.max_tokens
         answer = service.answer(body, [prompt], max_tokens, logprobs)
-        try:
-            if body.stream:
-                pieces = await unless_gone(request, first_of(answer))
-                return EventStream(answer, _chunks(service, body, answer, pieces))
-            return await unless_gone(request, _whole(service, body, answer))
-        except BaseException:
-            answer.close()
-            raise
+        stream = partial(_chunks, service, body, answer) if body.stream else None
+        return await respond(request, answer, stream, partial(_whole, service, body, answer))
 
     return router
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +16,7 @@ from runtime.api.errors import bad_request
 from runtime.api.logprobs import CompletionLogprobs
 from runtime.api.schemas import MAX_CHOICES, CompletionRequest
 from runtime.api.service import Service
-from runtime.api.streaming import EventStream, first_of, unless_gone
+from runtime.api.streaming import respond
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -35,14 +36,8 @@ def completions_router(service: Service) -> APIRouter:
             raise bad_request(f"prompts times n must be from 1 to {MAX_CHOICES}", "prompt")
         logprobs = -1 if body.logprobs is None else body.logprobs
         answer = service.answer(body, prompts, body.max_tokens or DEFAULT_MAX_TOKENS, logprobs)
-        try:
-            if body.stream:
-                pieces = await unless_gone(request, first_of(answer))
-                return EventStream(answer, _chunks(service, body, answer, pieces))
-            return await unless_gone(request, _whole(service, body, answer))
-        except BaseException:
-            answer.close()
-            raise
+        stream = partial(_chunks, service, body, answer) if body.stream else None
+        return await respond(request, answer, stream, partial(_whole, service, body, answer))
 
     return router
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cost_model.errors import HexGen2Error
@@ -54,6 +54,23 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
     except HexGen2Error as error:
         yield event(from_serving(error).body())
     yield DONE
+
+
+async def respond(
+    request: Request,
+    answer: Answer,
+    stream: Callable[[AsyncIterator[Piece]], AsyncIterator[dict[str, Any]]] | None,
+    whole: Callable[[], Coroutine[Any, Any, Response]],
+) -> Response:
+    """The answer as a stream of chunks made of its pieces, or (stream is None) whole; it is closed if the
+    client goes or anything fails before there is something to send."""
+    try:
+        if stream is None:
+            return await unless_gone(request, whole())
+        return EventStream(answer, stream(await unless_gone(request, first_of(answer))))
+    except BaseException:
+        answer.close()
+        raise
 
 
 async def first_of(answer: Answer) -> AsyncIterator[Piece]:

@@ -136,6 +136,17 @@ def test_a_model_that_fits_nowhere(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "strategy", ["hexgen2", "exact", "hexgen2-paper", "genetic", "splitwise", "distserve"]
+)
+def test_one_gpu_cannot_be_both(cluster_file, strategy):
+    def one_gpu(spec):
+        spec["nodes"] = [{"name": "a", "accelerators": "H100:1"}]
+
+    arguments = ["--cluster", cluster_file(one_gpu), "--model", "opt-13b", "--workload", "LPLD"]
+    assert "one GPU" in refused(hexgen2("search", *arguments, "--strategy", strategy), code=3)
+
+
+@pytest.mark.parametrize(
     "arguments,expected",
     [
         (["--cluster", "hexgen2-seting-1", "--model", "opt-30b", "--workload", "LPLD"], "hexgen2-setting-1"),
@@ -146,6 +157,8 @@ def test_a_model_that_fits_nowhere(tmp_path):
         ([*ON_SETTING_1, "--cost-model", "table2"], "table1"),
         ([*ON_SETTING_1, "--seed", "-1"], "seed"),
         ([*ON_SETTING_1, "--time-limit", "0"], "time-limit"),
+        ([*ON_SETTING_1, "--time-limit", "nan"], "time-limit"),
+        ([*ON_SETTING_1, "--isl", "1e308", "--osl", "1e308"], "isl"),
         ([*ON_SETTING_1, "-o", "/nonexistent/folder/p.json"], "/nonexistent/folder"),
         ([*ON_SETTING_1, "--isl", "-5", "--osl", "5"], "isl"),
         ([*ON_SETTING_1, "--strategy", "exact"], "too many"),

@@ -149,6 +149,26 @@ def test_every_edit_is_found(sound, edit, key):
     assert key in caught.value.key
 
 
+def unknown_gpu(p):
+    p["cluster"]["nodes"][0]["accelerators"] = "H1000:2"
+
+
+def duplicate_node(p):
+    p["cluster"]["nodes"][1]["name"] = p["cluster"]["nodes"][0]["name"]
+
+
+def unknown_cost_model(p):
+    p["cost_model"]["name"] = "guess"
+
+
+@pytest.mark.parametrize("edit", [unknown_gpu, duplicate_node, unknown_cost_model])
+def test_whatever_is_wrong_the_file_is_named(sound, edit):
+    placement = json.loads(json.dumps(sound))
+    edit(placement)
+    with pytest.raises(InputError, match=r"^edited\.json: "):
+        verify(Placement.model_validate(placement), "edited.json")
+
+
 def test_saving_is_all_or_nothing(sound, tmp_path):
     placement = Placement.model_validate(sound)
     path = tmp_path / "placement.json"
