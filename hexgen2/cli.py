@@ -12,12 +12,29 @@ import click
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
+from hexgen2.goal import OBJECTIVES, make_goal
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hexgen2")
 def cli() -> None:
     """Place and serve large language models on mixed GPUs, with disaggregated prefill and decode."""
+
+
+class _Positive(click.FloatRange):
+    """A finite number above zero."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value, param, ctx) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+POSITIVE = _Positive()
 
 
 @cli.command()
@@ -40,10 +57,13 @@ def cli() -> None:
     show_default=True,
     help="How pipeline stages add up.",
 )
+@click.option("--objective", type=click.Choice(OBJECTIVES), default="throughput", show_default=True)
+@click.option("--request-rate", type=POSITIVE, help="Requests/s that arrive, at random.")
+@click.option("--ttft", type=POSITIVE, help="Target for the time to first token, in ms.")
+@click.option("--tpot", type=POSITIVE, help="Target for the time per output token, in ms.")
+@click.option("--budget", type=POSITIVE, help="$ per hour that the GPUs in use may cost.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option(
-    "--time-limit", type=click.FloatRange(min=0, min_open=True), help="Seconds; the best so far is kept."
-)
+@click.option("--time-limit", type=POSITIVE, help="Seconds; the best so far is kept.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the placement to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the placement as one JSON object.")
 def search(
@@ -55,6 +75,11 @@ def search(
     strategy: str,
     cost_model: str,
     pipeline: str,
+    objective: str,
+    request_rate: float | None,
+    ttft: float | None,
+    tpot: float | None,
+    budget: float | None,
     seed: int,
     time_limit: float | None,
     output: Path | None,
@@ -68,11 +93,10 @@ def search(
     from hexgen2.strategies.registry import find_strategy
 
     run = find_strategy(strategy)
-    if time_limit is not None and not math.isfinite(time_limit):
-        raise InputError("--time-limit", "", f"is {time_limit}", "give a number of seconds")
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(str(output), "", "its folder does not exist", "create it first")
-    problem = make_problem(cluster, model, workload, isl, osl, cost_model, pipeline)
+    goal = make_goal(objective, request_rate, ttft, tpot, budget)
+    problem = make_problem(cluster, model, workload, isl, osl, cost_model, pipeline, goal)
     placement = run(problem, SearchOptions(seed, time_limit, _progress()))
     wrong = violations(placement)
     if wrong:

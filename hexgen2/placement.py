@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InputError
+from hexgen2.goal import Goal
 from hexgen2.workload import Workload
 
 Role = Literal["prefill", "decode", "colocated"]
@@ -121,6 +122,7 @@ class Placement(_Strict):
     model: ModelArchitecture
     workload: Workload
     cost_model: CostModelName
+    goal: Goal = Goal()
     replicas: list[Replica] = Field(min_length=1)
     routes: list[Route]
     attention_workers: list[dict[str, Any]] = []

@@ -66,6 +66,7 @@ def build_placement(
         cost_model=CostModelName(
             name=problem.costs.name, calibration=problem.costs.calibration, pipeline=problem.pipeline
         ),
+        goal=problem.goal,
         replicas=replicas,
         routes=routes,
         throughput=Throughput(req_s=served, output_tok_s=served * problem.costs.osl),

@@ -16,6 +16,7 @@ from cost_model.models import find_model
 from cost_model.pipeline import PipelineSemantics
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
+from hexgen2.goal import Goal
 from hexgen2.workload import Workload
 from hexgen2.workloads import load_workload
 
@@ -35,6 +36,7 @@ class Problem:
     workload: Workload
     costs: CostModel
     pipeline: PipelineSemantics = "pipelined"
+    goal: Goal = field(default_factory=Goal)
 
     @cached_property
     def node_gpus(self) -> tuple[tuple[int, ...], ...]:
@@ -113,6 +115,7 @@ def make_problem(
     osl: float | None = None,
     cost_model: str = "calibrated",
     pipeline: str = "pipelined",
+    goal: Goal | None = None,
 ) -> Problem:
     """A problem from names or files, as the command line gives them.
 
@@ -123,4 +126,4 @@ def make_problem(
     spec = load_cluster(cluster)
     architecture, load = find_model(model), load_workload(workload, isl, osl)
     costs = make_cost_model(cost_model, architecture, load.isl, load.osl)
-    return Problem(spec, Cluster.from_spec(spec), architecture, load, costs, pipeline)  # type: ignore[arg-type]
+    return Problem(spec, Cluster.from_spec(spec), architecture, load, costs, pipeline, goal or Goal())  # type: ignore[arg-type]

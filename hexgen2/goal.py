@@ -1,0 +1,61 @@
+"""What a search is asked for: the objective, the load and the targets, and what may be spent."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cost_model.errors import InputError
+
+Objective = Literal["throughput", "goodput", "cost", "latency"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+
+
+class Goal(BaseModel):
+    """The question beside cluster, model and workload.
+
+    Attributes
+    ----------
+    objective : "throughput" (requests/s), "goodput" (requests/s of which `attainment` meet the targets),
+        "cost" (the cheapest rental that carries request_rate), "latency" (at request_rate)
+    request_rate : requests/s that arrive, at random (Poisson)
+    ttft_ms, tpot_ms : targets for the time to first token and the time per output token, queueing included
+    attainment : share of requests that must meet both targets
+    budget_per_hour : US dollars per hour that the GPUs in use may cost
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    objective: Objective = "throughput"
+    request_rate: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    ttft_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    attainment: float = Field(default=0.9, gt=0, lt=1)
+    budget_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+def make_goal(
+    objective: str = "throughput",
+    request_rate: float | None = None,
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
+    budget_per_hour: float | None = None,
+) -> Goal:
+    """A goal from the command line's options.
+
+    Raises
+    ------
+    InputError : an objective without what it needs
+    """
+    if objective == "goodput" and ttft_ms is None and tpot_ms is None:
+        raise InputError("--objective", "goodput", "needs a target", "give --ttft, --tpot or both")
+    if objective in ("cost", "latency") and request_rate is None:
+        raise InputError("--objective", objective, "needs a load", "give --request-rate")
+    return Goal(
+        objective=objective,  # type: ignore[arg-type]
+        request_rate=request_rate,
+        ttft_ms=ttft_ms,
+        tpot_ms=tpot_ms,
+        budget_per_hour=budget_per_hour,
+    )
