@@ -7,19 +7,15 @@ different shapes. Tensor-parallel groups stay inside a node; pipelines cross nod
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from cost_model.base import PREFILL_BATCHES_HELD, Phase, StageMemory, TensorGroup
 from cost_model.hardware import Link
 from cost_model.pipeline import Pace, decode_pace, micro_batch, prefill_pace
 from hexgen2.search.layers import balance_layers, fastest_layers
 from hexgen2.search.problem import Blocks, Problem
-
-MAX_SHAPES = 64
-"""Most combinations of tensor degrees tried per group; beyond it every block takes one degree."""
+from hexgen2.search.shapes import Shapes
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 """Shares of the largest batch tried: a smaller one leaves room for layers on the faster stages."""
@@ -42,18 +38,6 @@ class GroupPlan:
     batch: int
     capacity_req_s: float
     latency_s: float
-
-
-@lru_cache(maxsize=4096)
-def partitions(count: int, degrees: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """All multisets of `degrees` that sum to `count`, largest degree first."""
-    if count == 0:
-        return ((),)
-    found = []
-    for degree in sorted((d for d in degrees if d <= count), reverse=True):
-        smaller = tuple(d for d in degrees if d <= degree)
-        found += [(degree, *rest) for rest in partitions(count - degree, smaller)]
-    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +69,6 @@ def _fits(memory: list[StageMemory], batch: int, layers: int) -> bool:
     return min(limits) >= 1 and sum(limits) >= layers
 
 
-def _even(choices: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Of a block's partitions, those of one degree, or of one degree and its remainder's largest."""
-    return tuple(p for p in choices if len(set(p[:-1])) <= 1)
-
-
 class Planner:
     """Best plans, memoised by what they depend on: kinds of nodes, counts, and the links between."""
 
@@ -97,11 +76,9 @@ class Planner:
         self.problem = problem
         self.computed = 0
         self._prefill_batches = dict.fromkeys((problem.costs.prefill_batch(), 1))
-        largest = max(len(gpus) for gpus in problem.node_gpus)
-        self._degrees = tuple(problem.model.tensor_degrees(largest))
+        self._shapes = Shapes(problem)
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
         self._planned: dict[tuple[str, Blocks], GroupPlan | None] = {}
-        self._paths: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._stage_kinds: dict[tuple[int, int], _StageKind] = {}
         kinds: dict[Link, int] = {}
         self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
@@ -142,8 +119,7 @@ class Planner:
 
     def _best(self, role: str, blocks: Blocks) -> GroupPlan | None:
         """The best of all shapes, the most promising first, until no other can be better."""
-        shapes = self._shapes(self._along_fast_links(blocks))
-        pipelines = [p for p in (self._pipeline(role, shape) for shape in shapes) if p]
+        pipelines = [p for p in (self._pipeline(role, shape) for shape in self._shapes.of(blocks)) if p]
         best: GroupPlan | None = None
         for pipeline in sorted(pipelines, key=lambda p: -p.limit_req_s):
             if best and pipeline.limit_req_s <= best.capacity_req_s * (1 + 1e-12):
@@ -152,49 +128,6 @@ class Planner:
             if plan and (best is None or plan.capacity_req_s > best.capacity_req_s * (1 + 1e-12)):
                 best = plan
         return best
-
-    def _along_fast_links(self, blocks: Blocks) -> Blocks:
-        """The nodes in the order whose hops take least time (exact up to 5 nodes, else nearest next)."""
-        links = self.problem.node_links
-
-        def hop(a: int, b: int) -> float:
-            return 1 / links[a][b].bandwidth_bytes_s
-
-        nodes = tuple(node for node, _ in blocks)
-        if len(nodes) <= 2:
-            return blocks
-        if nodes not in self._paths:
-            if len(nodes) <= 5:
-                walks = itertools.permutations(nodes)
-                path = min(walks, key=lambda walk: sum(itertools.starmap(hop, itertools.pairwise(walk))))
-            else:
-                path, rest = (nodes[0],), set(nodes[1:])
-                while rest:
-                    nearest = min(rest, key=lambda node: (hop(path[-1], node), node))
-                    path, rest = (*path, nearest), rest - {nearest}
-            self._paths[nodes] = path
-        counts = dict(blocks)
-        return tuple((node, counts[node]) for node in self._paths[nodes])
-
-    def _shapes(self, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
-        """Stage lists (node, degree): every combination of the blocks' partitions, or of their even ones
-        where that would be too many."""
-        choices = [partitions(count, self._degrees) for _, count in blocks]
-        if math.prod(len(c) for c in choices) > MAX_SHAPES:
-            choices = [_even(c) for c in choices]
-        if math.prod(len(c) for c in choices) > MAX_SHAPES:
-            choices = [c if len(c) == 1 else (c[0], c[-1]) for c in choices]
-        # Two blocks of like nodes need only be tried one way around.
-        like = [self.problem.node_kind[node] for node, _ in blocks]
-        twins = [k for k in range(1, len(blocks)) if like[k] == like[k - 1] and choices[k] == choices[k - 1]]
-        for combination in itertools.islice(itertools.product(*choices), 4 * MAX_SHAPES):
-            if any(combination[k] > combination[k - 1] for k in twins):
-                continue
-            yield [
-                (node, degree)
-                for (node, _), parts in zip(blocks, combination, strict=True)
-                for degree in parts
-            ]
 
     def plan_shape(self, role: str, shape: Sequence[tuple[int, int]]) -> GroupPlan | None:
         """The best layers and batch for stages (node, degree) in this order, or None if none fits."""

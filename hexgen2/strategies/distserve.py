@@ -13,22 +13,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hexgen2.placement import Placement
-from hexgen2.search.problem import Problem, blocks_of
+from hexgen2.search.neighbourhood import Step
+from hexgen2.search.problem import Problem
 from hexgen2.search.refine import SearchState
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.paper import require_found
-from hexgen2.strategies.splitwise import (
+from hexgen2.strategies.uniform import (
     Replicas,
-    Step,
     UniformPlanner,
     as_solution,
+    copies,
+    fill,
+    free_gpus,
     keep_best,
     nodes_by_type,
 )
 
 NAME = "distserve"
-MAX_NODES = 16
-"""Most nodes that one replica's pipeline crosses."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,8 @@ def _candidates(state: SearchState) -> Iterator[Step]:
 
 def _layouts(state: SearchState, nodes: list[int], role: str) -> list[_Layout]:
     """All layouts that hold the model in that role."""
-    problem, planner = state.evaluator.problem, state.evaluator.planner
-    largest = max(len(problem.node_gpus[node]) for node in nodes)
-    found = []
-    for gpus, across in itertools.product(range(1, largest + 1), range(1, min(len(nodes), MAX_NODES) + 1)):
-        replicas = _fill(problem, _free(problem, nodes), gpus, across, spread=False)
+    planner, found = state.evaluator.planner, []
+    for gpus, across, replicas in copies(state.evaluator.problem, nodes):
         plans = [plan for plan in (planner.plan(role, blocks) for blocks in replicas) if plan]
         if plans:
             capacity = max(plan.capacity_req_s for plan in plans)
@@ -97,30 +95,6 @@ def _divisions(
         if min(count * p.capacity_req_s, left * d.capacity_req_s) <= best:
             continue
         for spread in (False, True):
-            free = _free(problem, nodes)
-            prefill = _fill(problem, free, p.gpus, p.nodes, spread, count)
-            yield prefill, _fill(problem, free, d.gpus, d.nodes, spread)
-
-
-def _free(problem: Problem, nodes: list[int]) -> dict[int, int]:
-    return {node: len(problem.node_gpus[node]) for node in nodes}
-
-
-def _fill(
-    problem: Problem, free: dict[int, int], gpus: int, nodes: int, spread: bool, most: int | None = None
-) -> Replicas:
-    """As many like replicas as `free` holds, at most `most`, taken out of it: each from the emptiest node
-    that has room (or the fullest, to spread them) and the nodes with the fastest links to it."""
-    found: Replicas = []
-    while most is None or len(found) < most:
-        room = [node for node in free if free[node] >= gpus]
-        if len(room) < nodes:
-            break
-        first = min(room, key=lambda node: (-free[node] if spread else free[node], node))
-        links = problem.node_links[first]
-        others = sorted((n for n in room if n != first), key=lambda n: -links[n].bandwidth_bytes_s)
-        taken = [first, *others[: nodes - 1]]
-        for node in taken:
-            free[node] -= gpus
-        found.append(blocks_of(dict.fromkeys(taken, gpus)))
-    return found
+            free = free_gpus(problem, nodes)
+            prefill = fill(problem, free, p.gpus, p.nodes, spread, count)
+            yield prefill, fill(problem, free, d.gpus, d.nodes, spread)

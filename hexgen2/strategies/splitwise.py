@@ -12,39 +12,14 @@ from collections.abc import Iterator
 
 from cost_model.hardware import Accelerator
 from hexgen2.placement import Placement
-from hexgen2.search.plan import GroupPlan, Planner
-from hexgen2.search.problem import Blocks, Group, Problem, Solution
+from hexgen2.search.neighbourhood import Step
+from hexgen2.search.problem import Problem
 from hexgen2.search.refine import SearchState
 from hexgen2.strategies.base import SearchOptions, run_search
-from hexgen2.strategies.paper import require_found, valued
+from hexgen2.strategies.paper import require_found
+from hexgen2.strategies.uniform import Replicas, UniformPlanner, as_solution, keep_best, nodes_by_type
 
 NAME = "splitwise"
-
-Step = tuple[str, Solution]
-Replicas = list[Blocks]
-
-
-class UniformPlanner(Planner):
-    """Plans with one tensor degree in all stages, TP x PP."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._degrees_of = problem.model.tensor_degrees(max(len(gpus) for gpus in problem.node_gpus))
-        self._uniform: dict[tuple[str, Blocks], GroupPlan | None] = {}
-
-    def plan(self, role: str, blocks: Blocks) -> GroupPlan | None:
-        """The plan of greatest capacity, or None if the model fits in no uniform shape."""
-        key = (role, blocks)
-        if key not in self._uniform:
-            self.computed += 1
-            shapes = (
-                [(node, degree) for node, count in blocks for _ in range(count // degree)]
-                for degree in self._degrees_of
-                if all(count % degree == 0 for _, count in blocks)
-            )
-            plans = [plan for plan in (self.plan_shape(role, shape) for shape in shapes) if plan]
-            self._uniform[key] = max(plans, key=lambda plan: plan.capacity_req_s, default=None)
-        return self._uniform[key]
 
 
 def search(problem: Problem, options: SearchOptions) -> Placement:
@@ -56,29 +31,6 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
         require_found(state, f"no two pools of one type, with replicas inside a node as {NAME} wants them,")
 
     return run_search(NAME, problem, options, explore)
-
-
-def nodes_by_type(problem: Problem) -> dict[Accelerator, list[int]]:
-    """The nodes of each accelerator, the one of most FLOP/s first."""
-    found: dict[Accelerator, list[int]] = {}
-    for node, accelerator in enumerate(problem.node_accelerator):
-        found.setdefault(accelerator, []).append(node)
-    return dict(sorted(found.items(), key=lambda item: (-item[0].flops_s, item[0].name)))
-
-
-def keep_best(state: SearchState, candidates: Iterator[Step]) -> None:
-    """Value the candidates in turn, those whose replicas alone could beat the best so far."""
-    for name, solution in candidates:
-        if state.out_of_time():
-            return
-        best = state.best.req_s if state.best else 0.0
-        if state.evaluator.score_limit(solution, best) > best:
-            state.offer(valued(state.evaluator, solution), name)
-
-
-def as_solution(prefill: Replicas, decode: Replicas) -> Solution:
-    """Groups of both roles."""
-    return Solution((*(Group("prefill", b) for b in prefill), *(Group("decode", b) for b in decode)))
 
 
 def _candidates(state: SearchState, types: dict[Accelerator, list[int]]) -> Iterator[Step]:

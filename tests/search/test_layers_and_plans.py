@@ -12,8 +12,9 @@ from problems import problem_from, problems
 from cost_model.base import PREFILL_BATCHES_HELD, TensorGroup
 from cost_model.pipeline import decode_pace, micro_batch, prefill_pace
 from hexgen2.search.layers import balance_layers, fastest_layers
-from hexgen2.search.plan import Planner, partitions
+from hexgen2.search.plan import Planner
 from hexgen2.search.problem import Problem, blocks_of
+from hexgen2.search.shapes import partitions
 
 
 def splits(layers: int, stages: int):

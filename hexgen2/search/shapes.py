@@ -1,0 +1,87 @@
+"""The shapes that a group can take: which tensor-parallel stages, in which order.
+
+Tensor-parallel groups stay inside a node; a pipeline crosses nodes along fast links.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+from hexgen2.search.problem import Blocks, Problem
+
+MAX_SHAPES = 64
+"""Most combinations of tensor degrees tried per group; beyond it every block takes one degree."""
+
+
+@lru_cache(maxsize=4096)
+def partitions(count: int, degrees: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """All multisets of `degrees` that sum to `count`, largest degree first."""
+    if count == 0:
+        return ((),)
+    found = []
+    for degree in sorted((d for d in degrees if d <= count), reverse=True):
+        smaller = tuple(d for d in degrees if d <= degree)
+        found += [(degree, *rest) for rest in partitions(count - degree, smaller)]
+    return tuple(found)
+
+
+def _even(choices: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Of a block's partitions, those of one degree, or of one degree and its remainder's largest."""
+    return tuple(p for p in choices if len(set(p[:-1])) <= 1)
+
+
+class Shapes:
+    """Lists the shapes of groups of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        largest = max(len(gpus) for gpus in problem.node_gpus)
+        self._degrees = tuple(problem.model.tensor_degrees(largest))
+        self._paths: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
+        """Stage lists (node, degree): every combination of the blocks' partitions, or of their even ones
+        where that would be too many."""
+        blocks = self._along_fast_links(blocks)
+        choices = [partitions(count, self._degrees) for _, count in blocks]
+        if math.prod(len(c) for c in choices) > MAX_SHAPES:
+            choices = [_even(c) for c in choices]
+        if math.prod(len(c) for c in choices) > MAX_SHAPES:
+            choices = [c if len(c) == 1 else (c[0], c[-1]) for c in choices]
+        # Two blocks of like nodes need only be tried one way around.
+        like = [self._problem.node_kind[node] for node, _ in blocks]
+        twins = [k for k in range(1, len(blocks)) if like[k] == like[k - 1] and choices[k] == choices[k - 1]]
+        for combination in itertools.islice(itertools.product(*choices), 4 * MAX_SHAPES):
+            if any(combination[k] > combination[k - 1] for k in twins):
+                continue
+            yield [
+                (node, degree)
+                for (node, _), parts in zip(blocks, combination, strict=True)
+                for degree in parts
+            ]
+
+    def _along_fast_links(self, blocks: Blocks) -> Blocks:
+        """The nodes in the order whose hops take least time (exact up to 5 nodes, else nearest next)."""
+        links = self._problem.node_links
+
+        def hop(a: int, b: int) -> float:
+            return 1 / links[a][b].bandwidth_bytes_s
+
+        nodes = tuple(node for node, _ in blocks)
+        if len(nodes) <= 2:
+            return blocks
+        if nodes not in self._paths:
+            if len(nodes) <= 5:
+                walks = itertools.permutations(nodes)
+                path = min(walks, key=lambda walk: sum(itertools.starmap(hop, itertools.pairwise(walk))))
+            else:
+                path, rest = (nodes[0],), set(nodes[1:])
+                while rest:
+                    nearest = min(rest, key=lambda node: (hop(path[-1], node), node))
+                    path, rest = (*path, nearest), rest - {nearest}
+            self._paths[nodes] = path
+        counts = dict(blocks)
+        return tuple((node, counts[node]) for node in self._paths[nodes])
