@@ -22,6 +22,10 @@ MAX_GPUS = 4096
 _MAX_MATRIX_BYTES = 256 << 20
 _FOLDER = Path(__file__).parent
 _NOT_A_CLUSTER = {"prices"}
+CARD_ASSUMPTION = (
+    "each node's network card carries as much as its fastest link, in each direction, "
+    "where network_gbit_s does not say otherwise"
+)
 
 
 def _shipped() -> dict[str, Path]:
@@ -66,7 +70,8 @@ def resolve(spec: ClusterSpec, source: str, folder: Path) -> ClusterSpec:
     """The same cluster with nothing left to look up; resolving twice changes nothing.
 
     Cards are under canonical names with their figures in `accelerators`, every node has a price, and
-    `measured` is the matrix itself. Prices that are assumptions are added to `assumptions`.
+    `measured` is the matrix itself. Prices and network cards that are assumptions are added to
+    `assumptions`.
     """
     cards = {name: _accelerator(name, entry) for name, entry in spec.accelerators.items()}
     entries = dict(spec.accelerators)
@@ -98,6 +103,10 @@ def resolve(spec: ClusterSpec, source: str, folder: Path) -> ClusterSpec:
 
     _check_names(spec.nodes, source)
     _check_links(spec, source)
+    _check_uplinks(spec, source)
+    cards_assumed = len(nodes) > 1 and any(node.network_gbit_s is None for node in nodes)
+    if cards_assumed and CARD_ASSUMPTION not in assumptions:
+        assumptions.append(CARD_ASSUMPTION)
     network = spec.network
     if network.measured is not None:
         network = network.model_copy(update={"measured": _measured(network.measured, total, source, folder)})
@@ -179,10 +188,7 @@ def _check_links(spec: ClusterSpec, source: str) -> None:
     for index, link in enumerate(spec.network.links):
         key = f"network.links[{index}]"
         for end, name in (("from", link.from_), ("to", link.to)):
-            if name not in names:
-                near = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.4)
-                hint = f"did you mean {near[0]!r}?" if near else f"nodes: {', '.join(names)[:200]}"
-                raise InputError(source, f"{key}.{end}", f"there is no node {name[:60]!r}", hint)
+            _check_known(name, names, source, f"{key}.{end}")
         if link.from_ == link.to:
             problem = f"links {link.from_!r} to itself"
             raise InputError(source, key, problem, "set the node's interconnect instead")
@@ -191,6 +197,29 @@ def _check_links(spec: ClusterSpec, source: str) -> None:
             problem = f"repeats network.links[{seen[pair]}] (a link holds in both directions)"
             raise InputError(source, key, problem, "keep one of them")
         seen[pair] = index
+
+
+def _check_uplinks(spec: ClusterSpec, source: str) -> None:
+    names = [node.name for node in spec.nodes]
+    seen: dict[str, int] = {}
+    for index, uplink in enumerate(spec.network.uplinks):
+        key = f"network.uplinks[{index}]"
+        if uplink.name in seen:
+            problem = f"{uplink.name[:60]!r} is also the name of network.uplinks[{seen[uplink.name]}]"
+            raise InputError(source, f"{key}.name", problem, "give every uplink its own name")
+        seen[uplink.name] = index
+        for position, name in enumerate(uplink.nodes):
+            _check_known(name, names, source, f"{key}.nodes[{position}]")
+            if name in uplink.nodes[:position]:
+                problem = f"{name!r} is listed twice"
+                raise InputError(source, f"{key}.nodes[{position}]", problem, "list every node once")
+
+
+def _check_known(name: str, names: list[str], source: str, key: str) -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"nodes: {', '.join(names)[:200]}"
+        raise InputError(source, key, f"there is no node {name[:60]!r}", hint)
 
 
 def _measured(measured: str | list[list[float]], size: int, source: str, folder: Path) -> list[list[float]]:

@@ -25,12 +25,14 @@ class InterconnectSpec(_Strict):
 
 
 class NodeSpec(_Strict):
-    """One machine: `accelerators` is NAME:COUNT."""
+    """One machine: `accelerators` is NAME:COUNT, `network_gbit_s` what its network card carries in each
+    direction (default: as much as its fastest link)."""
 
     name: str = Field(min_length=1, pattern=r"^[^/\s]+$")
     address: str | None = None
     accelerators: str
     interconnect: InterconnectClass | InterconnectSpec = "pcie4"
+    network_gbit_s: Positive | None = None
     price_per_gpu_hour: NonNegative | None = None
     region: str | None = None
 
@@ -51,11 +53,20 @@ class NetworkLink(_Strict):
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
 
+class UplinkSpec(_Strict):
+    """What a set of nodes shares for its traffic with all others, in each direction: a rack's, a site's."""
+
+    name: str = Field(min_length=1)
+    nodes: list[str] = Field(min_length=1)
+    bandwidth_gbit_s: Positive
+
+
 class NetworkSpec(_Strict):
     """`measured` is a CSV file beside the spec (GPU x GPU, Gbit/s) or, once loaded, the matrix itself."""
 
     default: NetworkDefault = NetworkDefault()
     links: list[NetworkLink] = []
+    uplinks: list[UplinkSpec] = []
     measured: str | list[list[float]] | None = None
 
 

@@ -15,6 +15,15 @@ from cost_model.hardware import Accelerator, Link, interconnect_link
 _GBIT_S = 1e9 / 8  # bytes/s
 
 
+@dataclass(frozen=True)
+class Uplink:
+    """What these nodes (indices) share for their traffic with all others, in each direction."""
+
+    name: str
+    nodes: tuple[int, ...]
+    bandwidth_bytes_s: float
+
+
 @dataclass(frozen=True, eq=False)
 class Cluster:
     """Devices in the order of the spec, n of them, and the links between them.
@@ -28,6 +37,9 @@ class Cluster:
     bandwidth_bytes_s, latency_s : [n, n] of the link from row to column; inf and 0 on the diagonal
     network_bandwidth_bytes_s, network_latency_s : [nodes, nodes]; inf and 0 on the diagonal; where the
         bandwidth was measured, that of the fastest pair of devices
+    card_bytes_s : [nodes] what each node's network card carries in each direction; inf where there is
+        one node only and the spec does not say
+    uplinks : what sets of nodes share
     price_per_hour : [n] US dollars
     memory_bytes : [n]
     interconnects : what joins the devices of each node
@@ -44,6 +56,8 @@ class Cluster:
     latency_s: np.ndarray
     network_bandwidth_bytes_s: np.ndarray
     network_latency_s: np.ndarray
+    card_bytes_s: np.ndarray
+    uplinks: tuple[Uplink, ...]
     price_per_hour: np.ndarray
     memory_bytes: np.ndarray
     interconnects: tuple[InterconnectClass | InterconnectSpec, ...]
@@ -75,7 +89,7 @@ class Cluster:
                 assumptions.append(assumption)
         if spec.network.measured is not None:
             bandwidth = np.array(spec.network.measured, dtype=float) * _GBIT_S
-            network_bandwidth = _fastest_pair(bandwidth, node_of)
+            network_bandwidth = between_nodes(bandwidth, node_of, np.maximum)
         np.fill_diagonal(bandwidth, np.inf)
         np.fill_diagonal(latency, 0.0)
 
@@ -94,6 +108,8 @@ class Cluster:
             latency_s=latency,
             network_bandwidth_bytes_s=network_bandwidth,
             network_latency_s=network_latency,
+            card_bytes_s=_cards(spec, network_bandwidth),
+            uplinks=_uplinks(spec),
             price_per_hour=np.array(prices)[node_of],
             memory_bytes=np.array([card.memory_bytes for card in cards])[node_of],
             interconnects=tuple(node.interconnect for node in spec.nodes),
@@ -142,7 +158,8 @@ def _inside(interconnect: InterconnectClass | InterconnectSpec, card: Accelerato
 
 
 def _network(spec: ClusterSpec) -> tuple[np.ndarray, np.ndarray]:
-    """[nodes, nodes] bandwidth in bytes/s and latency in seconds, from links and the default."""
+    """[nodes, nodes] bandwidth in bytes/s and latency in seconds, from links and the default; none is
+    faster than the network cards at its ends and the uplinks on its way."""
     names = {node.name: index for index, node in enumerate(spec.nodes)}
     size, default = len(names), spec.network.default
     bandwidth = np.full((size, size), default.bandwidth_gbit_s * _GBIT_S)
@@ -151,14 +168,38 @@ def _network(spec: ClusterSpec) -> tuple[np.ndarray, np.ndarray]:
         i, j = names[link.from_], names[link.to]
         bandwidth[i, j] = bandwidth[j, i] = link.bandwidth_gbit_s * _GBIT_S
         latency[i, j] = latency[j, i] = link.latency_us * 1e-6
+    cards = _cards(spec, bandwidth)
+    bandwidth = np.minimum(bandwidth, np.minimum.outer(cards, cards))
+    for uplink in _uplinks(spec):
+        inside = np.isin(np.arange(size), uplink.nodes)
+        crosses = inside[:, None] != inside[None, :]
+        bandwidth[crosses] = np.minimum(bandwidth[crosses], uplink.bandwidth_bytes_s)
     np.fill_diagonal(bandwidth, np.inf)
     np.fill_diagonal(latency, 0.0)
     return bandwidth, latency
 
 
-def _fastest_pair(bandwidth: np.ndarray, node_of: np.ndarray) -> np.ndarray:
-    """[nodes, nodes] from [n, n]: the best bandwidth between a device of one and one of the other."""
+def _cards(spec: ClusterSpec, network_bandwidth: np.ndarray) -> np.ndarray:
+    """[nodes] bytes/s of each network card: what the spec says, else the fastest link of the node, since
+    its card carries at least that."""
+    between = np.where(np.eye(len(spec.nodes), dtype=bool), 0.0, network_bandwidth)
+    fastest = np.maximum(between.max(axis=0), between.max(axis=1))
+    given = [np.nan if n.network_gbit_s is None else n.network_gbit_s * _GBIT_S for n in spec.nodes]
+    return np.where(np.isnan(given), np.where(fastest > 0, fastest, np.inf), given)
+
+
+def _uplinks(spec: ClusterSpec) -> tuple[Uplink, ...]:
+    names = {node.name: index for index, node in enumerate(spec.nodes)}
+    return tuple(
+        Uplink(u.name, tuple(names[n] for n in u.nodes), u.bandwidth_gbit_s * _GBIT_S)
+        for u in spec.network.uplinks
+    )
+
+
+def between_nodes(matrix: np.ndarray, node_of: np.ndarray, reduce: np.ufunc) -> np.ndarray:
+    """[nodes, nodes] from [n, n]: the maximum or minimum over the pairs of a device of one node and one of
+    the other; inf on the diagonal."""
     starts = np.flatnonzero(np.diff(node_of, prepend=-1))
-    fastest = np.maximum.reduceat(np.maximum.reduceat(bandwidth, starts, axis=0), starts, axis=1)
-    np.fill_diagonal(fastest, np.inf)
-    return fastest
+    found = reduce.reduceat(reduce.reduceat(matrix, starts, axis=0), starts, axis=1)
+    np.fill_diagonal(found, np.inf)
+    return found

@@ -17,6 +17,7 @@ from cost_model.pipeline import PipelineSemantics
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
+from hexgen2.shared_links import SharedLinks
 from hexgen2.workload import Workload
 from hexgen2.workloads import load_workload
 
@@ -65,6 +66,11 @@ class Problem:
                 return Link(float("inf"), 0.0)
             bandwidth, latency = bandwidth[others], latency[others]
         return Link(float(bandwidth.min()), float(latency.max()))
+
+    @cached_property
+    def shared_links(self) -> SharedLinks:
+        """What traffic between nodes shares: links, network cards and uplinks."""
+        return SharedLinks(self.cluster)
 
     @cached_property
     def node_kind(self) -> tuple[int, ...]:

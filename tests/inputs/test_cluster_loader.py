@@ -223,6 +223,28 @@ def test_wrong_measured_values_in_the_spec(tmp_path):
     assert refused(tmp_path, MEASURED.replace("m.csv", "7")).key == "network.measured"
 
 
+UPLINK = GOOD + "  uplinks: [{name: west, nodes: [pod-a], bandwidth_gbit_s: 5}]\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "hint"),
+    [
+        ("[pod-a]", "[pod-c]", "network.uplinks[0].nodes[0]", "did you mean 'pod-"),
+        ("[pod-a]", "[pod-a, pod-a]", "network.uplinks[0].nodes[1]", "once"),
+        ("[pod-a]", "[]", "network.uplinks[0].nodes", "at least one"),
+        ("gbit_s: 5}", "gbit_s: 0}", "network.uplinks[0].bandwidth_gbit_s", "greater than 0"),
+        ("5}]", "5}, {name: west, nodes: [pod-b], bandwidth_gbit_s: 1}]", "network.uplinks[1].name", "own"),
+        (", nodes: [pod-a]", "", "network.uplinks[0].nodes", "add it"),
+        ("nvlink", "nvlink, network_gbit_s: 0", "nodes[0].network_gbit_s", "greater than 0"),
+        ("nvlink", "nvlink, network_gbit: 9", "nodes[0].network_gbit", "did you mean network_gbit_s?"),
+    ],
+)
+def test_wrong_uplinks_and_cards(tmp_path, old, new, key, hint):
+    load(tmp_path, UPLINK)
+    error = refused(tmp_path, UPLINK.replace(old, new, 1))
+    assert error.key == key and hint in str(error)
+
+
 def test_offers_are_checked_and_named_canonically(tmp_path):
     offer = "offers: [{accelerators: a100-80g, price_per_gpu_hour: 1.69, max_count: 16}]\n"
     assert load(tmp_path, GOOD + offer).offers[0].accelerators == "A100-80GB"

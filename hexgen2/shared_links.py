@@ -1,0 +1,77 @@
+"""What traffic between nodes shares: links, network cards and uplinks, each with a capacity per direction.
+
+A max flow that knows links only (HexGen-2, section 3.3) lets every link of a node run at full speed at
+once, although all of them leave through the node's one network card.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hexgen2.cluster import Cluster, between_nodes
+
+
+class SharedLinks:
+    """The resources of a cluster, R of them, in this order: the link of each ordered pair of N nodes
+    (N x N, those on the diagonal unlimited), each node's card out, each card in, each uplink out, each
+    uplink in.
+
+    Attributes
+    ----------
+    nodes : N
+    capacity_bytes_s : [R]; of a link, that of the slowest pair of devices at its ends
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.nodes = len(cluster.node_names)
+        self._node_names = cluster.node_names
+        self._uplink_names = tuple(uplink.name for uplink in cluster.uplinks)
+        self._inside = np.array(
+            [np.isin(np.arange(self.nodes), uplink.nodes) for uplink in cluster.uplinks], dtype=bool
+        ).reshape(-1, self.nodes)
+        links = between_nodes(cluster.bandwidth_bytes_s, cluster.node_of, np.minimum)
+        uplinks = [uplink.bandwidth_bytes_s for uplink in cluster.uplinks]
+        self.capacity_bytes_s = np.concatenate(
+            [links.ravel(), cluster.card_bytes_s, cluster.card_bytes_s, uplinks, uplinks]
+        )
+
+    def resources_between(self, a: int, b: int) -> tuple[int, ...]:
+        """Indices of the resources that traffic from node a to node b takes; none inside a node."""
+        if a == b:
+            return ()
+        cards, uplinks = self.nodes**2, self.nodes**2 + 2 * self.nodes
+        left, entered = self._inside[:, a] & ~self._inside[:, b], self._inside[:, b] & ~self._inside[:, a]
+        return (
+            a * self.nodes + b,
+            cards + a,
+            cards + self.nodes + b,
+            *(uplinks + int(k) for k in np.flatnonzero(left)),
+            *(uplinks + len(self._inside) + int(k) for k in np.flatnonzero(entered)),
+        )
+
+    def loads(self, traffic: np.ndarray) -> np.ndarray:
+        """[R] what each resource carries, given the traffic [N, N] from node to node (the diagonal, traffic
+        inside a node, counts for nothing); same unit."""
+        between = np.where(np.eye(self.nodes, dtype=bool), 0.0, traffic)
+        crossing = between[None] * (self._inside[:, :, None] & ~self._inside[:, None, :])
+        entering = between[None] * (~self._inside[:, :, None] & self._inside[:, None, :])
+        return np.concatenate(
+            [
+                between.ravel(),
+                between.sum(axis=1),
+                between.sum(axis=0),
+                crossing.sum(axis=(1, 2)),
+                entering.sum(axis=(1, 2)),
+            ]
+        )
+
+    def name(self, resource: int) -> str:
+        """In words: "the link from a to b", "the network card of a (out)", "uplink west (in)"."""
+        n, uplinks = self.nodes, len(self._uplink_names)
+        if resource < n * n:
+            return f"the link from {self._node_names[resource // n]} to {self._node_names[resource % n]}"
+        resource -= n * n
+        if resource < 2 * n:
+            return f"the network card of {self._node_names[resource % n]} ({'out' if resource < n else 'in'})"
+        resource -= 2 * n
+        return f"uplink {self._uplink_names[resource % uplinks]} ({'out' if resource < uplinks else 'in'})"
