@@ -28,6 +28,7 @@ from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel, Phase, TensorGroup
 from cost_model.errors import InputError
 from cost_model.hardware import NO_LINK, Accelerator, Link, find_accelerator, interconnect_link
+from cost_model.lengths import RequestLengths
 from cost_model.models import find_model
 from cost_model.registry import COST_MODELS, make_cost_model
 
@@ -90,7 +91,7 @@ def predict_s(name: str, row: Measurement) -> float:
     batch, isl = row.batch, row.tokens
     if row.phase == "prefill" and not row.has_attention:
         batch, isl = row.batch * row.tokens, 1
-    costs: CostModel = make_cost_model(name, row.model, isl, 0)
+    costs: CostModel = make_cost_model(name, row.model, RequestLengths.fixed(isl, 0))
     layers_s = row.model.layers * costs.layer_s(row.phase, row.group, batch)
     return layers_s + costs.edge_s(row.phase, row.group, batch, last=row.has_attention)
 

@@ -58,7 +58,7 @@ def draw_problem(random_source: random.Random) -> Problem:
     network = {"default": default, "links": links}
     spec = parse_cluster({"name": "random", "nodes": nodes, "network": network}, "random", Path())
     model, workload = find_model(draw.choice(MODELS)), load_workload(draw.choice(WORKLOADS))
-    costs = make_cost_model("calibrated", model, workload.isl, workload.osl)
+    costs = make_cost_model("calibrated", model, workload.lengths)
     return Problem(spec, Cluster.from_spec(spec), model, workload, costs)
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.hardware import Accelerator, Link
+from cost_model.lengths import RequestLengths
 
 Phase = Literal["prefill", "decode"]
 
@@ -60,20 +61,21 @@ class StageMemory:
 
 
 class CostModel(ABC):
-    """Predicts times in seconds and memory in bytes for one model under one workload shape.
+    """Predicts times in seconds and memory in bytes for one model under one mixture of requests.
 
     Parameters
     ----------
     model : the architecture
-    isl, osl : mean prompt and output tokens of a request
+    lengths : prompt and output tokens of the requests; isl and osl are their means
     batch_cap : most concurrent requests a decode replica runs (vLLM's max_num_seqs default)
     """
 
     name: str
     calibration: str
 
-    def __init__(self, model: ModelArchitecture, isl: float, osl: float, batch_cap: int = 256) -> None:
-        self.model, self.isl, self.osl, self.batch_cap = model, isl, osl, batch_cap
+    def __init__(self, model: ModelArchitecture, lengths: RequestLengths, batch_cap: int = 256) -> None:
+        self.model, self.lengths, self.batch_cap = model, lengths, batch_cap
+        self.isl, self.osl = lengths.isl, lengths.osl
 
     @abstractmethod
     def layer_s(self, phase: Phase, group: TensorGroup, batch: float) -> float:

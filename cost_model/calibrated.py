@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import PREFILL_TOKENS, CostModel, Phase, StageMemory, TensorGroup
 from cost_model.hardware import Link
+from cost_model.lengths import RequestLengths
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Calibrated(CostModel):
     launch overhead, and two all-reduces.
 
     A matrix product overlaps its reads with its arithmetic, so the longer of the two counts; products
-    and attention follow one another, so they add up. The context of a decode step is isl + osl / 2
-    tokens, the mean over the outputs of a request.
+    and attention follow one another, so they add up. How many tokens attention reads and the KV cache
+    holds are means over the mixture of requests (see RequestLengths), within the model's sliding window.
     """
 
     name = "calibrated"
@@ -50,17 +52,18 @@ class Calibrated(CostModel):
     def __init__(
         self,
         model: ModelArchitecture,
-        isl: float,
-        osl: float,
+        lengths: RequestLengths,
         batch_cap: int = 256,
         coefficients: Coefficients | None = None,
     ) -> None:
-        super().__init__(model, isl, osl, batch_cap)
+        super().__init__(model, lengths, batch_cap)
         self.coefficients = coefficients or Coefficients()
         self.calibration = self.coefficients.name
-        self.context = isl + osl / 2
-        if model.sliding_window:
-            self.context = min(self.context, model.sliding_window)
+        self._context = lengths.decode_context(model.sliding_window)
+        self._kv_tokens = {
+            "prefill": lengths.kv_tokens_prefill(model.sliding_window),
+            "decode": lengths.kv_tokens_decode(model.sliding_window),
+        }
 
     def layer_s(self, phase: Phase, group: TensorGroup, batch: float) -> float:
         model, n = self.model, group.degree
@@ -70,11 +73,11 @@ class Calibrated(CostModel):
             flops=2 * model.active_layer_params * tokens / n,
             read=self._weights_read(tokens) / n,
         )
-        attended = self._prompt_attended if phase == "prefill" else self.context
+        attended = self._prompt_attended if phase == "prefill" else self._context
         attention = self._roofline(
             group,
             flops=4 * model.heads * model.head_dim * attended * tokens / n,
-            read=batch * self.context * model.kv_bytes_per_token_layer * self._kv_share(n)
+            read=batch * self._context * model.kv_bytes_per_token_layer * self._kv_share(n)
             if phase == "decode"
             else 0.0,
         )
@@ -101,14 +104,11 @@ class Calibrated(CostModel):
         head = model.head_params if last and not (first and model.tied_embeddings) else 0
         widest = max(model.ffn * (2 if model.gated_ffn else 1) / n, model.hidden)
         workspace = PREFILL_TOKENS * (2 * model.hidden + widest) * model.kv_value_bytes
-        tokens = self.isl if phase == "prefill" else self.isl + self.osl
-        if model.sliding_window:
-            tokens = min(tokens, model.sliding_window)
         return StageMemory(
             limit=group.accelerator.memory_bytes * self.coefficients.memory_utilisation,
             fixed=(embedding + head) * model.weight_bytes / n + workspace,
             per_layer=model.layer_params * model.weight_bytes / n,
-            per_layer_request=tokens * model.kv_bytes_per_token_layer * self._kv_share(n),
+            per_layer_request=self._kv_tokens[phase] * model.kv_bytes_per_token_layer * self._kv_share(n),
             per_request=0.0,
         )
 
@@ -119,17 +119,15 @@ class Calibrated(CostModel):
     def prefill_batch(self) -> int:
         return max(1, int(PREFILL_TOKENS // self.isl))
 
+    @cached_property
+    def _prompt_attended(self) -> float:
+        """Tokens that a prompt's token attends to, on average."""
+        return self.lengths.prompt_attended(self.model.sliding_window)
+
     @property
     def _activation_bytes(self) -> float:
         """Bytes of one token between two layers."""
         return self.model.hidden * self.model.kv_value_bytes
-
-    @property
-    def _prompt_attended(self) -> float:
-        """Tokens that a prompt's tokens attend to, on average: the mean of min(i, window) for i up to isl,
-        which is half the prompt where no window cuts it short (attention is causal)."""
-        window = min(self.isl, self.model.sliding_window or self.isl)
-        return window * (1 - window / (2 * self.isl))
 
     def _kv_share(self, degree: int) -> float:
         """Share of the KV heads on the device that holds most; where heads are fewer than devices, each

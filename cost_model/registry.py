@@ -6,13 +6,14 @@ from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel
 from cost_model.calibrated import Calibrated
 from cost_model.errors import InputError
+from cost_model.lengths import RequestLengths
 from cost_model.table1 import Table1
 
 COST_MODELS: dict[str, type[CostModel]] = {model.name: model for model in (Calibrated, Table1)}
 
 
-def make_cost_model(name: str, model: ModelArchitecture, isl: float, osl: float) -> CostModel:
-    """The cost model of that name for this model and workload shape.
+def make_cost_model(name: str, model: ModelArchitecture, lengths: RequestLengths) -> CostModel:
+    """The cost model of that name for this model and requests of these lengths.
 
     Raises
     ------
@@ -20,4 +21,4 @@ def make_cost_model(name: str, model: ModelArchitecture, isl: float, osl: float)
     """
     if name not in COST_MODELS:
         raise InputError("cost_model", "name", f"unknown '{name}'", f"use one of {', '.join(COST_MODELS)}")
-    return COST_MODELS[name](model, isl, osl)
+    return COST_MODELS[name](model, lengths)

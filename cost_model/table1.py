@@ -44,7 +44,8 @@ class Table1(CostModel):
         """Bytes: (12 H^2 B / n + 2 b s H B / n) l + 4 b s H B for l layers and b requests of s tokens, where
         s is s_in + s_out; a prefill replica holds s_in of them only."""
         h, b, n = self.model.hidden, self.model.weight_bytes, group.degree
-        tokens = self.isl if phase == "prefill" else self.isl + self.osl
+        kv_tokens = self.lengths.kv_tokens_prefill if phase == "prefill" else self.lengths.kv_tokens_decode
+        tokens = kv_tokens()
         return StageMemory(
             limit=group.accelerator.memory_bytes,
             fixed=0.0,

@@ -133,8 +133,7 @@ def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
     if placement.cost_model.name not in COST_MODELS:
         yield "cost_model.name", f"unknown '{placement.cost_model.name}'"
         return
-    workload = placement.workload
-    costs = make_cost_model(placement.cost_model.name, placement.model, workload.isl, workload.osl)
+    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
     for r, replica in enumerate(placement.replicas):
         phase = "prefill" if replica.role == "prefill" else "decode"
         held = replica.max_batch * (PREFILL_BATCHES_HELD if phase == "prefill" else 1)

@@ -40,7 +40,11 @@ POSITIVE = _Positive()
 @cli.command()
 @click.option("--cluster", required=True, help="A shipped cluster (`hexgen2 list clusters`) or a YAML file.")
 @click.option("--model", required=True, help="A shipped model or a folder with a Hugging Face config.json.")
-@click.option("--workload", help="A shipped class or a trace (Azure CSV, Mooncake JSONL, ShareGPT JSON).")
+@click.option(
+    "--workload",
+    help="A shipped class, shares of several (HPLD:2,LPHD:1), or a trace (Azure CSV, Mooncake JSONL, "
+    "ShareGPT JSON).",
+)
 @click.option("--isl", type=float, help="Mean prompt tokens, instead of --workload.")
 @click.option("--osl", type=float, help="Mean output tokens, instead of --workload.")
 @click.option("--strategy", default="hexgen2", show_default=True, help="See `hexgen2 list strategies`.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cost_model.lengths import RequestLengths
+
 
 class RequestClass(BaseModel):
     """Requests of one kind: mean prompt tokens, mean output tokens, share of all requests."""
@@ -25,16 +27,17 @@ class Workload(BaseModel):
     classes: tuple[RequestClass, ...] = Field(min_length=1)
     source: str = ""
 
-    def _mean(self, attribute: str) -> float:
-        total = sum(c.weight for c in self.classes)
-        return sum(c.weight * getattr(c, attribute) for c in self.classes) / total
+    @property
+    def lengths(self) -> RequestLengths:
+        """What costs depend on: the classes' lengths and weights."""
+        return RequestLengths.of((c.isl, c.osl, c.weight) for c in self.classes)
 
     @property
     def isl(self) -> float:
         """Mean input sequence length, tokens."""
-        return self._mean("isl")
+        return self.lengths.isl
 
     @property
     def osl(self) -> float:
         """Mean output sequence length, tokens."""
-        return self._mean("osl")
+        return self.lengths.osl

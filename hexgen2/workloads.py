@@ -1,8 +1,9 @@
-"""Which workload a user means: a shipped class, fixed lengths, or a trace file."""
+"""Which workload a user means: a shipped class, a mixture of them, fixed lengths, or a trace file."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 
 from cost_model.errors import InputError
@@ -17,6 +18,7 @@ _SOURCE = (
     "of the 16663 requests with input <= 2048 and output <= 1024 tokens"
 )
 MAX_TOKENS = 10_000_000  # of a prompt or an answer: no model has such a context
+MAX_SHARE = 1e6
 _CLASSES = [
     RequestClass(name="HPLD", isl=1273.9, osl=80.2, weight=1766),
     RequestClass(name="HPHD", isl=1104.2, osl=397.6, weight=7254),
@@ -43,17 +45,17 @@ def list_workloads() -> list[tuple[str, str]]:
 def load_workload(
     name_or_file: str | None = None, isl: float | None = None, osl: float | None = None
 ) -> Workload:
-    """A shipped workload by name, one of fixed lengths, or that of a trace file.
+    """A shipped workload by name, a mixture of shipped ones, one of fixed lengths, or that of a trace file.
 
     Parameters
     ----------
-    name_or_file : shipped name in any case, or a trace (see `hexgen2.trace.read_trace`); may be left out
-        where isl and osl are given
+    name_or_file : shipped name in any case, several with their shares of the requests ("HPLD:2,LPHD:1"), or
+        a trace (see `hexgen2.trace.read_trace`); may be left out where isl and osl are given
     isl, osl : prompt and output tokens; each overrides that of every class
 
     Raises
     ------
-    InputError : unknown name, unusable trace, or lengths that are not positive (osl at least 1)
+    InputError : unknown name, wrong share, unusable trace, or lengths that are not positive (osl at least 1)
     """
     for option, value, least in (("--isl", isl, 1), ("--osl", osl, 1)):
         if value is not None and not least <= value <= MAX_TOKENS:
@@ -78,18 +80,59 @@ def load_workload(
 
 
 def _named(name_or_file: str) -> Workload:
-    by_lower_case = {name.lower(): workload for name, workload in SHIPPED.items()}
-    shipped = by_lower_case.get(name_or_file.strip().lower())
+    shipped = _shipped(name_or_file)
     if shipped is not None:
         return shipped
     path = Path(name_or_file)
-    if not name_or_file or not ("/" in name_or_file or path.suffix or _exists(path)):
-        near = difflib.get_close_matches(name_or_file.lower()[:100], by_lower_case, n=1, cutoff=0.5)
-        hint = f"did you mean {by_lower_case[near[0]].name}?" if near else f"shipped: {', '.join(SHIPPED)}"
-        raise InputError(
-            name_or_file[:200] or "''", "", "is neither a shipped workload nor a trace file", hint
-        )
+    if not name_or_file or ("/" not in name_or_file and not _exists(path)):
+        if "," in name_or_file or ":" in name_or_file:
+            return _mixture(name_or_file)
+        if not path.suffix:
+            problem = "is neither a shipped workload nor a trace file"
+            raise InputError(name_or_file[:200] or "''", "", problem, _nearest(name_or_file))
     return workload_of_trace(read_trace(path), path.stem)
+
+
+def _shipped(name: str) -> Workload | None:
+    return {known.lower(): workload for known, workload in SHIPPED.items()}.get(name.strip().lower())
+
+
+def _nearest(name: str) -> str:
+    lower = {known.lower(): known for known in SHIPPED}
+    near = difflib.get_close_matches(name.strip().lower()[:100], lower, n=1, cutoff=0.5)
+    return f"did you mean {lower[near[0]]}?" if near else f"shipped: {', '.join(SHIPPED)}"
+
+
+def _mixture(text: str) -> Workload:
+    """Shipped workloads with their shares of the requests, "HPLD:2,LPHD:1"; a share left out is 1."""
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        name, colon, share = (word.strip() for word in part.partition(":"))
+        workload = _shipped(name)
+        if workload is None:
+            problem = f"{name[:100]!r} is no shipped workload"
+            raise InputError("--workload", text[:200], problem, _nearest(name))
+        if workload.name in shares:
+            raise InputError("--workload", text[:200], f"names {workload.name} twice", "add up its shares")
+        shares[workload.name] = _share(share, text) if colon else 1.0
+    classes = [
+        c.model_copy(update={"weight": share * c.weight / sum(one.weight for one in SHIPPED[name].classes)})
+        for name, share in shares.items()
+        for c in SHIPPED[name].classes
+    ]
+    name = ",".join(f"{name}:{share:g}" for name, share in shares.items())
+    return Workload(name=name, classes=tuple(classes), source=_SOURCE.format("some") + ", shares as given")
+
+
+def _share(text: str, mixture: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 1 / MAX_SHARE <= share <= MAX_SHARE:
+        remedy = f"give a number from {1 / MAX_SHARE:g} to {MAX_SHARE:g}, as in HPLD:2,LPHD:1"
+        raise InputError("--workload", mixture[:200], f"{text[:40]!r} is no share", remedy)
+    return share
 
 
 def workload_of_trace(trace: Trace, name: str) -> Workload:

@@ -131,5 +131,5 @@ def make_problem(
     """
     spec = load_cluster(cluster)
     architecture, load = find_model(model), load_workload(workload, isl, osl)
-    costs = make_cost_model(cost_model, architecture, load.isl, load.osl)
+    costs = make_cost_model(cost_model, architecture, load.lengths)
     return Problem(spec, Cluster.from_spec(spec), architecture, load, costs, pipeline, goal or Goal())  # type: ignore[arg-type]

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel, TensorGroup
 from cost_model.hardware import CATALOGUE, INTERCONNECT_CLASSES, NO_LINK, find_accelerator, interconnect_link
+from cost_model.lengths import RequestLengths
 from cost_model.models import SHIPPED, find_model
 from cost_model.registry import COST_MODELS, make_cost_model
 
 LLAMA_70B = find_model("llama-2-70b")
+fixed = RequestLengths.fixed
 
 
 def like(model: ModelArchitecture, **changes: Any) -> ModelArchitecture:
@@ -47,7 +49,7 @@ def priced_groups(draw: st.DrawFn) -> tuple[CostModel, TensorGroup]:
     """Any cost model of any model and workload shape, with a group of any card that can split the model."""
     model = draw(st.sampled_from(MODELS))
     isl, osl = draw(st.integers(1, 8192)), draw(st.integers(1, 2048))
-    costs = make_cost_model(draw(st.sampled_from(sorted(COST_MODELS))), model, isl, osl)
+    costs = make_cost_model(draw(st.sampled_from(sorted(COST_MODELS))), model, fixed(isl, osl))
     degree = draw(st.sampled_from(model.tensor_degrees(DEGREES_TO)))
     card, interconnect = draw(st.sampled_from(sorted(CATALOGUE))), draw(st.sampled_from(INTERCONNECT_CLASSES))
     return costs, group_of(card, degree, interconnect)

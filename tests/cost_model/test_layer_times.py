@@ -15,6 +15,7 @@ from shapes import (
     WINDOWED,
     alone,
     batches,
+    fixed,
     group_of,
     like,
     phases,
@@ -79,7 +80,7 @@ def test_times_are_finite_and_positive(priced, phase, batch, last):
 def test_every_card_and_every_model(card, model):
     """The properties above at the degrees and batches that plans use, without leaving any pair to chance."""
     for name in ("table1", "calibrated"):
-        costs = make_cost_model(name, model, 763, 232)
+        costs = make_cost_model(name, model, fixed(763, 232))
         for phase in ("prefill", "decode"):
             one = {b: costs.layer_s(phase, group_of(card, 1), b) for b in (1, 8, 64, 256)}
             for degree in model.tensor_degrees(16):
@@ -93,7 +94,7 @@ def test_decode_of_llama_70b_by_hand():
     """Batch 32, context 1024, 4 A100 (312 TFLOP/s, 2039 GB/s at 0.8; 200 GB/s, 8 us): weights 855,654,400
     * 2 / 4 bytes, KV 32 * 1024 * 2 * 2 * 128 * 2 bytes, 2 all-reduces of 4 messages and 1.5 * 32 * 16384
     bytes."""
-    costs = Calibrated(LLAMA_70B, isl=960, osl=128)
+    costs = Calibrated(LLAMA_70B, fixed(960, 128))
     rate = 0.8 * 2039e9
     weights, kv = 427_827_200 / rate, 33_554_432 / rate
     all_reduce = 10e-6 + 4 * 8e-6 + 1.5 * 32 * 16384 / 200e9
@@ -104,14 +105,14 @@ def test_decode_of_llama_70b_by_hand():
 def test_prefill_of_llama_70b_by_hand():
     """2 prompts of 1024 tokens on one H100 (989.4 TFLOP/s at 0.5): 2 FLOPs for each of 855,654,400 parameters
     and token, 4 * 8192 for each of the 512 tokens that a token attends to on average."""
-    costs = Calibrated(LLAMA_70B, isl=1024, osl=128)
+    costs = Calibrated(LLAMA_70B, fixed(1024, 128))
     flops = 2048 * (2 * 855_654_400 + 4 * 8192 * 512)
     assert costs.layer_s("prefill", group_of("H100", 1), 2) == pytest.approx(flops / (0.5 * 989.4e12) + 15e-6)
 
 
 def test_the_head_costs_the_last_stage_only():
     """One position of each prompt passes the head, so at a small batch its weights are what is read."""
-    costs, group = Calibrated(LLAMA_70B, 512, 128), group_of("A100", 2)
+    costs, group = Calibrated(LLAMA_70B, fixed(512, 128)), group_of("A100", 2)
     assert costs.edge_s("decode", group, 8, last=False) == 0
     for phase in ("prefill", "decode"):
         assert costs.edge_s(phase, group, 8, last=True) == pytest.approx(
@@ -121,7 +122,7 @@ def test_the_head_costs_the_last_stage_only():
 
 @pytest.mark.parametrize(("degree", "messages"), [(2, 2), (3, 4), (4, 4), (8, 6), (16, 8)])
 def test_latency_of_an_all_reduce_grows_with_the_logarithm_of_the_group(degree, messages):
-    costs, group = Calibrated(LLAMA_70B, 512, 128, coefficients=PEAK), group_of("A100", degree)
+    costs, group = Calibrated(LLAMA_70B, fixed(512, 128), coefficients=PEAK), group_of("A100", degree)
     without = costs.layer_s("decode", replace(group, link=NO_LINK), 1)
     latency_only = costs.layer_s("decode", replace(group, link=Link(float("inf"), 1e-5)), 1)
     assert latency_only - without == pytest.approx(2 * messages * 1e-5)
@@ -129,7 +130,7 @@ def test_latency_of_an_all_reduce_grows_with_the_logarithm_of_the_group(degree, 
 
 def test_a_mixture_reads_the_experts_that_some_token_chose():
     mixtral = find_model("mixtral-8x7b")
-    costs = Calibrated(mixtral, isl=0, osl=0, coefficients=PEAK)
+    costs = Calibrated(mixtral, fixed(0, 0), coefficients=PEAK)
     lone = group_of("H100", 1)
     rate = lone.accelerator.memory_bandwidth_bytes_s / 2
     expert = 3 * 4096 * 14336
@@ -144,7 +145,7 @@ def test_a_mixture_reads_the_experts_that_some_token_chose():
 def test_a_window_cuts_what_a_prompt_attends_to(isl, window):
     """Token i of a prompt attends to min(i, window) tokens, itself included: up to half a token of each."""
     windowed, lone = like(WINDOWED, sliding_window=window), group_of("H100", 1)
-    costs = Calibrated(windowed, isl, 0, coefficients=replace(PEAK, memory_efficiency=1e12))
+    costs = Calibrated(windowed, fixed(isl, 0), coefficients=replace(PEAK, memory_efficiency=1e12))
     flops = costs.layer_s("prefill", lone, 1) * lone.accelerator.flops_s
     attention = flops - 2 * windowed.active_layer_params * isl
     attended = attention / (4 * windowed.heads * windowed.head_dim * isl)
@@ -154,7 +155,7 @@ def test_a_window_cuts_what_a_prompt_attends_to(isl, window):
 
 def test_a_window_bounds_the_context_of_decode():
     group = group_of("H100", 1)
-    inside, beyond = Calibrated(WINDOWED, 1024, 0), Calibrated(WINDOWED, 8000, 500)
+    inside, beyond = Calibrated(WINDOWED, fixed(1024, 0)), Calibrated(WINDOWED, fixed(8000, 500))
     assert beyond.layer_s("decode", group, 16) == inside.layer_s("decode", group, 16)
 
 
@@ -162,15 +163,16 @@ def test_fp32_reads_twice_the_bytes():
     half = like(FP32, weight_bytes=2.0, kv_value_bytes=2.0)
     group = group_of("A100", 1)
     full_s, half_s = (
-        Calibrated(m, 512, 128, coefficients=PEAK).layer_s("decode", group, 4) for m in (FP32, half)
+        Calibrated(m, fixed(512, 128), coefficients=PEAK).layer_s("decode", group, 4) for m in (FP32, half)
     )
     assert full_s == pytest.approx(2 * half_s)
 
 
 def test_prefill_batches_fill_2048_tokens():
-    assert [Calibrated(LLAMA_70B, isl, 1).prefill_batch() for isl in (256, 700, 2048, 9000)] == [8, 2, 1, 1]
+    sizes = [Calibrated(LLAMA_70B, fixed(isl, 1)).prefill_batch() for isl in (256, 700, 2048, 9000)]
+    assert sizes == [8, 2, 1, 1]
 
 
 def test_an_unknown_cost_model_names_the_known_ones():
     with pytest.raises(InputError, match="use one of calibrated, table1"):
-        make_cost_model("oracle", LLAMA_70B, 512, 128)
+        make_cost_model("oracle", LLAMA_70B, fixed(512, 128))

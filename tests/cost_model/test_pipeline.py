@@ -95,7 +95,7 @@ def test_appendix_e2_comes_out_under_the_optimistic_reading_only(gpu, workload, 
     network = {"default": {"bandwidth_gbit_s": 100, "latency_us": 50}}
     spec = parse_cluster({"name": "pair", "nodes": [node], "network": network}, "test", Path())
     model, load = find_model("llama-2-70b"), load_workload(workload)
-    costs = make_cost_model("table1", model, load.isl, load.osl)
+    costs = make_cost_model("table1", model, load.lengths)
     planner = Planner(Problem(spec, Cluster.from_spec(spec), model, load, costs, semantics))
 
     pipeline = planner.plan_shape("decode", [(0, 1), (0, 1)])

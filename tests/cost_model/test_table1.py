@@ -7,7 +7,7 @@ and the layers of a stage.
 from __future__ import annotations
 
 import pytest
-from shapes import LLAMA_70B, NO_LINK, group_of
+from shapes import LLAMA_70B, NO_LINK, fixed, group_of
 
 from cost_model.base import TensorGroup
 from cost_model.hardware import CATALOGUE, Accelerator, Link
@@ -60,7 +60,7 @@ class Paper:
 def test_every_cell_of_the_table(card, model, n, isl, osl, b, layers):
     shape, device, link = find_model(model), CATALOGUE[card], Link(25e9, 12e-6)
     paper = Paper(shape.hidden, 2, n, device.flops_s, device.memory_bandwidth_bytes_s, link.latency_s, 25e9)
-    costs, group = Table1(shape, isl, osl), TensorGroup(device, n, link)
+    costs, group = Table1(shape, fixed(isl, osl)), TensorGroup(device, n, link)
 
     prefill = layers * costs.layer_s("prefill", group, b) + costs.edge_s("prefill", group, b, True)
     whole = paper.prefill_computation(b, isl, layers) + paper.prefill_tp(b, isl, layers)
@@ -82,7 +82,7 @@ def test_every_cell_of_the_table(card, model, n, isl, osl, b, layers):
 
 def test_numbers_worked_out_by_hand():
     """Llama-2 70B (H = 8192) on two cards of 100 TFLOP/s and 1 TB/s, 10 us and 100 GB/s between them."""
-    costs = Table1(LLAMA_70B, isl=1000, osl=100)
+    costs = Table1(LLAMA_70B, fixed(1000, 100))
     pair = TensorGroup(Accelerator("card", 80 * GIB, 1e14, 1e12), 2, Link(1e11, 1e-5))
     # 24 * 1000 * 8192^2 / (2e14) = 8.0530637 ms; 4 * (10 us + 1000 * 8192 * 2 / (2e11)) = 0.36768 ms.
     assert costs.layer_s("prefill", pair, 1) == pytest.approx(8.05306368e-3 + 0.36768e-3)
@@ -98,19 +98,19 @@ def test_numbers_worked_out_by_hand():
 
 
 def test_kv_transfer_of_a_layer_and_of_the_model():
-    costs = Table1(LLAMA_70B, isl=1024, osl=128)
+    costs = Table1(LLAMA_70B, fixed(1024, 128))
     assert costs.kv_bytes_per_layer * LLAMA_70B.layers == 2 * 1024 * 8192 * 2 * 80
     # Multi-head attention is assumed: eight times what the 8 of 64 KV heads hold.
     assert costs.kv_bytes_per_layer * LLAMA_70B.layers == 8 * 1024 * LLAMA_70B.kv_bytes_per_token
 
 
 def test_prefill_gains_nothing_by_batching():
-    costs, lone = Table1(LLAMA_70B, 512, 128), TensorGroup(CATALOGUE["A100-80GB"], 1, NO_LINK)
+    costs, lone = Table1(LLAMA_70B, fixed(512, 128)), TensorGroup(CATALOGUE["A100-80GB"], 1, NO_LINK)
     assert costs.prefill_batch() == 1
     assert costs.layer_s("prefill", lone, 8) == pytest.approx(8 * costs.layer_s("prefill", lone, 1))
 
 
 def test_it_reads_no_kv_cache():
     group = group_of("H100", 2)
-    short, long = Table1(LLAMA_70B, 100, 100), Table1(LLAMA_70B, 4000, 100)
+    short, long = Table1(LLAMA_70B, fixed(100, 100)), Table1(LLAMA_70B, fixed(4000, 100))
     assert short.layer_s("decode", group, 32) == long.layer_s("decode", group, 32)

@@ -35,6 +35,17 @@ def test_given_lengths():
     assert "isl 500" in one.source
 
 
+def test_mixtures_keep_the_shares_given():
+    mixture = load_workload("hpld:3, online")
+    assert mixture.name == "HPLD:3,online:1"
+    total = sum(c.weight for c in mixture.classes)
+    assert [c.name for c in mixture.classes] == ["HPLD", "HPLD", "HPHD", "LPHD", "LPLD"]
+    assert mixture.classes[0].weight / total == pytest.approx(3 / 4)
+    assert mixture.classes[2].weight / total == pytest.approx(7254 / 16663 / 4)
+    assert mixture.isl == pytest.approx((3 * 1273.9 + load_workload("online").isl) / 4)
+    assert load_workload("HPLD:7").lengths.isl == 1273.9
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
@@ -47,6 +58,16 @@ def test_given_lengths():
         ({"name_or_file": ""}, "shipped:"),
         ({"name_or_file": "none.csv"}, "none.csv: cannot be read"),
         ({"name_or_file": "a\0b"}, "neither"),
+        (
+            {"name_or_file": "HPLD:2,LPHX:1"},
+            "'LPHX' is no shipped workload; did you mean LPHD",
+        ),
+        ({"name_or_file": "HPLD:0,LPHD:1"}, "'0' is no share; give a number"),
+        ({"name_or_file": "HPLD:nan"}, "'nan' is no share"),
+        ({"name_or_file": "HPLD:1e300,LPHD:1"}, "'1e300' is no share"),
+        ({"name_or_file": "HPLD:"}, "'' is no share"),
+        ({"name_or_file": "HPLD,,LPHD"}, "'' is no shipped workload; shipped:"),
+        ({"name_or_file": "hpld:1,HPLD:2"}, "names HPLD twice"),
     ],
 )
 def test_wrong_arguments(arguments, fragment):

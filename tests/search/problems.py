@@ -28,7 +28,7 @@ def problem_from(
         find_model(model),
         load_workload(workload),
     )
-    costs = make_cost_model(cost_model, architecture, load.isl, load.osl)
+    costs = make_cost_model(cost_model, architecture, load.lengths)
     return Problem(cluster, Cluster.from_spec(cluster), architecture, load, costs, pipeline)  # type: ignore[arg-type]
 
 

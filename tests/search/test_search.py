@@ -164,7 +164,7 @@ def test_paper_settings(cluster, model, workload):
 )
 def test_what_cannot_fit_says_why(cluster, model):
     spec, architecture, load = load_cluster(cluster), find_model(model), load_workload("LPLD")
-    costs = make_cost_model("calibrated", architecture, load.isl, load.osl)
+    costs = make_cost_model("calibrated", architecture, load.lengths)
     problem = Problem(spec, Cluster.from_spec(spec), architecture, load, costs)
     with pytest.raises(InfeasibleError, match=architecture.name):
         find_strategy("hexgen2")(problem, OPTIONS)

@@ -1,0 +1,91 @@
+"""How long requests are: a mixture of classes, and the means over it that costs depend on.
+
+Lengths differ between classes, so a mean depends on what is drawn: a request, a token of a prompt, or a
+request that is under way at some moment, which is the more often a long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+Length = Callable[[float, float], float]
+"""Of a class: a figure that follows from its prompt and output tokens."""
+
+
+@dataclass(frozen=True)
+class RequestLengths:
+    """Classes of requests, each (prompt tokens, output tokens, weight); weights need no common sum.
+
+    Where there is one class, every mean is that class's own figure, to the last bit.
+    """
+
+    classes: tuple[tuple[float, float, float], ...]
+
+    @classmethod
+    def of(cls, classes: Iterable[tuple[float, float, float]]) -> RequestLengths:
+        """The mixture of these classes, at least one."""
+        return cls(tuple(classes))
+
+    @classmethod
+    def fixed(cls, isl: float, osl: float) -> RequestLengths:
+        """All requests alike."""
+        return cls(((isl, osl, 1.0),))
+
+    def mean(self, value: Length, by: Length = lambda isl, osl: 1.0) -> float:
+        """E[value * by] / E[by] over requests: the mean value, where a request counts `by` times."""
+        if len(self.classes) == 1:
+            isl, osl, _ = self.classes[0]
+            return value(isl, osl)
+        total = sum(weight * by(isl, osl) for isl, osl, weight in self.classes)
+        return sum(weight * by(isl, osl) * value(isl, osl) for isl, osl, weight in self.classes) / total
+
+    @property
+    def isl(self) -> float:
+        """Mean prompt tokens of a request."""
+        return self.mean(_isl)
+
+    @property
+    def osl(self) -> float:
+        """Mean output tokens of a request."""
+        return self.mean(_osl)
+
+    def prompt_attended(self, window: int | None = None) -> float:
+        """Tokens that a prompt's token attends to, on average over all prompts' tokens.
+
+        Of one prompt it is the mean of min(i, window) for i up to isl, half the prompt where no window cuts
+        it short (attention is causal); so without a window E[isl^2] / (2 E[isl]).
+        """
+
+        def attended(isl: float, osl: float) -> float:
+            reach = min(isl, window or isl)
+            return reach * (1 - reach / (2 * isl))
+
+        return self.mean(attended, by=_isl)
+
+    def decode_context(self, window: int | None = None) -> float:
+        """Tokens that an output token attends to, on average over all output tokens: those of one request
+        isl + osl / 2, so without a window E[osl (isl + osl / 2)] / E[osl]."""
+        return self.mean(lambda isl, osl: _within(isl + osl / 2, window), by=_osl)
+
+    def kv_tokens_prefill(self, window: int | None = None) -> float:
+        """KV tokens that a request under way in prefill holds: it is under way in proportion to its prompt,
+        so E[isl^2] / E[isl]."""
+        return self.mean(lambda isl, osl: _within(isl, window), by=_isl)
+
+    def kv_tokens_decode(self, window: int | None = None) -> float:
+        """KV tokens set aside for a request under way in decode: it is under way in proportion to its
+        outputs, so E[osl (isl + osl)] / E[osl]."""
+        return self.mean(lambda isl, osl: _within(isl + osl, window), by=_osl)
+
+
+def _isl(isl: float, osl: float) -> float:
+    return isl
+
+
+def _osl(isl: float, osl: float) -> float:
+    return osl
+
+
+def _within(tokens: float, window: int | None) -> float:
+    return min(tokens, window) if window else tokens

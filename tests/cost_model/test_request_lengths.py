@@ -1,0 +1,69 @@
+"""Means over a mixture of requests, against sums over its tokens and against one class."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shapes import LLAMA_70B, WINDOWED, batches, group_of, phases
+
+from cost_model.lengths import RequestLengths
+from cost_model.registry import COST_MODELS, make_cost_model
+
+classes = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=4
+)
+windows = st.none() | st.integers(1, 100)
+
+
+@given(classes, windows)
+def test_means_are_those_of_the_tokens_counted_one_by_one(mixture, window):
+    """Token i of a prompt attends to min(i, window) tokens, the sums below to within half a token."""
+    lengths, cut = RequestLengths.of(mixture), window or 10**9
+    requests = [(isl, osl) for isl, osl, weight in mixture for _ in range(weight)]
+    assert lengths.isl == pytest.approx(np.mean([isl for isl, _ in requests]))
+    assert lengths.osl == pytest.approx(np.mean([osl for _, osl in requests]))
+    attended = [min(i, cut) for isl, _ in requests for i in range(1, isl + 1)]
+    assert lengths.prompt_attended(window) == pytest.approx(np.mean(attended), abs=0.5)
+    # One entry for each moment at which a request is under way: prompt tokens in prefill, outputs in decode.
+    prompts = [min(isl, cut) for isl, _ in requests for _ in range(isl)]
+    assert lengths.kv_tokens_prefill(window) == pytest.approx(np.mean(prompts))
+    whole = [min(isl + osl, cut) for isl, osl in requests for _ in range(osl)]
+    assert lengths.kv_tokens_decode(window) == pytest.approx(np.mean(whole))
+    context = [min(isl + osl / 2, cut) for isl, osl in requests for _ in range(osl)]
+    assert lengths.decode_context(window) == pytest.approx(np.mean(context))
+
+
+@given(st.floats(1, 1e5), st.floats(1, 1e5), st.floats(1e-3, 1e6), windows)
+def test_one_class_is_itself_to_the_last_bit(isl, osl, weight, window):
+    lengths, cut = RequestLengths.of([(isl, osl, weight)]), window or float("inf")
+    assert (lengths.isl, lengths.osl) == (isl, osl)
+    assert lengths.decode_context(window) == min(isl + osl / 2, cut)
+    assert lengths.kv_tokens_prefill(window) == min(isl, cut)
+    assert lengths.kv_tokens_decode(window) == min(isl + osl, cut)
+
+
+@given(
+    classes,
+    st.sampled_from(sorted(COST_MODELS)),
+    st.sampled_from([LLAMA_70B, WINDOWED]),
+    phases,
+    batches,
+    st.floats(1e-3, 1e3),
+)
+def test_costs_depend_on_shares_and_not_on_how_they_are_written(mixture, name, model, phase, batch, scale):
+    """A class split in two, or weights times a constant, change no cost."""
+    split = [(isl, osl, weight * scale / 2) for isl, osl, weight in mixture for _ in range(2)]
+    one, two = (make_cost_model(name, model, RequestLengths.of(m)) for m in (mixture, split))
+    group = group_of("A100", 2)
+    assert one.layer_s(phase, group, batch) == pytest.approx(two.layer_s(phase, group, batch))
+    memory = [costs.stage_memory(phase, group, True, True).needed(10, 8) for costs in (one, two)]
+    assert memory[0] == pytest.approx(memory[1])
+
+
+def test_a_few_long_requests_fill_the_cache():
+    """One request in a hundred is long; of those under way in decode, half are."""
+    rare = RequestLengths.of([(10, 10, 99), (990, 990, 1)])
+    assert rare.kv_tokens_decode() == pytest.approx((20 + 1980) / 2)
+    assert rare.isl + rare.osl == pytest.approx(39.6)
