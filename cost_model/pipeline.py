@@ -21,10 +21,21 @@ PIPELINE_SEMANTICS: tuple[str, ...] = get_args(PipelineSemantics)
 @dataclass(frozen=True)
 class Pace:
     """What a replica does: requests/s at full load, and the seconds one request waits for a prefill
-    or for one output token."""
+    or for one output token; where the replica runs both phases, token_s is for the latter."""
 
     capacity_req_s: float
     latency_s: float
+    token_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Seconds of each stage and of each hop between them for one step of a phase, and the requests in
+    the step (prefill) or under way (decode)."""
+
+    stage_s: Sequence[float]
+    boundary_s: Sequence[float]
+    batch: int
 
 
 def micro_batch(semantics: PipelineSemantics, batch: int, stages: int) -> float:
@@ -66,3 +77,31 @@ def decode_pace(
     cycle = max(stages * max(*stage_s, *boundary_s, 0.0), walk)
     served = batch if semantics == "pipelined" else batch * stages
     return Pace(served / (cycle * osl), cycle)
+
+
+def colocated_pace(semantics: PipelineSemantics, prefill: PhaseTimes, decode: PhaseTimes, osl: float) -> Pace:
+    """Pace of a replica that runs both phases, on the same stages and the same split of the layers.
+
+    Let F_p and F_d be the requests/s of prefill_pace and decode_pace, each phase having the replica to
+    itself. Where one phase at a time runs ("literal", "paper_optimistic") the replica divides its time:
+    1 / F = 1 / F_p + 1 / F_d. Under "pipelined" each stage and each hop divides its own, so the busiest sets
+    the pace, and tokens still follow one another no faster than a micro-batch walks through all stages:
+    1 / F = max(1 / F_d, max over stages and hops of prefill_s / prefill batch + osl decode_s / micro-batch).
+
+    The first token takes the prefill's latency. At full load the decode batch stays full, so by Little's
+    law an output token takes the decode cycle times F_d / F; on one stage that is cycle / (1 - rho), with
+    rho = F / F_p the share of time spent in prefills. Phases only share time here: that a prefill makes
+    single decode steps late, and that a prompt holds memory during its prefill, is left out.
+    """
+    first = prefill_pace(semantics, prefill.stage_s, prefill.boundary_s, prefill.batch)
+    rest = decode_pace(semantics, decode.stage_s, decode.boundary_s, decode.batch, osl)
+    if semantics == "pipelined":
+        running = micro_batch(semantics, decode.batch, len(decode.stage_s))
+        both = zip(
+            (*prefill.stage_s, *prefill.boundary_s), (*decode.stage_s, *decode.boundary_s), strict=True
+        )
+        busy = (p / prefill.batch + osl * d / running for p, d in both)
+        request_s = max(1 / rest.capacity_req_s, *busy)
+    else:
+        request_s = 1 / first.capacity_req_s + 1 / rest.capacity_req_s
+    return Pace(1 / request_s, first.latency_s, rest.latency_s * rest.capacity_req_s * request_s)

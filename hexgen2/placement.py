@@ -89,7 +89,8 @@ class Throughput(_Strict):
 
 
 class Latency(_Strict):
-    """Service times without queueing: first token at batch 1, one decode step at the placement's batch."""
+    """Service times without queueing: first token at batch 1, one decode step at the placement's batch (of a
+    colocated replica at full load, so with the prefills between its steps)."""
 
     ttft_ms: float = Field(ge=0)
     tpot_ms: float = Field(ge=0)

@@ -6,6 +6,8 @@ request; so the throughput F of any placement satisfies
 
     L F <= sum_d x_d p_d   and   L F <= sum_d (1 - x_d) q_d   for some 0 <= x_d <= 1.
 
+A colocated replica divides the time of its GPUs between the phases instead: the same x_d.
+
 The largest such F is a fractional knapsack: GPUs prefill in the order of p_d / q_d.
 """
 
@@ -25,7 +27,7 @@ def trivial_bound(problem: Problem) -> tuple[float, list[str]]:
     assumptions = [
         "KV transfers take no time",
         "no communication or idle time inside a replica, and no LM head",
-        "each GPU can be divided between prefill and decode",
+        "each GPU, or its time, can be divided between prefill and decode",
         f"every decode step runs {batch} requests (the batch cap, or what all memory together holds)",
     ]
     if batch < 1:

@@ -31,8 +31,8 @@ NEGLIGIBLE = 1e-6
 def build_placement(
     problem: Problem, evaluation: ev.Evaluation, strategy: str, search: SearchRecord, proved: bool = False
 ) -> Placement:
-    """The placement of an evaluated solution, its flow spread evenly over the replicas. With proved it is
-    its own bound."""
+    """The placement of an evaluated solution, its flow spread evenly over the replicas (colocated ones work
+    at capacity). With proved it is its own bound."""
     carried = balance(evaluation.network, evaluation.flow).routes
     carried = np.where(carried > carried.sum() * NEGLIGIBLE, carried, 0.0)
     free = [list(gpus) for gpus in problem.node_gpus]
@@ -41,6 +41,7 @@ def build_placement(
         for role, side, loads in (
             ("prefill", evaluation.prefill, carried.sum(axis=1)),
             ("decode", evaluation.decode, carried.sum(axis=0)),
+            ("colocated", evaluation.colocated, [r.plan.capacity_req_s for r in evaluation.colocated]),
         )
         for index, (replica, load) in enumerate(zip(side, loads, strict=True))
     ]
@@ -58,6 +59,7 @@ def build_placement(
         if carried[i, j] > 0
     ]
     served = sum(route.flow_req_s for route in routes)
+    served += sum(replica.plan.capacity_req_s for replica in evaluation.colocated)
     return Placement(
         strategy=strategy,
         cluster=problem.spec,
@@ -131,10 +133,14 @@ def route_links(source: Replica, target: Replica, layer_bytes: float) -> list[Ro
 
 
 def _latency(evaluation: ev.Evaluation, routes: np.ndarray) -> Latency:
-    """Means over requests: a prefill step's time and a decode step's time where each request goes."""
-    total = float(routes.sum()) or 1.0
+    """Means over requests: a prefill step's time and a decode step's time where each request goes, the latter
+    stretched by the prefills of a colocated replica."""
+    alone = [(replica.plan, replica.plan.capacity_req_s) for replica in evaluation.colocated]
+    total = float(routes.sum() + sum(w for _, w in alone)) or 1.0
     ttft = sum(r.plan.latency_s * w for r, w in zip(evaluation.prefill, routes.sum(axis=1), strict=True))
     tpot = sum(r.plan.latency_s * w for r, w in zip(evaluation.decode, routes.sum(axis=0), strict=True))
+    ttft += sum(plan.latency_s * w for plan, w in alone)
+    tpot += sum(plan.token_s * w for plan, w in alone)
     return Latency(ttft_ms=float(ttft) / total * 1e3, tpot_ms=float(tpot) / total * 1e3)
 
 
@@ -143,9 +149,9 @@ def _bottlenecks(
 ) -> list[str]:
     """What limits the throughput, in words."""
     found = []
-    for role in ("prefill", "decode"):
+    for role in ("prefill", "decode", "colocated"):
         side = [r for r in replicas if r.role == role]
-        if all(r.utilisation >= FULL for r in side):
+        if side and all(r.utilisation >= FULL for r in side):
             found.append(f"all {role} replicas are at capacity")
         else:
             found += [f"{r.id} is at capacity" for r in side if r.utilisation >= FULL]

@@ -46,7 +46,8 @@ class Replica:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A solution's replicas by role, the flow network over them, and its maximum flow.
+    """A solution's replicas by role, the flow network over the first two roles, and its maximum flow.
+    Colocated replicas work by themselves, and add their capacities to it.
 
     score orders solutions: the flow, plus a small share of the summed capacities.
     """
@@ -57,10 +58,15 @@ class Evaluation:
     network: FlowNetwork
     flow: Flow
     score: float
+    colocated: tuple[Replica, ...] = ()
 
     @property
     def req_s(self) -> float:
-        return self.flow.value
+        return self.flow.value + _capacity(self.colocated)
+
+
+def _capacity(replicas: Sequence[Replica]) -> float:
+    return sum(replica.plan.capacity_req_s for replica in replicas)
 
 
 class Evaluator:
@@ -71,7 +77,11 @@ class Evaluator:
         self.planner = Planner(problem)
         self.evaluations = self.routes = 0
         self._node_rates = node_rates(problem)
-        self._rates = dict(zip(("prefill", "decode"), zip(*self._node_rates, strict=True), strict=True))
+        self._rates = {
+            "prefill": [p for p, _ in self._node_rates],
+            "decode": [q for _, q in self._node_rates],
+            "colocated": [p * q / (p + q) for p, q in self._node_rates],
+        }
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
         self._transfers: dict[tuple, float] = {}
@@ -83,15 +93,15 @@ class Evaluator:
         known = self._evaluated.get(key)
         if known is None:
             self.evaluations += 1
-            prefill, decode = self._replicas(solution, "prefill"), self._replicas(solution, "decode")
-            known = self._evaluated[key] = self._with_flow(solution, prefill, decode)
+            sides = (self._replicas(solution, role) for role in ("prefill", "decode", "colocated"))
+            known = self._evaluated[key] = self._with_flow(solution, *sides)
         return known
 
     def reordered(self, evaluation: Evaluation) -> Evaluation:
         """The same solution with the stage orders that serve the KV routes best, if they limit it."""
         limit = min(evaluation.network.prefill.sum(), evaluation.network.decode.sum())
         key = evaluation.solution.key
-        if evaluation.req_s >= limit * (1 - 1e-6) or key in self._reordered_keys:
+        if evaluation.flow.value >= limit * (1 - 1e-6) or key in self._reordered_keys:
             return self._evaluated.get(key, evaluation)
         self._reordered_keys.add(key)
         self._evaluated[key] = self._reorder(evaluation)
@@ -112,10 +122,11 @@ class Evaluator:
         return best_split(rates, done["prefill"], done["decode"])
 
     def _limit(self, solution: Solution, capacity_of: Callable[[Group], float]) -> float:
-        capacity = {"prefill": 0.0, "decode": 0.0}
+        capacity = {"prefill": 0.0, "decode": 0.0, "colocated": 0.0}
         for group in solution.groups:
             capacity[group.role] += capacity_of(group)
-        return min(capacity.values()) + PLATEAU_SHARE * sum(capacity.values())
+        served = min(capacity["prefill"], capacity["decode"]) + capacity["colocated"]
+        return served + PLATEAU_SHARE * sum(capacity.values())
 
     def _rate_limit(self, group: Group) -> float:
         rates = self._rates[group.role]
@@ -134,7 +145,11 @@ class Evaluator:
         return tuple(Replica(index, group, plan) for index, group, plan in planned if plan)
 
     def _with_flow(
-        self, solution: Solution, prefill: tuple[Replica, ...], decode: tuple[Replica, ...]
+        self,
+        solution: Solution,
+        prefill: tuple[Replica, ...],
+        decode: tuple[Replica, ...],
+        colocated: tuple[Replica, ...],
     ) -> Evaluation:
         self.routes += len(prefill) * len(decode)
         network = FlowNetwork(
@@ -145,8 +160,10 @@ class Evaluator:
             ),
         )
         flow = self._flow(network)
-        total = float(network.prefill.sum() + network.decode.sum())
-        return Evaluation(solution, prefill, decode, network, flow, flow.value + PLATEAU_SHARE * total)
+        alone = _capacity(colocated)
+        total = float(network.prefill.sum() + network.decode.sum()) + alone
+        score = flow.value + alone + PLATEAU_SHARE * total
+        return Evaluation(solution, prefill, decode, network, flow, score, colocated)
 
     def _flow(self, network: FlowNetwork) -> Flow:
         """Without a solver where proportional shares fit all routes: then capacities alone decide."""
@@ -175,7 +192,7 @@ class Evaluator:
         for _ in range(MAX_ROUNDS):
             prefill = tuple(self._reordered(p, best.decode, sending=True) for p in best.prefill)
             decode = tuple(self._reordered(d, prefill, sending=False) for d in best.decode)
-            tried = self._with_flow(best.solution, prefill, decode)
+            tried = self._with_flow(best.solution, prefill, decode, best.colocated)
             if tried.score <= best.score * (1 + 1e-9):
                 break
             best = tried

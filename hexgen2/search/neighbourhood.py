@@ -75,9 +75,11 @@ def swaps(solution: Solution, left: list[int], right: list[int]) -> Iterator[Ste
 
 
 def flips(solution: Solution, which: list[int]) -> Iterator[Step]:
-    """A replica changes its phase."""
+    """A replica of one phase changes it."""
     for a in which:
         group = solution.groups[a]
+        if group.role not in OTHER_ROLE:
+            continue
         yield (
             f"flip {group.role} to {OTHER_ROLE[group.role]}",
             _with(solution, {a: Group(OTHER_ROLE[group.role], group.blocks)}),
@@ -99,7 +101,8 @@ def merges(solution: Solution) -> Iterator[Step]:
 
 
 def splits(solution: Solution) -> Iterator[Step]:
-    """A group becomes two, cut by node or inside each node in half, with every pair of roles."""
+    """A group becomes two, cut by node or inside each node in half, with every pair of roles; a colocated
+    group becomes two of its kind."""
     for a, group in enumerate(solution.groups):
         if group.size < 2:
             continue
@@ -107,7 +110,8 @@ def splits(solution: Solution) -> Iterator[Step]:
             rest = blocks_of({n: c - dict(part).get(n, 0) for n, c in group.blocks})
             if not part or not rest:
                 continue
-            for one, two in itertools.product(("prefill", "decode"), repeat=2):
+            roles = ("colocated",) if group.role == "colocated" else ("prefill", "decode")
+            for one, two in itertools.product(roles, repeat=2):
                 yield (
                     f"split {group.role} into {one} and {two}",
                     _with(solution, {a: Group(one, part)}, (Group(two, rest),)),

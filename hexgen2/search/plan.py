@@ -1,7 +1,7 @@
 """The best parallel plan of one group: tensor degree per stage, layers per stage, largest batch.
 
 HexGen-2, section 3.3 and Appendix A: prefill and decode plans are chosen apart, since they want
-different shapes. Tensor-parallel groups stay inside a node; pipelines cross nodes.
+different shapes. A colocated replica runs both phases on one shape and one split of the layers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cost_model.base import PREFILL_BATCHES_HELD, Phase, StageMemory, TensorGroup
 from cost_model.hardware import Link
-from cost_model.pipeline import Pace, decode_pace, micro_batch, prefill_pace
+from cost_model.pipeline import Pace, PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
 from hexgen2.search.layers import balance_layers, fastest_layers
 from hexgen2.search.problem import Blocks, Problem
 from hexgen2.search.shapes import Shapes
@@ -32,12 +32,13 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Stages in order, requests held at once, and the pace that follows."""
+    """Stages in order, requests held at once, and the pace that follows (see Pace)."""
 
     stages: tuple[PlannedStage, ...]
     batch: int
     capacity_req_s: float
     latency_s: float
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ class _Pipeline:
     """Stages in order, the largest batch that fits (for prefill: the one to run), and an upper limit on
     the capacity of any split of the layers."""
 
-    phase: Phase
+    role: str
     shape: tuple[tuple[int, int], ...]
     kinds: list[_StageKind]
     hops: list[Link]
@@ -104,7 +105,7 @@ class Planner:
         # Planned for like nodes: the stages move over, block by block.
         at = dict(zip(planned_on, nodes, strict=True))
         stages = tuple(PlannedStage(at[s.node], s.degree, s.layers) for s in plan.stages)
-        return GroupPlan(stages, plan.batch, plan.capacity_req_s, plan.latency_s)
+        return replace(plan, stages=stages)
 
     def _stage_kind(self, node: int, degree: int) -> _StageKind:
         key = (self.problem.node_kind[node], degree)
@@ -154,50 +155,87 @@ class Planner:
             running, outputs = micro_batch(problem.pipeline, batch, len(kinds)), costs.osl
         if batch < 1:
             return None
-        pipeline = _Pipeline(phase, tuple(shape), kinds, hops, memory, batch, 0.0)
+        pipeline = _Pipeline(role, tuple(shape), kinds, hops, memory, batch, 0.0)
         # All L layers pass every request, so L requests/s is at most the sum of the stages' layers/s.
-        rate = sum(running / layer_s for layer_s in self._timing(pipeline, running).layer_s)
+        timing = self._timing(pipeline, phase, running) if role == "prefill" else self._turn(pipeline, batch)
+        rate = sum(running / layer_s for layer_s in timing.layer_s)
         return replace(pipeline, limit_req_s=rate / (layers * outputs))
 
     def _plan(self, pipeline: _Pipeline) -> GroupPlan | None:
-        found = self._prefill(pipeline) if pipeline.phase == "prefill" else self._decode(pipeline)
+        found = self._prefill(pipeline) if pipeline.role == "prefill" else self._decode(pipeline)
         if found is None:
             return None
         split, batch, pace = found
         stages = tuple(
             PlannedStage(node, degree, n) for (node, degree), n in zip(pipeline.shape, split, strict=True)
         )
-        return GroupPlan(stages, batch, pace.capacity_req_s, pace.latency_s)
+        return GroupPlan(stages, batch, pace.capacity_req_s, pace.latency_s, pace.token_s)
 
     def _prefill(self, pipeline: _Pipeline) -> tuple[list[int], int, Pace] | None:
         semantics, batch = self.problem.pipeline, pipeline.batch
         limits = [m.max_layers(PREFILL_BATCHES_HELD * batch) for m in pipeline.memory]
-        timing = self._timing(pipeline, batch)
+        timing = self._timing(pipeline, "prefill", batch)
         split = self._split(timing, limits, by_sum=semantics != "pipelined")
         if split is None:
             return None
         return split, batch, prefill_pace(semantics, timing.stage_s(split), timing.hop_s, batch)
 
     def _decode(self, pipeline: _Pipeline) -> tuple[list[int], int, Pace] | None:
-        costs, semantics, stages = self.problem.costs, self.problem.pipeline, len(pipeline.kinds)
+        """The best layers and batch of a replica that decodes, and prefills too if it is colocated."""
+        ways: tuple[bool, ...] = (True,) if self.problem.pipeline == "literal" else (False,)
+        if pipeline.role == "colocated" and self.problem.pipeline == "paper_optimistic":
+            ways = (False, True)  # Its prefills go by the sum of the stages, its decode steps by the slowest.
         best: tuple[list[int], int, Pace] | None = None
-        for batch in dict.fromkeys(int(pipeline.batch * share) for share in BATCH_SHARES):
+        for batch in dict.fromkeys(max(1, int(pipeline.batch * share)) for share in BATCH_SHARES):
             limits = [m.max_layers(batch) for m in pipeline.memory]
-            timing = self._timing(pipeline, micro_batch(semantics, batch, stages))
-            split = self._split(timing, limits, by_sum=semantics == "literal")
-            if batch < 1 or split is None:
-                break
-            # The layers chosen may leave room for more requests than they were chosen for.
-            room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
-            grown = min(costs.batch_cap, *room)
-            timing = self._timing(pipeline, micro_batch(semantics, grown, stages))
-            pace = decode_pace(semantics, timing.stage_s(split), timing.hop_s, grown, costs.osl)
-            if best is None or pace.capacity_req_s > best[2].capacity_req_s:
-                best = (split, grown, pace)
+            turn = self._turn(pipeline, batch)
+            splits = [s for s in (self._split(turn, limits, by_sum) for by_sum in ways) if s]
+            for split in splits:
+                # The layers chosen may leave room for more requests than they were chosen for.
+                room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
+                grown = min(self.problem.costs.batch_cap, *room)
+                pace = self._decode_pace(pipeline, split, grown)
+                if best is None or pace.capacity_req_s > best[2].capacity_req_s:
+                    best = (split, grown, pace)
             # Where memory binds no stage, a smaller batch changes nothing for the better.
-            if all(n < limit for n, limit in zip(split, limits, strict=True)):
+            if all(n < limit for split in splits for n, limit in zip(split, limits, strict=True)):
                 break
         return best
+
+    def _decode_pace(self, pipeline: _Pipeline, split: list[int], batch: int) -> Pace:
+        semantics, osl = self.problem.pipeline, self.problem.costs.osl
+        decode = self._decode_timing(pipeline, batch)
+        if pipeline.role == "decode":
+            return decode_pace(semantics, decode.stage_s(split), decode.hop_s, batch, osl)
+        prompts = self._prompts(batch)
+        prefill = self._timing(pipeline, "prefill", prompts)
+        return colocated_pace(
+            semantics,
+            PhaseTimes(prefill.stage_s(split), prefill.hop_s, prompts),
+            PhaseTimes(decode.stage_s(split), decode.hop_s, batch),
+            osl,
+        )
+
+    def _turn(self, pipeline: _Pipeline, batch: int) -> _Timing:
+        """What the split of the layers balances: a decode step, and in a colocated replica the prefills
+        that fall to one: a micro-batch ends micro / osl requests per step, and as many begin."""
+        decode = self._decode_timing(pipeline, batch)
+        if pipeline.role == "decode":
+            return decode
+        prompts = self._prompts(batch)
+        micro = micro_batch(self.problem.pipeline, batch, len(pipeline.kinds))
+        return decode.plus(
+            self._timing(pipeline, "prefill", prompts), micro / (self.problem.costs.osl * prompts)
+        )
+
+    def _decode_timing(self, pipeline: _Pipeline, batch: int) -> _Timing:
+        return self._timing(
+            pipeline, "decode", micro_batch(self.problem.pipeline, batch, len(pipeline.kinds))
+        )
+
+    def _prompts(self, batch: int) -> int:
+        """Prompts per prefill step of a colocated replica that holds `batch` requests."""
+        return min(batch, self.problem.costs.prefill_batch())
 
     def _largest_batch(self, memory: list[StageMemory]) -> int:
         """Most requests for which the layers still fit, at most the cap; 0 if not even one."""
@@ -210,8 +248,8 @@ class Planner:
             low, high = (middle, high) if _fits(memory, middle, layers) else (low, middle)
         return low
 
-    def _timing(self, pipeline: _Pipeline, batch: float) -> _Timing:
-        costs, phase, kinds = self.problem.costs, pipeline.phase, pipeline.kinds
+    def _timing(self, pipeline: _Pipeline, phase: Phase, batch: float) -> _Timing:
+        costs, kinds = self.problem.costs, pipeline.kinds
         key = (phase, batch)
         layer_s = []
         for kind in kinds:
@@ -239,3 +277,8 @@ class _Timing:
 
     def stage_s(self, split: list[int]) -> list[float]:
         return [a * n + e for a, n, e in zip(self.layer_s, split, self.edge_s, strict=True)]
+
+    def plus(self, other: _Timing, weight: float) -> _Timing:
+        """This and `weight` times the other, stage by stage and hop by hop."""
+        pairs = ((self.layer_s, other.layer_s), (self.edge_s, other.edge_s), (self.hop_s, other.hop_s))
+        return _Timing(*([a + weight * b for a, b in zip(*pair, strict=True)] for pair in pairs))

@@ -66,6 +66,7 @@ class SearchState:
                 "req_s": evaluation.req_s,
                 "prefill_replicas": len(evaluation.prefill),
                 "decode_replicas": len(evaluation.decode),
+                "colocated_replicas": len(evaluation.colocated),
             }
         )
         if self.progress:

@@ -37,22 +37,22 @@ class Shapes:
     """Lists the shapes of groups of one problem."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self.problem = problem
         largest = max(len(gpus) for gpus in problem.node_gpus)
-        self._degrees = tuple(problem.model.tensor_degrees(largest))
+        self.degrees = tuple(problem.model.tensor_degrees(largest))
         self._paths: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def of(self, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
         """Stage lists (node, degree): every combination of the blocks' partitions, or of their even ones
         where that would be too many."""
-        blocks = self._along_fast_links(blocks)
-        choices = [partitions(count, self._degrees) for _, count in blocks]
+        blocks = self.along_fast_links(blocks)
+        choices = [partitions(count, self.degrees) for _, count in blocks]
         if math.prod(len(c) for c in choices) > MAX_SHAPES:
             choices = [_even(c) for c in choices]
         if math.prod(len(c) for c in choices) > MAX_SHAPES:
             choices = [c if len(c) == 1 else (c[0], c[-1]) for c in choices]
         # Two blocks of like nodes need only be tried one way around.
-        like = [self._problem.node_kind[node] for node, _ in blocks]
+        like = [self.problem.node_kind[node] for node, _ in blocks]
         twins = [k for k in range(1, len(blocks)) if like[k] == like[k - 1] and choices[k] == choices[k - 1]]
         for combination in itertools.islice(itertools.product(*choices), 4 * MAX_SHAPES):
             if any(combination[k] > combination[k - 1] for k in twins):
@@ -63,9 +63,9 @@ class Shapes:
                 for degree in parts
             ]
 
-    def _along_fast_links(self, blocks: Blocks) -> Blocks:
+    def along_fast_links(self, blocks: Blocks) -> Blocks:
         """The nodes in the order whose hops take least time (exact up to 5 nodes, else nearest next)."""
-        links = self._problem.node_links
+        links = self.problem.node_links
 
         def hop(a: int, b: int) -> float:
             return 1 / links[a][b].bandwidth_bytes_s

@@ -27,16 +27,24 @@ Strategy = Callable[[Problem, SearchOptions], Placement]
 
 
 def run_search(
-    name: str, problem: Problem, options: SearchOptions, explore: Callable[[SearchState], None]
+    name: str,
+    problem: Problem,
+    options: SearchOptions,
+    explore: Callable[[SearchState], None],
+    fewest_gpus: int = 2,
 ) -> Placement:
     """Run `explore` until it ends, its time is up or Ctrl-C, and build the best solution it offered.
+
+    Parameters
+    ----------
+    fewest_gpus : what a placement of this strategy takes at least; one where replicas are colocated
 
     Raises
     ------
     InfeasibleError : no solution carries a single request; the message says why
     KeyboardInterrupt : interrupted before anything was found
     """
-    if len(problem.cluster.gpu_ids) < 2:
+    if len(problem.cluster.gpu_ids) < fewest_gpus:
         raise InfeasibleError(
             f"no feasible placement: {problem.cluster.name} has one GPU, and a prefill and a decode replica "
             "need one each; add GPUs"

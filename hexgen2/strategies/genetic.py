@@ -31,17 +31,20 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
     def explore(state: SearchState) -> None:
         rng = np.random.default_rng(options.seed)
-        population: list[Solution] = [
-            solution for _ in range(POPULATION // 2) for solution in _random_partition(rng, problem)
-        ]
-        for generation in range(GENERATIONS):
-            population = _survivors(state, population, f"generation {generation}")
-            if state.out_of_time():
-                break
-            population += [_mutated(rng, parent) for parent in population if not state.out_of_time()]
+        starts = [solution for _ in range(POPULATION // 2) for solution in _random_partition(rng, problem)]
+        evolve(state, rng, starts)
         require_found(state, f"too few groups of any partition that {NAME} came across")
 
     return run_search(NAME, problem, options, explore)
+
+
+def evolve(state: SearchState, rng: np.random.Generator, population: list[Solution]) -> None:
+    """Generations of mutated partitions: each survivor has one child, and the fittest of all live on."""
+    for generation in range(GENERATIONS):
+        population = _survivors(state, population, f"generation {generation}")
+        if state.out_of_time():
+            break
+        population += [_mutated(rng, parent) for parent in population if not state.out_of_time()]
 
 
 def _survivors(state: SearchState, population: list[Solution], step: str) -> list[Solution]:

@@ -51,8 +51,8 @@ def valued(evaluator: Evaluator, solution: Solution) -> Evaluation:
     return evaluator.reordered(evaluator.evaluate(solution))
 
 
-def require_found(state: SearchState, why: str) -> None:
-    """Nothing, or an error that speaks for this strategy alone: another may find a placement.
+def require_found(state: SearchState, why: str, other: str = "hexgen2") -> None:
+    """Nothing, or an error that speaks for this strategy alone: `other` may find a placement.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def require_found(state: SearchState, why: str) -> None:
         )
     raise InfeasibleError(
         f"no feasible placement on {problem.cluster.name}: {why} hold {problem.model.name}; "
-        "use --strategy hexgen2"
+        f"use --strategy {other}"
     )
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import difflib
 
 from cost_model.errors import InputError
-from hexgen2.strategies import distserve, exact, genetic, hexgen2, paper, random_swap, splitwise
+from hexgen2.strategies import (
+    distserve,
+    exact,
+    genetic,
+    hexgen,
+    hexgen2,
+    paper,
+    random_swap,
+    splitwise,
+    vllm,
+)
 from hexgen2.strategies.base import Strategy
 
 STRATEGIES: dict[str, tuple[Strategy, str]] = {
@@ -20,6 +30,8 @@ STRATEGIES: dict[str, tuple[Strategy, str]] = {
         genetic.search,
         "HexGen's genetic algorithm: merge, split, swap and move over generations",
     ),
+    hexgen.NAME: (hexgen.search, "HexGen: colocated replicas, asymmetric parallelism, genetic algorithm"),
+    vllm.NAME: (vllm.search, "vLLM: colocated replicas, one uniform tensor x pipeline shape per GPU type"),
     splitwise.NAME: (splitwise.search, "Splitwise: fast GPU types prefill, slow ones decode"),
     distserve.NAME: (distserve.search, "DistServe: one GPU type per phase, uniform tensor x pipeline shapes"),
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from cost_model.hardware import Accelerator
 from hexgen2.search.neighbourhood import Step
-from hexgen2.search.plan import GroupPlan, Planner
+from hexgen2.search.plan import Planner
 from hexgen2.search.problem import Blocks, Group, Problem, Solution, blocks_of
 from hexgen2.search.refine import SearchState
+from hexgen2.search.shapes import Shapes
 from hexgen2.strategies.paper import valued
 
 MAX_NODES = 16
@@ -19,26 +20,24 @@ Replicas = list[Blocks]
 
 
 class UniformPlanner(Planner):
-    """Plans with one tensor degree in all stages, TP x PP."""
+    """Plans with one tensor degree in all stages, TP x PP; for some GPU types it may be given."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, degree_of: Mapping[Accelerator, int] | None = None) -> None:
         super().__init__(problem)
-        self._degrees_of = problem.model.tensor_degrees(max(len(gpus) for gpus in problem.node_gpus))
-        self._uniform: dict[tuple[str, Blocks], GroupPlan | None] = {}
+        self._shapes = _UniformShapes(problem, degree_of or {})
 
-    def plan(self, role: str, blocks: Blocks) -> GroupPlan | None:
-        """The plan of greatest capacity, or None if the model fits in no uniform shape."""
-        key = (role, blocks)
-        if key not in self._uniform:
-            self.computed += 1
-            shapes = (
-                [(node, degree) for node, count in blocks for _ in range(count // degree)]
-                for degree in self._degrees_of
-                if all(count % degree == 0 for _, count in blocks)
-            )
-            plans = [plan for plan in (self.plan_shape(role, shape) for shape in shapes) if plan]
-            self._uniform[key] = max(plans, key=lambda plan: plan.capacity_req_s, default=None)
-        return self._uniform[key]
+
+class _UniformShapes(Shapes):
+    def __init__(self, problem: Problem, degree_of: Mapping[Accelerator, int]) -> None:
+        super().__init__(problem)
+        self._degree_of = degree_of
+
+    def of(self, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
+        given = self._degree_of.get(self.problem.node_accelerator[blocks[0][0]])
+        for degree in (given,) if given else self.degrees:
+            if all(count % degree == 0 for _, count in blocks):
+                along = self.along_fast_links(blocks)
+                yield [(node, degree) for node, count in along for _ in range(count // degree)]
 
 
 def nodes_by_type(problem: Problem) -> dict[Accelerator, list[int]]:

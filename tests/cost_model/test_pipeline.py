@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from cluster_specs.loader import parse_cluster
 from cost_model.models import find_model
-from cost_model.pipeline import PIPELINE_SEMANTICS, decode_pace, micro_batch, prefill_pace
+from cost_model.pipeline import (
+    PIPELINE_SEMANTICS,
+    PhaseTimes,
+    colocated_pace,
+    decode_pace,
+    micro_batch,
+    prefill_pace,
+)
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.search.plan import Planner
@@ -64,6 +71,61 @@ def test_hops_that_outlast_the_turns_are_waited_for():
     """Two stages of 0.1 s with 0.5 s between: the first waits for its own token, 0.7 s later."""
     assert decode_pace("pipelined", [0.1, 0.1], [0.5], batch=2, osl=1).latency_s == pytest.approx(1.0)
     assert decode_pace("pipelined", [0.3, 0.1, 0.1], [0.3, 0.3], 3, 1).latency_s == pytest.approx(1.1)
+
+
+def test_pipelined_colocation_lets_each_stage_divide_its_time():
+    """A request costs the stages 0.3 / 3 + 10 * 0.1 / 2 = 0.6 s and 0.6 / 3 + 10 * 0.04 / 2 = 0.4 s. The
+    batch of 4 then turns over at 1 / 0.6 requests/s, so its 10 tokens take 4 * 0.6 s."""
+    prefill, decode = PhaseTimes([0.3, 0.6], [0.03], batch=3), PhaseTimes([0.1, 0.04], [0.01], batch=4)
+    pace = colocated_pace("pipelined", prefill, decode, osl=10)
+    assert (pace.capacity_req_s, pace.latency_s, pace.token_s) == pytest.approx((1 / 0.6, 0.93, 0.24))
+
+
+def test_tokens_of_a_colocated_replica_wait_for_slow_hops():
+    """A token comes around in 1.1 s, although no stage or hop is busy for as long as a third of that."""
+    steps, hops = [0.3, 0.1, 0.1], [0.3, 0.3]
+    prefill, decode = PhaseTimes([1e-3] * 3, [1e-3] * 2, batch=1), PhaseTimes(steps, hops, batch=3)
+    pace = colocated_pace("pipelined", prefill, decode, osl=10)
+    assert (pace.capacity_req_s, pace.token_s) == pytest.approx((3 / 11, 1.1))
+
+
+def test_one_stage_takes_turns():
+    """Two tokens of 2 s after a prefill of 3 s."""
+    pace = colocated_pace("pipelined", PhaseTimes([3], [], 1), PhaseTimes([2], [], 1), osl=2)
+    assert (pace.capacity_req_s, pace.latency_s, pace.token_s) == pytest.approx((1 / 7, 3, 3.5))
+
+
+def test_literal_colocation_runs_one_batch_at_a_time():
+    """0.9 s of prefill for 3 requests and 10 steps of 0.9 s for 12: 0.3 + 0.75 s each."""
+    pace = colocated_pace("literal", PhaseTimes(STAGES, HOPS, 3), PhaseTimes(STAGES, HOPS, 12), osl=10)
+    assert (pace.capacity_req_s, pace.latency_s, pace.token_s) == pytest.approx((1 / 1.05, 0.9, 1.26))
+
+
+@given(
+    st.sampled_from(PIPELINE_SEMANTICS),
+    st.lists(st.tuples(times, times), min_size=1, max_size=5),
+    st.integers(1, 8),
+    st.integers(1, 256),
+    st.integers(1, 1000),
+)
+def test_colocation_gains_at_most_what_dividing_the_time_leaves(semantics, stage_s, prompts, batch, osl):
+    """Between the pace of taking turns and that of the slower phase alone; and on one stage a token takes
+    the step stretched by the share of time in prefills."""
+    hops = [0.0] * (len(stage_s) - 1)
+    first, rest = ([pair[k] for pair in stage_s] for k in (0, 1))
+    prefill = prefill_pace(semantics, first, hops, prompts)
+    decode = decode_pace(semantics, rest, hops, batch, osl)
+    both = colocated_pace(semantics, PhaseTimes(first, hops, prompts), PhaseTimes(rest, hops, batch), osl)
+    turns = 1 / (1 / prefill.capacity_req_s + 1 / decode.capacity_req_s)
+    assert both.capacity_req_s >= turns * (1 - 1e-9)
+    assert both.capacity_req_s <= min(prefill.capacity_req_s, decode.capacity_req_s) * (1 + 1e-9)
+    assert both.latency_s == prefill.latency_s
+    if len(stage_s) == 1:
+        in_prefills = both.capacity_req_s / prefill.capacity_req_s
+        assert both.capacity_req_s == pytest.approx(turns)
+        assert both.token_s * (1 - in_prefills) == pytest.approx(
+            decode.latency_s, rel=1e-6, abs=1e-9 * both.token_s
+        )
 
 
 @given(st.sampled_from(PIPELINE_SEMANTICS), times, st.integers(1, 256), st.integers(1, 1000))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from problems import problem_from, problems
 
 from cost_model.base import PREFILL_BATCHES_HELD, TensorGroup
-from cost_model.pipeline import decode_pace, micro_batch, prefill_pace
+from cost_model.pipeline import PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
 from hexgen2.search.layers import balance_layers, fastest_layers
 from hexgen2.search.plan import Planner
 from hexgen2.search.problem import Problem, blocks_of
@@ -90,22 +90,27 @@ def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | N
         memory = costs.stage_memory(phase, group, j == 0, j == last)
         if memory.needed(layers, held) > memory.limit:
             return None
-    running = batch if phase == "prefill" else micro_batch(problem.pipeline, batch, len(shape))
-    stage_s = [
-        costs.layer_s(phase, g, running) * n + costs.edge_s(phase, g, running, j == last)
-        for j, (g, n) in enumerate(zip(groups, split, strict=True))
-    ]
-    hop_s = [
-        costs.boundary_s(phase, problem.node_links[a][b], running)
-        for (a, _), (b, _) in itertools.pairwise(shape)
-    ]
+
+    def times(phase, running):
+        stage_s = [
+            costs.layer_s(phase, g, running) * n + costs.edge_s(phase, g, running, j == last)
+            for j, (g, n) in enumerate(zip(groups, split, strict=True))
+        ]
+        hops = (problem.node_links[a][b] for (a, _), (b, _) in itertools.pairwise(shape))
+        return stage_s, [costs.boundary_s(phase, hop, running) for hop in hops]
+
     if phase == "prefill":
-        return prefill_pace(problem.pipeline, stage_s, hop_s, batch).capacity_req_s
-    return decode_pace(problem.pipeline, stage_s, hop_s, batch, costs.osl).capacity_req_s
+        return prefill_pace(problem.pipeline, *times(phase, batch), batch).capacity_req_s
+    decode = times(phase, micro_batch(problem.pipeline, batch, len(shape)))
+    if role == "decode":
+        return decode_pace(problem.pipeline, *decode, batch, costs.osl).capacity_req_s
+    prompts = min(batch, costs.prefill_batch())
+    both = PhaseTimes(*times("prefill", prompts), prompts), PhaseTimes(*decode, batch)
+    return colocated_pace(problem.pipeline, *both, costs.osl).capacity_req_s
 
 
 @settings(max_examples=150, deadline=None)
-@given(problems(), st.sampled_from(["prefill", "decode"]))
+@given(problems(), st.sampled_from(["prefill", "decode", "colocated"]))
 def test_plans_fit_and_have_the_capacity_they_claim(problem, role):
     blocks = blocks_of({n: len(gpus) for n, gpus in enumerate(problem.node_gpus)})
     plan = Planner(problem).plan(role, blocks)
@@ -119,11 +124,11 @@ def test_plans_fit_and_have_the_capacity_they_claim(problem, role):
     assert capacity(problem, role, shape, split, plan.batch) == pytest.approx(plan.capacity_req_s)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
 @pytest.mark.parametrize("pipeline", ["pipelined", "literal", "paper_optimistic"])
 @pytest.mark.parametrize("counts", [("H100:1", "A100:1"), ("H100:2", "L40:1"), ("A100:3",)])
 def test_plan_against_every_shape_and_split(role, pipeline, counts):
-    """Within 1 % of the best over all tensor degrees, layer splits and (for decode) batches."""
+    """Within 1 % of the best over all tensor degrees, layer splits and (unless for prefill) batches."""
     nodes = [{"name": f"n{i}", "accelerators": c, "interconnect": "nvlink"} for i, c in enumerate(counts)]
     problem = problem_from({"name": "t", "nodes": nodes}, "opt-30b", "HPHD", pipeline=pipeline)
     blocks = blocks_of({n: len(gpus) for n, gpus in enumerate(problem.node_gpus)})

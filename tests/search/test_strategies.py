@@ -18,6 +18,7 @@ from hexgen2.strategies.hexgen2 import estimated_groups
 from hexgen2.strategies.registry import STRATEGIES, find_strategy
 
 BASELINES = ("hexgen2-paper", "random-swap", "genetic", "splitwise", "distserve")
+ALL = (*BASELINES, "hexgen", "vllm")
 CLUSTERS = ("hexgen2-homogeneous", "hexgen2-setting-1", "hexgen2-setting-4", "hexgen2-case-study")
 make = functools.cache(make_problem)
 
@@ -80,7 +81,7 @@ def test_order_on_the_case_study(model, workload):
         assert found["hexgen2"] >= found[name] * (1 - 1e-6), name
 
 
-@pytest.mark.parametrize("strategy", BASELINES)
+@pytest.mark.parametrize("strategy", ALL)
 def test_the_same_seed_gives_the_same_bytes(strategy):
     problem = make("hexgen2-setting-1", "llama-2-70b", "HPHD")
     first, second = (run(strategy, problem, SearchOptions(seed=7)) for _ in range(2))
@@ -89,14 +90,14 @@ def test_the_same_seed_gives_the_same_bytes(strategy):
     assert first.to_json() == second.to_json()
 
 
-@pytest.mark.parametrize("strategy", ["random-swap", "genetic"])
+@pytest.mark.parametrize("strategy", ["random-swap", "genetic", "hexgen"])
 def test_another_seed_takes_another_way(strategy):
     problem = make("hexgen2-setting-1", "llama-2-70b", "HPHD")
     one, two = (run(strategy, problem, SearchOptions(seed=seed)) for seed in (1, 2))
     assert one.search.trace != two.search.trace
 
 
-@pytest.mark.parametrize("strategy", BASELINES)
+@pytest.mark.parametrize("strategy", ALL)
 def test_time_limit_keeps_the_best(strategy):
     """Cut at once: what was valued until then is returned, or an error names the limit."""
     problem = make("hexgen2-setting-1", "opt-30b", "HPHD")
@@ -109,7 +110,7 @@ def test_time_limit_keeps_the_best(strategy):
         assert placement.search.evaluations <= 2
 
 
-@pytest.mark.parametrize("strategy", BASELINES)
+@pytest.mark.parametrize("strategy", ALL)
 def test_interrupted_search_keeps_the_best_so_far(strategy):
     def interrupt(state):
         if state.best.req_s > 0:
@@ -119,7 +120,7 @@ def test_interrupted_search_keeps_the_best_so_far(strategy):
     assert placement.search.cut == "interrupted"
 
 
-@pytest.mark.parametrize("strategy", BASELINES)
+@pytest.mark.parametrize("strategy", ALL)
 def test_what_cannot_fit_raises(strategy):
     with pytest.raises(InfeasibleError, match="opt-13b"):
         run(strategy, make_problem("local-cpu", "opt-13b", "LPLD"))
