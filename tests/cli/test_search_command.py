@@ -153,7 +153,7 @@ def test_one_gpu_cannot_be_both(cluster_file, strategy):
         (["--cluster", "hexgen2-setting-1", "--model", "lama-2-70b", "--workload", "LPLD"], "llama-2-70b"),
         (["--cluster", "hexgen2-setting-1", "--model", "opt-30b", "--workload", "HPXD"], "HPLD"),
         (["--cluster", "hexgen2-setting-1", "--model", "opt-30b"], "workload"),
-        ([*ON_SETTING_1, "--strategy", "hexgen"], "hexgen2"),
+        ([*ON_SETTING_1, "--strategy", "hexgen3"], "hexgen2"),
         ([*ON_SETTING_1, "--cost-model", "table2"], "table1"),
         ([*ON_SETTING_1, "--seed", "-1"], "seed"),
         ([*ON_SETTING_1, "--time-limit", "0"], "time-limit"),
