@@ -73,6 +73,8 @@ def resolve(spec: ClusterSpec, source: str, folder: Path) -> ClusterSpec:
     `measured` is the matrix itself. Prices and network cards that are assumptions are added to
     `assumptions`.
     """
+    if not spec.nodes and not spec.offers:
+        raise InputError(source, "nodes", "is empty", "list at least one, or offers")
     cards = {name: _accelerator(name, entry) for name, entry in spec.accelerators.items()}
     entries = dict(spec.accelerators)
     assumptions = list(spec.assumptions)

@@ -91,12 +91,15 @@ class OfferSpec(_Strict):
 
 
 class ClusterSpec(_Strict):
-    """A whole cluster file. `assumptions` lists every figure that was not measured, with its reason."""
+    """A whole cluster file: nodes that are there, offers that `--budget` may rent, or both.
+
+    `assumptions` lists every figure that was not measured, with its reason.
+    """
 
     name: str = Field(min_length=1)
     description: str = ""
     assumptions: list[str] = []
-    nodes: list[NodeSpec] = Field(min_length=1)
+    nodes: list[NodeSpec] = []
     network: NetworkSpec = NetworkSpec()
     accelerators: dict[str, AcceleratorSpec] = {}
     offers: list[OfferSpec] = []

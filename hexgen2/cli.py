@@ -66,6 +66,14 @@ POSITIVE = _Positive()
 @click.option("--ttft", type=POSITIVE, help="Target for the time to first token, in ms.")
 @click.option("--tpot", type=POSITIVE, help="Target for the time per output token, in ms.")
 @click.option("--budget", type=POSITIVE, help="$ per hour that the GPUs in use may cost.")
+@click.option(
+    "--frontier",
+    type=click.IntRange(min=2, max=1000),
+    is_flag=False,
+    flag_value=8,
+    metavar="[N]",
+    help="List the best rental for N (8) prices up to --budget.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--time-limit", type=POSITIVE, help="Seconds; the best so far is kept.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the placement to this file.")
@@ -84,6 +92,7 @@ def search(
     ttft: float | None,
     tpot: float | None,
     budget: float | None,
+    frontier: int | None,
     seed: int,
     time_limit: float | None,
     output: Path | None,
@@ -99,7 +108,7 @@ def search(
     run = find_strategy(strategy)
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(str(output), "", "its folder does not exist", "create it first")
-    goal = make_goal(objective, request_rate, ttft, tpot, budget)
+    goal = make_goal(objective, request_rate, ttft, tpot, budget, frontier)
     problem = make_problem(cluster, model, workload, isl, osl, cost_model, pipeline, goal)
     placement = run(problem, SearchOptions(seed, time_limit, _progress()))
     wrong = violations(placement)

@@ -72,9 +72,9 @@ class Cluster:
             card_name, count = parse_accelerators(node.accelerators, spec.name, "nodes")
             cards.append(accelerator_of(spec, card_name))
             counts.append(count)
-        node_of = np.repeat(np.arange(len(spec.nodes)), counts)
+        node_of = np.repeat(np.arange(len(spec.nodes)), np.array(counts, dtype=int))
         types = tuple(sorted(set(cards), key=lambda card: (-card.flops_s, card.name)))
-        type_of = np.array([types.index(card) for card in cards])[node_of]
+        type_of = np.array([types.index(card) for card in cards], dtype=int)[node_of]
 
         network_bandwidth, network_latency = _network(spec)
         bandwidth = network_bandwidth[np.ix_(node_of, node_of)]

@@ -23,6 +23,7 @@ class Goal(BaseModel):
     ttft_ms, tpot_ms : targets for the time to first token and the time per output token, queueing included
     attainment : share of requests that must meet both targets
     budget_per_hour : US dollars per hour that the GPUs in use may cost
+    frontier : number of budgets up to budget_per_hour for which the best rental is listed
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,6 +34,12 @@ class Goal(BaseModel):
     tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     attainment: float = Field(default=0.9, gt=0, lt=1)
     budget_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    frontier: int | None = Field(default=None, ge=2)
+
+    @property
+    def rents(self) -> bool:
+        """Whether GPUs are chosen by their price, from nodes and offers; else all nodes are there to use."""
+        return self.budget_per_hour is not None or self.objective == "cost" or self.frontier is not None
 
 
 def make_goal(
@@ -41,6 +48,7 @@ def make_goal(
     ttft_ms: float | None = None,
     tpot_ms: float | None = None,
     budget_per_hour: float | None = None,
+    frontier: int | None = None,
 ) -> Goal:
     """A goal from the command line's options.
 
@@ -52,10 +60,13 @@ def make_goal(
         raise InputError("--objective", "goodput", "needs a target", "give --ttft, --tpot or both")
     if objective in ("cost", "latency") and request_rate is None:
         raise InputError("--objective", objective, "needs a load", "give --request-rate")
+    if objective == "cost" and frontier is not None:
+        raise InputError("--frontier", "", "does not go with --objective cost", "leave one of them out")
     return Goal(
         objective=objective,  # type: ignore[arg-type]
         request_rate=request_rate,
         ttft_ms=ttft_ms,
         tpot_ms=tpot_ms,
         budget_per_hour=budget_per_hour,
+        frontier=frontier,
     )

@@ -97,11 +97,34 @@ class Latency(_Strict):
 
 
 class Bound(_Strict):
-    """A proven upper limit on throughput, valid under `assumptions`; gap = 1 - req_s / bound."""
+    """A proven upper limit on throughput, valid under `assumptions`; gap = 1 - req_s / bound.
+
+    With the objective "cost", price_per_hour is what any rental that carries the load costs at least.
+    """
 
     req_s: float = Field(ge=0)
     gap: float
     assumptions: list[str]
+    price_per_hour: float | None = Field(default=None, ge=0)
+
+
+class Rented(_Strict):
+    """GPUs of one type and price."""
+
+    accelerators: str
+    count: int = Field(gt=0)
+    price_per_gpu_hour: float = Field(ge=0)
+
+
+class FrontierPoint(_Strict):
+    """The best rental found within a budget."""
+
+    budget_per_hour: float = Field(ge=0)
+    price_per_hour: float = Field(ge=0)
+    req_s: float = Field(ge=0)
+    output_tok_s: float = Field(ge=0)
+    usd_per_million_output_tokens: float = Field(ge=0)
+    rented: list[Rented]
 
 
 class SearchRecord(_Strict):
@@ -130,6 +153,8 @@ class Placement(_Strict):
     throughput: Throughput
     latency: Latency
     price_per_hour: float = Field(ge=0)
+    rented: list[Rented] = []
+    frontier: list[FrontierPoint] = []
     bound: Bound
     bottlenecks: list[str]
     search: SearchRecord

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hexgen2.placement import Placement, Replica
+from hexgen2.placement import FrontierPoint, Placement, Rented, Replica
 
 PIPED_WIDTH = 110
 
@@ -35,6 +35,8 @@ def print_placement(placement: Placement, console: Console) -> None:
         f"throughput  {placement.throughput.req_s:.4g} requests/s, "
         f"{placement.throughput.output_tok_s:.5g} output tokens/s"
     )
+    if placement.rented:
+        _print_rental(placement, console)
     if placement.bound.gap <= 0:
         console.print("bound       the same: no placement is better, given that")
     else:
@@ -58,6 +60,49 @@ def print_placement(placement: Placement, console: Console) -> None:
         console.print(f"search cut  {placement.search.cut}: a longer one may find better")
     for assumption in placement.cluster.assumptions:
         console.print(f"assumed     {escape(assumption)}", style="dim")
+
+
+def _print_rental(placement: Placement, console: Console) -> None:
+    """What to rent, what tokens cost, how much of the load is to spare, and the frontier if there is one."""
+    price, goal = placement.price_per_hour, placement.goal
+    million = price / (placement.throughput.output_tok_s * 3600 / 1e6)
+    console.print(
+        f"rent        {escape(rented_text(placement.rented))}: ${price:.2f}/h, "
+        f"${million:.3g} per million output tokens"
+    )
+    if goal.objective == "cost" and goal.request_rate is not None:
+        headroom = placement.throughput.req_s / goal.request_rate - 1
+        console.print(f"load        {goal.request_rate:g} requests/s, so the headroom is {headroom:.1%}")
+    least = placement.bound.price_per_hour
+    if least is not None:
+        proven = least >= price * (1 - 1e-9)
+        limit = (
+            f"${least:.2f}/h is the least for this load, so nothing saves more than ${price - least:.2f}/h"
+        )
+        console.print(f"cheapest    {'nothing cheaper carries the load' if proven else limit}")
+    if placement.frontier:
+        console.print(_frontier_table(placement.frontier))
+
+
+def rented_text(rented: list[Rented]) -> str:
+    """For example "6 H100 + 3 A100-80GB"."""
+    return " + ".join(f"{part.count} {part.accelerators}" for part in rented)
+
+
+def _frontier_table(points: list[FrontierPoint]) -> Table:
+    table = Table(
+        "budget $/h", "price $/h", "requests/s", "output tokens/s", "$ per million", "rent", box=None
+    )
+    for point in points:
+        table.add_row(
+            f"{point.budget_per_hour:.2f}",
+            f"{point.price_per_hour:.2f}",
+            f"{point.req_s:.4g}",
+            f"{point.output_tok_s:.5g}",
+            f"{point.usd_per_million_output_tokens:.3g}",
+            escape(rented_text(point.rented)),
+        )
+    return table
 
 
 def _replica_table(placement: Placement) -> Table:

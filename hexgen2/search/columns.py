@@ -12,12 +12,15 @@ Column generation and diving are textbook (Barnhart et al., Branch-and-Price, Op
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ortools.linear_solver import pywraplp
 
 from hexgen2.search.evaluate import Evaluator
+from hexgen2.search.market import ROUNDING, Market
 from hexgen2.search.problem import Blocks, Group, Problem, Solution, blocks_of
 
 MAX_PATTERN_GPUS = 12
@@ -36,14 +39,18 @@ class Column:
     capacity_req_s: float
 
 
-def linear_start(evaluator: Evaluator) -> Solution:
-    """The solution that rounding the LP gives; empty if no pattern holds the model."""
+def linear_start(
+    evaluator: Evaluator, market: Market | None = None, nodes: Collection[int] | None = None
+) -> Solution:
+    """The solution that rounding the LP gives, within the market's budget and on these nodes (all, if
+    None are given); empty if no pattern holds the model."""
     problem = evaluator.problem
-    layout = _Layout(problem)
+    layout = _Layout(problem, nodes)
     chosen: list[Column] = []
     columns = list_columns(evaluator)
     while columns:
-        column = _surest(columns, chosen, layout.free_by_kind())
+        left = market.budget_per_hour - market.price(Solution(tuple(layout.groups))) if market else math.inf
+        column = _surest(columns, chosen, layout.free_by_kind(), layout.price_by_kind(), left)
         if column is None:
             break
         if layout.place(column):
@@ -78,9 +85,16 @@ def list_columns(evaluator: Evaluator) -> list[Column]:
     return columns
 
 
-def _surest(columns: list[Column], chosen: list[Column], free: Counter[int]) -> Column | None:
+def _surest(
+    columns: list[Column], chosen: list[Column], free: Counter[int], price: dict[int, float], money: float
+) -> Column | None:
     """The column to fix next: of the LP's solution with what is left, the one it takes most of."""
-    fitting = [c for c in columns if all(free[kind] >= n for kind, n in _use(c.pattern).items())]
+    cost = {column: sum(price[kind] * n for kind, n in column.pattern) for column in columns}
+    fitting = [
+        c
+        for c in columns
+        if all(free[kind] >= n for kind, n in _use(c.pattern).items()) and cost[c] <= money * (1 + ROUNDING)
+    ]
     if not fitting:
         return None
     solver = pywraplp.Solver.CreateSolver("GLOP")
@@ -99,6 +113,10 @@ def _surest(columns: list[Column], chosen: list[Column], free: Counter[int]) -> 
             used = _use(column.pattern)[kind]
             if used:
                 room.SetCoefficient(variable, used)
+    if money < math.inf:
+        spent = solver.Constraint(0, max(0.0, money))
+        for variable, column in zip(taken, fitting, strict=True):
+            spent.SetCoefficient(variable, cost[column])
     solver.Objective().SetCoefficient(flow, 1)
     solver.Objective().SetMaximization()
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
@@ -133,10 +151,10 @@ def _fastest_pair(problem: Problem, left: list[int], right: list[int]) -> tuple[
 class _Layout:
     """Nodes being filled with groups."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, nodes: Collection[int] | None) -> None:
         self._problem = problem
         self._by_kind = _nodes_by_kind(problem)
-        self._free = [len(gpus) for gpus in problem.node_gpus]
+        self._free = [len(g) if nodes is None or n in nodes else 0 for n, g in enumerate(problem.node_gpus)]
         self.groups: list[Group] = []
 
     def free_by_kind(self) -> Counter[int]:
@@ -144,6 +162,11 @@ class _Layout:
         return Counter(
             {kind: sum(self._free[node] for node in nodes) for kind, nodes in self._by_kind.items()}
         )
+
+    def price_by_kind(self) -> dict[int, float]:
+        """US dollars per GPU and hour, of the dearest node of each kind."""
+        prices = self._problem.node_price
+        return {kind: max(prices[node] for node in nodes) for kind, nodes in self._by_kind.items()}
 
     def place(self, column: Column) -> bool:
         """Give the column the nodes that it fills most nearly (pairs: joined by the fastest link);

@@ -2,12 +2,13 @@
 
 GPUs of one node are alike, so groups are counted per node. Each node in turn gives its GPUs to groups
 that contain it, in non-rising order, or leaves them idle. A branch that cannot beat the best any more,
-even if every GPU left worked at its own best, is cut off.
+even if every GPU left worked at its own best, is cut off; so is one that costs more than the market's budget.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from hexgen2.search.problem import Group, Solution, blocks_of
@@ -31,7 +32,7 @@ def enumerate_all(state: SearchState, most: int | None = None) -> bool:
 
     Returns
     -------
-    True if nothing was left out; the state's best is then optimal
+    True if nothing was left out; the state's best is then optimal, or the state's target out of reach
     """
     return _Enumeration(state, most).run()
 
@@ -43,20 +44,23 @@ class _Enumeration:
         self._sizes = tuple(len(gpus) for gpus in problem.node_gpus)
         self._capacity: dict[tuple[str, Counts], float] = {}
         self._groups: list[Group] = []
+        self._wanted = 0.0 if state.target_req_s == math.inf else state.target_req_s
 
     def run(self) -> bool:
         return self._descend(self._sizes, 0, None, {"prefill": 0.0, "decode": 0.0})
 
     def _descend(self, free: Counts, node: int, below: Counts | None, done: dict[str, float]) -> bool:
-        """Try all ways to go on; False if cut short."""
+        """Try all ways to go on; False if cut short or done."""
         state = self._state
         if self._left is not None:
             self._left -= 1
             if self._left < 0:
                 return False
-        if state.out_of_time():
+        if state.out_of_time() or state.reached():
             return False
-        best = state.best.req_s if state.best else 0.0
+        if state.market and not state.market.affordable(Solution(tuple(self._groups))):
+            return True
+        best = max(state.best.req_s if state.best else 0.0, self._wanted * (1 - 1e-8))
         if state.evaluator.limit_with_rest(done, free) <= best * (1 + 1e-9):
             return True
         if node == len(free):

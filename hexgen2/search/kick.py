@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from hexgen2.search.market import Market, trades
 from hexgen2.search.neighbourhood import Step, flips, idle_blocks, merges, moves, recruits, splits, swaps
 from hexgen2.search.problem import Problem, Solution
 
 KICK_STEPS = 3
 
 
-def kick(rng: np.random.Generator, solution: Solution, problem: Problem) -> Step:
-    """Two or three random steps of random kinds away from `solution`."""
+def kick(
+    rng: np.random.Generator, solution: Solution, problem: Problem, market: Market | None = None
+) -> Step:
+    """Two or three random steps of random kinds away from `solution`; with a market, within its budget."""
     sizes = tuple(len(gpus) for gpus in problem.node_gpus)
     names = []
     for _ in range(int(rng.integers(2, KICK_STEPS + 1))):
@@ -22,7 +25,7 @@ def kick(rng: np.random.Generator, solution: Solution, problem: Problem) -> Step
             lambda s, e: list(flips(s, e)),
             lambda s, e: list(merges(s)),
             lambda s, e: list(splits(s)),
-            lambda s, e: list(recruits(s, idle_blocks(s, sizes))),
+            lambda s, e: list(trades(market, s, e, e) if market else recruits(s, idle_blocks(s, sizes))),
         ]
         steps = kinds[int(rng.integers(len(kinds)))](solution, everyone)
         if steps:

@@ -15,7 +15,8 @@ Step = tuple[str, Solution]
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
 
 
-def _with(solution: Solution, changed: dict[int, Group | None], added: tuple[Group, ...] = ()) -> Solution:
+def replaced(solution: Solution, changed: dict[int, Group | None], added: tuple[Group, ...] = ()) -> Solution:
+    """The solution with some groups changed (None: gone) and others added; empty ones are left out."""
     groups = (changed.get(i, group) for i, group in enumerate(solution.groups))
     return Solution(tuple(g for g in (*groups, *added) if g and g.blocks))
 
@@ -45,7 +46,7 @@ def moves(solution: Solution, donors: list[int], receivers: list[int]) -> Iterat
             for taken in sorted({1, (count + 1) // 2, count}):
                 yield (
                     f"move {taken} of node {node}: {source.role} -> {target.role}",
-                    _with(
+                    replaced(
                         solution,
                         {
                             a: Group(source.role, _shift(source.blocks, node, -taken)),
@@ -64,7 +65,7 @@ def swaps(solution: Solution, left: list[int], right: list[int]) -> Iterator[Ste
                 continue
             yield (
                 f"swap node {m} of {one.role} with node {n} of {two.role}",
-                _with(
+                replaced(
                     solution,
                     {
                         a: Group(one.role, _shift(_shift(one.blocks, m, -1), n, 1)),
@@ -82,7 +83,7 @@ def flips(solution: Solution, which: list[int]) -> Iterator[Step]:
             continue
         yield (
             f"flip {group.role} to {OTHER_ROLE[group.role]}",
-            _with(solution, {a: Group(OTHER_ROLE[group.role], group.blocks)}),
+            replaced(solution, {a: Group(OTHER_ROLE[group.role], group.blocks)}),
         )
 
 
@@ -96,7 +97,7 @@ def merges(solution: Solution) -> Iterator[Step]:
         for role in sorted({one.role, two.role}):
             yield (
                 f"merge {one.role} and {two.role} into {role}",
-                _with(solution, {a: Group(role, blocks_of(counts)), b: None}),
+                replaced(solution, {a: Group(role, blocks_of(counts)), b: None}),
             )
 
 
@@ -114,7 +115,7 @@ def splits(solution: Solution) -> Iterator[Step]:
             for one, two in itertools.product(roles, repeat=2):
                 yield (
                     f"split {group.role} into {one} and {two}",
-                    _with(solution, {a: Group(one, part)}, (Group(two, rest),)),
+                    replaced(solution, {a: Group(one, part)}, (Group(two, rest),)),
                 )
 
 
@@ -134,7 +135,7 @@ def recruits(solution: Solution, idle: Blocks) -> Iterator[Step]:
             for a, group in enumerate(solution.groups):
                 yield (
                     f"recruit {taken} of node {node} for {group.role}",
-                    _with(solution, {a: Group(group.role, _shift(group.blocks, node, taken))}),
+                    replaced(solution, {a: Group(group.role, _shift(group.blocks, node, taken))}),
                 )
     for role in ("prefill", "decode") if idle else ():
-        yield f"recruit idle GPUs as {role}", _with(solution, {}, (Group(role, idle),))
+        yield f"recruit idle GPUs as {role}", replaced(solution, {}, (Group(role, idle),))

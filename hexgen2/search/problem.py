@@ -8,9 +8,11 @@ from functools import cached_property
 import numpy as np
 
 from cluster_specs.loader import load_cluster
+from cluster_specs.offers import with_offers
 from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel
+from cost_model.errors import InputError
 from cost_model.hardware import Accelerator, Link
 from cost_model.models import find_model
 from cost_model.pipeline import PipelineSemantics
@@ -49,6 +51,11 @@ class Problem:
     def node_accelerator(self) -> tuple[Accelerator, ...]:
         """Device type of each node."""
         return tuple(self.cluster.accelerators[gpus[0]] for gpus in self.node_gpus)
+
+    @cached_property
+    def node_price(self) -> tuple[float, ...]:
+        """US dollars per GPU and hour of each node."""
+        return tuple(float(self.cluster.price_per_hour[gpus[0]]) for gpus in self.node_gpus)
 
     @cached_property
     def node_links(self) -> tuple[tuple[Link, ...], ...]:
@@ -129,7 +136,14 @@ def make_problem(
     ------
     InputError : any of them is wrong
     """
+    goal = goal or Goal()
     spec = load_cluster(cluster)
+    if goal.rents:
+        spec = with_offers(spec)
+    elif not spec.nodes:
+        raise InputError(
+            cluster, "nodes", "is empty, there are only offers", "say what to spend with --budget"
+        )
     architecture, load = find_model(model), load_workload(workload, isl, osl)
     costs = make_cost_model(cost_model, architecture, load.lengths)
-    return Problem(spec, Cluster.from_spec(spec), architecture, load, costs, pipeline, goal or Goal())  # type: ignore[arg-type]
+    return Problem(spec, Cluster.from_spec(spec), architecture, load, costs, pipeline, goal)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hexgen2.search.evaluate import Evaluation, Evaluator
+from hexgen2.search.market import Market, trades
 from hexgen2.search.neighbourhood import (
     Step,
     flips,
@@ -38,7 +39,8 @@ EFFORT_PER_GROUP = 1 / 60
 @dataclass
 class SearchState:
     """The best solution so far, how it was reached, and when to stop: at a time or after an effort.
-    proved is set once nothing better can exist.
+    proved is set once nothing better can exist. With a market, solutions over its budget are no candidates;
+    with a target (requests/s), what reaches it is good enough. frontier has the best within other budgets.
 
     progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the
     best stays here.
@@ -52,10 +54,15 @@ class SearchState:
     trace: list[dict] = field(default_factory=list)
     cut: str | None = None
     proved: bool = False
+    market: Market | None = None
+    target_req_s: float = float("inf")
     groups_looked_at: int = 0
+    frontier: list[tuple[float, Evaluation]] = field(default_factory=list)
 
     def offer(self, evaluation: Evaluation, step: str) -> None:
-        """Keep the evaluation if it beats the best: by flow, then by score."""
+        """Keep the evaluation if it can be paid for and beats the best: by flow, then by score."""
+        if self.market and not self.market.affordable(evaluation.solution):
+            return
         if self.best and (evaluation.req_s, evaluation.score) <= (self.best.req_s, self.best.score):
             return
         self.best = evaluation
@@ -71,6 +78,10 @@ class SearchState:
         )
         if self.progress:
             self.progress(self)
+
+    def reached(self) -> bool:
+        """True once the best carries the target."""
+        return self.best is not None and self.best.req_s >= self.target_req_s
 
     def out_of_time(self) -> bool:
         """True once the deadline has passed; the placement then says that the search was cut."""
@@ -91,8 +102,10 @@ class SearchState:
         )
 
     def finished(self) -> bool:
-        """True once time or effort is spent; only the former counts as a cut."""
-        return self.out_of_time() or (self.effort_limit is not None and self.effort >= self.effort_limit)
+        """True once the target is reached, or time or effort is spent; only time counts as a cut."""
+        if self.out_of_time() or self.reached():
+            return True
+        return self.effort_limit is not None and self.effort >= self.effort_limit
 
 
 def refine(state: SearchState, start: Solution, label: str) -> Evaluation:
@@ -101,9 +114,9 @@ def refine(state: SearchState, start: Solution, label: str) -> Evaluation:
     current = evaluator.reordered(evaluator.evaluate(start))
     state.offer(current, label)
     while not state.finished():
-        better = _best_step(state, current, guided_steps(evaluator, current))
+        better = _best_step(state, current, guided_steps(evaluator, current, state.market))
         if better is None:
-            better = _best_step(state, current, all_steps(evaluator, current))
+            better = _best_step(state, current, all_steps(evaluator, current, state.market))
         if better is None:
             break
         step, current = better[0], evaluator.reordered(better[1])
@@ -125,6 +138,8 @@ def _best_step(
             continue
         seen.add(key)
         state.groups_looked_at += len(solution.groups)
+        if state.market and not state.market.affordable(solution):
+            continue
         if evaluator.score_limit(solution, threshold) <= threshold:
             continue
         tried = evaluator.evaluate(solution)
@@ -135,15 +150,21 @@ def _best_step(
     return best
 
 
-def guided_steps(evaluator: Evaluator, evaluation: Evaluation) -> Iterator[Step]:
-    """Steps that feed the bottlenecks: from idle replicas to full ones, and around full routes."""
+def guided_steps(
+    evaluator: Evaluator, evaluation: Evaluation, market: Market | None = None
+) -> Iterator[Step]:
+    """Steps that feed the bottlenecks: from idle replicas to full ones, and around full routes; with a
+    market, also with GPUs rented instead of others."""
     solution = evaluation.solution
     full, spare = _pressure(evaluation)
     if full and spare:
         yield from moves(solution, spare, full)
         yield from swaps(solution, spare, full)
         yield from flips(solution, spare)
-    yield from recruits(solution, idle_blocks(solution, _node_sizes(evaluator)))
+    if market:
+        yield from trades(market, solution, spare, full)
+    else:
+        yield from recruits(solution, idle_blocks(solution, _node_sizes(evaluator)))
     ends = _full_route_ends(evaluation)
     if ends:
         everyone = list(range(len(solution.groups)))
@@ -151,7 +172,7 @@ def guided_steps(evaluator: Evaluator, evaluation: Evaluation) -> Iterator[Step]
         yield from flips(solution, ends)
 
 
-def all_steps(evaluator: Evaluator, evaluation: Evaluation) -> Iterator[Step]:
+def all_steps(evaluator: Evaluator, evaluation: Evaluation, market: Market | None = None) -> Iterator[Step]:
     """The whole neighbourhood."""
     solution = evaluation.solution
     everyone = list(range(len(solution.groups)))
@@ -161,6 +182,7 @@ def all_steps(evaluator: Evaluator, evaluation: Evaluation) -> Iterator[Step]:
         flips(solution, everyone),
         merges(solution),
         splits(solution),
+        trades(market, solution, everyone, everyone) if market else (),
     )
 
 

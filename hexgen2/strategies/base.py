@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, InputError
 from hexgen2.placement import Placement, SearchRecord
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluate import Evaluator
 from hexgen2.search.problem import Problem
 from hexgen2.search.refine import SearchState
+from hexgen2.search.rental import build_rental
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,25 @@ def run_search(
     options: SearchOptions,
     explore: Callable[[SearchState], None],
     fewest_gpus: int = 2,
+    rents: bool = False,
 ) -> Placement:
     """Run `explore` until it ends, its time is up or Ctrl-C, and build the best solution it offered.
 
     Parameters
     ----------
     fewest_gpus : what a placement of this strategy takes at least; one where replicas are colocated
+    rents : whether `explore` chooses what to rent
 
     Raises
     ------
+    InputError : the goal is to rent, and this strategy does not
     InfeasibleError : no solution carries a single request; the message says why
     KeyboardInterrupt : interrupted before anything was found
     """
+    if problem.goal.rents and not rents:
+        raise InputError(
+            "--strategy", name, "does not choose what to rent", "use hexgen2, or give no --budget"
+        )
     if len(problem.cluster.gpu_ids) < fewest_gpus:
         raise InfeasibleError(
             f"no feasible placement: {problem.cluster.name} has one GPU, and a prefill and a decode replica "
@@ -67,6 +75,8 @@ def run_search(
         trace=state.trace,
         cut=state.cut,
     )
+    if problem.goal.rents:
+        return build_rental(problem, state, name, record)
     return build_placement(problem, state.best, name, record, state.proved)
 
 

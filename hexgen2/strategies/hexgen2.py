@@ -24,6 +24,9 @@ from hexgen2.search.secondary import secondary_partition
 from hexgen2.search.spectral import spectral_partition
 from hexgen2.strategies import exact
 from hexgen2.strategies.base import SearchOptions, run_search
+from hexgen2.strategies.renting.budget import explore_budget
+from hexgen2.strategies.renting.cost import explore_cost
+from hexgen2.strategies.renting.frontier import explore_frontier
 
 NAME = "hexgen2"
 
@@ -43,27 +46,41 @@ enough to settle most of them."""
 def search(problem: Problem, options: SearchOptions) -> Placement:
     """The best placement found; see SearchOptions and run_search for limits and errors."""
 
-    def explore(state: SearchState) -> None:
-        state.effort_limit = EFFORT * max(1.0, len(problem.cluster.gpu_ids) / LARGE)
-        linear = linear_start(state.evaluator)
-        if linear.groups:
-            refine(state, linear, "start from the linear program")
-        for groups in start_sizes(problem):
-            if state.finished():
-                return
-            refine(state, initial_solution(state, groups), f"start with {groups} groups")
-        if len(problem.cluster.gpu_ids) <= exact.MAX_GPUS:
-            state.proved = enumerate_all(state, ENUMERATION)
-        if state.proved or state.best is None:
-            return
-        rng = np.random.default_rng(options.seed)
-        for _ in range(MAX_KICKS):
-            if state.finished():
-                return
-            name, solution = kick(rng, state.best.solution, problem)
-            refine(state, solution, name)
+    def explore_all(state: SearchState) -> None:
+        goal = problem.goal
+        if goal.objective == "cost":
+            explore_cost(state, options.seed)
+        elif goal.frontier is not None:
+            state.frontier = explore_frontier(state, options.seed, explore)
+        elif goal.rents:
+            explore_budget(state, options.seed, explore)
+        else:
+            explore(state, options.seed)
 
-    return run_search(NAME, problem, options, explore)
+    return run_search(NAME, problem, options, explore_all, rents=True)
+
+
+def explore(state: SearchState, seed: int) -> None:
+    """Offer the best solution of a cluster whose GPUs are all there to use."""
+    problem = state.evaluator.problem
+    state.effort_limit = EFFORT * max(1.0, len(problem.cluster.gpu_ids) / LARGE)
+    linear = linear_start(state.evaluator)
+    if linear.groups:
+        refine(state, linear, "start from the linear program")
+    for groups in start_sizes(problem):
+        if state.finished():
+            return
+        refine(state, initial_solution(state, groups), f"start with {groups} groups")
+    if len(problem.cluster.gpu_ids) <= exact.MAX_GPUS:
+        state.proved = enumerate_all(state, ENUMERATION)
+    if state.proved or state.best is None:
+        return
+    rng = np.random.default_rng(seed)
+    for _ in range(MAX_KICKS):
+        if state.finished():
+            return
+        name, solution = kick(rng, state.best.solution, problem)
+        refine(state, solution, name)
 
 
 def estimated_groups(problem: Problem) -> int:
