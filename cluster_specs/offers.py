@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from cluster_specs.loader import MAX_GPUS, accelerator_of, parse_accelerators
+from cluster_specs.loader import CARD_ASSUMPTION, MAX_GPUS, accelerator_of, parse_accelerators
 from cluster_specs.schema import ClusterSpec, InterconnectSpec, NodeSpec, OfferSpec
 from cost_model.errors import InputError
 from cost_model.hardware import interconnect_link
@@ -41,7 +41,10 @@ def with_offers(spec: ClusterSpec) -> ClusterSpec:
         "GPUs of an offer come in nodes of up to gpus_per_node; what joins these nodes to all others is "
         f"taken as network.default, {default.bandwidth_gbit_s:g} Gbit/s and {default.latency_us:g} us"
     )
-    update = {"nodes": nodes, "offers": [], "network": network, "assumptions": [*spec.assumptions, note]}
+    assumptions = [*spec.assumptions, note]
+    if any(node.network_gbit_s is None for node in nodes) and CARD_ASSUMPTION not in assumptions:
+        assumptions.append(CARD_ASSUMPTION)
+    update = {"nodes": nodes, "offers": [], "network": network, "assumptions": assumptions}
     return spec.model_copy(update=update)
 
 
@@ -54,7 +57,9 @@ def rented_part(spec: ClusterSpec, counts: Sequence[int]) -> ClusterSpec:
         for node, count in kept
     ]
     links = [link for link in spec.network.links if {link.from_, link.to} <= names]
-    network = spec.network.model_copy(update={"links": links})
+    shared = ((uplink, [name for name in uplink.nodes if name in names]) for uplink in spec.network.uplinks)
+    uplinks = [uplink.model_copy(update={"nodes": inside}) for uplink, inside in shared if inside]
+    network = spec.network.model_copy(update={"links": links, "uplinks": uplinks})
     if isinstance(network.measured, list):
         rows = _first_of_each(spec, counts)
         measured = [[network.measured[i][j] for j in rows] for i in rows]
@@ -83,6 +88,7 @@ def _offered_nodes(offer: OfferSpec, taken: set[str]) -> list[NodeSpec]:
                 name=name,
                 accelerators=f"{offer.accelerators}:{size}",
                 interconnect=offer.interconnect,
+                network_gbit_s=offer.network_gbit_s,
                 price_per_gpu_hour=offer.price_per_gpu_hour,
             )
         )

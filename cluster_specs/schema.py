@@ -81,12 +81,14 @@ class AcceleratorSpec(_Strict):
 
 
 class OfferSpec(_Strict):
-    """Something that `--budget` may rent."""
+    """Something that `--budget` may rent, GPU by GPU: up to max_count, in nodes of gpus_per_node, each with a
+    network card of network_gbit_s in each direction (default: as much as its fastest link)."""
 
     accelerators: str
     price_per_gpu_hour: NonNegative
     max_count: int = Field(gt=0)
     interconnect: InterconnectClass | InterconnectSpec = "pcie4"
+    network_gbit_s: Positive | None = None
     gpus_per_node: int = Field(default=8, gt=0)
 
 

@@ -183,7 +183,7 @@ def _cards(spec: ClusterSpec, network_bandwidth: np.ndarray) -> np.ndarray:
     """[nodes] bytes/s of each network card: what the spec says, else the fastest link of the node, since
     its card carries at least that."""
     between = np.where(np.eye(len(spec.nodes), dtype=bool), 0.0, network_bandwidth)
-    fastest = np.maximum(between.max(axis=0), between.max(axis=1))
+    fastest = np.maximum(between.max(axis=0, initial=0.0), between.max(axis=1, initial=0.0))
     given = [np.nan if n.network_gbit_s is None else n.network_gbit_s * _GBIT_S for n in spec.nodes]
     return np.where(np.isnan(given), np.where(fastest > 0, fastest, np.inf), given)
 

@@ -36,9 +36,17 @@ class Part:
 
 def part_of(universe: Problem, counts: Sequence[int]) -> Part:
     """The first counts[n] GPUs of each node n."""
-    spec = rented_part(universe.spec, counts)
-    problem = replace(universe, spec=spec, cluster=Cluster.from_spec(spec))
-    return Part(problem, tuple(n for n, count in enumerate(counts) if count))
+    nodes = tuple(n for n, count in enumerate(counts) if count)
+    cluster = Cluster.from_spec(rented_part(universe.spec, counts))
+    # A node keeps the network card that a link to a node left out may have shown it to have.
+    cards = universe.cluster.card_bytes_s[list(nodes)]
+    known = [
+        node.model_copy(update={"network_gbit_s": float(card) * 8e-9}) if here < card else node
+        for node, card, here in zip(cluster.spec.nodes, cards, cluster.card_bytes_s, strict=True)
+    ]
+    if known != cluster.spec.nodes:
+        cluster = Cluster.from_spec(cluster.spec.model_copy(update={"nodes": known}))
+    return Part(replace(universe, spec=cluster.spec, cluster=cluster), nodes)
 
 
 def build_rental(universe: Problem, state: SearchState, strategy: str, search: SearchRecord) -> Placement:

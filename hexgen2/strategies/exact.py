@@ -21,13 +21,12 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
     ------
     InputError : more than MAX_GPUS GPUs, or a goal that takes more than one search
     """
+    if problem.goal.objective == "cost" or problem.goal.frontier is not None:
+        raise InputError("--strategy", NAME, "takes one budget only", "use --strategy hexgen2")
     count = len(problem.cluster.gpu_ids)
     if count > MAX_GPUS:
         problem_text = f"{count} GPUs are too many to enumerate"
         raise InputError("--strategy", "exact", problem_text, "use --strategy hexgen2")
-
-    if problem.goal.objective == "cost" or problem.goal.frontier is not None:
-        raise InputError("--strategy", NAME, "takes one budget only", "use --strategy hexgen2")
 
     def explore(state: SearchState) -> None:
         if problem.goal.budget_per_hour is not None:

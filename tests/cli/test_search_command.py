@@ -72,6 +72,35 @@ def test_json_is_the_only_thing_on_stdout():
     assert placement["cluster"]["assumptions"]
 
 
+def test_budget_cost_and_frontier():
+    of = ["search", "--cluster", "hexgen2-case-study", "--model", "opt-30b", "--workload", "LPLD"]
+    rented = hexgen2(*of, "--budget", "10")
+    assert rented.returncode == 0, rented.stderr
+    assert "\nrent " in rented.stdout and "per million output tokens" in rented.stdout
+    cheapest = json.loads(hexgen2(*of, "--objective", "cost", "--request-rate", "30", "--json").stdout)
+    assert cheapest["throughput"]["req_s"] >= 30
+    assert cheapest["bound"]["price_per_hour"] <= cheapest["price_per_hour"] < 21.52
+    points = json.loads(hexgen2(*of, "--frontier", "3", "--json").stdout)["frontier"]
+    assert [point["budget_per_hour"] for point in points] == sorted(p["budget_per_hour"] for p in points)
+    assert points[-1]["budget_per_hour"] == pytest.approx(21.52)
+    assert points[-1]["rented"][0]["accelerators"] == "H100"
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        (["--budget", "10", "--strategy", "genetic"], "--strategy: genetic: does not choose what to rent"),
+        (["--frontier", "--strategy", "exact"], "--strategy: exact: takes one budget only"),
+        (["--frontier", "--objective", "cost", "--request-rate", "1"], "--frontier: does not go with"),
+        (["--frontier", "1"], "--frontier"),
+        ([], "hexgen2-offers: nodes: is empty, there are only offers; say what to spend with --budget"),
+    ],
+)
+def test_wrong_ways_to_rent(options, fragment):
+    of = ["search", "--cluster", "hexgen2-offers", "--model", "opt-30b", "--workload", "LPLD"]
+    assert fragment in refused(hexgen2(*of, *options))
+
+
 def test_assumed_figures_are_shown_to_the_user():
     result = hexgen2("search", *ON_SETTING_1)
     assert "every link figure here is assumed" in result.stdout

@@ -5,7 +5,9 @@ import os
 import pytest
 
 from cluster_specs.loader import load_cluster
+from cluster_specs.offers import with_offers
 from cost_model.errors import InputError
+from hexgen2.cluster import Cluster
 
 GOOD = """\
 name: two-pods
@@ -250,3 +252,15 @@ def test_offers_are_checked_and_named_canonically(tmp_path):
     assert load(tmp_path, GOOD + offer).offers[0].accelerators == "A100-80GB"
     assert refused(tmp_path, GOOD + offer.replace("a100-80g", "b300")).key == "offers[0].accelerators"
     assert refused(tmp_path, GOOD + offer.replace("16", "0")).key == "offers[0].max_count"
+
+
+def test_offers_alone_are_a_universe_to_rent_from(tmp_path):
+    offer = "{accelerators: A100, price_per_gpu_hour: 1.69, max_count: 20}"
+    spec = load(tmp_path, f"name: x\noffers: [{offer}]\n")
+    assert spec.nodes == [] and len(Cluster.from_spec(spec)) == 0
+    nodes = with_offers(spec).nodes
+    assert [node.accelerators for node in nodes] == ["A100-80GB:8", "A100-80GB:8", "A100-80GB:4"]
+    assert {node.price_per_gpu_hour for node in nodes} == {1.69}
+    many = load(tmp_path, f"name: x\noffers: [{offer}, {offer.replace('20', '4077')}]\n")
+    with pytest.raises(InputError, match="more than 4096"):
+        with_offers(many)

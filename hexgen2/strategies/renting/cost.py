@@ -36,8 +36,8 @@ def explore_cost(state: SearchState, seed: int) -> None:
     if most is not None and state.cut is None:
         price = Market(problem, 0.0).price(most.solution)
         raise InfeasibleError(
-            f"no rental found that carries {load:g} requests/s: the most is {most.req_s:.4g}, for {price:.2f} "
-            "$/h; lower --request-rate, or raise --budget or offer more GPUs"
+            f"no rental found that carries {load:g} requests/s: the most is {most.req_s:.4g}, "
+            f"for {price:.2f} $/h; lower --request-rate, or raise --budget or offer more GPUs"
         )
 
 
