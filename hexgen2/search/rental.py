@@ -68,7 +68,8 @@ def build_rental(universe: Problem, state: SearchState, strategy: str, search: S
 
 def _used(evaluation: Evaluation) -> Solution:
     """The groups that hold the model; the others are not rented."""
-    return Solution(tuple(r.group for r in (*evaluation.prefill, *evaluation.decode)))
+    replicas = (*evaluation.prefill, *evaluation.decode, *evaluation.colocated)
+    return Solution(tuple(replica.group for replica in replicas))
 
 
 def _point(universe: Problem, budget: float, found: Evaluation) -> FrontierPoint:
