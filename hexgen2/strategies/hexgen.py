@@ -15,6 +15,7 @@ from hexgen2.search.problem import Group, Problem, Solution, blocks_of
 from hexgen2.search.refine import SearchState
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.genetic import POPULATION, evolve
+from hexgen2.strategies.hexgen2 import estimated_groups
 
 NAME = "hexgen"
 ROLE = "colocated"
@@ -41,8 +42,8 @@ def _group_per_node(problem: Problem) -> Solution:
 
 
 def _random_partition(rng: np.random.Generator, problem: Problem) -> Solution:
-    """GPUs drawn into a random number of groups."""
+    """GPUs drawn into at most as many groups as the memory estimate allows."""
     nodes = np.repeat(np.arange(len(problem.node_gpus)), [len(gpus) for gpus in problem.node_gpus])
-    labels = rng.integers(rng.integers(1, len(nodes) + 1), size=len(nodes))
+    labels = rng.integers(rng.integers(1, estimated_groups(problem) + 1), size=len(nodes))
     drawn = (nodes[labels == label].tolist() for label in np.unique(labels))
     return Solution(tuple(Group(ROLE, blocks_of({n: part.count(n) for n in part})) for part in drawn))

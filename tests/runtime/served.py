@@ -113,10 +113,12 @@ def make_placement(folder: Path) -> Placement:
 class Server:
     """A serve process of its own session, with its stderr in a file."""
 
-    def __init__(self, folder: Path, work: Path, key: str = "", port: int = 0) -> None:
+    def __init__(
+        self, folder: Path, work: Path, key: str = "", port: int = 0, placement: Placement | None = None
+    ) -> None:
         self.key, self.log = key, work / "server.log"
         path = work / "placement.json"
-        make_placement(folder).save(path)
+        (placement or make_placement(folder)).save(path)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", RUN, str(path), str(folder), str(port), key],
