@@ -35,16 +35,22 @@ class PhaseTimes:
 
     stage_s: Sequence[float]
     boundary_s: Sequence[float]
-    batch: int
+    batch: float
 
 
-def micro_batch(semantics: PipelineSemantics, batch: int, stages: int) -> float:
+def micro_batch(semantics: PipelineSemantics, batch: float, stages: int) -> float:
     """Requests in one stage at a time when `batch` requests are in the KV memory."""
     return batch / stages if semantics == "pipelined" else batch
 
 
+def under_way(semantics: PipelineSemantics, batch: float, stages: int) -> float:
+    """Requests in all stages together when `batch` requests are in the KV memory: more than those where each
+    micro-batch has that memory to itself."""
+    return batch * stages if semantics == "paper_optimistic" else batch
+
+
 def prefill_pace(
-    semantics: PipelineSemantics, stage_s: Sequence[float], boundary_s: Sequence[float], batch: int
+    semantics: PipelineSemantics, stage_s: Sequence[float], boundary_s: Sequence[float], batch: float
 ) -> Pace:
     """Pace of a prefill replica whose stages take stage_s for `batch` prompts and whose hops boundary_s.
 
@@ -60,7 +66,7 @@ def decode_pace(
     semantics: PipelineSemantics,
     stage_s: Sequence[float],
     boundary_s: Sequence[float],
-    batch: int,
+    batch: float,
     osl: float,
 ) -> Pace:
     """Pace of a decode replica whose stages take stage_s for one step of one micro-batch.
@@ -75,8 +81,7 @@ def decode_pace(
         return Pace(batch / (walk * osl), walk)
     stages = len(stage_s)
     cycle = max(stages * max(*stage_s, *boundary_s, 0.0), walk)
-    served = batch if semantics == "pipelined" else batch * stages
-    return Pace(served / (cycle * osl), cycle)
+    return Pace(under_way(semantics, batch, stages) / (cycle * osl), cycle)
 
 
 def colocated_pace(semantics: PipelineSemantics, prefill: PhaseTimes, decode: PhaseTimes, osl: float) -> Pace:

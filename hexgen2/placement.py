@@ -39,7 +39,8 @@ class Stage(_Strict):
 
 
 class Replica(_Strict):
-    """One copy of the model. capacity_req_s is what it can process alone, utilisation its share in use."""
+    """One copy of the model. capacity_req_s is what it can process alone (within the goal's targets, if the
+    placement is to keep them), utilisation its share in use."""
 
     id: str
     role: Role
@@ -94,6 +95,25 @@ class Latency(_Strict):
 
     ttft_ms: float = Field(ge=0)
     tpot_ms: float = Field(ge=0)
+
+
+class Goodput(_Strict):
+    """What requests see when request_rate of them arrive each second, at random; waiting is included.
+
+    Predicted, under `assumptions`. goodput_req_s is the largest rate, at most that which arrives, at which
+    the goal's share of the requests meets its targets, and attainment the share at request_rate; both are
+    absent where the goal has no targets. Times are absent where the rate is more than can be carried: waits
+    then grow without limit.
+    """
+
+    request_rate: float = Field(ge=0)
+    goodput_req_s: float | None = Field(ge=0)
+    attainment: float | None = Field(ge=0, le=1)
+    mean_ttft_ms: float | None = Field(ge=0)
+    p90_ttft_ms: float | None = Field(ge=0)
+    mean_tpot_ms: float | None = Field(ge=0)
+    mean_e2el_ms: float | None = Field(ge=0)
+    assumptions: list[str]
 
 
 class Bound(_Strict):
@@ -152,6 +172,7 @@ class Placement(_Strict):
     attention_workers: list[dict[str, Any]] = []
     throughput: Throughput
     latency: Latency
+    goodput: Goodput | None = None
     price_per_hour: float = Field(ge=0)
     rented: list[Rented] = []
     frontier: list[FrontierPoint] = []

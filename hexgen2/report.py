@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hexgen2.placement import FrontierPoint, Placement, Rented, Replica
+from hexgen2.goal import Goal
+from hexgen2.placement import FrontierPoint, Goodput, Placement, Rented, Replica
 
 PIPED_WIDTH = 110
 
@@ -50,6 +51,8 @@ def print_placement(placement: Placement, console: Console) -> None:
         f"service     TTFT {placement.latency.ttft_ms:.4g} ms, TPOT {placement.latency.tpot_ms:.4g} ms, "
         "without queueing"
     )
+    if placement.goodput:
+        _print_goodput(placement.goodput, placement.goal, console)
     for bottleneck in placement.bottlenecks:
         console.print(f"bottleneck  {escape(bottleneck)}")
     console.print(
@@ -103,6 +106,28 @@ def _frontier_table(points: list[FrontierPoint]) -> Table:
             escape(rented_text(point.rented)),
         )
     return table
+
+
+def _print_goodput(goodput: Goodput, goal: Goal, console: Console) -> None:
+    """What the targets leave, and what requests see under the load."""
+    if goodput.goodput_req_s is not None and goodput.attainment is not None:
+        asked = (("TTFT", goal.ttft_ms), ("TPOT", goal.tpot_ms))
+        targets = " and ".join(f"{name} within {value:g} ms" for name, value in asked if value)
+        capped = ", all that arrive" if goodput.goodput_req_s == goal.request_rate else ""
+        console.print(
+            f"goodput     {goodput.goodput_req_s:.4g} requests/s{capped}: {targets} for {goal.attainment:.0%} of "
+            f"them, and for {goodput.attainment:.1%} at {goodput.request_rate:.4g} requests/s"
+        )
+    under = f"under load  at {goodput.request_rate:.4g} requests/s, queueing included: "
+    if goodput.mean_ttft_ms is None:
+        console.print(under + "queues grow without limit")
+    else:
+        console.print(
+            f"{under}TTFT {goodput.mean_ttft_ms:.4g} ms (p90 {goodput.p90_ttft_ms:.4g}), TPOT "
+            f"{goodput.mean_tpot_ms:.4g} ms, {(goodput.mean_e2el_ms or 0) / 1e3:.3g} s to the last token"
+        )
+    for assumption in goodput.assumptions:
+        console.print(f"              {escape(assumption)}", style="dim")
 
 
 def _replica_table(placement: Placement) -> Table:

@@ -7,6 +7,7 @@ import numpy as np
 from hexgen2.placement import (
     Bound,
     CostModelName,
+    Goodput,
     Latency,
     Placement,
     Replica,
@@ -20,6 +21,7 @@ from hexgen2.search import evaluate as ev
 from hexgen2.search.bound import report
 from hexgen2.search.enumeration import ASSUMPTIONS
 from hexgen2.search.flow import balance
+from hexgen2.search.prediction import LoadedPlacement
 from hexgen2.search.problem import Problem
 from hexgen2.search.routes import layer_overlaps
 
@@ -73,6 +75,7 @@ def build_placement(
         routes=routes,
         throughput=Throughput(req_s=served, output_tok_s=served * problem.costs.osl),
         latency=_latency(evaluation, carried),
+        goodput=_goodput(problem, evaluation, carried),
         price_per_hour=float(problem.cluster.price_per_hour.sum()),
         bound=Bound(req_s=served, gap=0.0, assumptions=ASSUMPTIONS) if proved else report(problem, served),
         bottlenecks=_bottlenecks(replicas, routes, [g for node in free for g in node], problem),
@@ -142,6 +145,15 @@ def _latency(evaluation: ev.Evaluation, routes: np.ndarray) -> Latency:
     ttft += sum(plan.latency_s * w for plan, w in alone)
     tpot += sum(plan.token_s * w for plan, w in alone)
     return Latency(ttft_ms=float(ttft) / total * 1e3, tpot_ms=float(tpot) / total * 1e3)
+
+
+def _goodput(problem: Problem, evaluation: ev.Evaluation, carried: np.ndarray) -> Goodput | None:
+    """The prediction that the goal asks for; none for colocated replicas."""
+    goal = problem.goal
+    asked = (goal.request_rate, goal.ttft_ms, goal.tpot_ms)
+    if evaluation.colocated or all(value is None for value in asked):
+        return None
+    return LoadedPlacement.of(problem, evaluation, carried).record(goal.request_rate)
 
 
 def _bottlenecks(

@@ -7,12 +7,21 @@ different shapes. A colocated replica runs both phases on one shape and one spli
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cost_model.base import PREFILL_BATCHES_HELD, Phase, StageMemory, TensorGroup
 from cost_model.hardware import Link
-from cost_model.pipeline import Pace, PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
+from cost_model.pipeline import (
+    Pace,
+    PhaseTimes,
+    colocated_pace,
+    decode_pace,
+    micro_batch,
+    prefill_pace,
+    under_way,
+)
+from cost_model.queueing import DecodeQueue
 from hexgen2.search.layers import balance_layers, fastest_layers
 from hexgen2.search.problem import Blocks, Problem
 from hexgen2.search.shapes import Shapes
@@ -32,13 +41,28 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Stages in order, requests held at once, and the pace that follows (see Pace)."""
+    """Stages in order, requests held at once, and the pace that follows (see Pace).
+
+    capacity_req_s is what the replica serves within the goal's targets, full_req_s what it serves at full
+    load; without targets they are equal.
+    """
 
     stages: tuple[PlannedStage, ...]
     batch: int
     capacity_req_s: float
     latency_s: float
     token_s: float = 0.0
+    full_req_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Layers of each stage, requests held at once, the pace, and the requests/s within the targets."""
+
+    split: list[int]
+    batch: int
+    pace: Pace
+    req_s: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +109,8 @@ class Planner:
         self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
 
     def plan(self, role: str, blocks: Blocks) -> GroupPlan | None:
-        """The plan of greatest capacity, or None if the model does not fit in the group."""
+        """The plan of greatest capacity, or None if the model does not fit in the group or no shape meets the
+        targets."""
         key = (role, blocks)
         if key not in self._planned:
             self._planned[key] = self._from_memo(role, blocks)
@@ -163,46 +188,83 @@ class Planner:
 
     def _plan(self, pipeline: _Pipeline) -> GroupPlan | None:
         found = self._prefill(pipeline) if pipeline.role == "prefill" else self._decode(pipeline)
-        if found is None:
+        best = max(found, key=lambda one: one.req_s, default=None)
+        if best is None or best.req_s <= 0:
             return None
-        split, batch, pace = found
         stages = tuple(
-            PlannedStage(node, degree, n) for (node, degree), n in zip(pipeline.shape, split, strict=True)
+            PlannedStage(node, degree, n)
+            for (node, degree), n in zip(pipeline.shape, best.split, strict=True)
         )
-        return GroupPlan(stages, batch, pace.capacity_req_s, pace.latency_s, pace.token_s)
+        pace = best.pace
+        return GroupPlan(
+            stages, best.batch, best.req_s, pace.latency_s, pace.token_s, full_req_s=pace.capacity_req_s
+        )
 
-    def _prefill(self, pipeline: _Pipeline) -> tuple[list[int], int, Pace] | None:
-        semantics, batch = self.problem.pipeline, pipeline.batch
-        limits = [m.max_layers(PREFILL_BATCHES_HELD * batch) for m in pipeline.memory]
-        timing = self._timing(pipeline, "prefill", batch)
-        split = self._split(timing, limits, by_sum=semantics != "pipelined")
-        if split is None:
-            return None
-        return split, batch, prefill_pace(semantics, timing.stage_s(split), timing.hop_s, batch)
+    def _prefill(self, pipeline: _Pipeline) -> Iterator[_Division]:
+        semantics, targets = self.problem.pipeline, self.problem.targets
+        ways = {semantics != "pipelined"} | ({True} if targets.ttft_s is not None else set())
+        for batch in targets.prefill_batches(pipeline.batch):
+            limits = [m.max_layers(PREFILL_BATCHES_HELD * batch) for m in pipeline.memory]
+            timing = self._timing(pipeline, "prefill", batch)
+            for split in (self._split(timing, limits, by_sum) for by_sum in sorted(ways)):
+                if split is not None:
+                    pace = prefill_pace(semantics, timing.stage_s(split), timing.hop_s, batch)
+                    yield _Division(split, batch, pace, targets.prefill_req_s(pace, batch))
 
-    def _decode(self, pipeline: _Pipeline) -> tuple[list[int], int, Pace] | None:
-        """The best layers and batch of a replica that decodes, and prefills too if it is colocated."""
+    def _decode(self, pipeline: _Pipeline) -> list[_Division]:
+        """Divisions of a replica that decodes, and prefills too if it is colocated."""
+        found = list(self._decode_up_to(pipeline, pipeline.batch))
+        within = max((one.batch for one in found), default=0)
+        if self.problem.targets.tpot_s is not None and 0 < within < pipeline.batch:
+            # The targets leave fewer requests than the memory: the layers are divided anew for those.
+            found += self._decode_up_to(pipeline, within)
+        return found
+
+    def _decode_up_to(self, pipeline: _Pipeline, most: int) -> Iterator[_Division]:
+        """Divisions of the layers for at most so many requests, each with the most that then fit."""
         ways: tuple[bool, ...] = (True,) if self.problem.pipeline == "literal" else (False,)
         if pipeline.role == "colocated" and self.problem.pipeline == "paper_optimistic":
             ways = (False, True)  # Its prefills go by the sum of the stages, its decode steps by the slowest.
-        best: tuple[list[int], int, Pace] | None = None
-        for batch in dict.fromkeys(max(1, int(pipeline.batch * share)) for share in BATCH_SHARES):
+        for batch in dict.fromkeys(max(1, int(most * share)) for share in BATCH_SHARES):
             limits = [m.max_layers(batch) for m in pipeline.memory]
             turn = self._turn(pipeline, batch)
             splits = [s for s in (self._split(turn, limits, by_sum) for by_sum in ways) if s]
             for split in splits:
                 # The layers chosen may leave room for more requests than they were chosen for.
                 room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
-                grown = min(self.problem.costs.batch_cap, *room)
-                pace = self._decode_pace(pipeline, split, grown)
-                if best is None or pace.capacity_req_s > best[2].capacity_req_s:
-                    best = (split, grown, pace)
+                yield from self._within_targets(pipeline, split, min(self.problem.costs.batch_cap, *room))
             # Where memory binds no stage, a smaller batch changes nothing for the better.
             if all(n < limit for split in splits for n, limit in zip(split, limits, strict=True)):
                 break
-        return best
 
-    def _decode_pace(self, pipeline: _Pipeline, split: list[int], batch: int) -> Pace:
+    def _within_targets(self, pipeline: _Pipeline, split: list[int], most: int) -> Iterator[_Division]:
+        targets = self.problem.targets
+        places = self._decode_queue(pipeline, split, most).places_within(targets.tpot_s)
+        batch = places // self._at_once(split)
+        if batch:
+            pace = self._decode_pace(pipeline, split, batch)
+            req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch))
+            yield _Division(split, batch, pace, req_s)
+
+    def decode_queue(self, plan: GroupPlan) -> DecodeQueue:
+        """How a decode replica with this plan fares under any load."""
+        pipeline = self._pipeline("decode", [(s.node, s.degree) for s in plan.stages])
+        assert pipeline is not None, "a plan fits in its own stages"
+        return self._decode_queue(pipeline, [s.layers for s in plan.stages], plan.batch)
+
+    def _decode_queue(self, pipeline: _Pipeline, split: list[int], batch: int) -> DecodeQueue:
+        at_once = self._at_once(split)
+        return DecodeQueue(
+            batch * at_once,
+            lambda requests: self._decode_pace(pipeline, split, requests / at_once).latency_s,
+            self.problem.costs.osl,
+        )
+
+    def _at_once(self, split: list[int]) -> int:
+        """Requests under way for each one in the batch."""
+        return int(under_way(self.problem.pipeline, 1, len(split)))
+
+    def _decode_pace(self, pipeline: _Pipeline, split: list[int], batch: float) -> Pace:
         semantics, osl = self.problem.pipeline, self.problem.costs.osl
         decode = self._decode_timing(pipeline, batch)
         if pipeline.role == "decode":
@@ -228,14 +290,14 @@ class Planner:
             self._timing(pipeline, "prefill", prompts), micro / (self.problem.costs.osl * prompts)
         )
 
-    def _decode_timing(self, pipeline: _Pipeline, batch: int) -> _Timing:
+    def _decode_timing(self, pipeline: _Pipeline, batch: float) -> _Timing:
         return self._timing(
             pipeline, "decode", micro_batch(self.problem.pipeline, batch, len(pipeline.kinds))
         )
 
-    def _prompts(self, batch: int) -> int:
+    def _prompts(self, batch: float) -> int:
         """Prompts per prefill step of a colocated replica that holds `batch` requests."""
-        return min(batch, self.problem.costs.prefill_batch())
+        return int(min(batch, self.problem.costs.prefill_batch()))
 
     def _largest_batch(self, memory: list[StageMemory]) -> int:
         """Most requests for which the layers still fit, at most the cap; 0 if not even one."""

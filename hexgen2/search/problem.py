@@ -19,6 +19,7 @@ from cost_model.pipeline import PipelineSemantics
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
+from hexgen2.search.targets import Targets
 from hexgen2.shared_links import SharedLinks
 from hexgen2.workload import Workload
 from hexgen2.workloads import load_workload
@@ -40,6 +41,11 @@ class Problem:
     costs: CostModel
     pipeline: PipelineSemantics = "pipelined"
     goal: Goal = field(default_factory=Goal)
+
+    @cached_property
+    def targets(self) -> Targets:
+        """What the goal asks of every replica's latency: nothing where the objective is throughput."""
+        return Targets.of(Goal() if self.goal.objective == "throughput" else self.goal, self.costs)
 
     @cached_property
     def node_gpus(self) -> tuple[tuple[int, ...], ...]:

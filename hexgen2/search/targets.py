@@ -1,0 +1,72 @@
+"""What a goal's targets leave of a plan: the requests/s at which enough of them are in time.
+
+Where both targets are given, a request must be in time in both phases. The phases are taken as
+independent, so each is asked for the square root of the attainment. A request waits for a place in a
+decode replica before it prefills, so a target for the first token asks for places, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cost_model.base import CostModel
+from cost_model.pipeline import Pace
+from cost_model.queueing import DecodeQueue, PrefillQueue, ServiceMix
+from hexgen2.goal import Goal
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Seconds to the first token and per output token within which `attainment` of the requests must stay;
+    None where nothing is asked for. mix and osl are the workload's."""
+
+    ttft_s: float | None
+    tpot_s: float | None
+    attainment: float
+    mix: ServiceMix
+    osl: float
+
+    @classmethod
+    def of(cls, goal: Goal, costs: CostModel) -> Targets:
+        """The targets of a goal."""
+        return cls(
+            goal.ttft_ms / 1e3 if goal.ttft_ms else None,
+            goal.tpot_ms / 1e3 if goal.tpot_ms else None,
+            goal.attainment,
+            ServiceMix.of(costs.model, costs.lengths),
+            costs.osl,
+        )
+
+    @property
+    def given(self) -> bool:
+        """True if there is any target."""
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    @property
+    def share(self) -> float:
+        """Share of the requests that each phase must serve in time."""
+        return self.attainment if self.ttft_s is None else math.sqrt(self.attainment)
+
+    def prefill_batches(self, largest: int) -> Iterator[int]:
+        """Batches worth trying: with a target, smaller ones too, which are sooner done."""
+        yield largest
+        while self.ttft_s is not None and largest > 1:
+            largest //= 2
+            yield largest
+
+    def prefill_req_s(self, pace: Pace, batch: int) -> float:
+        """Requests/s of a prefill replica within the target; 0 if it cannot be met."""
+        if self.ttft_s is None:
+            return pace.capacity_req_s
+        queue = self.prefill_queue(pace.capacity_req_s, pace.latency_s, batch)
+        return queue.largest_rate(self.ttft_s, self.share)
+
+    def prefill_queue(self, full_req_s: float, latency_s: float, batch: int) -> PrefillQueue:
+        """How a prefill replica fares under any load."""
+        return PrefillQueue(full_req_s, latency_s, batch, self.mix)
+
+    def decode_req_s(self, pace: Pace, queue: DecodeQueue) -> float:
+        """Requests/s of a decode replica within the targets, given places that meet them."""
+        return queue.largest_rate(self.share) if self.given else pace.capacity_req_s
