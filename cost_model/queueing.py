@@ -99,6 +99,12 @@ class PrefillQueue:
             share * (1 - self.wait_tail(rate, ttft_s - service_s)) for share, service_s in self.services
         )
 
+    def soonest_s(self, share: float) -> float:
+        """Seconds within which that share of the first tokens comes where nobody waits."""
+        return min(
+            within for _, within in self.services if sum(w for w, s in self.services if s <= within) >= share
+        )
+
     def largest_rate(self, ttft_s: float, share: float) -> float:
         """Most requests/s at which that share of the first tokens comes within ttft_s; 0 if not even a
         request alone does.

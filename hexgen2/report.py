@@ -115,8 +115,8 @@ def _print_goodput(goodput: Goodput, goal: Goal, console: Console) -> None:
         targets = " and ".join(f"{name} within {value:g} ms" for name, value in asked if value)
         capped = ", all that arrive" if goodput.goodput_req_s == goal.request_rate else ""
         console.print(
-            f"goodput     {goodput.goodput_req_s:.4g} requests/s{capped}: {targets} for {goal.attainment:.0%} of "
-            f"them, and for {goodput.attainment:.1%} at {goodput.request_rate:.4g} requests/s"
+            f"goodput     {goodput.goodput_req_s:.4g} requests/s{capped}: {goal.attainment:.0%} of them with "
+            f"{targets}; {goodput.attainment:.1%} at {goodput.request_rate:.4g} requests/s"
         )
     under = f"under load  at {goodput.request_rate:.4g} requests/s, queueing included: "
     if goodput.mean_ttft_ms is None:

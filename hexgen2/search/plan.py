@@ -21,7 +21,7 @@ from cost_model.pipeline import (
     prefill_pace,
     under_way,
 )
-from cost_model.queueing import DecodeQueue
+from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.search.layers import balance_layers, fastest_layers
 from hexgen2.search.problem import Blocks, Problem
 from hexgen2.search.shapes import Shapes
@@ -43,8 +43,7 @@ class PlannedStage:
 class GroupPlan:
     """Stages in order, requests held at once, and the pace that follows (see Pace).
 
-    capacity_req_s is what the replica serves within the goal's targets, full_req_s what it serves at full
-    load; without targets they are equal.
+    capacity_req_s is what the replica serves within the goal's targets; without any, at full load.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -52,7 +51,6 @@ class GroupPlan:
     capacity_req_s: float
     latency_s: float
     token_s: float = 0.0
-    full_req_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -160,6 +158,22 @@ class Planner:
         pipeline = self._pipeline(role, shape)
         return self._plan(pipeline) if pipeline else None
 
+    def quickest_s(self, role: str, blocks: Blocks) -> float:
+        """Seconds to the first token, or per output token, of one request alone, at best; infinite if the
+        model does not fit. A prompt takes as long as the mean one."""
+        semantics, best = self.problem.pipeline, float("inf")
+        for pipeline in filter(None, (self._pipeline(role, shape) for shape in self._shapes.of(blocks))):
+            held = PREFILL_BATCHES_HELD if role == "prefill" else 1
+            limits = [m.max_layers(held) for m in pipeline.memory]
+            timing = self._timing(pipeline, "prefill" if role == "prefill" else "decode", 1)
+            for split in filter(None, (self._split(timing, limits, by_sum) for by_sum in (False, True))):
+                stage_s = timing.stage_s(split)
+                if role == "prefill":
+                    best = min(best, prefill_pace(semantics, stage_s, timing.hop_s, 1).latency_s)
+                else:
+                    best = min(best, self._decode_pace(pipeline, split, 1).latency_s)
+        return best
+
     def _pipeline(self, role: str, shape: Sequence[tuple[int, int]]) -> _Pipeline | None:
         """What the shape says before any layer is placed, or None if the model cannot fit."""
         problem, costs = self.problem, self.problem.costs
@@ -196,9 +210,7 @@ class Planner:
             for (node, degree), n in zip(pipeline.shape, best.split, strict=True)
         )
         pace = best.pace
-        return GroupPlan(
-            stages, best.batch, best.req_s, pace.latency_s, pace.token_s, full_req_s=pace.capacity_req_s
-        )
+        return GroupPlan(stages, best.batch, best.req_s, pace.latency_s, pace.token_s)
 
     def _prefill(self, pipeline: _Pipeline) -> Iterator[_Division]:
         semantics, targets = self.problem.pipeline, self.problem.targets
@@ -246,11 +258,22 @@ class Planner:
             req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch))
             yield _Division(split, batch, pace, req_s)
 
+    def prefill_queue(self, plan: GroupPlan) -> PrefillQueue:
+        """How a prefill replica with this plan fares under any load."""
+        pipeline, split = self._planned_pipeline("prefill", plan)
+        timing = self._timing(pipeline, "prefill", plan.batch)
+        pace = prefill_pace(self.problem.pipeline, timing.stage_s(split), timing.hop_s, plan.batch)
+        return self.problem.targets.prefill_queue(pace, plan.batch)
+
     def decode_queue(self, plan: GroupPlan) -> DecodeQueue:
         """How a decode replica with this plan fares under any load."""
-        pipeline = self._pipeline("decode", [(s.node, s.degree) for s in plan.stages])
+        pipeline, split = self._planned_pipeline("decode", plan)
+        return self._decode_queue(pipeline, split, plan.batch)
+
+    def _planned_pipeline(self, role: str, plan: GroupPlan) -> tuple[_Pipeline, list[int]]:
+        pipeline = self._pipeline(role, [(s.node, s.degree) for s in plan.stages])
         assert pipeline is not None, "a plan fits in its own stages"
-        return self._decode_queue(pipeline, [s.layers for s in plan.stages], plan.batch)
+        return pipeline, [s.layers for s in plan.stages]
 
     def _decode_queue(self, pipeline: _Pipeline, split: list[int], batch: int) -> DecodeQueue:
         at_once = self._at_once(split)

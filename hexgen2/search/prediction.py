@@ -37,10 +37,7 @@ class LoadedPlacement:
     def of(cls, problem: Problem, evaluation: Evaluation, carried: np.ndarray) -> LoadedPlacement:
         """The solution under the flows [P, D] in requests/s that it is to carry."""
         planner, targets = Planner(problem), Targets.of(problem.goal, problem.costs)
-        prefill = [
-            targets.prefill_queue(r.plan.full_req_s, r.plan.latency_s, r.plan.batch)
-            for r in evaluation.prefill
-        ]
+        prefill = [planner.prefill_queue(r.plan) for r in evaluation.prefill]
         decode = [planner.decode_queue(r.plan) for r in evaluation.decode]
         routes = carried / carried.sum()
         ends = [(q.capacity_req_s, w) for q, w in zip(prefill, routes.sum(axis=1), strict=True)]

@@ -60,12 +60,11 @@ class Targets:
         """Requests/s of a prefill replica within the target; 0 if it cannot be met."""
         if self.ttft_s is None:
             return pace.capacity_req_s
-        queue = self.prefill_queue(pace.capacity_req_s, pace.latency_s, batch)
-        return queue.largest_rate(self.ttft_s, self.share)
+        return self.prefill_queue(pace, batch).largest_rate(self.ttft_s, self.share)
 
-    def prefill_queue(self, full_req_s: float, latency_s: float, batch: int) -> PrefillQueue:
-        """How a prefill replica fares under any load."""
-        return PrefillQueue(full_req_s, latency_s, batch, self.mix)
+    def prefill_queue(self, pace: Pace, batch: int) -> PrefillQueue:
+        """How a prefill replica of that pace fares under any load."""
+        return PrefillQueue(pace.capacity_req_s, pace.latency_s, batch, self.mix)
 
     def decode_req_s(self, pace: Pace, queue: DecodeQueue) -> float:
         """Requests/s of a decode replica within the targets, given places that meet them."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 from cost_model.errors import InfeasibleError, InputError
+from hexgen2.goal import Goal
 from hexgen2.placement import Placement, SearchRecord
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluate import Evaluator
+from hexgen2.search.plan import Planner
 from hexgen2.search.problem import Problem
+from hexgen2.search.reach import unmet
 from hexgen2.search.refine import SearchState
 from hexgen2.search.rental import build_rental
 
@@ -34,6 +37,7 @@ def run_search(
     explore: Callable[[SearchState], None],
     fewest_gpus: int = 2,
     rents: bool = False,
+    objectives: Collection[str] = ("throughput", "goodput"),
 ) -> Placement:
     """Run `explore` until it ends, its time is up or Ctrl-C, and build the best solution it offered.
 
@@ -41,10 +45,11 @@ def run_search(
     ----------
     fewest_gpus : what a placement of this strategy takes at least; one where replicas are colocated
     rents : whether `explore` chooses what to rent
+    objectives : those that `explore` answers
 
     Raises
     ------
-    InputError : the goal is to rent, and this strategy does not
+    InputError : the goal is to rent, or has an objective, and this strategy does not
     InfeasibleError : no solution carries a single request; the message says why
     KeyboardInterrupt : interrupted before anything was found
     """
@@ -52,6 +57,9 @@ def run_search(
         raise InputError(
             "--strategy", name, "does not choose what to rent", "use hexgen2, or give no --budget"
         )
+    if problem.goal.objective not in (*objectives, "cost"):
+        problem_text = f"does not search for --objective {problem.goal.objective}"
+        raise InputError("--strategy", name, problem_text, "use hexgen2")
     if len(problem.cluster.gpu_ids) < fewest_gpus:
         raise InfeasibleError(
             f"no feasible placement: {problem.cluster.name} has one GPU, and a prefill and a decode replica "
@@ -85,12 +93,14 @@ def _why_infeasible(problem: Problem, state: SearchState) -> str:
     model, cluster = problem.model, problem.cluster
     weights = model.total_params * model.weight_bytes / 2**30
     memory = float(cluster.memory_bytes.sum()) / 2**30
-    if state.evaluator.planner.plan("decode", everything) is None:
+    if Planner(replace(problem, goal=Goal())).plan("decode", everything) is None:
         return (
             f"no feasible placement: {model.name} needs {weights:.3g} GiB for weights and more for its KV "
             f"cache, and all {len(cluster.gpu_ids)} GPUs of {cluster.name} have {memory:.3g} GiB; "
             "add GPUs or choose a smaller model"
         )
+    if problem.targets.given and not state.cut:
+        return unmet(problem)
     if state.cut:
         return f"no feasible placement found within the time limit on {cluster.name}; raise --time-limit"
     if not state.proved and memory > 2 * weights:

@@ -29,7 +29,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
         drawn = [_random_partition(rng, problem) for _ in range(POPULATION - 2)]
         evolve(state, rng, [_one_group(problem), _group_per_node(problem), *drawn])
 
-    return run_search(NAME, problem, options, explore, fewest_gpus=1)
+    return run_search(NAME, problem, options, explore, fewest_gpus=1, objectives=("throughput",))
 
 
 def _one_group(problem: Problem) -> Solution:

@@ -65,8 +65,9 @@ def require_found(state: SearchState, why: str, other: str = "hexgen2") -> None:
         raise InfeasibleError(
             f"no feasible placement found within the time limit on {problem.cluster.name}; raise --time-limit"
         )
+    within = " within the targets" if problem.targets.given else ""
     raise InfeasibleError(
-        f"no feasible placement on {problem.cluster.name}: {why} hold {problem.model.name}; "
+        f"no feasible placement on {problem.cluster.name}: {why} hold {problem.model.name}{within}; "
         f"use --strategy {other}"
     )
 

@@ -38,7 +38,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
             )
         require_found(state, f"no one type, with the uniform shapes of {NAME},", other="hexgen")
 
-    return run_search(NAME, problem, options, explore, fewest_gpus=1)
+    return run_search(NAME, problem, options, explore, fewest_gpus=1, objectives=("throughput",))
 
 
 def _best_copies(problem: Problem, accelerator: Accelerator, nodes: list[int]) -> tuple[int, Replicas]:
