@@ -51,7 +51,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
         if goal.objective == "cost":
             explore_cost(state, options.seed)
         elif goal.frontier is not None:
-            state.frontier = explore_frontier(state, options.seed, explore)
+            explore_frontier(state, options.seed, explore)
         elif goal.rents:
             explore_budget(state, options.seed, explore)
         else:

@@ -127,7 +127,8 @@ def test_more_money_never_gives_less(problem):
 
 
 def homogeneous(card: str, count: int, interconnect: str) -> dict:
-    sizes = [8] * (count // 8) + ([count % 8] if count % 8 else [])
+    size = 8 if interconnect == "nvlink" else 4
+    sizes = [size] * (count // size) + ([count % size] if count % size else [])
     nodes = [
         {"name": f"n{k}", "accelerators": f"{card}:{size}", "interconnect": interconnect}
         for k, size in enumerate(sizes)

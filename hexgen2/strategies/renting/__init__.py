@@ -2,5 +2,5 @@
 
 The search runs over the universe of all nodes and offers, where a solution over the budget is no
 candidate (search/market.py). Its starts are the plain search on the richest rental of each GPU type
-alone, and the linear program over all types, each type and each pair of types.
+alone, and the linear program over all types and each type.
 """

@@ -15,7 +15,7 @@ from hexgen2.strategies.renting.universe import fresh, search_universe
 Plain = Callable[[SearchState, int], None]
 """The search of a cluster that is all there to use: offers what it finds to the state; takes a seed."""
 
-EFFORT = 4000
+EFFORT = 8000
 """Effort (see SearchState) for the universe, on top of the plain searches of single types."""
 
 

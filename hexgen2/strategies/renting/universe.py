@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -74,10 +73,9 @@ def attempt(
 
 
 def _linear_starts(evaluator: Evaluator, market: Market) -> Iterator[Solution]:
-    """From the linear program over all types, each type alone, and each pair of types."""
+    """From the linear program over all types, and over each alone."""
     problem = evaluator.problem
     types = problem.cluster.types
-    chosen = {types, *((t,) for t in types), *itertools.combinations(types, 2)}
-    for cards in sorted(chosen, key=lambda cards: (-len(cards), [types.index(card) for card in cards])):
+    for cards in (types, *((card,) for card in types)):
         nodes = [n for n, card in enumerate(problem.node_accelerator) if card in cards]
         yield linear_start(evaluator, market, nodes)
