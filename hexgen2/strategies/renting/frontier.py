@@ -32,7 +32,8 @@ def explore_frontier(state: SearchState, seed: int, plain: Plain) -> None:
     for budget in np.linspace(Market(problem, last).price(best.solution), last, problem.goal.frontier)[:-1]:
         if state.out_of_time():
             break
-        best = attempt(state, seed, float(budget), [best.solution]).best or best
+        starts = [found.solution for found in (best, state.best) if found]
+        best = attempt(state, seed, float(budget), starts).best or best
         state.frontier.append((float(budget), best))
     state.offer(best, "start from another budget")
     assert state.best is not None

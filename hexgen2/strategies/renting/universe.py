@@ -17,7 +17,7 @@ from hexgen2.search.refine import SearchState, refine
 from hexgen2.search.thrift import cheapest_alike, fitted
 from hexgen2.strategies.exact import MAX_GPUS
 
-ATTEMPT_EFFORT = 1500
+ATTEMPT_EFFORT = 2500
 """Effort (see SearchState) for one of many budgets."""
 ENUMERATION = 40_000
 """Branches tried on universes of up to MAX_GPUS GPUs."""
