@@ -137,10 +137,9 @@ def homogeneous(card: str, count: int, interconnect: str) -> dict:
     return {"name": "one-type", "nodes": nodes, "network": network}
 
 
-@pytest.mark.parametrize(("model", "workload"), [("llama-2-70b", "LPHD"), ("opt-30b", "HPLD")])
-def test_never_worse_than_the_best_single_type(model, workload):
+def test_never_worse_than_the_best_single_type():
     """Each type alone, as many as 20.66 $/h buy, searched as a cluster of its own."""
-    goal = Goal(budget_per_hour=20.66)
+    model, workload, goal = "llama-2-70b", "LPHD", Goal(budget_per_hour=20.66)
     rented = run(make_problem("hexgen2-offers", model, workload, goal=goal))
     alone = []
     for card, price, interconnect in (
@@ -157,7 +156,7 @@ def test_never_worse_than_the_best_single_type(model, workload):
 
 
 def test_same_bytes_for_the_same_seed():
-    problem = make_problem("hexgen2-offers", "opt-30b", "LPLD", goal=Goal(budget_per_hour=12.0))
+    problem = make_problem("hexgen2-setting-5", "opt-30b", "LPLD", goal=Goal(budget_per_hour=12.0))
     first, second = run(problem), run(problem)
     first.search.seconds = second.search.seconds = 0.0
     assert first.to_json() == second.to_json()
@@ -239,11 +238,14 @@ def test_what_is_rented_keeps_its_links_cards_and_uplinks():
 
 
 def test_a_budget_that_is_too_small_says_what_would_do():
-    with pytest.raises(InfeasibleError, match=r"within 3 \$/h: the cheapest .*costs 6.08 \$/h"):
-        run(make_problem("hexgen2-offers", "llama-2-70b", "LPLD", goal=Goal(budget_per_hour=3)))
+    with pytest.raises(InfeasibleError, match=r"within 3 \$/h: the cheapest .*costs 6.76 \$/h"):
+        run(make_problem("hexgen2-case-study", "llama-2-70b", "LPLD", goal=Goal(budget_per_hour=3)))
 
 
 def test_a_load_that_nothing_carries_says_what_is_carried():
+    small = Goal(objective="cost", request_rate=1, budget_per_hour=1)
+    with pytest.raises(InfeasibleError, match=r"within 1 \$/h: the cheapest .*costs 3.38 \$/h"):
+        run(make_problem("hexgen2-case-study", "opt-30b", "HPHD", goal=small))
     goal = Goal(objective="cost", request_rate=50, budget_per_hour=8)
     with pytest.raises(InfeasibleError, match=r"50 requests/s: the most is .* for .* \$/h"):
         run(make_problem("hexgen2-offers", "opt-30b", "HPHD", goal=goal))
@@ -254,3 +256,12 @@ def test_other_strategies_refuse_to_rent(strategy):
     problem = make_problem("hexgen2-setting-1", "opt-30b", "LPLD", goal=Goal(budget_per_hour=20))
     with pytest.raises(InputError, match="does not choose what to rent"):
         find_strategy(strategy)(problem, SearchOptions())
+
+
+def test_cost_carries_the_load_within_the_targets():
+    """What meets the targets costs more than what only carries the load."""
+    goal = Goal(objective="cost", request_rate=16)
+    tight = goal.model_copy(update={"ttft_ms": 300.0, "tpot_ms": 35.0})
+    loose, kept = (run(make_problem("hexgen2-case-study", "opt-30b", "LPLD", goal=g)) for g in (goal, tight))
+    assert kept.price_per_hour > loose.price_per_hour
+    assert min(kept.throughput.req_s, loose.throughput.req_s) >= 16

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from cost_model.errors import InfeasibleError
 from hexgen2.search.evaluate import Evaluator
 from hexgen2.search.market import Market, spendable
 from hexgen2.search.refine import SearchState
 from hexgen2.search.rental import part_of
-from hexgen2.strategies.renting.cost import leave_cheapest
-from hexgen2.strategies.renting.universe import fresh, search_universe
+from hexgen2.strategies.renting.cost import refuse_budget
+from hexgen2.strategies.renting.universe import search_universe
 
 Plain = Callable[[SearchState, int], None]
 """The search of a cluster that is all there to use: offers what it finds to the state; takes a seed."""
@@ -34,7 +33,7 @@ def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
         _search_alone(state, f"rent {accelerator} alone", counts, seed, plain)
     search_universe(state, seed, EFFORT, [])
     if state.best is None or state.best.req_s <= 0:
-        _refuse(state, seed)
+        refuse_budget(state, seed)
 
 
 def single_types(market: Market) -> Iterator[tuple[str, list[int]]]:
@@ -61,19 +60,3 @@ def _search_alone(state: SearchState, label: str, counts: Sequence[int], seed: i
             evaluator = state.evaluator
             found = evaluator.evaluate(part.outside(alone.best.solution))
             state.offer(evaluator.reordered(found), label)
-
-
-def _refuse(state: SearchState, seed: int) -> None:
-    """Say what the cheapest placement costs, if more than the budget."""
-    problem = state.evaluator.problem
-    if problem.goal.budget_per_hour is None or state.cut:
-        return
-    everything = float(problem.cluster.price_per_hour.sum())
-    free = fresh(state)
-    leave_cheapest(free, seed, 0.0, everything)
-    if free.best is not None:
-        price = Market(problem, everything).price(free.best.solution)
-        raise InfeasibleError(
-            f"no placement of {problem.model.name} within {problem.goal.budget_per_hour:g} $/h: the cheapest "
-            f"{'' if free.proved else 'found '}costs {price:.2f} $/h; raise --budget to that"
-        )

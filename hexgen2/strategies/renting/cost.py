@@ -11,7 +11,7 @@ from hexgen2.search.price_bound import least_price
 from hexgen2.search.problem import Solution
 from hexgen2.search.refine import SearchState
 from hexgen2.search.thrift import cheapest_alike
-from hexgen2.strategies.renting.universe import attempt
+from hexgen2.strategies.renting.universe import attempt, fresh
 
 GROWTH = 1.2
 """Factor from one budget to the next until one carries the load."""
@@ -33,7 +33,9 @@ def explore_cost(state: SearchState, seed: int) -> None:
     load = problem.goal.request_rate
     assert load is not None
     most = leave_cheapest(state, seed, load, spendable(problem))
-    if most is not None and state.cut is None:
+    if state.best is None and (most is None or most.req_s <= 0):
+        refuse_budget(state, seed)
+    elif most is not None and state.cut is None:
         price = Market(problem, 0.0).price(most.solution)
         raise InfeasibleError(
             f"no rental found that carries {load:g} requests/s: the most is {most.req_s:.4g}, "
@@ -82,3 +84,24 @@ def _take(state: SearchState, tried: SearchState, target: float) -> None:
     """What carries the target, made as cheap as its neighbours allow, is the best so far."""
     assert tried.best is not None
     state.best = cheapest_alike(state.evaluator, tried.best, target)
+
+
+def refuse_budget(state: SearchState, seed: int) -> None:
+    """Say what the cheapest placement costs, if that is more than the goal's budget.
+
+    Raises
+    ------
+    InfeasibleError : it is
+    """
+    problem = state.evaluator.problem
+    if problem.goal.budget_per_hour is None or state.cut:
+        return
+    everything = float(problem.cluster.price_per_hour.sum())
+    free = fresh(state)
+    leave_cheapest(free, seed, 0.0, everything)
+    if free.best is not None:
+        price = Market(problem, everything).price(free.best.solution)
+        raise InfeasibleError(
+            f"no placement of {problem.model.name} within {problem.goal.budget_per_hour:g} $/h: the cheapest "
+            f"{'' if free.proved else 'found '}costs {price:.2f} $/h; raise --budget to that"
+        )
