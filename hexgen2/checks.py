@@ -59,14 +59,19 @@ def verify(placement: Placement, source: str = "placement") -> None:
 
 
 def check_gpus(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
-    """Every GPU exists and serves at most one replica, once."""
-    known = set(cluster.gpu_ids)
+    """Every GPU exists, is not lost and serves at most one replica, once."""
+    known, lost = set(cluster.gpu_ids), set(placement.lost)
+    for k, gpu in enumerate(placement.lost):
+        if gpu not in known:
+            yield f"lost[{k}]", f"'{gpu}' is not in cluster {cluster.name}"
     users: dict[str, list[str]] = defaultdict(list)
     for r, replica in enumerate(placement.replicas):
         for s, stage in enumerate(replica.stages):
             for gpu in stage.gpus:
                 if gpu not in known:
                     yield f"replicas[{r}].stages[{s}].gpus", f"'{gpu}' is not in cluster {cluster.name}"
+                elif gpu in lost:
+                    yield f"replicas[{r}].stages[{s}].gpus", f"'{gpu}' is lost"
                 users[gpu].append(f"replicas[{r}].stages[{s}]")
     for gpu, places in users.items():
         if len(places) > 1:

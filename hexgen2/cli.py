@@ -38,8 +38,8 @@ POSITIVE = _Positive()
 
 
 @cli.command()
-@click.option("--cluster", required=True, help="A shipped cluster (`hexgen2 list clusters`) or a YAML file.")
-@click.option("--model", required=True, help="A shipped model or a folder with a Hugging Face config.json.")
+@click.option("--cluster", help="A shipped cluster (`hexgen2 list clusters`) or a YAML file.")
+@click.option("--model", help="A shipped model or a folder with a Hugging Face config.json.")
 @click.option(
     "--workload",
     help="A shipped class, shares of several (HPLD:2,LPHD:1), or a trace (Azure CSV, Mooncake JSONL, "
@@ -51,15 +51,12 @@ POSITIVE = _Positive()
 @click.option(
     "--cost-model",
     type=click.Choice(list(COST_MODELS)),
-    default="calibrated",
-    show_default=True,
+    help="[default: calibrated; with --from: the placement's]",
 )
 @click.option(
     "--pipeline",
     type=click.Choice(PIPELINE_SEMANTICS),
-    default="pipelined",
-    show_default=True,
-    help="How pipeline stages add up.",
+    help="How pipeline stages add up. [default: pipelined; with --from: the placement's]",
 )
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="throughput", show_default=True)
 @click.option("--request-rate", type=POSITIVE, help="Requests/s that arrive, at random.")
@@ -76,17 +73,26 @@ POSITIVE = _Positive()
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--time-limit", type=POSITIVE, help="Seconds; the best so far is kept.")
+@click.option(
+    "--from", "previous", type=click.Path(path_type=Path), help="Re-plan from this placement, with moves."
+)
+@click.option("--lost", help="GPU ids or nodes that are out of service, with --from.")
+@click.option("--added", help="GPU ids or nodes that are back or new, with --from.")
+@click.option("--horizon", type=POSITIVE, help="Seconds that the new plan will serve. [default: 3600]")
+@click.option(
+    "--load-gbyte-s", type=POSITIVE, help="Weights that each GPU loads, GB/s. [default: 2, assumed]"
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the placement to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the placement as one JSON object.")
 def search(
-    cluster: str,
-    model: str,
+    cluster: str | None,
+    model: str | None,
     workload: str | None,
     isl: float | None,
     osl: float | None,
     strategy: str,
-    cost_model: str,
-    pipeline: str,
+    cost_model: str | None,
+    pipeline: str | None,
     objective: str,
     request_rate: float | None,
     ttft: float | None,
@@ -95,6 +101,11 @@ def search(
     frontier: int | None,
     seed: int,
     time_limit: float | None,
+    previous: Path | None,
+    lost: str | None,
+    added: str | None,
+    horizon: float | None,
+    load_gbyte_s: float | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -105,12 +116,26 @@ def search(
     from hexgen2.strategies.base import SearchOptions
     from hexgen2.strategies.registry import find_strategy
 
-    run = find_strategy(strategy)
+    run, options = find_strategy(strategy), SearchOptions(seed, time_limit, _progress())
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(str(output), "", "its folder does not exist", "create it first")
     goal = make_goal(objective, request_rate, ttft, tpot, budget, frontier)
-    problem = make_problem(cluster, model, workload, isl, osl, cost_model, pipeline, goal)
-    placement = run(problem, SearchOptions(seed, time_limit, _progress()))
+    changes = {"--lost": lost, "--added": added, "--horizon": horizon, "--load-gbyte-s": load_gbyte_s}
+    if previous is not None:
+        from hexgen2.replanning import replanned
+
+        inputs = {"cluster": cluster, "model": model, "workload": workload, "isl": isl, "osl": osl}
+        inputs |= {"cost_model": cost_model, "pipeline": pipeline, "lost": lost, "added": added}
+        placement = replanned(previous, inputs, strategy, goal, options, horizon, load_gbyte_s)
+    else:
+        for option, value in changes.items():
+            if value is not None:
+                raise InputError(option, "", "is for re-planning", "name the placement that runs with --from")
+        if cluster is None or model is None:
+            option = "--cluster" if cluster is None else "--model"
+            raise InputError(option, "", "is missing", "name one, or re-plan a placement with --from")
+        costs = cost_model or "calibrated", pipeline or "pipelined"
+        placement = run(make_problem(cluster, model, workload, isl, osl, *costs, goal), options)
     wrong = violations(placement)
     if wrong:
         raise HexGen2Error(

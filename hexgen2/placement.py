@@ -14,6 +14,7 @@ from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InputError
 from hexgen2.goal import Goal
+from hexgen2.moves import Migration, Move
 from hexgen2.workload import Workload
 
 Role = Literal["prefill", "decode", "colocated"]
@@ -158,7 +159,8 @@ class SearchRecord(_Strict):
 
 
 class Placement(_Strict):
-    """What a strategy returns, the simulator times and the runtime launches."""
+    """What a strategy returns, the simulator times and the runtime launches. `lost` are GPUs of the cluster
+    that are out of service; `moves` and `migration` say how a re-plan gets here from the placement before."""
 
     version: Literal[1] = 1
     strategy: str
@@ -167,6 +169,7 @@ class Placement(_Strict):
     workload: Workload
     cost_model: CostModelName
     goal: Goal = Goal()
+    lost: list[str] = []
     replicas: list[Replica] = Field(min_length=1)
     routes: list[Route]
     attention_workers: list[dict[str, Any]] = []
@@ -179,6 +182,8 @@ class Placement(_Strict):
     bound: Bound
     bottlenecks: list[str]
     search: SearchRecord
+    moves: list[Move] = []
+    migration: Migration | None = None
 
     def replica(self, replica_id: str) -> Replica:
         """The replica of that id; KeyError if there is none."""

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hexgen2.goal import Goal
+from hexgen2.moves_report import print_moves
 from hexgen2.placement import FrontierPoint, Goodput, Placement, Rented, Replica
 
 PIPED_WIDTH = 110
@@ -53,6 +54,10 @@ def print_placement(placement: Placement, console: Console) -> None:
     )
     if placement.goodput:
         _print_goodput(placement.goodput, placement.goal, console)
+    if placement.migration:
+        print_moves(placement.moves, placement.migration, compact, console)
+    if placement.lost:
+        console.print(f"lost        {escape(compact(placement.lost))}")
     for bottleneck in placement.bottlenecks:
         console.print(f"bottleneck  {escape(bottleneck)}")
     console.print(

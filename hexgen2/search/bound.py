@@ -34,7 +34,7 @@ def trivial_bound(problem: Problem) -> tuple[float, list[str]]:
         return 0.0, assumptions
     rates = node_rates(problem)
     return best_split(
-        (p * len(g), q * len(g)) for (p, q), g in zip(rates, problem.node_gpus, strict=True)
+        (p * len(g), q * len(g)) for (p, q), g in zip(rates, problem.node_gpus, strict=True) if g
     ), assumptions
 
 

@@ -21,6 +21,7 @@ from hexgen2.search import evaluate as ev
 from hexgen2.search.bound import report
 from hexgen2.search.enumeration import ASSUMPTIONS
 from hexgen2.search.flow import balance
+from hexgen2.search.naming import Name, fresh_names
 from hexgen2.search.prediction import LoadedPlacement
 from hexgen2.search.problem import Problem
 from hexgen2.search.routes import layer_overlaps
@@ -31,28 +32,31 @@ NEGLIGIBLE = 1e-6
 
 
 def build_placement(
-    problem: Problem, evaluation: ev.Evaluation, strategy: str, search: SearchRecord, proved: bool = False
+    problem: Problem,
+    evaluation: ev.Evaluation,
+    strategy: str,
+    search: SearchRecord,
+    proved: bool = False,
+    names: list[Name] | None = None,
 ) -> Placement:
     """The placement of an evaluated solution, its flow spread evenly over the replicas (colocated ones work
-    at capacity). With proved it is its own bound."""
+    at capacity). With proved it is its own bound. Names, if given, are those of the prefill, decode and
+    colocated replicas, in this order."""
     carried = balance(evaluation.network, evaluation.flow).routes
     carried = np.where(carried > carried.sum() * NEGLIGIBLE, carried, 0.0)
-    free = [list(gpus) for gpus in problem.node_gpus]
+    names = names or fresh_names(problem, evaluation)
+    alone = [replica.plan.capacity_req_s for replica in evaluation.colocated]
+    loads = [*carried.sum(axis=1), *carried.sum(axis=0), *alone]
     replicas = [
-        _replica(problem, replica, f"{role}-{index}", role, float(load), free)
-        for role, side, loads in (
-            ("prefill", evaluation.prefill, carried.sum(axis=1)),
-            ("decode", evaluation.decode, carried.sum(axis=0)),
-            ("colocated", evaluation.colocated, [r.plan.capacity_req_s for r in evaluation.colocated]),
-        )
-        for index, (replica, load) in enumerate(zip(side, loads, strict=True))
+        _replica(problem, replica, name, float(load))
+        for replica, name, load in zip(evaluation.replicas, names, loads, strict=True)
     ]
-    named = {replica.id: replica for replica in replicas}
+    senders = len(evaluation.prefill)
     routes = [
         _route(
             problem,
-            named[f"prefill-{i}"],
-            named[f"decode-{j}"],
+            replicas[i],
+            replicas[senders + j],
             float(carried[i, j]),
             float(evaluation.network.routes[i, j]),
         )
@@ -61,7 +65,9 @@ def build_placement(
         if carried[i, j] > 0
     ]
     served = sum(route.flow_req_s for route in routes)
-    served += sum(replica.plan.capacity_req_s for replica in evaluation.colocated)
+    served += sum(alone)
+    used = {gpu for name in names for stage in name.gpus for gpu in stage}
+    idle = [gpu for gpu in problem.usable.tolist() if gpu not in used]
     return Placement(
         strategy=strategy,
         cluster=problem.spec,
@@ -71,6 +77,7 @@ def build_placement(
             name=problem.costs.name, calibration=problem.costs.calibration, pipeline=problem.pipeline
         ),
         goal=problem.goal,
+        lost=sorted(problem.lost, key=problem.cluster.index),
         replicas=replicas,
         routes=routes,
         throughput=Throughput(req_s=served, output_tok_s=served * problem.costs.osl),
@@ -78,24 +85,21 @@ def build_placement(
         goodput=_goodput(problem, evaluation, carried),
         price_per_hour=float(problem.cluster.price_per_hour.sum()),
         bound=Bound(req_s=served, gap=0.0, assumptions=ASSUMPTIONS) if proved else report(problem, served),
-        bottlenecks=_bottlenecks(replicas, routes, [g for node in free for g in node], problem),
+        bottlenecks=_bottlenecks(replicas, routes, idle, problem),
         search=search,
     )
 
 
-def _replica(
-    problem: Problem, replica: ev.Replica, name: str, role: str, load: float, free: list[list[int]]
-) -> Replica:
+def _replica(problem: Problem, replica: ev.Replica, name: Name, load: float) -> Replica:
     stages, layer = [], 0
-    for stage in replica.stages:
-        taken, free[stage.node] = free[stage.node][: stage.degree], free[stage.node][stage.degree :]
-        ids = [problem.cluster.gpu_ids[gpu] for gpu in taken]
+    for stage, gpus in zip(replica.stages, name.gpus, strict=True):
+        ids = [problem.cluster.gpu_ids[gpu] for gpu in gpus]
         stages.append(Stage(gpus=ids, layers=(layer, layer + stage.layers)))
         layer += stage.layers
     capacity = replica.plan.capacity_req_s
     return Replica(
-        id=name,
-        role=role,  # type: ignore[arg-type]
+        id=name.id,
+        role=replica.group.role,  # type: ignore[arg-type]
         stages=stages,
         max_batch=replica.plan.batch,
         capacity_req_s=capacity,

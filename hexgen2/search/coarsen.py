@@ -14,11 +14,19 @@ from hexgen2.search.problem import Group, Problem, Solution, blocks_of
 
 @dataclass(frozen=True)
 class CoarseGraph:
-    """One super node per group: members[k] are its GPUs, weights[k, l] the bandwidth between groups."""
+    """One super node per group: members[k] are its GPUs (vertices of `gpu_graph`), weights[k, l] is the
+    bandwidth between groups."""
 
     members: tuple[tuple[int, ...], ...]
     weights: np.ndarray
     memory: np.ndarray
+
+
+def gpu_graph(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """The graph to partition, of the n usable GPUs: [n, n] bandwidth (0 on the diagonal) and [n] memory."""
+    cluster, usable = problem.cluster, problem.usable
+    bandwidth = cluster.bandwidth_bytes_s[np.ix_(usable, usable)]
+    return np.where(np.isfinite(bandwidth), bandwidth, 0.0), cluster.memory_bytes[usable]
 
 
 def coarsen(weights: np.ndarray, memory: np.ndarray, labels: np.ndarray) -> CoarseGraph:
@@ -33,8 +41,8 @@ def coarsen(weights: np.ndarray, memory: np.ndarray, labels: np.ndarray) -> Coar
 
 def project(problem: Problem, graph: CoarseGraph, roles: list[str]) -> Solution:
     """The solution in which super node k is a replica of role roles[k]."""
-    groups = []
+    groups, owners = [], problem.cluster.node_of[problem.usable]
     for members, role in zip(graph.members, roles, strict=True):
-        nodes, counts = np.unique(problem.cluster.node_of[list(members)], return_counts=True)
+        nodes, counts = np.unique(owners[list(members)], return_counts=True)
         groups.append(Group(role, blocks_of(dict(zip(nodes.tolist(), counts.tolist(), strict=True)))))
     return Solution(tuple(groups))

@@ -60,7 +60,7 @@ class _Enumeration:
             return False
         if state.market and not state.market.affordable(Solution(tuple(self._groups))):
             return True
-        best = max(state.best.req_s if state.best else 0.0, self._wanted * (1 - 1e-8))
+        best = max(state.best.net_req_s if state.best else 0.0, self._wanted * (1 - 1e-8))
         if state.evaluator.limit_with_rest(done, free) <= best * (1 + 1e-9):
             return True
         if node == len(free):

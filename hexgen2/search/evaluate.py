@@ -49,7 +49,8 @@ class Evaluation:
     """A solution's replicas by role, the flow network over the first two roles, and its maximum flow.
     Colocated replicas work by themselves, and add their capacities to it.
 
-    score orders solutions: the flow, plus a small share of the summed capacities.
+    cost_req_s and idle_req_s are what the way to this solution costs, averaged over time (see
+    Evaluator.way_cost). score leads a climb: the flow less its cost, plus a small share of the capacities.
     """
 
     solution: Solution
@@ -59,10 +60,28 @@ class Evaluation:
     flow: Flow
     score: float
     colocated: tuple[Replica, ...] = ()
+    cost_req_s: float = 0.0
+    idle_req_s: float = 0.0
 
     @property
     def req_s(self) -> float:
         return self.flow.value + _capacity(self.colocated)
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """All of them, prefill, decode, colocated."""
+        return (*self.prefill, *self.decode, *self.colocated)
+
+    @property
+    def net_req_s(self) -> float:
+        """What is maximised."""
+        return self.req_s - self.cost_req_s
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        """Greater is better: the flow less its cost (to rounding), of equals the one with least to change,
+        then the score."""
+        return round(self.net_req_s, 9), -self.idle_req_s, self.score
 
 
 def _capacity(replicas: Sequence[Replica]) -> float:
@@ -72,9 +91,9 @@ def _capacity(replicas: Sequence[Replica]) -> float:
 class Evaluator:
     """Evaluates solutions of one problem; counts them and the routes between their replicas."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, planner: Planner | None = None) -> None:
         self.problem = problem
-        self.planner = Planner(problem)
+        self.planner = planner or Planner(problem)
         self.evaluations = self.routes = 0
         self._node_rates = node_rates(problem)
         self._rates = {
@@ -87,6 +106,15 @@ class Evaluator:
         self._transfers: dict[tuple, float] = {}
         self._ordered: dict[tuple, list[GroupPlan]] = {}
 
+    def plan_of(self, group: Group) -> GroupPlan | None:
+        """The plan that a group runs."""
+        return self.planner.plan(group.role, group.blocks)
+
+    def way_cost(self, replicas: Sequence[Replica], req_s: float) -> tuple[float, float]:
+        """What it costs to get to these replicas, which carry req_s: requests/s of the flow, and of the
+        replicas' own capacities, averaged over time. Nothing here: nothing runs yet."""
+        return 0.0, 0.0
+
     def evaluate(self, solution: Solution) -> Evaluation:
         """The solution's value. Groups in which the model does not fit stay idle."""
         key = solution.key
@@ -94,7 +122,7 @@ class Evaluator:
         if known is None:
             self.evaluations += 1
             sides = (self._replicas(solution, role) for role in ("prefill", "decode", "colocated"))
-            known = self._evaluated[key] = self._with_flow(solution, *sides)
+            known = self._evaluated[key] = self.with_plans(solution, *sides)
         return known
 
     def reordered(self, evaluation: Evaluation) -> Evaluation:
@@ -133,24 +161,25 @@ class Evaluator:
         return sum(count * rates[node] for node, count in group.blocks)
 
     def _plan_capacity(self, group: Group) -> float:
-        plan = self.planner.plan(group.role, group.blocks)
+        plan = self.plan_of(group)
         return plan.capacity_req_s if plan else 0.0
 
     def _replicas(self, solution: Solution, role: str) -> tuple[Replica, ...]:
         planned = (
-            (index, group, self.planner.plan(role, group.blocks))
+            (index, group, self.plan_of(group))
             for index, group in enumerate(solution.groups)
             if group.role == role
         )
         return tuple(Replica(index, group, plan) for index, group, plan in planned if plan)
 
-    def _with_flow(
+    def with_plans(
         self,
         solution: Solution,
         prefill: tuple[Replica, ...],
         decode: tuple[Replica, ...],
-        colocated: tuple[Replica, ...],
+        colocated: tuple[Replica, ...] = (),
     ) -> Evaluation:
+        """The solution's value where each replica runs the plan it has here."""
         self.routes += len(prefill) * len(decode)
         network = FlowNetwork(
             np.array([r.plan.capacity_req_s for r in prefill]),
@@ -162,8 +191,9 @@ class Evaluator:
         flow = self._flow(network)
         alone = _capacity(colocated)
         total = float(network.prefill.sum() + network.decode.sum()) + alone
-        score = flow.value + alone + PLATEAU_SHARE * total
-        return Evaluation(solution, prefill, decode, network, flow, score, colocated)
+        cost, idle = self.way_cost((*prefill, *decode, *colocated), flow.value + alone)
+        score = flow.value + alone - cost + PLATEAU_SHARE * (total - idle)
+        return Evaluation(solution, prefill, decode, network, flow, score, colocated, cost, idle)
 
     def _flow(self, network: FlowNetwork) -> Flow:
         """Without a solver where proportional shares fit all routes: then capacities alone decide."""
@@ -192,7 +222,7 @@ class Evaluator:
         for _ in range(MAX_ROUNDS):
             prefill = tuple(self._reordered(p, best.decode, sending=True) for p in best.prefill)
             decode = tuple(self._reordered(d, prefill, sending=False) for d in best.decode)
-            tried = self._with_flow(best.solution, prefill, decode, best.colocated)
+            tried = self.with_plans(best.solution, prefill, decode, best.colocated)
             if tried.score <= best.score * (1 + 1e-9):
                 break
             best = tried
@@ -206,10 +236,10 @@ class Evaluator:
                 for pair, p in zip(pairs, partners, strict=True)
             )
 
-        candidates = [replace(replica, plan=plan) for plan in self._orders(replica)]
+        candidates = [replace(replica, plan=plan) for plan in self.orders(replica)]
         return min([replica, *candidates], key=cost)
 
-    def _orders(self, replica: Replica) -> list[GroupPlan]:
+    def orders(self, replica: Replica) -> list[GroupPlan]:
         """The replica's plan under other orders of its stages that keep its capacity; the layers are split
         anew for each."""
         shape = tuple((s.node, s.degree) for s in replica.stages)

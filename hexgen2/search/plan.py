@@ -174,6 +174,31 @@ class Planner:
                     best = min(best, self._decode_pace(pipeline, split, 1).latency_s)
         return best
 
+    def plan_layers(
+        self, role: str, stages: tuple[PlannedStage, ...], batch: int | None = None
+    ) -> GroupPlan | None:
+        """The plan that keeps these stages, layers included, for `batch` requests or for as many as a plan
+        would take; None if that does not fit."""
+        pipeline = self._pipeline(role, [(s.node, s.degree) for s in stages])
+        if pipeline is None:
+            return None
+        split = [s.layers for s in stages]
+        room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
+        if role == "prefill":
+            choices = [batch] if batch else list(self._prefill_batches)
+            held = next((b for b in choices if b * PREFILL_BATCHES_HELD <= room), 0)
+        else:
+            largest = min(self.problem.costs.batch_cap, room)
+            held = largest if batch is None else batch if batch <= largest else 0
+        if held < 1:
+            return None
+        if role == "prefill":
+            timing = self._timing(pipeline, "prefill", held)
+            pace = prefill_pace(self.problem.pipeline, timing.stage_s(split), timing.hop_s, held)
+        else:
+            pace = self._decode_pace(pipeline, split, held)
+        return GroupPlan(stages, held, pace.capacity_req_s, pace.latency_s, pace.token_s)
+
     def _pipeline(self, role: str, shape: Sequence[tuple[int, int]]) -> _Pipeline | None:
         """What the shape says before any layer is placed, or None if the model cannot fit."""
         problem, costs = self.problem, self.problem.costs

@@ -32,6 +32,9 @@ class Problem:
     GPUs of one node are of one type and take each other's place, so a search counts GPUs per node and
     names them only in the placement. Where a measured matrix differs inside a node, the slowest pair
     stands for all: a capacity is never overstated.
+
+    `lost` are ids of GPUs that are out of service: no group has them, but they keep their place in the
+    cluster, so that ids and links stay as they are.
     """
 
     spec: ClusterSpec
@@ -41,6 +44,14 @@ class Problem:
     costs: CostModel
     pipeline: PipelineSemantics = "pipelined"
     goal: Goal = field(default_factory=Goal)
+    lost: frozenset[str] = frozenset()
+
+    @cached_property
+    def usable(self) -> np.ndarray:
+        """Indices of the GPUs that are not lost, rising."""
+        return np.array(
+            [g for g, name in enumerate(self.cluster.gpu_ids) if name not in self.lost], dtype=int
+        )
 
     @cached_property
     def targets(self) -> Targets:
@@ -49,14 +60,21 @@ class Problem:
 
     @cached_property
     def node_gpus(self) -> tuple[tuple[int, ...], ...]:
-        """GPU indices of each node."""
+        """Indices of each node's usable GPUs; a node may have none."""
+        owners = self.cluster.node_of[self.usable]
         nodes = len(self.cluster.node_names)
-        return tuple(tuple(int(g) for g in np.flatnonzero(self.cluster.node_of == n)) for n in range(nodes))
+        return tuple(tuple(int(g) for g in self.usable[owners == n]) for n in range(nodes))
+
+    @cached_property
+    def _node_members(self) -> tuple[np.ndarray, ...]:
+        """All GPU indices of each node, lost or not: its devices and links are what they were."""
+        nodes = len(self.cluster.node_names)
+        return tuple(np.flatnonzero(self.cluster.node_of == n) for n in range(nodes))
 
     @cached_property
     def node_accelerator(self) -> tuple[Accelerator, ...]:
         """Device type of each node."""
-        return tuple(self.cluster.accelerators[gpus[0]] for gpus in self.node_gpus)
+        return tuple(self.cluster.accelerators[gpus[0]] for gpus in self._node_members)
 
     @cached_property
     def node_price(self) -> tuple[float, ...]:
@@ -70,7 +88,7 @@ class Problem:
         return tuple(tuple(self._slowest(a, b) for b in range(count)) for a in range(count))
 
     def _slowest(self, a: int, b: int) -> Link:
-        rows, columns = np.array(self.node_gpus[a]), np.array(self.node_gpus[b])
+        rows, columns = self._node_members[a], self._node_members[b]
         bandwidth = self.cluster.bandwidth_bytes_s[np.ix_(rows, columns)]
         latency = self.cluster.latency_s[np.ix_(rows, columns)]
         if a == b:

@@ -60,10 +60,10 @@ class SearchState:
     frontier: list[tuple[float, Evaluation]] = field(default_factory=list)
 
     def offer(self, evaluation: Evaluation, step: str) -> None:
-        """Keep the evaluation if it can be paid for and beats the best: by flow, then by score."""
+        """Keep the evaluation if it can be paid for and ranks above the best."""
         if self.market and not self.market.affordable(evaluation.solution):
             return
-        if self.best and (evaluation.req_s, evaluation.score) <= (self.best.req_s, self.best.score):
+        if self.best and evaluation.rank <= self.best.rank:
             return
         self.best = evaluation
         self.trace.append(

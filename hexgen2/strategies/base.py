@@ -10,9 +10,9 @@ from cost_model.errors import InfeasibleError, InputError
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement, SearchRecord
 from hexgen2.search.build import build_placement
-from hexgen2.search.evaluate import Evaluator
+from hexgen2.search.evaluate import Evaluation, Evaluator
 from hexgen2.search.plan import Planner
-from hexgen2.search.problem import Problem
+from hexgen2.search.problem import Problem, blocks_of
 from hexgen2.search.reach import unmet
 from hexgen2.search.refine import SearchState
 from hexgen2.search.rental import build_rental
@@ -28,6 +28,7 @@ class SearchOptions:
 
 
 Strategy = Callable[[Problem, SearchOptions], Placement]
+Build = Callable[[Problem, Evaluation, str, SearchRecord, bool], Placement]
 
 
 def run_search(
@@ -38,6 +39,8 @@ def run_search(
     fewest_gpus: int = 2,
     rents: bool = False,
     objectives: Collection[str] = ("throughput", "goodput"),
+    evaluator: Callable[[Problem], Evaluator] = Evaluator,
+    build: Build = build_placement,
 ) -> Placement:
     """Run `explore` until it ends, its time is up or Ctrl-C, and build the best solution it offered.
 
@@ -46,6 +49,8 @@ def run_search(
     fewest_gpus : what a placement of this strategy takes at least; one where replicas are colocated
     rents : whether `explore` chooses what to rent
     objectives : those that `explore` answers
+    evaluator : what values the solutions
+    build : makes the placement of the best
 
     Raises
     ------
@@ -60,14 +65,15 @@ def run_search(
     if problem.goal.objective not in (*objectives, "cost"):
         problem_text = f"does not search for --objective {problem.goal.objective}"
         raise InputError("--strategy", name, problem_text, "use hexgen2")
-    if len(problem.cluster.gpu_ids) < fewest_gpus:
+    if len(problem.usable) < fewest_gpus:
+        count = "one GPU" if len(problem.usable) else "no GPU"
         raise InfeasibleError(
-            f"no feasible placement: {problem.cluster.name} has one GPU, and a prefill and a decode replica "
+            f"no feasible placement: {problem.cluster.name} has {count}, and a prefill and a decode replica "
             "need one each; add GPUs"
         )
     started = time.monotonic()
     deadline = None if options.time_limit_s is None else started + options.time_limit_s
-    state = SearchState(Evaluator(problem), deadline_s=deadline, progress=options.progress)
+    state = SearchState(evaluator(problem), deadline_s=deadline, progress=options.progress)
     try:
         explore(state)
     except KeyboardInterrupt:
@@ -85,18 +91,18 @@ def run_search(
     )
     if problem.goal.rents:
         return build_rental(problem, state, name, record)
-    return build_placement(problem, state.best, name, record, state.proved)
+    return build(problem, state.best, name, record, state.proved)
 
 
 def _why_infeasible(problem: Problem, state: SearchState) -> str:
-    everything = tuple((node, len(gpus)) for node, gpus in enumerate(problem.node_gpus))
+    everything = blocks_of({node: len(gpus) for node, gpus in enumerate(problem.node_gpus)})
     model, cluster = problem.model, problem.cluster
     weights = model.total_params * model.weight_bytes / 2**30
-    memory = float(cluster.memory_bytes.sum()) / 2**30
+    memory = float(cluster.memory_bytes[problem.usable].sum()) / 2**30
     if Planner(replace(problem, goal=Goal())).plan("decode", everything) is None:
         return (
             f"no feasible placement: {model.name} needs {weights:.3g} GiB for weights and more for its KV "
-            f"cache, and all {len(cluster.gpu_ids)} GPUs of {cluster.name} have {memory:.3g} GiB; "
+            f"cache, and all {len(problem.usable)} GPUs of {cluster.name} have {memory:.3g} GiB; "
             "add GPUs or choose a smaller model"
         )
     if problem.targets.given and not state.cut:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from hexgen2.placement import Placement
-from hexgen2.search.coarsen import coarsen, project
+from hexgen2.search.coarsen import coarsen, gpu_graph, project
 from hexgen2.search.evaluate import Evaluation
 from hexgen2.search.neighbourhood import merges, moves, splits, swaps
 from hexgen2.search.problem import Problem, Solution
@@ -64,11 +64,10 @@ def _survivors(state: SearchState, population: list[Solution], step: str) -> lis
 def _random_partition(rng: np.random.Generator, problem: Problem) -> list[Solution]:
     """GPUs drawn into at most the paper's K groups; the secondary partition does not say which of its
     sides prefills, so both ways around."""
-    cluster = problem.cluster
+    weights, memory = gpu_graph(problem)
     groups = int(rng.integers(2, estimated_groups(problem) + 1))
-    labels = rng.integers(groups, size=len(cluster.gpu_ids))
-    weights = np.where(np.isfinite(cluster.bandwidth_bytes_s), cluster.bandwidth_bytes_s, 0.0)
-    graph = coarsen(weights, cluster.memory_bytes, labels)
+    labels = rng.integers(groups, size=len(memory))
+    graph = coarsen(weights, memory, labels)
     side = secondary_partition(graph)
     return [
         project(problem, graph, ["prefill" if s == first else "decode" for s in side])

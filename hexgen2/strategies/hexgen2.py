@@ -13,7 +13,7 @@ import numpy as np
 from cost_model.base import TensorGroup
 from cost_model.hardware import NO_LINK
 from hexgen2.placement import Placement
-from hexgen2.search.coarsen import coarsen, project
+from hexgen2.search.coarsen import coarsen, gpu_graph, project
 from hexgen2.search.columns import linear_start
 from hexgen2.search.enumeration import enumerate_all
 from hexgen2.search.kernighan_lin import kernighan_lin
@@ -62,16 +62,26 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
 def explore(state: SearchState, seed: int) -> None:
     """Offer the best solution of a cluster whose GPUs are all there to use."""
-    problem = state.evaluator.problem
-    state.effort_limit = EFFORT * max(1.0, len(problem.cluster.gpu_ids) / LARGE)
+    state.effort_limit = EFFORT * max(1.0, len(state.evaluator.problem.usable) / LARGE)
+    climb_from_starts(state)
+    settle(state, seed)
+
+
+def climb_from_starts(state: SearchState) -> None:
+    """Refine the linear program's start and the paper's, each on its own."""
     linear = linear_start(state.evaluator)
     if linear.groups:
         refine(state, linear, "start from the linear program")
-    for groups in start_sizes(problem):
+    for groups in start_sizes(state.evaluator.problem):
         if state.finished():
             return
         refine(state, initial_solution(state, groups), f"start with {groups} groups")
-    if len(problem.cluster.gpu_ids) <= exact.MAX_GPUS:
+
+
+def settle(state: SearchState, seed: int) -> None:
+    """Enumerate a small cluster; else, or if that is too much, perturb the best and refine it again."""
+    problem = state.evaluator.problem
+    if len(problem.usable) <= exact.MAX_GPUS and not state.finished():
         state.proved = enumerate_all(state, ENUMERATION)
     if state.proved or state.best is None:
         return
@@ -86,13 +96,12 @@ def explore(state: SearchState, seed: int) -> None:
 def estimated_groups(problem: Problem) -> int:
     """K of section 3.2: the cluster's memory over that of one replica (parameters and the KV cache of 32
     requests, Appendix A), at least 2 and at most one group per GPU."""
-    cluster, costs = problem.cluster, problem.costs
+    costs, available = problem.costs, problem.cluster.memory_bytes[problem.usable]
     memory = costs.stage_memory(
         "decode", TensorGroup(problem.node_accelerator[0], 1, NO_LINK), first=True, last=True
     )
     replica = memory.needed(problem.model.layers, BATCH_PER_REPLICA)
-    estimate = int(float(cluster.memory_bytes.sum()) // replica)
-    return max(2, min(estimate, len(cluster.gpu_ids)))
+    return max(2, min(int(float(available.sum()) // replica), len(available)))
 
 
 def start_sizes(problem: Problem) -> list[int]:
@@ -106,11 +115,10 @@ def initial_solution(state: SearchState, groups: int) -> Solution:
     """Phase one: the partition into `groups` groups. The secondary partition does not say which side
     prefills; the flow does."""
     problem = state.evaluator.problem
-    cluster = problem.cluster
-    weights = np.where(np.isfinite(cluster.bandwidth_bytes_s), cluster.bandwidth_bytes_s, 0.0)
-    labels = spectral_partition(weights, cluster.memory_bytes, groups)
-    labels = kernighan_lin(weights, cluster.memory_bytes, labels)
-    graph = coarsen(weights, cluster.memory_bytes, labels)
+    weights, memory = gpu_graph(problem)
+    labels = spectral_partition(weights, memory, groups)
+    labels = kernighan_lin(weights, memory, labels)
+    graph = coarsen(weights, memory, labels)
     side = secondary_partition(graph)
     both = [
         project(problem, graph, ["prefill" if s == first else "decode" for s in side])

@@ -1,0 +1,68 @@
+"""What changes between two placements: the moves, and what they cost."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Action = Literal["keep", "restart", "reload", "start", "stop"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+
+class Move(_Strict):
+    """What becomes of one replica.
+
+    keep: it runs on untouched. restart: the same stages on the same GPUs, in another role or with another
+    batch; no weights move. reload: its stages change, and it loads what its GPUs do not hold already.
+    start: it is new. stop: it ends.
+
+    Attributes
+    ----------
+    replica : id in the new placement (of a "stop": in the old one)
+    from_ : id in the old placement, if any
+    gpus : those of the new replica, in the order of its stages (of a "stop": those it leaves)
+    load_bytes : weights that all its GPUs load together
+    drain_s : until the replicas that its GPUs served have finished what they were doing
+    load_s : restart and load, after that
+    """
+
+    action: Action
+    replica: str
+    from_: str | None = Field(alias="from")
+    gpus: list[str]
+    load_bytes: float = Field(ge=0)
+    drain_s: float = Field(ge=0)
+    load_s: float = Field(ge=0)
+
+
+class Cost(_Strict):
+    """A plan's throughput once it stands, and what getting there costs."""
+
+    req_s: float = Field(ge=0)
+    load_bytes: float = Field(ge=0)
+    missed_requests: float = Field(ge=0)
+
+
+class Migration(_Strict):
+    """The trade of a re-plan: it maximises req_s * horizon_s - missed_requests.
+
+    Attributes
+    ----------
+    before_req_s : of the old placement, under its own workload
+    unchanged_req_s : of what is left of it, under this workload, if nothing is done
+    chosen : this placement
+    free : the best plan found without regard to moves
+    """
+
+    horizon_s: float = Field(gt=0)
+    load_gbyte_s: float = Field(gt=0)
+    restart_s: float = Field(ge=0)
+    before_req_s: float = Field(ge=0)
+    unchanged_req_s: float = Field(ge=0)
+    chosen: Cost
+    free: Cost
+    assumptions: list[str]

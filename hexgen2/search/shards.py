@@ -1,0 +1,56 @@
+"""Weights on one GPU, in bytes: what a stage puts there, and what two stages have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cost_model.architecture import ModelArchitecture
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `degree` tensor-parallel ranks over layers [first, end) of a model.
+
+    It holds the share [rank / degree, (rank + 1) / degree) of each layer, and of the token table and the LM
+    head where it is at that end of the pipeline. A KV head that several ranks copy counts once.
+    """
+
+    first: int
+    end: int
+    rank: int
+    degree: int
+    at_start: bool
+    at_end: bool
+
+
+def shards_of(stages: Sequence[tuple[int, int]]) -> list[list[Shard]]:
+    """The shards of a replica's stages (tensor degree, layers), by stage and rank."""
+    shards, first, last = [], 0, len(stages) - 1
+    for s, (degree, layers) in enumerate(stages):
+        end = first + layers
+        shards.append([Shard(first, end, rank, degree, s == 0, s == last) for rank in range(degree)])
+        first = end
+    return shards
+
+
+def shard_bytes(model: ModelArchitecture, shard: Shard) -> float:
+    """Bytes of a shard's weights."""
+    return shared_bytes(model, shard, shard)
+
+
+def shared_bytes(model: ModelArchitecture, wanted: Shard, held: Shard) -> float:
+    """Bytes of the wanted shard's weights that the held one has as well."""
+    low = max(wanted.rank / wanted.degree, held.rank / held.degree)
+    high = min((wanted.rank + 1) / wanted.degree, (held.rank + 1) / held.degree)
+    if high - low <= 1e-12:
+        return 0.0
+    params = max(0, min(wanted.end, held.end) - max(wanted.first, held.first)) * model.layer_params
+    if wanted.at_start and held.at_start:
+        params += model.embedding_params - (model.head_params if model.tied_embeddings else 0)
+    if wanted.at_end and held.at_end:
+        params += model.norm_params + (0 if model.tied_embeddings else model.head_params)
+    # A tied head is the token table, which both ends of the pipeline hold.
+    if model.tied_embeddings and (wanted.at_start or wanted.at_end) and (held.at_start or held.at_end):
+        params += model.head_params
+    return (high - low) * params * model.weight_bytes

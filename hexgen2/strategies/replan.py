@@ -1,0 +1,116 @@
+"""Re-planning: from the placement that runs to a better one, the moves weighed against the gain.
+
+GPUs were lost or added, or the workload changed. What survives is the first start; a search without
+regard to moves gives the second, and says what is given up. Both are refined by the steps of HexGen-2's
+search under a value that counts the requests which the moves miss (search/migration.py).
+"""
+
+from __future__ import annotations
+
+from hexgen2.moves import Migration
+from hexgen2.placement import Placement, SearchRecord
+from hexgen2.search.build import build_placement
+from hexgen2.search.evaluate import Evaluation, Evaluator
+from hexgen2.search.migration import Migrator, Terms
+from hexgen2.search.naming import moved_names
+from hexgen2.search.plan import Planner
+from hexgen2.search.previous import Previous
+from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.refine import SearchState, refine
+from hexgen2.search.replan import ReplanEvaluator
+from hexgen2.strategies.base import SearchOptions, run_search
+from hexgen2.strategies.hexgen2 import NAME, climb_from_starts, settle
+
+FREE_EFFORT = 800
+EFFORT = 1000
+"""Effort (see SearchState) of the search without regard to moves, and of the one with it."""
+
+
+def replan(problem: Problem, previous: Placement, options: SearchOptions, terms: Terms) -> Placement:
+    """The placement of most requests within the horizon, what the moves miss deducted, and the moves.
+
+    Raises
+    ------
+    InfeasibleError : what is left carries no request
+    """
+    return _Replan(problem, previous, options, terms).run()
+
+
+class _Replan:
+    def __init__(self, problem: Problem, previous: Placement, options: SearchOptions, terms: Terms) -> None:
+        self._problem, self._options, self._terms = problem, options, terms
+        self._previous = Previous(problem, previous)
+        self._migrator = Migrator(problem, self._previous, terms)
+        self._unchanged: Evaluation | None = None
+        self._free: Evaluation | None = None
+
+    def run(self) -> Placement:
+        alone = any(replica.role == "colocated" for replica in self._previous.replicas)
+        return run_search(
+            NAME,
+            self._problem,
+            self._options,
+            self._explore,
+            fewest_gpus=1 if alone else 2,
+            evaluator=self._evaluator,
+            build=self._build,
+        )
+
+    def _evaluator(self, problem: Problem) -> Evaluator:
+        return ReplanEvaluator(problem, Planner(problem), self._migrator)
+
+    def _explore(self, state: SearchState) -> None:
+        evaluator = state.evaluator
+        assert isinstance(evaluator, ReplanEvaluator)
+        self._unchanged = evaluator.adopt(evaluator.unchanged())
+        state.offer(self._unchanged, "nothing moves")
+        starts = self._survivors(self._unchanged.solution)
+        self._free = self._without_regard_to_moves(state, starts)
+        if self._free:
+            state.offer(evaluator.adopt(self._free), "best without regard to moves")
+            starts.append(self._free.solution)
+        state.effort_limit = state.effort + EFFORT
+        for start in starts:
+            refine(state, start, "from what survives")
+        settle(state, self._options.seed)
+        if state.best is not None:
+            state.offer(evaluator.polished(state.best), "polish")
+
+    def _survivors(self, intact: Solution) -> list[Solution]:
+        """The intact groups with what is left of the broken ones, and without."""
+        remains = tuple(self._previous.remains())
+        found = [Solution((*intact.groups, *remains))] if remains else []
+        return found + ([intact] if intact.groups else [])
+
+    def _without_regard_to_moves(self, state: SearchState, starts: list[Solution]) -> Evaluation | None:
+        free = SearchState(Evaluator(self._problem, state.evaluator.planner), deadline_s=state.deadline_s)
+        free.effort_limit = free.effort + FREE_EFFORT
+        for start in starts:
+            refine(free, start, "from what survives")
+        climb_from_starts(free)
+        settle(free, self._options.seed)
+        state.cut = free.cut
+        return free.best
+
+    def _build(
+        self, problem: Problem, best: Evaluation, strategy: str, record: SearchRecord, proved: bool
+    ) -> Placement:
+        names, moves = moved_names(self._migrator, best)
+        placement = build_placement(problem, best, strategy, record, names=names)
+        terms = self._terms
+        free = self._free if self._free and self._free.req_s > best.req_s else best
+        return placement.model_copy(
+            update={
+                "moves": moves,
+                "migration": Migration(
+                    horizon_s=terms.horizon_s,
+                    load_gbyte_s=terms.load_bytes_s / 1e9,
+                    restart_s=terms.restart_s,
+                    before_req_s=self._previous.placement.throughput.req_s,
+                    unchanged_req_s=self._unchanged.req_s if self._unchanged else 0.0,
+                    chosen=self._migrator.cost(best),
+                    free=self._migrator.cost(free),
+                    assumptions=terms.assumptions,
+                ),
+            }
+        )
