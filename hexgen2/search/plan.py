@@ -105,6 +105,8 @@ class Planner:
         self._stage_kinds: dict[tuple[int, int], _StageKind] = {}
         kinds: dict[Link, int] = {}
         self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
+        pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
+        self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
 
     def plan(self, role: str, blocks: Blocks) -> GroupPlan | None:
         """The plan of greatest capacity, or None if the model does not fit in the group or no shape meets the
@@ -117,7 +119,8 @@ class Planner:
     def _from_memo(self, role: str, blocks: Blocks) -> GroupPlan | None:
         nodes = [node for node, _ in blocks]
         kinds = tuple((self.problem.node_kind[node], count) for node, count in blocks)
-        between = tuple(self._link_kind[a][b] for a, b in itertools.combinations(nodes, 2))
+        pairs = () if self._one_network else itertools.combinations(nodes, 2)
+        between = tuple(self._link_kind[a][b] for a, b in pairs)
         key = (role, kinds, between)
         if key not in self._memo:
             self.computed += 1

@@ -21,9 +21,10 @@ from hexgen2.search.replan import ReplanEvaluator
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.hexgen2 import NAME, climb_from_starts, settle
 
-FREE_EFFORT = 800
-EFFORT = 1000
-"""Effort (see SearchState) of the search without regard to moves, and of the one with it."""
+EFFORT = 1500
+"""Effort (see SearchState) of the search without regard to moves, and of the one with it, for clusters of up
+to FEW_NODES nodes. With more nodes there are more steps to look at for each that is worth an evaluation."""
+FEW_NODES = 10
 
 
 def replan(problem: Problem, previous: Placement, options: SearchOptions, terms: Terms) -> Placement:
@@ -69,12 +70,15 @@ class _Replan:
         if self._free:
             state.offer(evaluator.adopt(self._free), "best without regard to moves")
             starts.append(self._free.solution)
-        state.effort_limit = state.effort + EFFORT
+        state.effort_limit = state.effort + self._effort()
         for start in starts:
             refine(state, start, "from what survives")
         settle(state, self._options.seed)
         if state.best is not None:
             state.offer(evaluator.polished(state.best), "polish")
+
+    def _effort(self) -> float:
+        return EFFORT * min(1.0, FEW_NODES / len(self._problem.node_gpus))
 
     def _survivors(self, intact: Solution) -> list[Solution]:
         """The intact groups with what is left of the broken ones, and without."""
@@ -84,7 +88,7 @@ class _Replan:
 
     def _without_regard_to_moves(self, state: SearchState, starts: list[Solution]) -> Evaluation | None:
         free = SearchState(Evaluator(self._problem, state.evaluator.planner), deadline_s=state.deadline_s)
-        free.effort_limit = free.effort + FREE_EFFORT
+        free.effort_limit = free.effort + self._effort()
         for start in starts:
             refine(free, start, "from what survives")
         climb_from_starts(free)
