@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
-    rows = []
+    rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "placement.json")
         for cluster, changes in CHANGES.items():

@@ -79,7 +79,7 @@ class Problem:
     @cached_property
     def node_price(self) -> tuple[float, ...]:
         """US dollars per GPU and hour of each node."""
-        return tuple(float(self.cluster.price_per_hour[gpus[0]]) for gpus in self.node_gpus)
+        return tuple(float(self.cluster.price_per_hour[gpus[0]]) for gpus in self._node_members)
 
     @cached_property
     def node_links(self) -> tuple[tuple[Link, ...], ...]:
