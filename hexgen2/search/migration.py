@@ -1,7 +1,8 @@
 """From the placement that runs to another: which GPUs become what, what they load, what is missed.
 
 GPUs of a node are alike but hold different weights, so a re-plan names them at once: replicas that go on
-unchanged keep their GPUs, and the others get those that already hold most of what they need.
+unchanged keep their GPUs, and the others get those that are ready soonest, most often those that hold the
+weights they need.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from hexgen2.search.evaluate import Evaluation, Replica
 from hexgen2.search.previous import OldReplica, Previous
 from hexgen2.search.problem import Problem
 from hexgen2.search.shards import Shard, shard_bytes, shards_of, shared_bytes
+
+LONG_S = 1e6
+"""Waits beyond this are all alike."""
 
 RESTART_S = 10.0
 """Seconds until a replica whose weights are loaded serves: an assumption."""
@@ -119,19 +123,17 @@ class Migrator:
         return found
 
     def _assign(self, wanted: list[tuple[int, int, Shard]], free: list[int]) -> list[int]:
-        """GPUs of one node for these shards: those with which the least has to be loaded; of equals, those
-        that have nothing to drain."""
-        held = self.previous.held
+        """GPUs of one node for these shards: those that drain and load soonest, in sum (an assignment
+        problem, in whole microseconds)."""
+        held, drain_s = self.previous.held, self.previous.drain_s
         if len(free) == 1 or not any(gpu in held for gpu in free):
             return free[: len(wanted)]
         size = len(free)
         cost = np.zeros((size, size), dtype=np.int64)
-        for column, gpu in enumerate(free):
-            if gpu not in held:
-                cost[: len(wanted), column] = -1
-                continue
-            for row, (_, _, shard) in enumerate(wanted):
-                cost[row, column] = -2 * round(shared_bytes(self.problem.model, shard, held[gpu]))
+        for row, (_, _, shard) in enumerate(wanted):
+            for column, gpu in enumerate(free):
+                wait_s = drain_s.get(gpu, 0.0) / 2 + self._load_bytes(shard, gpu) / self.terms.load_bytes_s
+                cost[row, column] = round(min(wait_s, LONG_S) * 1e6)
         solver = linear_sum_assignment.SimpleLinearSumAssignment()
         rows, columns = np.divmod(np.arange(size * size), size)
         solver.add_arcs_with_cost(rows, columns, cost.ravel())
