@@ -60,6 +60,9 @@ def make_goal(
         raise InputError("--objective", "goodput", "needs a target", "give --ttft, --tpot or both")
     if objective in ("cost", "latency") and request_rate is None:
         raise InputError("--objective", objective, "needs a load", "give --request-rate")
+    if objective == "latency" and (budget_per_hour is not None or frontier is not None):
+        option = "--frontier" if budget_per_hour is None else "--budget"
+        raise InputError(option, "", "does not go with --objective latency", "leave one of them out")
     if objective == "cost" and frontier is not None:
         raise InputError("--frontier", "", "does not go with --objective cost", "leave one of them out")
     return Goal(

@@ -22,6 +22,7 @@ from hexgen2.search.bound import report
 from hexgen2.search.enumeration import ASSUMPTIONS
 from hexgen2.search.flow import balance
 from hexgen2.search.naming import Name, fresh_names
+from hexgen2.search.plan import Planner
 from hexgen2.search.prediction import LoadedPlacement
 from hexgen2.search.problem import Problem
 from hexgen2.search.routes import layer_overlaps
@@ -157,7 +158,7 @@ def _goodput(problem: Problem, evaluation: ev.Evaluation, carried: np.ndarray) -
     asked = (goal.request_rate, goal.ttft_ms, goal.tpot_ms)
     if evaluation.colocated or all(value is None for value in asked):
         return None
-    return LoadedPlacement.of(problem, evaluation, carried).record(goal.request_rate)
+    return LoadedPlacement.of(Planner(problem), evaluation, carried).record(goal.request_rate)
 
 
 def _bottlenecks(

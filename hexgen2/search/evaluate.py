@@ -135,6 +135,18 @@ class Evaluator:
         self._evaluated[key] = self._reorder(evaluation)
         return self._evaluated[key]
 
+    def at_full_load(self, evaluation: Evaluation) -> Evaluation:
+        """The same prefill and decode replicas, with what they serve when no target limits their load."""
+        planner = self.planner
+
+        def full(replicas: tuple[Replica, ...], queue_of: Callable) -> tuple[Replica, ...]:
+            plans = (replace(r.plan, capacity_req_s=queue_of(r.plan).capacity_req_s) for r in replicas)
+            return tuple(replace(r, plan=plan) for r, plan in zip(replicas, plans, strict=True))
+
+        prefill = full(evaluation.prefill, planner.prefill_queue)
+        decode = full(evaluation.decode, planner.decode_queue)
+        return self._with_flow(evaluation.solution, prefill, decode, evaluation.colocated)
+
     def score_limit(self, solution: Solution, threshold: float) -> float:
         """An upper limit on the score without routes or flow: what the replicas alone could do.
 

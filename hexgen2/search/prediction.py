@@ -10,7 +10,6 @@ from cost_model.queueing import DecodeQueue, PrefillQueue, largest
 from hexgen2.placement import Goodput
 from hexgen2.search.evaluate import Evaluation
 from hexgen2.search.plan import Planner
-from hexgen2.search.problem import Problem
 from hexgen2.search.targets import Targets
 
 ASSUMPTIONS = [
@@ -34,9 +33,9 @@ class LoadedPlacement:
     limit_req_s: float
 
     @classmethod
-    def of(cls, problem: Problem, evaluation: Evaluation, carried: np.ndarray) -> LoadedPlacement:
-        """The solution under the flows [P, D] in requests/s that it is to carry."""
-        planner, targets = Planner(problem), Targets.of(problem.goal, problem.costs)
+    def of(cls, planner: Planner, evaluation: Evaluation, carried: np.ndarray) -> LoadedPlacement:
+        """The planner's solution under the flows [P, D] in requests/s that it is to carry."""
+        targets = Targets.of(planner.problem.goal, planner.problem.costs)
         prefill = [planner.prefill_queue(r.plan) for r in evaluation.prefill]
         decode = [planner.decode_queue(r.plan) for r in evaluation.decode]
         routes = carried / carried.sum()

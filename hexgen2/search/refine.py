@@ -66,6 +66,12 @@ class SearchState:
         if self.best and evaluation.rank <= self.best.rank:
             return
         self.best = evaluation
+        self.note(step)
+
+    def note(self, step: str) -> None:
+        """Write down how the best was reached, and tell of it."""
+        assert self.best is not None
+        evaluation = self.best
         self.trace.append(
             {
                 "evaluations": self.evaluator.evaluations,

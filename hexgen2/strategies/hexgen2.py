@@ -12,6 +12,7 @@ import numpy as np
 
 from cost_model.base import TensorGroup
 from cost_model.hardware import NO_LINK
+from hexgen2.goal import OBJECTIVES
 from hexgen2.placement import Placement
 from hexgen2.search.coarsen import coarsen, gpu_graph, project
 from hexgen2.search.columns import linear_start
@@ -24,6 +25,7 @@ from hexgen2.search.secondary import secondary_partition
 from hexgen2.search.spectral import spectral_partition
 from hexgen2.strategies import exact
 from hexgen2.strategies.base import SearchOptions, run_search
+from hexgen2.strategies.latency import explore_latency
 from hexgen2.strategies.renting.budget import explore_budget
 from hexgen2.strategies.renting.cost import explore_cost
 from hexgen2.strategies.renting.frontier import explore_frontier
@@ -48,7 +50,9 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
     def explore_all(state: SearchState) -> None:
         goal = problem.goal
-        if goal.objective == "cost":
+        if goal.objective == "latency":
+            explore_latency(state, options.seed, explore)
+        elif goal.objective == "cost":
             explore_cost(state, options.seed)
         elif goal.frontier is not None:
             explore_frontier(state, options.seed, explore)
@@ -57,7 +61,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
         else:
             explore(state, options.seed)
 
-    return run_search(NAME, problem, options, explore_all, rents=True)
+    return run_search(NAME, problem, options, explore_all, rents=True, objectives=OBJECTIVES)
 
 
 def explore(state: SearchState, seed: int) -> None:

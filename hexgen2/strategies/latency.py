@@ -1,0 +1,169 @@
+"""The objective "latency": the least mean time from arrival to last token, at a request rate.
+
+A placement's latency is a matter of its load, which no max flow sees. But a flow within targets for the
+first token and for each token is one, so each pair of targets is a search of its own, as for goodput;
+the tighter the targets that still carry the load, the sooner its requests are done. The pairs are points
+of a grid, powers of STEP above what the best replica reaches alone: first, coarsely, those where neither
+target can be tightened, then a compass search around the best (Kolda, Lewis and Torczon, SIAM Review
+45(3), 2003). Every placement that is met on the way and carries the load is valued by its queues, and the
+best is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from cost_model.errors import InfeasibleError
+from hexgen2.search.columns import linear_start
+from hexgen2.search.evaluate import Evaluation, Evaluator
+from hexgen2.search.flow import balance
+from hexgen2.search.kick import kick
+from hexgen2.search.prediction import LoadedPlacement
+from hexgen2.search.reach import soonest_s
+from hexgen2.search.refine import SearchState, refine
+
+STEP = 1.2
+LARGEST = 20
+"""The loosest targets are STEP ** LARGEST times what the best replica reaches alone."""
+COARSE = 4
+STRIDES = (2, 1)
+DIRECTIONS = ((1, -1), (-1, 1), (0, -1), (-1, 0))
+EFFORT = 500
+"""Effort (see SearchState) for one pair of targets."""
+MAX_KICKS = 100
+
+Point = tuple[int, int]
+"""Exponents of the targets for the first token and for each token."""
+
+Plain = Callable[[SearchState, int], None]
+"""The search without targets of its own, for a seed."""
+
+
+def explore_latency(state: SearchState, seed: int, plain: Plain) -> None:
+    """Leave the placement of least mean latency at the goal's request_rate in state.best.
+
+    Raises
+    ------
+    InfeasibleError : the load is more than any placement found carries (within the goal's own targets)
+    """
+    problem = state.evaluator.problem
+    load = problem.goal.request_rate
+    assert load is not None
+    plain(state, seed)
+    if state.best is None or state.best.req_s <= 0:
+        return
+    search = _LatencySearch(state, seed, load)
+    greatest = search.value(state.evaluator, state.best, "of the greatest throughput")
+    state.proved = False  # What may be proved is the greatest throughput.
+    if greatest == float("inf") and state.best.req_s <= load:
+        within = " within the targets" if problem.targets.given else ""
+        remedy = "raise --time-limit" if state.cut else "lower --request-rate or add GPUs"
+        raise InfeasibleError(
+            f"no placement found that carries {load:g} requests/s{within} on {problem.cluster.name}: the "
+            f"most is {state.best.req_s:.4g}; {remedy}"
+        )
+    search.run()
+
+
+class _LatencySearch:
+    """The best so far goes to the state; points tried are remembered."""
+
+    def __init__(self, state: SearchState, seed: int, load: float) -> None:
+        self._state, self._seed, self._load = state, seed, load
+        self._problem = state.evaluator.problem
+        self._soonest = soonest_s(self._problem)
+        self._least_s = float("inf")
+        self._tried: dict[Point, float] = {}
+
+    def run(self) -> None:
+        """Down the stairs of the coarse grid, then from point to point around the best."""
+        self._stairs()
+        at = min(self._tried, key=lambda point: self._tried[point])
+        for stride in STRIDES:
+            better: Point | None = at
+            while better is not None:
+                at, better = better, self._better_neighbour(better, stride)
+
+    def _stairs(self) -> None:
+        """For each target of the first token, from loose to tight, the tightest for each token that carries
+        the load: it can only be looser than the one before."""
+        tokens = LARGEST
+        for first in range(LARGEST, 0, -COARSE):
+            while not self._carried((first, tokens)):
+                tokens += COARSE
+                if tokens > LARGEST:
+                    return
+            while first == LARGEST and tokens > COARSE and self._carried((first, tokens - COARSE)):
+                tokens -= COARSE
+
+    def _carried(self, point: Point) -> bool:
+        return self._try(point) < float("inf")
+
+    def _better_neighbour(self, at: Point, stride: int) -> Point | None:
+        near = [(at[0] + i * stride, at[1] + j * stride) for i, j in DIRECTIONS]
+        best = min((p for p in near if min(p) > 0), key=self._try, default=at)
+        return best if self._try(best) < self._try(at) else None
+
+    def _try(self, point: Point) -> float:
+        """Least mean latency in seconds of what was found within these targets; infinite if nothing there
+        carries the load."""
+        if point not in self._tried:
+            self._tried[point] = self._search(point)
+        return self._tried[point]
+
+    def _search(self, point: Point) -> float:
+        state, own = self._state, self._problem.targets
+        if state.out_of_time():
+            return float("inf")
+        ttft_s, tpot_s = (s * STEP**k for s, k in zip(self._soonest, point, strict=True))
+        goal = self._problem.goal.model_copy(
+            update={
+                "objective": "goodput",
+                "ttft_ms": min(ttft_s, own.ttft_s or ttft_s) * 1e3,
+                "tpot_ms": min(tpot_s, own.tpot_s or tpot_s) * 1e3,
+            }
+        )
+        evaluator = Evaluator(replace(self._problem, goal=goal))
+        least = float("inf")
+
+        def look(tried: SearchState) -> None:
+            nonlocal least
+            if tried.best is not None and tried.best.req_s >= self._load:
+                name = f"with TTFT within {goal.ttft_ms:.4g} ms, TPOT within {goal.tpot_ms:.4g} ms"
+                least = min(least, self.value(evaluator, tried.best, name))
+
+        tried = SearchState(evaluator, state.deadline_s, EFFORT, progress=look)
+        assert state.best is not None
+        refine(tried, state.best.solution, "start from the best")
+        refine(tried, linear_start(evaluator), "start from the linear program")
+        rng = np.random.default_rng(self._seed)
+        for _ in range(MAX_KICKS):
+            if tried.best is None or tried.finished():
+                break
+            name, solution = kick(rng, tried.best.solution, self._problem)
+            refine(tried, solution, name)
+        state.evaluator.evaluations += evaluator.evaluations
+        state.cut = state.cut or tried.cut
+        return least
+
+    def value(self, evaluator: Evaluator, found: Evaluation, step: str) -> float:
+        """Mean latency in seconds under the load, infinite if it is not carried; the least is kept."""
+        at_full_load = evaluator.at_full_load(found)
+        flow = balance(at_full_load.network, at_full_load.flow)
+        loaded = LoadedPlacement.of(evaluator.planner, at_full_load, flow.routes)
+        if self._load >= loaded.limit_req_s or not self._in_time(loaded):
+            return float("inf")
+        latency_s = loaded.mean_e2el_s(self._load)
+        if latency_s < self._least_s * (1 - 1e-9):
+            self._least_s = latency_s
+            self._state.best = at_full_load
+            self._state.note(f"{latency_s:.4g} s on average {step}")
+        return latency_s
+
+    def _in_time(self, loaded: LoadedPlacement) -> bool:
+        """Whether the goal's own targets are met under the load."""
+        own = self._problem.targets
+        return not own.given or replace(loaded, targets=own).attained(self._load) >= own.attainment
