@@ -14,8 +14,8 @@ from hexgen2.search.targets import Targets
 
 ASSUMPTIONS = [
     "requests arrive at random (Poisson) and follow the routes in the proportions of their flows",
-    "a prompt waits as in an M/G/1 queue, with an exponential tail; a request that finds no place in the "
-    "decode batch, or too many others, is late",
+    "a prompt waits as in an M/G/1 queue, with an exponential tail",
+    "a request that finds no place in the decode batch, or too many others in it, is late",
     "both phases are independent; a KV transfer delays the second token and counts end to end only",
 ]
 
