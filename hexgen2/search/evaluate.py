@@ -145,7 +145,7 @@ class Evaluator:
 
         prefill = full(evaluation.prefill, planner.prefill_queue)
         decode = full(evaluation.decode, planner.decode_queue)
-        return self._with_flow(evaluation.solution, prefill, decode, evaluation.colocated)
+        return self.with_plans(evaluation.solution, prefill, decode, evaluation.colocated)
 
     def score_limit(self, solution: Solution, threshold: float) -> float:
         """An upper limit on the score without routes or flow: what the replicas alone could do.

@@ -63,6 +63,11 @@ class _Division:
     req_s: float
 
 
+def _plan_of(stages: tuple[PlannedStage, ...], division: _Division) -> GroupPlan:
+    pace = division.pace
+    return GroupPlan(stages, division.batch, division.req_s, pace.latency_s, pace.token_s)
+
+
 @dataclass(frozen=True, eq=False)
 class _StageKind:
     """A tensor group and everything about it that does not depend on the batch."""
@@ -181,7 +186,7 @@ class Planner:
         self, role: str, stages: tuple[PlannedStage, ...], batch: int | None = None
     ) -> GroupPlan | None:
         """The plan that keeps these stages, layers included, for `batch` requests or for as many as a plan
-        would take; None if that does not fit."""
+        would take; None if that does not fit or misses the targets."""
         pipeline = self._pipeline(role, [(s.node, s.degree) for s in stages])
         if pipeline is None:
             return None
@@ -197,10 +202,10 @@ class Planner:
             return None
         if role == "prefill":
             timing = self._timing(pipeline, "prefill", held)
-            pace = prefill_pace(self.problem.pipeline, timing.stage_s(split), timing.hop_s, held)
+            found: _Division | None = self._prefill_within_targets(timing, split, held)
         else:
-            pace = self._decode_pace(pipeline, split, held)
-        return GroupPlan(stages, held, pace.capacity_req_s, pace.latency_s, pace.token_s)
+            found = next(self._within_targets(pipeline, split, held), None)
+        return _plan_of(stages, found) if found and found.req_s > 0 else None
 
     def _pipeline(self, role: str, shape: Sequence[tuple[int, int]]) -> _Pipeline | None:
         """What the shape says before any layer is placed, or None if the model cannot fit."""
@@ -237,8 +242,7 @@ class Planner:
             PlannedStage(node, degree, n)
             for (node, degree), n in zip(pipeline.shape, best.split, strict=True)
         )
-        pace = best.pace
-        return GroupPlan(stages, best.batch, best.req_s, pace.latency_s, pace.token_s)
+        return _plan_of(stages, best)
 
     def _prefill(self, pipeline: _Pipeline) -> Iterator[_Division]:
         semantics, targets = self.problem.pipeline, self.problem.targets
@@ -248,8 +252,11 @@ class Planner:
             timing = self._timing(pipeline, "prefill", batch)
             for split in (self._split(timing, limits, by_sum) for by_sum in sorted(ways)):
                 if split is not None:
-                    pace = prefill_pace(semantics, timing.stage_s(split), timing.hop_s, batch)
-                    yield _Division(split, batch, pace, targets.prefill_req_s(pace, batch))
+                    yield self._prefill_within_targets(timing, split, batch)
+
+    def _prefill_within_targets(self, timing: _Timing, split: list[int], batch: int) -> _Division:
+        pace = prefill_pace(self.problem.pipeline, timing.stage_s(split), timing.hop_s, batch)
+        return _Division(split, batch, pace, self.problem.targets.prefill_req_s(pace, batch))
 
     def _decode(self, pipeline: _Pipeline) -> list[_Division]:
         """Divisions of a replica that decodes, and prefills too if it is colocated."""
@@ -290,8 +297,8 @@ class Planner:
         """How a prefill replica with this plan fares under any load."""
         pipeline, split = self._planned_pipeline("prefill", plan)
         timing = self._timing(pipeline, "prefill", plan.batch)
-        pace = prefill_pace(self.problem.pipeline, timing.stage_s(split), timing.hop_s, plan.batch)
-        return self.problem.targets.prefill_queue(pace, plan.batch)
+        found = self._prefill_within_targets(timing, split, plan.batch)
+        return self.problem.targets.prefill_queue(found.pace, plan.batch)
 
     def decode_queue(self, plan: GroupPlan) -> DecodeQueue:
         """How a decode replica with this plan fares under any load."""

@@ -23,18 +23,18 @@ def soonest_s(problem: Problem) -> tuple[float, float]:
 
 def _groups(problem: Problem) -> Iterator[Blocks]:
     """Every number of GPUs of one node of each kind, each two nodes of any kinds, and all nodes."""
-    sizes = [len(gpus) for gpus in problem.node_gpus]
+    sizes = {node: len(gpus) for node, gpus in enumerate(problem.node_gpus) if gpus}
     first_of: dict[tuple[int, int], int] = {}
-    for node, size in enumerate(sizes):
+    for node, size in sizes.items():
         if first_of.setdefault((problem.node_kind[node], size), node) == node:
             yield from (((node, count),) for count in range(1, size + 1))
     seen = set()
-    for a, b in itertools.combinations(range(len(sizes)), 2):
+    for a, b in itertools.combinations(sizes, 2):
         kinds = (*sorted((problem.node_kind[a], problem.node_kind[b])), problem.node_links[a][b])
         if kinds not in seen:
             seen.add(kinds)
             yield ((a, sizes[a]), (b, sizes[b]))
-    yield tuple(enumerate(sizes))
+    yield tuple(sizes.items())
 
 
 def unmet(problem: Problem) -> str:
