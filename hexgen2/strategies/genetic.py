@@ -14,11 +14,11 @@ from hexgen2.placement import Placement
 from hexgen2.search.coarsen import coarsen, gpu_graph, project
 from hexgen2.search.evaluate import Evaluation
 from hexgen2.search.neighbourhood import merges, moves, splits, swaps
+from hexgen2.search.partition import estimated_groups
 from hexgen2.search.problem import Problem, Solution
 from hexgen2.search.refine import SearchState
 from hexgen2.search.secondary import secondary_partition
 from hexgen2.strategies.base import SearchOptions, run_search
-from hexgen2.strategies.hexgen2 import estimated_groups
 from hexgen2.strategies.paper import require_found
 
 NAME = "genetic"

@@ -11,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from hexgen2.placement import Placement
+from hexgen2.search.partition import estimated_groups
 from hexgen2.search.problem import Group, Problem, Solution, blocks_of
 from hexgen2.search.refine import SearchState
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.genetic import POPULATION, evolve
-from hexgen2.strategies.hexgen2 import estimated_groups
 
 NAME = "hexgen"
 ROLE = "colocated"

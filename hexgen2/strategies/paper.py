@@ -14,10 +14,10 @@ from cost_model.errors import InfeasibleError
 from hexgen2.placement import Placement
 from hexgen2.search.evaluate import Evaluation, Evaluator
 from hexgen2.search.neighbourhood import Step
+from hexgen2.search.partition import estimated_groups, initial_solution
 from hexgen2.search.problem import Problem, Solution
 from hexgen2.search.refine import MINIMUM_GAIN, SearchState, guided_steps
 from hexgen2.strategies.base import SearchOptions, run_search
-from hexgen2.strategies.hexgen2 import estimated_groups, initial_solution
 
 NAME = "hexgen2-paper"
 
@@ -41,7 +41,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 def paper_start(state: SearchState) -> Evaluation:
     """Phase one with the paper's K, and its first max flow."""
     groups = estimated_groups(state.evaluator.problem)
-    start = valued(state.evaluator, initial_solution(state, groups))
+    start = valued(state.evaluator, initial_solution(state.evaluator, groups))
     state.offer(start, f"start with {groups} groups")
     return start
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from hexgen2.placement import Placement
 from hexgen2.search.neighbourhood import swaps
+from hexgen2.search.partition import estimated_groups
 from hexgen2.search.problem import Problem
 from hexgen2.search.refine import MINIMUM_GAIN, SearchState
 from hexgen2.strategies.base import SearchOptions, run_search
-from hexgen2.strategies.hexgen2 import estimated_groups
 from hexgen2.strategies.paper import paper_start, require_found, valued
 
 NAME = "random-swap"

@@ -1,9 +1,10 @@
-"""Search problems for tests: drawn at random, and the shipped settings."""
+"""Search problems and graphs for tests: drawn at random, and the shipped settings."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from hypothesis import strategies as st
 
 from cluster_specs.loader import parse_cluster
@@ -68,3 +69,13 @@ def problems(draw: st.DrawFn, max_gpus: int = 6) -> Problem:
         draw(st.sampled_from(["calibrated", "table1"])),
         draw(st.sampled_from(["pipelined", "literal", "paper_optimistic"])),
     )
+
+
+@st.composite
+def graphs(draw: st.DrawFn, least: int = 2, most: int = 9) -> tuple[np.ndarray, np.ndarray]:
+    """Bandwidths [n, n] and memories [n] of a complete graph."""
+    n = draw(st.integers(least, most))
+    upper = draw(st.lists(st.sampled_from([1.0, 3.0, 25.0, 200.0]), min_size=n * n, max_size=n * n))
+    weights = np.triu(np.array(upper).reshape(n, n), 1)
+    memory = np.array(draw(st.lists(st.sampled_from([24.0, 48.0, 80.0]), min_size=n, max_size=n)))
+    return weights + weights.T, memory

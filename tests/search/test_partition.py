@@ -7,21 +7,12 @@ import itertools
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import problem_from
+from problems import graphs, problem_from
 
 from hexgen2.search.coarsen import CoarseGraph, coarsen, project
 from hexgen2.search.kernighan_lin import kernighan_lin
 from hexgen2.search.secondary import secondary_partition
 from hexgen2.search.spectral import spectral_partition
-
-
-@st.composite
-def graphs(draw, least=2, most=9):
-    n = draw(st.integers(least, most))
-    upper = draw(st.lists(st.sampled_from([1.0, 3.0, 25.0, 200.0]), min_size=n * n, max_size=n * n))
-    weights = np.triu(np.array(upper).reshape(n, n), 1)
-    memory = np.array(draw(st.lists(st.sampled_from([24.0, 48.0, 80.0]), min_size=n, max_size=n)))
-    return weights + weights.T, memory
 
 
 def two_pods(size: int) -> np.ndarray:

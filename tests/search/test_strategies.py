@@ -12,9 +12,9 @@ from problems import MODELS, WORKLOADS, problem_from, problems
 from cost_model.errors import InfeasibleError
 from hexgen2.checks import violations
 from hexgen2.placement import Placement, Replica
+from hexgen2.search.partition import estimated_groups
 from hexgen2.search.problem import Problem, make_problem
 from hexgen2.strategies.base import SearchOptions
-from hexgen2.strategies.hexgen2 import estimated_groups
 from hexgen2.strategies.registry import STRATEGIES, find_strategy
 
 BASELINES = ("hexgen2-paper", "random-swap", "genetic", "splitwise", "distserve")
