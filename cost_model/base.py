@@ -99,6 +99,11 @@ class CostModel(ABC):
     def kv_bytes_per_layer(self) -> float:
         """Bytes of one request's prompt KV cache in one layer, all heads: what a route carries."""
 
+    @property
+    @abstractmethod
+    def activation_bytes_per_token(self) -> float:
+        """Bytes of one token's activations between two layers: what a pipeline hop carries."""
+
     @abstractmethod
     def prefill_batch(self) -> int:
         """Prompts per prefill step when the replica is busy."""

@@ -95,7 +95,7 @@ class Calibrated(CostModel):
 
     def boundary_s(self, phase: Phase, link: Link, batch: float) -> float:
         tokens = batch * self.isl if phase == "prefill" else batch
-        return link.latency_s + tokens * self._activation_bytes / link.bandwidth_bytes_s
+        return link.latency_s + tokens * self.activation_bytes_per_token / link.bandwidth_bytes_s
 
     def stage_memory(self, phase: Phase, group: TensorGroup, first: bool, last: bool) -> StageMemory:
         model, n = self.model, group.degree
@@ -125,8 +125,7 @@ class Calibrated(CostModel):
         return self.lengths.prompt_attended(self.model.sliding_window)
 
     @property
-    def _activation_bytes(self) -> float:
-        """Bytes of one token between two layers."""
+    def activation_bytes_per_token(self) -> float:
         return self.model.hidden * self.model.kv_value_bytes
 
     def _kv_share(self, degree: int) -> float:
@@ -162,7 +161,7 @@ class Calibrated(CostModel):
         if n == 1:
             return 0.0
         messages = 2 * (n - 1).bit_length()
-        moved = 2 * (n - 1) / n * tokens * self._activation_bytes
+        moved = 2 * (n - 1) / n * tokens * self.activation_bytes_per_token
         return (
             self.coefficients.all_reduce_overhead_s
             + messages * group.link.latency_s

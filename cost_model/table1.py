@@ -38,7 +38,7 @@ class Table1(CostModel):
     def boundary_s(self, phase: Phase, link: Link, batch: float) -> float:
         """Seconds: alpha + t H B / beta."""
         tokens = batch * self.isl if phase == "prefill" else batch
-        return link.latency_s + tokens * self.model.hidden * self.model.weight_bytes / link.bandwidth_bytes_s
+        return link.latency_s + tokens * self.activation_bytes_per_token / link.bandwidth_bytes_s
 
     def stage_memory(self, phase: Phase, group: TensorGroup, first: bool, last: bool) -> StageMemory:
         """Bytes: (12 H^2 B / n + 2 b s H B / n) l + 4 b s H B for l layers and b requests of s tokens, where
@@ -58,6 +58,11 @@ class Table1(CostModel):
     def kv_bytes_per_layer(self) -> float:
         """Bytes: 2 s_in H B, per layer although the paper's formula lacks the layers."""
         return 2 * self.isl * self.model.hidden * self.model.weight_bytes
+
+    @property
+    def activation_bytes_per_token(self) -> float:
+        """Bytes: H B."""
+        return self.model.hidden * self.model.weight_bytes
 
     def prefill_batch(self) -> int:
         """One: prefill gains nothing by batching (Appendix A)."""

@@ -17,6 +17,7 @@ from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS, make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
+from hexgen2.traffic import traffic_of
 
 TOLERANCE = 1e-6
 """Relative slack for rates that were added up in floating point."""
@@ -40,6 +41,7 @@ def violations(placement: Placement, source: str = "placement") -> list[Violatio
         *check_memory(placement, cluster),
         *check_flow(placement),
         *check_throughput(placement),
+        *check_links(placement, cluster),
     ]
 
 
@@ -183,6 +185,26 @@ def check_throughput(placement: Placement) -> Iterator[Violation]:
         yield "throughput.req_s", f"{total:.6g} is not the {carried:.6g} that the routes carry"
     if total > placement.bound.req_s * (1 + TOLERANCE):
         yield "bound.req_s", f"{placement.bound.req_s:.6g} is below the throughput {total:.6g}"
+
+
+def check_links(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
+    """The KV caches of all routes and the activations of all pipelines together load no link, network card,
+    uplink or GPU beyond what it carries, unless the placement says that routes do not share links."""
+    if placement.cost_model.links != "shared" or placement.cost_model.name not in COST_MODELS:
+        return
+    for k, route in enumerate(placement.routes):
+        senders, receivers = placement.replica(route.from_).gpus, placement.replica(route.to).gpus
+        if any(link.from_ not in senders or link.to not in receivers for link in route.links):
+            yield f"routes[{k}].links", "name GPUs that the two replicas do not have"
+            return
+        moved = sum(link.bytes_per_req for link in route.links)
+        if abs(moved - route.kv_bytes_per_req) > TOLERANCE * route.kv_bytes_per_req:
+            yield f"routes[{k}].links", f"move {moved:.6g} bytes of {route.kv_bytes_per_req:.6g} per request"
+    workload = placement.workload
+    costs = make_cost_model(placement.cost_model.name, placement.model, workload.lengths)
+    traffic = traffic_of(cluster, costs, placement.replicas, placement.routes)
+    for name, share in traffic.at_least(1 + TOLERANCE):
+        yield "routes", f"{name} would carry {share:.6g} times what it can"
 
 
 def _accelerator(cluster: Cluster, gpu: str) -> Accelerator:

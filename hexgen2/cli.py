@@ -58,6 +58,12 @@ POSITIVE = _Positive()
     type=click.Choice(PIPELINE_SEMANTICS),
     help="How pipeline stages add up. [default: pipelined; with --from: the placement's]",
 )
+@click.option(
+    "--links",
+    type=click.Choice(["shared", "pairwise"]),
+    help="Traffic shares links, network cards and uplinks, or each KV route has its links to itself. "
+    "[default: shared; with --from: the placement's]",
+)
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="throughput", show_default=True)
 @click.option("--request-rate", type=POSITIVE, help="Requests/s that arrive, at random.")
 @click.option("--ttft", type=POSITIVE, help="Target for the time to first token, in ms.")
@@ -93,6 +99,7 @@ def search(
     strategy: str,
     cost_model: str | None,
     pipeline: str | None,
+    links: str | None,
     objective: str,
     request_rate: float | None,
     ttft: float | None,
@@ -125,7 +132,13 @@ def search(
         from hexgen2.replanning import replanned
 
         inputs = {"cluster": cluster, "model": model, "workload": workload, "isl": isl, "osl": osl}
-        inputs |= {"cost_model": cost_model, "pipeline": pipeline, "lost": lost, "added": added}
+        inputs |= {
+            "cost_model": cost_model,
+            "pipeline": pipeline,
+            "links": links,
+            "lost": lost,
+            "added": added,
+        }
         placement = replanned(previous, inputs, strategy, goal, options, horizon, load_gbyte_s)
     else:
         for option, value in changes.items():
@@ -135,7 +148,9 @@ def search(
             option = "--cluster" if cluster is None else "--model"
             raise InputError(option, "", "is missing", "name one, or re-plan a placement with --from")
         costs = cost_model or "calibrated", pipeline or "pipelined"
-        placement = run(make_problem(cluster, model, workload, isl, osl, *costs, goal), options)
+        placement = run(
+            make_problem(cluster, model, workload, isl, osl, *costs, goal, links or "shared"), options
+        )
     wrong = violations(placement)
     if wrong:
         raise HexGen2Error(

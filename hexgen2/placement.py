@@ -15,6 +15,7 @@ from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InputError
 from hexgen2.goal import Goal
 from hexgen2.moves import Migration, Move
+from hexgen2.shared_links import Links
 from hexgen2.workload import Workload
 
 Role = Literal["prefill", "decode", "colocated"]
@@ -83,6 +84,7 @@ class CostModelName(_Strict):
     name: str
     calibration: str
     pipeline: str
+    links: Links = "pairwise"
 
 
 class Throughput(_Strict):

@@ -70,6 +70,7 @@ def replan_problem(
     osl: float | None = None,
     cost_model: str | None = None,
     pipeline: str | None = None,
+    links: str | None = None,
     lost: str = "",
     added: str = "",
 ) -> Problem:
@@ -109,6 +110,7 @@ def replan_problem(
         pipeline or previous.cost_model.pipeline,  # type: ignore[arg-type]
         Goal(),
         frozenset((out | leaving) - back),
+        links or previous.cost_model.links,  # type: ignore[arg-type]
     )
 
 

@@ -61,8 +61,8 @@ def print_placement(placement: Placement, console: Console) -> None:
     for bottleneck in placement.bottlenecks:
         console.print(f"bottleneck  {escape(bottleneck)}")
     console.print(
-        f"cost model  {costs.name} ({escape(costs.calibration)}), pipeline stages {costs.pipeline}: "
-        "all times are predicted"
+        f"cost model  {costs.name} ({escape(costs.calibration)}), pipeline stages {costs.pipeline}, "
+        f"links {costs.links}: all times are predicted"
     )
     if placement.search.cut:
         console.print(f"search cut  {placement.search.cut}: a longer one may find better")

@@ -6,9 +6,15 @@ once, although all of them leave through the node's one network card.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import numpy as np
 
 from hexgen2.cluster import Cluster, between_nodes
+
+Links = Literal["shared", "pairwise"]
+LINKS: tuple[str, ...] = get_args(Links)
+"""Whether traffic shares what it crosses, or every KV route has its links to itself (the paper's)."""
 
 
 class SharedLinks:
@@ -25,6 +31,7 @@ class SharedLinks:
     def __init__(self, cluster: Cluster) -> None:
         self.nodes = len(cluster.node_names)
         self._node_names = cluster.node_names
+        self._between: dict[tuple[int, int], tuple[int, ...]] = {}
         self._uplink_names = tuple(uplink.name for uplink in cluster.uplinks)
         self._inside = np.array(
             [np.isin(np.arange(self.nodes), uplink.nodes) for uplink in cluster.uplinks], dtype=bool
@@ -35,10 +42,18 @@ class SharedLinks:
             [links.ravel(), cluster.card_bytes_s, cluster.card_bytes_s, uplinks, uplinks]
         )
 
+    @property
+    def count(self) -> int:
+        """R."""
+        return len(self.capacity_bytes_s)
+
     def resources_between(self, a: int, b: int) -> tuple[int, ...]:
         """Indices of the resources that traffic from node a to node b takes; none inside a node."""
-        if a == b:
-            return ()
+        if (a, b) not in self._between:
+            self._between[a, b] = self._resources(a, b) if a != b else ()
+        return self._between[a, b]
+
+    def _resources(self, a: int, b: int) -> tuple[int, ...]:
         cards, uplinks = self.nodes**2, self.nodes**2 + 2 * self.nodes
         left, entered = self._inside[:, a] & ~self._inside[:, b], self._inside[:, b] & ~self._inside[:, a]
         return (

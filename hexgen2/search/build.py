@@ -26,6 +26,7 @@ from hexgen2.search.plan import Planner
 from hexgen2.search.prediction import LoadedPlacement
 from hexgen2.search.problem import Problem
 from hexgen2.search.routes import layer_overlaps
+from hexgen2.traffic import traffic_of
 
 FULL = 1 - 1e-6
 NEGLIGIBLE = 1e-6
@@ -40,13 +41,13 @@ def build_placement(
     proved: bool = False,
     names: list[Name] | None = None,
 ) -> Placement:
-    """The placement of an evaluated solution, its flow spread evenly over the replicas (colocated ones work
-    at capacity). With proved it is its own bound. Names, if given, are those of the prefill, decode and
+    """The placement of an evaluated solution, its flow spread evenly over the replicas (colocated ones keep
+    what they carry). With proved it is its own bound. Names, if given, are those of the prefill, decode and
     colocated replicas, in this order."""
     carried = balance(evaluation.network, evaluation.flow).routes
     carried = np.where(carried > carried.sum() * NEGLIGIBLE, carried, 0.0)
     names = names or fresh_names(problem, evaluation)
-    alone = [replica.plan.capacity_req_s for replica in evaluation.colocated]
+    alone = evaluation.alone.tolist()
     loads = [*carried.sum(axis=1), *carried.sum(axis=0), *alone]
     replicas = [
         _replica(problem, replica, name, float(load))
@@ -75,7 +76,10 @@ def build_placement(
         model=problem.model,
         workload=problem.workload,
         cost_model=CostModelName(
-            name=problem.costs.name, calibration=problem.costs.calibration, pipeline=problem.pipeline
+            name=problem.costs.name,
+            calibration=problem.costs.calibration,
+            pipeline=problem.pipeline,
+            links=problem.links,
         ),
         goal=problem.goal,
         lost=sorted(problem.lost, key=problem.cluster.index),
@@ -143,7 +147,7 @@ def route_links(source: Replica, target: Replica, layer_bytes: float) -> list[Ro
 def _latency(evaluation: ev.Evaluation, routes: np.ndarray) -> Latency:
     """Means over requests: a prefill step's time and a decode step's time where each request goes, the latter
     stretched by the prefills of a colocated replica."""
-    alone = [(replica.plan, replica.plan.capacity_req_s) for replica in evaluation.colocated]
+    alone = [(r.plan, float(w)) for r, w in zip(evaluation.colocated, evaluation.alone, strict=True)]
     total = float(routes.sum() + sum(w for _, w in alone)) or 1.0
     ttft = sum(r.plan.latency_s * w for r, w in zip(evaluation.prefill, routes.sum(axis=1), strict=True))
     tpot = sum(r.plan.latency_s * w for r, w in zip(evaluation.decode, routes.sum(axis=0), strict=True))
@@ -173,6 +177,9 @@ def _bottlenecks(
         else:
             found += [f"{r.id} is at capacity" for r in side if r.utilisation >= FULL]
     found += [f"route {r.from_} -> {r.to} is full" for r in routes if r.flow_req_s >= r.capacity_req_s * FULL]
+    if problem.links == "shared":
+        traffic = traffic_of(problem.cluster, problem.costs, replicas, routes)
+        found += [f"{name} is full" for name, _ in traffic.at_least(FULL)]
     if idle:
         found.append(f"{len(idle)} GPUs are idle: " + ", ".join(problem.cluster.gpu_ids[g] for g in idle))
     return found

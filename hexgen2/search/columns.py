@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ortools.linear_solver import pywraplp
+from ortools.linear_solver import pywraplp  # type: ignore[attr-defined]
 
 from hexgen2.search.evaluate import Evaluator
 from hexgen2.search.market import ROUNDING, Market

@@ -20,6 +20,9 @@ ASSUMPTIONS = [
     "each replica has the plan that the planner finds best for it alone; stage orders are improved locally",
 ]
 
+SOLUTION_BRANCHES = 8
+"""To evaluate a solution takes as long as so many branches."""
+
 Counts = tuple[int, ...]
 
 
@@ -28,7 +31,7 @@ def enumerate_all(state: SearchState, most: int | None = None) -> bool:
 
     Parameters
     ----------
-    most : give up after so many branches
+    most : give up after so many branches, each solution counted as SOLUTION_BRANCHES
 
     Returns
     -------
@@ -64,6 +67,8 @@ class _Enumeration:
         if state.evaluator.limit_with_rest(done, free) <= best * (1 + 1e-9):
             return True
         if node == len(free):
+            if self._left is not None:
+                self._left -= SOLUTION_BRANCHES
             found = state.evaluator.evaluate(Solution(tuple(self._groups)))
             state.offer(state.evaluator.reordered(found), "enumerate")
             return True

@@ -16,7 +16,8 @@ from hexgen2.search.bound import best_split, node_rates
 from hexgen2.search.flow import Flow, FlowNetwork, solve
 from hexgen2.search.plan import GroupPlan, PlannedStage, Planner
 from hexgen2.search.problem import Group, Problem, Solution
-from hexgen2.search.routes import transfer_s
+from hexgen2.search.routes import RouteUse, pipeline_use, route_use
+from hexgen2.search.shared_use import SharedUse, shared_use
 
 PLATEAU_SHARE = 1e-3
 """Weight of the replicas' summed capacity in the score: it leads across plateaus of the flow."""
@@ -47,7 +48,8 @@ class Replica:
 @dataclass(frozen=True)
 class Evaluation:
     """A solution's replicas by role, the flow network over the first two roles, and its maximum flow.
-    Colocated replicas work by themselves, and add their capacities to it.
+    Colocated replicas work by themselves, and add what they carry (alone [C], requests/s) to it; where they
+    share links with routes, they come first.
 
     cost_req_s and idle_req_s are what the way to this solution costs, averaged over time (see
     Evaluator.way_cost). score leads a climb: the flow less its cost, plus a small share of the capacities.
@@ -59,13 +61,14 @@ class Evaluation:
     network: FlowNetwork
     flow: Flow
     score: float
-    colocated: tuple[Replica, ...] = ()
+    colocated: tuple[Replica, ...]
+    alone: np.ndarray
     cost_req_s: float = 0.0
     idle_req_s: float = 0.0
 
     @property
     def req_s(self) -> float:
-        return self.flow.value + _capacity(self.colocated)
+        return self.flow.value + float(self.alone.sum())
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -103,7 +106,7 @@ class Evaluator:
         }
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
-        self._transfers: dict[tuple, float] = {}
+        self._uses: dict[tuple, RouteUse] = {}
         self._ordered: dict[tuple, list[GroupPlan]] = {}
 
     def plan_of(self, group: Group) -> GroupPlan | None:
@@ -193,35 +196,45 @@ class Evaluator:
     ) -> Evaluation:
         """The solution's value where each replica runs the plan it has here."""
         self.routes += len(prefill) * len(decode)
+        alone, busy = self._alone(colocated)
+        uses = [[self.route_use(p, d) for d in decode] for p in prefill]
+        transfers = np.array([use.transfer_s for row in uses for use in row])
+        shared = self._shared(uses)
         network = FlowNetwork(
             np.array([r.plan.capacity_req_s for r in prefill]),
             np.array([r.plan.capacity_req_s for r in decode]),
-            np.array([[1 / self.transfer_s(p, d) for d in decode] for p in prefill]).reshape(
-                len(prefill), len(decode)
-            ),
+            (1 / transfers).reshape(len(prefill), len(decode)),
+            shared.beside(busy) if shared and colocated else shared,
         )
-        flow = self._flow(network)
-        alone = _capacity(colocated)
-        total = float(network.prefill.sum() + network.decode.sum()) + alone
-        cost, idle = self.way_cost((*prefill, *decode, *colocated), flow.value + alone)
-        score = flow.value + alone - cost + PLATEAU_SHARE * (total - idle)
-        return Evaluation(solution, prefill, decode, network, flow, score, colocated, cost, idle)
+        flow = solve(network)
+        served = flow.value + float(alone.sum())
+        total = float(network.prefill.sum() + network.decode.sum()) + _capacity(colocated)
+        cost, idle = self.way_cost((*prefill, *decode, *colocated), served)
+        score = served - cost + PLATEAU_SHARE * (total - idle)
+        return Evaluation(solution, prefill, decode, network, flow, score, colocated, alone, cost, idle)
 
-    def _flow(self, network: FlowNetwork) -> Flow:
-        """Without a solver where proportional shares fit all routes: then capacities alone decide."""
-        p, d = network.prefill.sum(), network.decode.sum()
-        if p <= 0 or d <= 0:
-            return Flow(0.0, np.zeros(network.routes.shape))
-        value = min(p, d)
-        shares = np.outer(network.prefill / p, network.decode / d) * value
-        return Flow(float(value), shares) if (shares <= network.routes).all() else solve(network)
+    def _alone(self, colocated: tuple[Replica, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """[C] requests/s of colocated replicas: their capacities, unless their pipelines share links that
+        cannot carry all of it; and how busy that keeps each link, network card and uplink."""
+        capacity = np.array([r.plan.capacity_req_s for r in colocated])
+        shared = self._shared([[pipeline_use(self.problem, r.stages) for r in colocated]])
+        if not colocated or shared is None:
+            return capacity, np.zeros(0)
+        # As routes from one source that can feed them all.
+        flow = solve(FlowNetwork(capacity.sum(keepdims=True), capacity, capacity[None], shared)).routes
+        return flow[0], shared.loads(flow)[: self.problem.shared_links.count]
 
-    def transfer_s(self, prefill: Replica, decode: Replica) -> float:
-        """Seconds for one request's KV cache from one replica to the other, memoised."""
+    def _shared(self, uses: list[list[RouteUse]]) -> SharedUse | None:
+        if self.problem.links == "pairwise":
+            return None
+        return shared_use(uses, self.problem.shared_links.count, self.problem.model.layers)
+
+    def route_use(self, prefill: Replica, decode: Replica) -> RouteUse:
+        """What a request occupies between two replicas, memoised."""
         key = (prefill.stages, decode.stages)
-        found = self._transfers.get(key)
+        found = self._uses.get(key)
         if found is None:
-            found = self._transfers[key] = transfer_s(self.problem, prefill.stages, decode.stages)
+            found = self._uses[key] = route_use(self.problem, prefill.stages, decode.stages)
         return found
 
     def _reorder(self, start: Evaluation) -> Evaluation:
@@ -244,7 +257,7 @@ class Evaluator:
         def cost(candidate: Replica) -> float:
             pairs = ((candidate, p) if sending else (p, candidate) for p in partners)
             return sum(
-                self.transfer_s(*pair) * p.plan.capacity_req_s
+                self.route_use(*pair).transfer_s * p.plan.capacity_req_s
                 for pair, p in zip(pairs, partners, strict=True)
             )
 

@@ -3,26 +3,43 @@
 HexGen-2, section 3.3. The paper gives each replica an in and an out node; since the coordinator's
 own links are not limited here (token ids are some kilobytes a request), the edge (in, out) and the
 coordinator's edge are in series and stand as one.
+
+Routes that share a link, a network card or an uplink make it a flow with side constraints: a linear
+program. Two cheaper answers come first: shares in proportion to the capacities, and the max flow
+without side constraints; either is optimal if it respects them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from ortools.graph.python import max_flow
+from ortools.linear_solver.python import model_builder_helper as linear
+from scipy.sparse import csr_array
 
-SCALE = 1e9
+from hexgen2.search.shared_use import SharedUse
+
+SCALE = 1e12
 """Integer capacities of the solver per unit of the largest possible flow."""
+
+GLOP_PARAMETERS = "use_preprocessing:false"
+"""At these sizes preprocessing takes longer than it saves."""
 
 
 @dataclass(frozen=True)
 class FlowNetwork:
-    """Capacities in requests/s: prefill [P], decode [D], routes [P, D]."""
+    """Capacities in requests/s: prefill [P], decode [D], routes [P, D]; and what routes share, if that is
+    to be respected."""
 
     prefill: np.ndarray
     decode: np.ndarray
     routes: np.ndarray
+    shared: SharedUse | None = None
+
+    def carries(self, flow: np.ndarray) -> bool:
+        """True if the routes can carry a flow [P, D], alone and together."""
+        return bool((flow <= self.routes).all()) and (self.shared is None or self.shared.carries(flow))
 
 
 @dataclass(frozen=True)
@@ -34,9 +51,29 @@ class Flow:
 
 
 def solve(network: FlowNetwork) -> Flow:
-    """A maximum flow of the network, never above any capacity.
+    """A maximum flow of the network, never above any capacity by more than rounding."""
+    even = _in_proportion(network)
+    if network.carries(even.routes):
+        return even
+    pairwise = without_sharing(network)
+    if network.shared is None or network.shared.carries(pairwise.routes):
+        return pairwise
+    return _with_sharing(network, network.shared)
 
-    The solver is integer: capacities are rounded down at 1e-9 of the flow's trivial limit.
+
+def _in_proportion(network: FlowNetwork) -> Flow:
+    """As much as the replicas can do, each pair's share in proportion to their capacities."""
+    p, d = network.prefill.sum(), network.decode.sum()
+    if p <= 0 or d <= 0:
+        return Flow(0.0, np.zeros(network.routes.shape))
+    value = min(p, d)
+    return Flow(float(value), np.outer(network.prefill / p, network.decode / d) * value)
+
+
+def without_sharing(network: FlowNetwork) -> Flow:
+    """A maximum flow where every route has its links to itself.
+
+    The solver is integer: capacities are rounded down at 1e-12 of the flow's trivial limit.
     """
     p, d = network.routes.shape
     limit = min(network.prefill.sum(), network.decode.sum())
@@ -57,31 +94,67 @@ def solve(network: FlowNetwork) -> Flow:
     return Flow(solver.optimal_flow() / unit, routes)
 
 
-def balance(network: FlowNetwork, flow: Flow, rounds: int = 20) -> Flow:
+def balance(network: FlowNetwork, flow: Flow, rounds: int = 10) -> Flow:
     """A flow of the same value that loads the replicas of each role as evenly as the routes allow.
 
     A maximum flow may fill one replica and leave its twin idle. Here the capacities of each role shrink
     from what they are (slack 1) towards the role's mean utilisation (slack 0), as far as the value can
-    still be carried.
+    still be carried; the slack is found to 2^-rounds.
     """
     if flow.value <= 0:
         return flow
     mean_prefill, mean_decode = flow.value / network.prefill.sum(), flow.value / network.decode.sum()
     wanted = flow.value * (1 - 1e-7)
     best, low, high, slack = flow, 0.0, 1.0, 0.0
-    for _ in range(rounds):
-        tried = solve(
-            FlowNetwork(
-                network.prefill * (mean_prefill + slack * (1 - mean_prefill)),
-                network.decode * (mean_decode + slack * (1 - mean_decode)),
-                network.routes,
-            )
+    for _ in range(rounds + 1):
+        shrunk = replace(
+            network,
+            prefill=network.prefill * (mean_prefill + slack * (1 - mean_prefill)),
+            decode=network.decode * (mean_decode + slack * (1 - mean_decode)),
         )
+        tried = solve(shrunk)
         if tried.value >= wanted:
             best, high = tried, slack
         else:
             low = slack
-        if high - low < 1e-6:
+        if high == low:
             break
         slack = (low + high) / 2
     return best
+
+
+def _with_sharing(network: FlowNetwork, shared: SharedUse) -> Flow:
+    """max sum f under the capacities of replicas and routes, and sum busy_s f <= 1 for all they share."""
+    p, d = network.routes.shape
+    busy_s, user, entries = shared.limiting(network.prefill, network.decode)
+    # Row by row: the routes of each prefill replica, of each decode replica, and of each shared resource.
+    route = np.arange(p * d)
+    columns = np.concatenate([route, route.reshape(p, d).T.ravel(), user])
+    values = np.concatenate([np.ones(2 * p * d), busy_s])
+    starts = np.concatenate([[0], np.cumsum(np.concatenate([np.full(p, d), np.full(d, p), entries]))])
+    limits = np.concatenate([network.prefill, network.decode, np.ones(len(entries))])
+    matrix = csr_array((values, columns, starts), shape=(len(limits), p * d))
+    return _within(network, _largest_sum(network.routes.ravel(), matrix, limits))
+
+
+def _largest_sum(most: np.ndarray, matrix: csr_array, limits: np.ndarray) -> np.ndarray:
+    """argmax sum x over 0 <= x <= most and matrix x <= limits, by the simplex method (GLOP)."""
+    model, solver = linear.ModelBuilderHelper(), linear.ModelSolverHelper("GLOP")
+    solver.set_solver_specific_parameters(GLOP_PARAMETERS)
+    none, gain, free = np.zeros(len(most)), np.ones(len(most)), np.full(len(limits), -np.inf)
+    model.fill_model_from_sparse_data(none, most, gain, free, limits, matrix)  # type: ignore[arg-type]
+    model.set_maximize(True)
+    solver.solve(model)
+    if solver.status() != linear.SolveStatus.OPTIMAL:
+        raise RuntimeError(f"linear program ended with status {solver.status()}")
+    return np.asarray(solver.variable_values())
+
+
+def _within(network: FlowNetwork, routes: np.ndarray) -> Flow:
+    """A solver's flow shrunk by the little that it exceeds a capacity."""
+    flow = np.clip(routes.reshape(network.routes.shape), 0.0, network.routes)
+    over = [flow.sum(axis=1) / network.prefill, flow.sum(axis=0) / network.decode]
+    if network.shared is not None:
+        over.append(network.shared.loads(flow))
+    flow = flow / max(1.0, *(float(excess.max(initial=0.0)) for excess in over))
+    return Flow(float(flow.sum()), flow)

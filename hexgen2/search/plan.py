@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cost_model.base import PREFILL_BATCHES_HELD
 from cost_model.hardware import Link
@@ -22,8 +23,7 @@ BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 """Shares of the largest batch tried: a smaller one leaves room for layers on the faster stages."""
 
 
-@dataclass(frozen=True)
-class PlannedStage:
+class PlannedStage(NamedTuple):
     """`degree` GPUs of `node` hold `layers` layers."""
 
     node: int

@@ -20,7 +20,7 @@ from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.search.targets import Targets
-from hexgen2.shared_links import SharedLinks
+from hexgen2.shared_links import Links, SharedLinks
 from hexgen2.workload import Workload
 from hexgen2.workloads import load_workload
 
@@ -31,7 +31,8 @@ class Problem:
 
     GPUs of one node are of one type and take each other's place, so a search counts GPUs per node and
     names them only in the placement. Where a measured matrix differs inside a node, the slowest pair
-    stands for all: a capacity is never overstated.
+    stands for all: a capacity is never overstated. Under links "pairwise" every KV route has the links
+    between its nodes to itself, as in the paper.
 
     `lost` are ids of GPUs that are out of service: no group has them, but they keep their place in the
     cluster, so that ids and links stay as they are.
@@ -45,6 +46,7 @@ class Problem:
     pipeline: PipelineSemantics = "pipelined"
     goal: Goal = field(default_factory=Goal)
     lost: frozenset[str] = frozenset()
+    links: Links = "shared"
 
     @cached_property
     def usable(self) -> np.ndarray:
@@ -153,6 +155,7 @@ def make_problem(
     cost_model: str = "calibrated",
     pipeline: str = "pipelined",
     goal: Goal | None = None,
+    links: str = "shared",
 ) -> Problem:
     """A problem from names or files, as the command line gives them.
 
@@ -170,4 +173,5 @@ def make_problem(
         )
     architecture, load = find_model(model), load_workload(workload, isl, osl)
     costs = make_cost_model(cost_model, architecture, load.lengths)
-    return Problem(spec, Cluster.from_spec(spec), architecture, load, costs, pipeline, goal)  # type: ignore[arg-type]
+    arrays = Cluster.from_spec(spec)
+    return Problem(spec, arrays, architecture, load, costs, pipeline, goal, links=links)  # type: ignore[arg-type]

@@ -212,10 +212,13 @@ def _pressure(evaluation: Evaluation) -> tuple[list[int], list[int]]:
 
 
 def _full_route_ends(evaluation: Evaluation) -> list[int]:
-    """Indices of the groups at either end of a KV route that carries all it can."""
-    capacity = evaluation.network.routes
-    if not capacity.size:
+    """Indices of the groups at either end of a KV route that is full or takes what is full."""
+    network, flow = evaluation.network, evaluation.flow.routes
+    if not flow.size:
         return []
-    rows, columns = np.nonzero((evaluation.flow.routes >= capacity * FULL) & (evaluation.flow.routes > 0))
+    full = (flow >= network.routes * FULL) & (flow > 0)
+    if network.shared is not None:
+        full |= network.shared.full_routes(flow)
+    rows, columns = np.nonzero(full)
     ends = {evaluation.prefill[i].index for i in rows} | {evaluation.decode[j].index for j in columns}
     return sorted(ends)

@@ -111,7 +111,23 @@ def unknown_pipeline_semantics(p):
     p["cost_model"]["pipeline"] = "wishful"
 
 
+def more_than_a_card_carries(p):
+    for node in p["cluster"]["nodes"]:
+        node["network_gbit_s"] = 1.0
+
+
+def kv_cache_that_does_not_move(p):
+    p["routes"][0]["links"].pop()
+
+
+def route_through_other_gpus(p):
+    p["routes"][0]["links"][0]["to"] = p["routes"][0]["links"][0]["from"]
+
+
 WRONG = [
+    (more_than_a_card_carries, "routes"),
+    (kv_cache_that_does_not_move, "routes[0].links"),
+    (route_through_other_gpus, "routes[0].links"),
     (overlap_layers, "layers"),
     (skip_a_layer, "layers"),
     (drop_the_last_stage, "stages"),

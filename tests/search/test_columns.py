@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from problems import problem_from, problems
@@ -40,7 +42,8 @@ def test_many_gpus_come_close_to_the_bound(model, workload):
         for i, card in enumerate(cards)
     ]
     spec = {"name": "64", "nodes": nodes, "network": {"default": {"bandwidth_gbit_s": 100, "latency_us": 20}}}
-    problem = problem_from(spec, model, workload)
+    # The linear program leaves KV transfers aside; so does the max flow where no route shares its links.
+    problem = replace(problem_from(spec, model, workload), links="pairwise")
     assert check_layout(problem, Evaluator(problem)) >= 0.8 * trivial_bound(problem)[0]
 
 
