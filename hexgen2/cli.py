@@ -88,6 +88,7 @@ POSITIVE = _Positive()
 @click.option(
     "--load-gbyte-s", type=POSITIVE, help="Weights that each GPU loads, GB/s. [default: 2, assumed]"
 )
+@click.option("--certify", is_flag=True, help="Prove how good the answer is: some seconds more.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the placement to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the placement as one JSON object.")
 def search(
@@ -113,6 +114,7 @@ def search(
     added: str | None,
     horizon: float | None,
     load_gbyte_s: float | None,
+    certify: bool,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -123,7 +125,7 @@ def search(
     from hexgen2.strategies.base import SearchOptions
     from hexgen2.strategies.registry import find_strategy
 
-    run, options = find_strategy(strategy), SearchOptions(seed, time_limit, _progress())
+    run, options = find_strategy(strategy), SearchOptions(seed, time_limit, certify, _progress())
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(str(output), "", "its folder does not exist", "create it first")
     goal = make_goal(objective, request_rate, ttft, tpot, budget, frontier)
@@ -172,11 +174,14 @@ def _progress():
     def show(state) -> None:
         nonlocal last
         now = time.monotonic()
-        if state.best.req_s <= 0 or (not on_terminal and now - last < 1.0):
+        if state.best is None or state.best.req_s <= 0 or (not on_terminal and now - last < 1.0):
             return
         last = now
         rate = state.evaluator.evaluations / max(now - started, 1e-9)
-        text = f"{now - started:6.2f} s  best {state.best.req_s:.4g} requests/s  {rate:.0f} evaluations/s"
+        text = f"{now - started:6.2f} s  best {state.best.req_s:.4g} requests/s"
+        if state.limit is not None:
+            text += f"  bound {state.limit.req_s:.4g} (gap {1 - state.best.req_s / state.limit.req_s:.1%})"
+        text += f"  {rate:.0f} evaluations/s"
         click.echo(text, err=True)
 
     return show

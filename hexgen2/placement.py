@@ -18,6 +18,9 @@ from hexgen2.moves import Migration, Move
 from hexgen2.shared_links import Links
 from hexgen2.workload import Workload
 
+OPTIMAL = 1e-4
+"""Relative gap to the bound up to which an answer counts as optimal: that of the integer program."""
+
 Role = Literal["prefill", "decode", "colocated"]
 
 
@@ -123,10 +126,15 @@ class Bound(_Strict):
     """A proven upper limit on throughput, valid under `assumptions`; gap = 1 - req_s / bound.
 
     With the objective "cost", price_per_hour is what any rental that carries the load costs at least.
+    method : "rates" of single GPUs, a "linear program" over replicas, an "integer program" over whole ones,
+        or "enumeration" of all placements
+    kv_free_req_s : what the linear program gives if KV transfers took no time
     """
 
     req_s: float = Field(ge=0)
     gap: float
+    method: Literal["rates", "linear program", "integer program", "enumeration"] = "rates"
+    kv_free_req_s: float | None = None
     assumptions: list[str]
     price_per_hour: float | None = Field(default=None, ge=0)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hexgen2.goal import Goal
 from hexgen2.moves_report import print_moves
-from hexgen2.placement import FrontierPoint, Goodput, Placement, Rented, Replica
+from hexgen2.placement import OPTIMAL, Bound, FrontierPoint, Goodput, Placement, Rented, Replica
 
 PIPED_WIDTH = 110
 
@@ -39,13 +39,7 @@ def print_placement(placement: Placement, console: Console) -> None:
     )
     if placement.rented:
         _print_rental(placement, console)
-    if placement.bound.gap <= 0:
-        console.print("bound       the same: no placement is better, given that")
-    else:
-        console.print(
-            f"bound       {placement.bound.req_s:.4g} requests/s, so the gap is at most "
-            f"{placement.bound.gap:.1%}, given that"
-        )
+    console.print(_bound_text(placement.bound))
     for assumption in placement.bound.assumptions:
         console.print(f"              {escape(assumption)}", style="dim")
     console.print(
@@ -68,6 +62,16 @@ def print_placement(placement: Placement, console: Console) -> None:
         console.print(f"search cut  {placement.search.cut}: a longer one may find better")
     for assumption in placement.cluster.assumptions:
         console.print(f"assumed     {escape(assumption)}", style="dim")
+
+
+def _bound_text(bound: Bound) -> str:
+    """How good the answer is, as far as it is proved."""
+    if bound.gap <= OPTIMAL:
+        return f"bound       optimal, by {bound.method}: no placement is better, given that"
+    text = f"within      {bound.gap:.1%} of the best possible, at most {bound.req_s:.4g} requests/s"
+    if bound.kv_free_req_s is not None and bound.kv_free_req_s > bound.req_s * (1 + OPTIMAL):
+        text += f" ({bound.kv_free_req_s:.4g} if KV transfers took no time)"
+    return text + f" by {bound.method}, given that"
 
 
 def _print_rental(placement: Placement, console: Console) -> None:

@@ -1,46 +1,69 @@
-"""The trivial upper bound: every GPU works alone at its best, and nothing is ever sent.
+"""Upper bounds on the throughput of any placement, each with what it assumes.
 
-Let p_d and q_d be the layers per second that GPU d can prefill and decode for one request each. A
-stage of n GPUs is never faster than n times its slowest GPU alone, and all L layers pass every
-request; so the throughput F of any placement satisfies
+The bound by rates: every GPU works alone at its best, and nothing is ever sent. Let p_d and q_d be the
+requests/s that GPU d can prefill and decode. A stage of n GPUs is never faster than n times its slowest
+GPU alone, and all layers pass every request; so the throughput F of any placement satisfies
 
-    L F <= sum_d x_d p_d   and   L F <= sum_d (1 - x_d) q_d   for some 0 <= x_d <= 1.
+    F <= sum_d x_d p_d   and   F <= sum_d (1 - x_d) q_d   for some 0 <= x_d <= 1.
 
-A colocated replica divides the time of its GPUs between the phases instead: the same x_d.
+The largest such F is a fractional knapsack: GPUs prefill in the order of p_d / q_d. A colocated replica
+divides the time of its GPUs between the phases instead: the same x_d.
 
-The largest such F is a fractional knapsack: GPUs prefill in the order of p_d / q_d.
+The bounds by programs (search/master.py) know what replicas really do, and where KV caches have to go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from cost_model.base import TensorGroup
 from cost_model.hardware import NO_LINK
 from hexgen2.placement import Bound
 from hexgen2.search.problem import Problem
 
+ROUNDING = 1e-9
+"""A gap below this is that of floating point."""
 
-def trivial_bound(problem: Problem) -> tuple[float, list[str]]:
-    """Requests/s that no placement of this problem exceeds, and the assumptions that make it so."""
+
+@dataclass(frozen=True)
+class Limit:
+    """Requests/s that no placement exceeds, given the assumptions; method says how it was found."""
+
+    req_s: float
+    method: str
+    assumptions: tuple[str, ...]
+    kv_free_req_s: float | None = None
+
+    def bound(self, req_s: float) -> Bound:
+        """As a placement of so many requests/s states it."""
+        gap = 1 - req_s / self.req_s if self.req_s > 0 else 0.0
+        return Bound(
+            req_s=self.req_s,
+            gap=gap if gap > ROUNDING else 0.0,
+            method=self.method,  # type: ignore[arg-type]
+            kv_free_req_s=self.kv_free_req_s,
+            assumptions=list(self.assumptions),
+        )
+
+
+def rates_limit(problem: Problem) -> Limit:
+    """The bound by rates, which holds for replicas of every kind."""
     batch = decode_batch_limit(problem)
-    assumptions = [
+    assumptions = (
         "KV transfers take no time",
         "no communication or idle time inside a replica, and no LM head",
         "each GPU, or its time, can be divided between prefill and decode",
         f"every decode step runs {batch} requests (the batch cap, or what all memory together holds)",
-    ]
-    if batch < 1:
-        return 0.0, assumptions
-    rates = node_rates(problem)
-    return best_split(
-        (p * len(g), q * len(g)) for (p, q), g in zip(rates, problem.node_gpus, strict=True) if g
-    ), assumptions
+    )
+    rates = zip(node_rates(problem), problem.node_gpus, strict=True)
+    limit = best_split((p * len(g), q * len(g)) for (p, q), g in rates if g) if batch >= 1 else 0.0
+    return Limit(limit, "rates", assumptions)
 
 
 def node_rates(problem: Problem) -> list[tuple[float, float]]:
-    """For each node, requests/s that one GPU of each node can prefill, or decode, alone and at its best: no
-    group's capacity exceeds the sum over its GPUs."""
+    """For each node, requests/s that one GPU of it can prefill, or decode, alone and at its best: no group's
+    capacity exceeds the sum over its GPUs."""
     costs, layers = problem.costs, problem.model.layers
     prefill_batch, decode_batch = costs.prefill_batch(), max(1, decode_batch_limit(problem))
     rates = []
@@ -76,9 +99,3 @@ def best_split(rates: Iterable[tuple[float, float]], prefill: float = 0.0, decod
         best = max(best, min(before + x * p, after - x * q))
         before, after = before + p, after - q
     return best
-
-
-def report(problem: Problem, req_s: float) -> Bound:
-    """The bound as the placement states it."""
-    limit, assumptions = trivial_bound(problem)
-    return Bound(req_s=limit, gap=1 - req_s / limit if limit > 0 else 0.0, assumptions=assumptions)

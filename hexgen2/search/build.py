@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from hexgen2.placement import (
-    Bound,
     CostModelName,
     Goodput,
     Latency,
@@ -18,9 +17,8 @@ from hexgen2.placement import (
     Throughput,
 )
 from hexgen2.search import evaluate as ev
-from hexgen2.search.bound import report
-from hexgen2.search.enumeration import ASSUMPTIONS
-from hexgen2.search.flow import balance
+from hexgen2.search.bound import Limit, rates_limit
+from hexgen2.search.flow import balance, few_routes
 from hexgen2.search.naming import Name, fresh_names
 from hexgen2.search.plan import Planner
 from hexgen2.search.prediction import LoadedPlacement
@@ -29,6 +27,8 @@ from hexgen2.search.routes import layer_overlaps
 from hexgen2.traffic import traffic_of
 
 FULL = 1 - 1e-6
+MANY_ROUTES = 400
+"""Beyond so many pairs of replicas, only as many routes as the load needs."""
 NEGLIGIBLE = 1e-6
 """A route that carries less than this share of the throughput is rounding, and left out."""
 
@@ -38,13 +38,14 @@ def build_placement(
     evaluation: ev.Evaluation,
     strategy: str,
     search: SearchRecord,
-    proved: bool = False,
+    limit: Limit | None = None,
     names: list[Name] | None = None,
 ) -> Placement:
     """The placement of an evaluated solution, its flow spread evenly over the replicas (colocated ones keep
-    what they carry). With proved it is its own bound. Names, if given, are those of the prefill, decode and
-    colocated replicas, in this order."""
-    carried = balance(evaluation.network, evaluation.flow).routes
+    what they carry). Without a limit, that of the GPUs' rates is its bound. Names, if given, are those of the
+    prefill, decode and colocated replicas, in this order."""
+    even = balance(evaluation.network, evaluation.flow)
+    carried = (few_routes(evaluation.network, even) if even.routes.size > MANY_ROUTES else even).routes
     carried = np.where(carried > carried.sum() * NEGLIGIBLE, carried, 0.0)
     names = names or fresh_names(problem, evaluation)
     alone = evaluation.alone.tolist()
@@ -89,7 +90,7 @@ def build_placement(
         latency=_latency(evaluation, carried),
         goodput=_goodput(problem, evaluation, carried),
         price_per_hour=float(problem.cluster.price_per_hour.sum()),
-        bound=Bound(req_s=served, gap=0.0, assumptions=ASSUMPTIONS) if proved else report(problem, served),
+        bound=(limit or rates_limit(problem)).bound(served),
         bottlenecks=_bottlenecks(replicas, routes, idle, problem),
         search=search,
     )

@@ -11,14 +11,15 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from hexgen2.search.bound import Limit
 from hexgen2.search.problem import Group, Solution, blocks_of
 from hexgen2.search.refine import SearchState
 
-ASSUMPTIONS = [
+ASSUMPTIONS = (
     "every partition of the GPUs into replicas was tried or excluded",
     "tensor-parallel groups stay inside a node",
     "each replica has the plan that the planner finds best for it alone; stage orders are improved locally",
-]
+)
 
 SOLUTION_BRANCHES = 8
 """To evaluate a solution takes as long as so many branches."""
@@ -35,9 +36,16 @@ def enumerate_all(state: SearchState, most: int | None = None) -> bool:
 
     Returns
     -------
-    True if nothing was left out; the state's best is then optimal, or the state's target out of reach
+    True if nothing was left out; the state's best is then optimal and its own bound, or the state's target
+    out of reach
     """
-    return _Enumeration(state, most).run()
+    complete = _Enumeration(state, most).run()
+    if complete:
+        state.proved = True
+        if state.best and state.target_req_s == math.inf:
+            rentals = ("every rental within the budget counts",) if state.market else ()
+            state.bounded_by(Limit(state.best.req_s, "enumeration", (*rentals, *ASSUMPTIONS)))
+    return complete
 
 
 class _Enumeration:

@@ -7,15 +7,19 @@ capacities does not already decide.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from hexgen2.search.bound import best_split, node_rates
 from hexgen2.search.flow import Flow, FlowNetwork, solve
+from hexgen2.search.neighbourhood import Alike
 from hexgen2.search.plan import GroupPlan, PlannedStage, Planner
-from hexgen2.search.problem import Group, Problem, Solution
+from hexgen2.search.prices import Prices, Stages
+from hexgen2.search.problem import Blocks, Group, Problem, Solution
+from hexgen2.search.relaxed import Relaxed
 from hexgen2.search.routes import RouteUse, pipeline_use, route_use
 from hexgen2.search.shared_use import SharedUse, shared_use
 
@@ -66,6 +70,11 @@ class Evaluation:
     cost_req_s: float = 0.0
     idle_req_s: float = 0.0
 
+    @cached_property
+    def plans(self) -> dict[tuple[str, Blocks], GroupPlan]:
+        """The plan of each group."""
+        return {(r.group.role, r.group.blocks): r.plan for r in self.replicas}
+
     @property
     def req_s(self) -> float:
         return self.flow.value + float(self.alone.sum())
@@ -97,17 +106,28 @@ class Evaluator:
     def __init__(self, problem: Problem, planner: Planner | None = None) -> None:
         self.problem = problem
         self.planner = planner or Planner(problem)
-        self.evaluations = self.routes = 0
+        self.evaluations = self.routes = self.priced = 0
         self._node_rates = node_rates(problem)
         self._rates = {
             "prefill": [p for p, _ in self._node_rates],
             "decode": [q for _, q in self._node_rates],
             "colocated": [p * q / (p + q) for p, q in self._node_rates],
         }
+        self._rate_limits: dict[tuple[str, Blocks], float] = {}
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
         self._uses: dict[tuple, RouteUse] = {}
         self._ordered: dict[tuple, list[GroupPlan]] = {}
+
+    @cached_property
+    def alike(self) -> Alike:
+        """Which groups and nodes take each other's place."""
+        return Alike(self.planner.classes.class_of, self.problem.node_links)
+
+    @cached_property
+    def relaxed(self) -> Relaxed:
+        """The problem relaxed to programs over groups, with the same plans."""
+        return Relaxed(self.planner)
 
     def plan_of(self, group: Group) -> GroupPlan | None:
         """The plan that a group runs."""
@@ -118,13 +138,15 @@ class Evaluator:
         replicas' own capacities, averaged over time. Nothing here: nothing runs yet."""
         return 0.0, 0.0
 
-    def evaluate(self, solution: Solution) -> Evaluation:
-        """The solution's value. Groups in which the model does not fit stay idle."""
+    def evaluate(self, solution: Solution, near: Evaluation | None = None) -> Evaluation:
+        """The solution's value. Groups in which the model does not fit stay idle; those that `near` has too
+        keep the stage orders that they have there, unless the solution is known already."""
         key = solution.key
         known = self._evaluated.get(key)
         if known is None:
             self.evaluations += 1
-            sides = (self._replicas(solution, role) for role in ("prefill", "decode", "colocated"))
+            plans = near.plans if near else {}
+            sides = (self._replicas(solution, role, plans) for role in ("prefill", "decode", "colocated"))
             known = self._evaluated[key] = self.with_plans(solution, *sides)
         return known
 
@@ -172,16 +194,22 @@ class Evaluator:
         return served + PLATEAU_SHARE * sum(capacity.values())
 
     def _rate_limit(self, group: Group) -> float:
-        rates = self._rates[group.role]
-        return sum(count * rates[node] for node, count in group.blocks)
+        key = (group.role, group.blocks)
+        known = self._rate_limits.get(key)
+        if known is None:
+            rates = self._rates[group.role]
+            known = self._rate_limits[key] = sum(count * rates[node] for node, count in group.blocks)
+        return known
 
     def _plan_capacity(self, group: Group) -> float:
         plan = self.plan_of(group)
         return plan.capacity_req_s if plan else 0.0
 
-    def _replicas(self, solution: Solution, role: str) -> tuple[Replica, ...]:
+    def _replicas(
+        self, solution: Solution, role: str, plans: Mapping[tuple[str, Blocks], GroupPlan]
+    ) -> tuple[Replica, ...]:
         planned = (
-            (index, group, self.plan_of(group))
+            (index, group, plans.get((role, group.blocks)) or self.plan_of(group))
             for index, group in enumerate(solution.groups)
             if group.role == role
         )
@@ -231,11 +259,39 @@ class Evaluator:
 
     def route_use(self, prefill: Replica, decode: Replica) -> RouteUse:
         """What a request occupies between two replicas, memoised."""
-        key = (prefill.stages, decode.stages)
+        return self._use_between(prefill.stages, decode.stages)
+
+    def _use_between(self, prefill: Stages, decode: Stages) -> RouteUse:
+        key = (prefill, decode)
         found = self._uses.get(key)
         if found is None:
-            found = self._uses[key] = route_use(self.problem, prefill.stages, decode.stages)
+            found = self._uses[key] = route_use(self.problem, prefill, decode)
         return found
+
+    def prices(self, evaluation: Evaluation) -> Prices | None:
+        """What the flow's bottlenecks are worth; None where the replicas' capacities alone decide."""
+        network = evaluation.network
+        limit = min(network.prefill.sum(), network.decode.sum())
+        if evaluation.colocated or limit <= 0 or evaluation.flow.value >= limit * (1 - 1e-6):
+            return None
+        return Prices(
+            network,
+            [r.stages for r in evaluation.prefill],
+            [r.stages for r in evaluation.decode],
+            self._use_between,
+            self.problem.shared_links.count,
+            self.problem.model.layers,
+        )
+
+    def priced_limit(self, solution: Solution, near: Evaluation, prices: Prices) -> float:
+        """An upper limit on the score by the prices of a solution nearby, whose stage orders it keeps."""
+        self.priced += 1
+        sides = [
+            [(replica.stages, replica.plan.capacity_req_s) for replica in side]
+            for side in (self._replicas(solution, role, near.plans) for role in ("prefill", "decode"))
+        ]
+        total = sum(capacity for side in sides for _, capacity in side)
+        return prices.limit(*sides) + PLATEAU_SHARE * total
 
     def _reorder(self, start: Evaluation) -> Evaluation:
         """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).

@@ -104,7 +104,7 @@ def balance(network: FlowNetwork, flow: Flow, rounds: int = 10) -> Flow:
     if flow.value <= 0:
         return flow
     mean_prefill, mean_decode = flow.value / network.prefill.sum(), flow.value / network.decode.sum()
-    wanted = flow.value * (1 - 1e-7)
+    wanted = flow.value * (1 - 1e-9)
     best, low, high, slack = flow, 0.0, 1.0, 0.0
     for _ in range(rounds + 1):
         shrunk = replace(
@@ -123,6 +123,20 @@ def balance(network: FlowNetwork, flow: Flow, rounds: int = 10) -> Flow:
     return best
 
 
+def few_routes(network: FlowNetwork, flow: Flow) -> Flow:
+    """The same load of every replica on at most P + D - 1 routes (the transportation problem's north-west
+    corner), if these can carry it: shares in proportion would use every pair."""
+    left, right = flow.routes.sum(axis=1), flow.routes.sum(axis=0)
+    routes = np.zeros(flow.routes.shape)
+    i = j = 0
+    while i < len(left) and j < len(right):
+        routes[i, j] = moved = min(left[i], right[j])
+        left[i] -= moved
+        right[j] -= moved
+        i, j = (i + 1, j) if left[i] <= right[j] else (i, j + 1)
+    return Flow(flow.value, routes) if network.carries(routes) else flow
+
+
 def _with_sharing(network: FlowNetwork, shared: SharedUse) -> Flow:
     """max sum f under the capacities of replicas and routes, and sum busy_s f <= 1 for all they share."""
     p, d = network.routes.shape
@@ -138,7 +152,12 @@ def _with_sharing(network: FlowNetwork, shared: SharedUse) -> Flow:
 
 
 def _largest_sum(most: np.ndarray, matrix: csr_array, limits: np.ndarray) -> np.ndarray:
-    """argmax sum x over 0 <= x <= most and matrix x <= limits, by the simplex method (GLOP)."""
+    """argmax sum x over 0 <= x <= most and matrix x <= limits."""
+    return np.asarray(_solved(most, matrix, limits).variable_values())
+
+
+def _solved(most: np.ndarray, matrix: csr_array, limits: np.ndarray) -> linear.ModelSolverHelper:
+    """The same, solved by the simplex method (GLOP), with its duals."""
     model, solver = linear.ModelBuilderHelper(), linear.ModelSolverHelper("GLOP")
     solver.set_solver_specific_parameters(GLOP_PARAMETERS)
     none, gain, free = np.zeros(len(most)), np.ones(len(most)), np.full(len(limits), -np.inf)
@@ -147,7 +166,27 @@ def _largest_sum(most: np.ndarray, matrix: csr_array, limits: np.ndarray) -> np.
     solver.solve(model)
     if solver.status() != linear.SolveStatus.OPTIMAL:
         raise RuntimeError(f"linear program ended with status {solver.status()}")
-    return np.asarray(solver.variable_values())
+    return solver
+
+
+def shadow_prices(network: FlowNetwork) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Duals of the linear program: what one more unit of capacity is worth, of each prefill replica [P], each
+    decode replica [D] (both in requests/s per request/s), and each shared resource [R] (in requests/s)."""
+    p, d = network.routes.shape
+    shared = network.shared
+    none = np.zeros(0, dtype=np.int64)
+    resource, user, busy_s = (shared.resource, shared.route, shared.busy_s) if shared else (none, none, none)
+    used, row = np.unique(resource, return_inverse=True)
+    route = np.arange(p * d)
+    rows = np.concatenate([route // d, p + route % d, p + d + row])
+    values = np.concatenate([np.ones(2 * p * d), busy_s])
+    limits = np.concatenate([network.prefill, network.decode, np.ones(len(used))])
+    matrix = csr_array((values, (rows, np.concatenate([route, route, user]))), shape=(len(limits), p * d))
+    solver = _solved(network.routes.ravel(), matrix, limits)
+    duals = np.maximum(0.0, np.asarray(solver.dual_values()))
+    prices = np.zeros(shared.count if shared else 0)
+    prices[used] = duals[p + d :]
+    return duals[:p], duals[p : p + d], prices
 
 
 def _within(network: FlowNetwork, routes: np.ndarray) -> Flow:

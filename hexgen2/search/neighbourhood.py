@@ -7,8 +7,10 @@ node are alike, so steps that differ only in which of them they touch are one st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+from cost_model.hardware import Link
 from hexgen2.search.problem import Blocks, Group, Solution, blocks_of
 
 Step = tuple[str, Solution]
@@ -36,11 +38,75 @@ def idle_blocks(solution: Solution, node_sizes: tuple[int, ...]) -> Blocks:
     return blocks_of(free)
 
 
-def moves(solution: Solution, donors: list[int], receivers: list[int]) -> Iterator[Step]:
+@dataclass(frozen=True)
+class Alike:
+    """Which groups and nodes take each other's place, so that of steps that differ in nothing else only one
+    is listed: a large cluster has hundreds of groups but few kinds of them.
+
+    node_class : class of each node (search/classes.py)
+    links : what joins each two nodes
+    """
+
+    node_class: Sequence[int]
+    links: Sequence[Sequence[Link]]
+
+    def kind(self, group: Group) -> tuple:
+        """Equal for groups that take each other's place."""
+        return group.role, *((self.node_class[node], count) for node, count in group.blocks)
+
+    def pairs(self, solution: Solution, left: list[int], right: list[int]) -> Iterator[tuple[int, int]]:
+        """Indices of two groups, one of each list: the first pair of every kind, told apart by the nodes that
+        they share and the link between them."""
+        groups = solution.groups
+        kinds: dict[tuple, int] = {}
+        kind = [kinds.setdefault(self.kind(group), len(kinds)) for group in groups]
+        nodes = [tuple(node for node, _ in group.blocks) for group in groups]
+        seen = set()
+        for a, b in itertools.product(left, right):
+            if a == b:
+                continue
+            joint = None if len(nodes[a]) == 1 == len(nodes[b]) else self._joint(nodes[a], nodes[b])
+            one, other = nodes[a][0], nodes[b][0]
+            key = (kind[a], kind[b], one == other, self.links[one][other], joint)
+            if key not in seen:
+                seen.add(key)
+                yield a, b
+
+    def single(self, solution: Solution, which: Iterable[int]) -> Iterator[int]:
+        """The first group of each kind."""
+        seen = set()
+        for a in which:
+            kind = self.kind(solution.groups[a])
+            if kind not in seen:
+                seen.add(kind)
+                yield a
+
+    def nodes(self, blocks: Blocks) -> Iterator[tuple[int, int]]:
+        """The first block of each kind."""
+        seen = set()
+        for node, count in blocks:
+            if (self.node_class[node], count) not in seen:
+                seen.add((self.node_class[node], count))
+                yield node, count
+
+    @staticmethod
+    def _joint(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((i, right.index(node)) for i, node in enumerate(left) if node in right)
+
+
+def _pairs(
+    solution: Solution, left: list[int], right: list[int], alike: Alike | None
+) -> Iterable[tuple[int, int]]:
+    if alike:
+        return alike.pairs(solution, left, right)
+    return ((a, b) for a, b in itertools.product(left, right) if a != b)
+
+
+def moves(
+    solution: Solution, donors: list[int], receivers: list[int], alike: Alike | None = None
+) -> Iterator[Step]:
     """One GPU, half a node's share or all of it goes from one group to another."""
-    for a, b in itertools.product(donors, receivers):
-        if a == b:
-            continue
+    for a, b in _pairs(solution, donors, receivers, alike):
         source, target = solution.groups[a], solution.groups[b]
         for node, count in source.blocks:
             for taken in sorted({1, (count + 1) // 2, count}):
@@ -56,9 +122,11 @@ def moves(solution: Solution, donors: list[int], receivers: list[int]) -> Iterat
                 )
 
 
-def swaps(solution: Solution, left: list[int], right: list[int]) -> Iterator[Step]:
+def swaps(
+    solution: Solution, left: list[int], right: list[int], alike: Alike | None = None
+) -> Iterator[Step]:
     """One GPU of each of two groups change places."""
-    for a, b in sorted({(min(p), max(p)) for p in itertools.product(left, right) if p[0] != p[1]}):
+    for a, b in sorted({(min(p), max(p)) for p in _pairs(solution, left, right, alike)}):
         one, two = solution.groups[a], solution.groups[b]
         for (m, _), (n, _) in itertools.product(one.blocks, two.blocks):
             if m == n:
@@ -75,9 +143,9 @@ def swaps(solution: Solution, left: list[int], right: list[int]) -> Iterator[Ste
             )
 
 
-def flips(solution: Solution, which: list[int]) -> Iterator[Step]:
+def flips(solution: Solution, which: list[int], alike: Alike | None = None) -> Iterator[Step]:
     """A replica of one phase changes it."""
-    for a in which:
+    for a in alike.single(solution, which) if alike else which:
         group = solution.groups[a]
         if group.role not in OTHER_ROLE:
             continue
@@ -87,9 +155,10 @@ def flips(solution: Solution, which: list[int]) -> Iterator[Step]:
         )
 
 
-def merges(solution: Solution) -> Iterator[Step]:
+def merges(solution: Solution, alike: Alike | None = None) -> Iterator[Step]:
     """Two groups become one, of either role."""
-    for a, b in itertools.combinations(range(len(solution.groups)), 2):
+    everyone = list(range(len(solution.groups)))
+    for a, b in sorted({(min(p), max(p)) for p in _pairs(solution, everyone, everyone, alike)}):
         one, two = solution.groups[a], solution.groups[b]
         counts = dict(one.blocks)
         for node, count in two.blocks:
@@ -101,10 +170,12 @@ def merges(solution: Solution) -> Iterator[Step]:
             )
 
 
-def splits(solution: Solution) -> Iterator[Step]:
+def splits(solution: Solution, alike: Alike | None = None) -> Iterator[Step]:
     """A group becomes two, cut by node or inside each node in half, with every pair of roles; a colocated
     group becomes two of its kind."""
-    for a, group in enumerate(solution.groups):
+    everyone = range(len(solution.groups))
+    for a in alike.single(solution, everyone) if alike else everyone:
+        group = solution.groups[a]
         if group.size < 2:
             continue
         for part in sorted(set(_parts(group.blocks))):
@@ -128,9 +199,9 @@ def _parts(blocks: Blocks) -> Iterator[Blocks]:
     yield blocks_of({node: (count + 1) // 2 for node, count in blocks})
 
 
-def recruits(solution: Solution, idle: Blocks) -> Iterator[Step]:
+def recruits(solution: Solution, idle: Blocks, alike: Alike | None = None) -> Iterator[Step]:
     """Idle GPUs join a group or form one."""
-    for node, count in idle:
+    for node, count in alike.nodes(idle) if alike else idle:
         for taken in sorted({1, count}):
             for a, group in enumerate(solution.groups):
                 yield (

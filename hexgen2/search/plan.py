@@ -15,6 +15,7 @@ from cost_model.base import PREFILL_BATCHES_HELD
 from cost_model.hardware import Link
 from cost_model.pipeline import Pace, prefill_pace
 from cost_model.queueing import DecodeQueue, PrefillQueue
+from hexgen2.search.classes import node_classes, widest_span
 from hexgen2.search.pipelines import Pipeline, Pipelines, Timing
 from hexgen2.search.problem import Blocks, Problem
 from hexgen2.search.shapes import Shapes
@@ -61,10 +62,18 @@ def _plan_of(stages: tuple[PlannedStage, ...], division: _Division) -> GroupPlan
 
 
 class Planner:
-    """Best plans, memoised by what they depend on: kinds of nodes, counts, and the links between."""
+    """Best plans, memoised by what they depend on: kinds of nodes, counts, and the links between.
+
+    Attributes
+    ----------
+    classes : nodes that take each other's place
+    span : nodes that a replica spans at most
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.classes = node_classes(problem)
+        self.span = widest_span(problem)
         self.computed = 0
         self._pipelines = Pipelines(problem)
         self._shapes = Shapes(problem)
@@ -76,14 +85,18 @@ class Planner:
         self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
 
     def plan(self, role: str, blocks: Blocks) -> GroupPlan | None:
-        """The plan of greatest capacity, or None if the model does not fit in the group or no shape meets the
-        targets."""
+        """The plan of greatest capacity, or None if the model does not fit in the group, the group spans too
+        many nodes, or no shape meets the targets."""
+        if len(blocks) > self.span:
+            return None
         key = (role, blocks)
         if key not in self._planned:
             self._planned[key] = self._from_memo(role, blocks)
         return self._planned[key]
 
     def _from_memo(self, role: str, blocks: Blocks) -> GroupPlan | None:
+        # Blocks by kind, so that a plan serves every group of the same kinds, whichever nodes come first.
+        blocks = tuple(sorted(blocks, key=lambda block: (self.problem.node_kind[block[0]], -block[1])))
         nodes = [node for node, _ in blocks]
         kinds = tuple((self.problem.node_kind[node], count) for node, count in blocks)
         pairs = () if self._one_network else itertools.combinations(nodes, 2)

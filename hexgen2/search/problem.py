@@ -17,7 +17,7 @@ from cost_model.hardware import Accelerator, Link
 from cost_model.models import find_model
 from cost_model.pipeline import PipelineSemantics
 from cost_model.registry import make_cost_model
-from hexgen2.cluster import Cluster
+from hexgen2.cluster import Cluster, between_nodes
 from hexgen2.goal import Goal
 from hexgen2.search.targets import Targets
 from hexgen2.shared_links import Links, SharedLinks
@@ -86,19 +86,17 @@ class Problem:
     @cached_property
     def node_links(self) -> tuple[tuple[Link, ...], ...]:
         """Slowest link between (or, on the diagonal, inside) each pair of nodes."""
-        count = len(self.node_gpus)
-        return tuple(tuple(self._slowest(a, b) for b in range(count)) for a in range(count))
-
-    def _slowest(self, a: int, b: int) -> Link:
-        rows, columns = self._node_members[a], self._node_members[b]
-        bandwidth = self.cluster.bandwidth_bytes_s[np.ix_(rows, columns)]
-        latency = self.cluster.latency_s[np.ix_(rows, columns)]
-        if a == b:
-            others = ~np.eye(len(rows), dtype=bool)
-            if not others.any():
-                return Link(float("inf"), 0.0)
-            bandwidth, latency = bandwidth[others], latency[others]
-        return Link(float(bandwidth.min()), float(latency.max()))
+        cluster, count = self.cluster, len(self.node_gpus)
+        bandwidth = between_nodes(cluster.bandwidth_bytes_s, cluster.node_of, np.minimum)
+        latency = between_nodes(cluster.latency_s, cluster.node_of, np.maximum)
+        for n, gpus in enumerate(self._node_members):
+            pairs = np.ix_(gpus, gpus)
+            bandwidth[n, n] = cluster.bandwidth_bytes_s[pairs].min()
+            latency[n, n] = cluster.latency_s[pairs].max()
+        links: dict[tuple[float, float], Link] = {}
+        keys = zip(bandwidth.ravel().tolist(), latency.ravel().tolist(), strict=True)
+        flat = [links.setdefault(key, Link(*key)) for key in keys]
+        return tuple(tuple(flat[a * count : (a + 1) * count]) for a in range(count))
 
     @cached_property
     def shared_links(self) -> SharedLinks:
@@ -135,7 +133,7 @@ class Solution:
 
     groups: tuple[Group, ...] = field(default=())
 
-    @property
+    @cached_property
     def key(self) -> tuple:
         """Equal for solutions that differ in the order of their groups only."""
         return tuple(sorted((g.role, g.blocks) for g in self.groups))

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hexgen2.placement import OPTIMAL
+from hexgen2.search.bound import Limit
 from hexgen2.search.evaluate import Evaluation, Evaluator
 from hexgen2.search.market import Market, trades
 from hexgen2.search.neighbourhood import (
@@ -39,8 +41,10 @@ EFFORT_PER_GROUP = 1 / 60
 @dataclass
 class SearchState:
     """The best solution so far, how it was reached, and when to stop: at a time or after an effort.
-    proved is set once nothing better can exist. With a market, solutions over its budget are no candidates;
-    with a target (requests/s), what reaches it is good enough. frontier has the best within other budgets.
+    limit is the tightest upper bound so far; proved is set once nothing better can exist, and a gap of
+    `close` is good enough. With a market,
+    solutions over its budget are no candidates; with a target (requests/s), what reaches it is good enough.
+    frontier has the best within other budgets.
 
     progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the
     best stays here.
@@ -53,6 +57,8 @@ class SearchState:
     best: Evaluation | None = None
     trace: list[dict] = field(default_factory=list)
     cut: str | None = None
+    limit: Limit | None = None
+    close: float = 0.0
     proved: bool = False
     market: Market | None = None
     target_req_s: float = float("inf")
@@ -66,6 +72,7 @@ class SearchState:
         if self.best and evaluation.rank <= self.best.rank:
             return
         self.best = evaluation
+        self._compare()
         self.note(step)
 
     def note(self, step: str) -> None:
@@ -89,6 +96,25 @@ class SearchState:
         """True once the best carries the target."""
         return self.best is not None and self.best.req_s >= self.target_req_s
 
+    def bounded_by(self, limit: Limit) -> None:
+        """Keep the limit if it is the tightest."""
+        if self.limit is None or limit.req_s < self.limit.req_s:
+            self.limit = limit
+            self._compare()
+            if self.progress and self.best:
+                self.progress(self)
+
+    def _compare(self) -> None:
+        self.proved = self.proved or self._within(OPTIMAL)
+
+    def _within(self, gap: float) -> bool:
+        return bool(self.best and self.limit and self.best.req_s >= self.limit.req_s * (1 - gap))
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Seconds until the deadline, if there is one."""
+        return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
+
     def out_of_time(self) -> bool:
         """True once the deadline has passed; the placement then says that the search was cut."""
         if self.deadline_s is not None and time.monotonic() > self.deadline_s:
@@ -108,8 +134,9 @@ class SearchState:
         )
 
     def finished(self) -> bool:
-        """True once the target is reached, or time or effort is spent; only time counts as a cut."""
-        if self.out_of_time() or self.reached():
+        """True once the best is proved, close enough or at the target, or time or effort is spent; only time
+        counts as a cut."""
+        if self.proved or self.out_of_time() or self.reached() or self._within(self.close):
             return True
         return self.effort_limit is not None and self.effort >= self.effort_limit
 
@@ -133,26 +160,34 @@ def refine(state: SearchState, start: Solution, label: str) -> Evaluation:
 def _best_step(
     state: SearchState, current: Evaluation, steps: Iterable[Step]
 ) -> tuple[str, Evaluation] | None:
-    """The step of highest score, if it improves; steps whose replicas alone can't are not evaluated."""
+    """The step of highest score, if it improves. Steps are tried in the order of what they promise at most,
+    until none left promises more than the best has."""
     evaluator = state.evaluator
-    best: tuple[str, Evaluation] | None = None
     threshold = current.score * (1 + MINIMUM_GAIN)
+    prices = evaluator.prices(current)
+    promising: list[tuple[float, int, Step]] = []
     seen = set()
     for name, solution in steps:
-        key = solution.key
-        if key in seen:
-            continue
-        seen.add(key)
         state.groups_looked_at += len(solution.groups)
         if state.market and not state.market.affordable(solution):
             continue
-        if evaluator.score_limit(solution, threshold) <= threshold:
+        limit = evaluator.score_limit(solution, threshold)
+        if limit <= threshold or solution.key in seen:
             continue
-        tried = evaluator.evaluate(solution)
-        if tried.score > threshold:
-            best, threshold = (name, tried), tried.score
+        seen.add(solution.key)
+        if prices:
+            limit = min(limit, evaluator.priced_limit(solution, current, prices))
+        if limit > threshold:
+            promising.append((-limit, len(promising), (name, solution)))
         if state.finished():
             break
+    best: tuple[str, Evaluation] | None = None
+    for negative, _, (name, solution) in sorted(promising):
+        if -negative <= threshold or (best and state.finished()):
+            break
+        tried = evaluator.evaluate(solution, current)
+        if tried.score > threshold:
+            best, threshold = (name, tried), tried.score
     return best
 
 
@@ -161,33 +196,33 @@ def guided_steps(
 ) -> Iterator[Step]:
     """Steps that feed the bottlenecks: from idle replicas to full ones, and around full routes; with a
     market, also with GPUs rented instead of others."""
-    solution = evaluation.solution
+    solution, alike = evaluation.solution, evaluator.alike
     full, spare = _pressure(evaluation)
     if full and spare:
-        yield from moves(solution, spare, full)
-        yield from swaps(solution, spare, full)
-        yield from flips(solution, spare)
+        yield from moves(solution, spare, full, alike)
+        yield from swaps(solution, spare, full, alike)
+        yield from flips(solution, spare, alike)
     if market:
         yield from trades(market, solution, spare, full)
     else:
-        yield from recruits(solution, idle_blocks(solution, _node_sizes(evaluator)))
+        yield from recruits(solution, idle_blocks(solution, _node_sizes(evaluator)), alike)
     ends = _full_route_ends(evaluation)
     if ends:
         everyone = list(range(len(solution.groups)))
-        yield from swaps(solution, ends, everyone)
-        yield from flips(solution, ends)
+        yield from swaps(solution, ends, everyone, alike)
+        yield from flips(solution, ends, alike)
 
 
 def all_steps(evaluator: Evaluator, evaluation: Evaluation, market: Market | None = None) -> Iterator[Step]:
     """The whole neighbourhood."""
-    solution = evaluation.solution
+    solution, alike = evaluation.solution, evaluator.alike
     everyone = list(range(len(solution.groups)))
     return itertools.chain(
-        moves(solution, everyone, everyone),
-        swaps(solution, everyone, everyone),
-        flips(solution, everyone),
-        merges(solution),
-        splits(solution),
+        moves(solution, everyone, everyone, alike),
+        swaps(solution, everyone, everyone, alike),
+        flips(solution, everyone, alike),
+        merges(solution, alike),
+        splits(solution, alike),
         trades(market, solution, everyone, everyone) if market else (),
     )
 
@@ -208,7 +243,7 @@ def _pressure(evaluation: Evaluation) -> tuple[list[int], list[int]]:
         for replica, limit, load in zip(replicas, capacity, carried, strict=True)
         if load >= limit * FULL
     ]
-    return full, [i for i in range(len(evaluation.solution.groups)) if i not in full]
+    return full, sorted(set(range(len(evaluation.solution.groups))) - set(full))
 
 
 def _full_route_ends(evaluation: Evaluation) -> list[int]:

@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from cluster_specs.offers import rented_part
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Bound, FrontierPoint, Placement, Rented, SearchRecord
-from hexgen2.search import price_bound
 from hexgen2.search.build import build_placement
-from hexgen2.search.enumeration import ASSUMPTIONS
 from hexgen2.search.evaluate import Evaluation, Evaluator
-from hexgen2.search.market import Market
+from hexgen2.search.market import ROUNDING, Market, spendable
 from hexgen2.search.problem import Group, Problem, Solution
 from hexgen2.search.refine import SearchState
 
@@ -61,7 +59,7 @@ def build_rental(universe: Problem, state: SearchState, strategy: str, search: S
         update={
             "rented": rented_list(universe, used),
             "frontier": [_point(universe, budget, found) for budget, found in state.frontier],
-            "bound": rental_bound(universe, used, placement.throughput.req_s, state.proved),
+            "bound": rental_bound(state, used, placement.throughput.req_s),
         }
     )
 
@@ -108,22 +106,17 @@ def rented_list(universe: Problem, solution: Solution) -> list[Rented]:
     ]
 
 
-def rental_bound(universe: Problem, solution: Solution, req_s: float, proved: bool) -> Bound:
+def rental_bound(state: SearchState, solution: Solution, req_s: float) -> Bound:
     """What the budget could carry at best; for the objective "cost", what the price of the solution could,
-    and the least price that carries the load. With proved the solution is its own bound."""
+    and the least price that carries the load: its own, if that is proved."""
+    universe, relaxed = state.evaluator.problem, state.evaluator.relaxed
     goal = universe.goal
-    everything = float(universe.cluster.price_per_hour.sum())
-    budget = everything if goal.budget_per_hour is None else goal.budget_per_hour
-    price = Market(universe, budget).price(solution)
+    price = Market(universe, spendable(universe)).price(solution)
     if goal.objective == "cost" and goal.request_rate is not None:
-        least = price_bound.least_price(universe, goal.request_rate) or 0.0
-        bound = price_bound.report(universe, price, req_s)
-        return bound.model_copy(update={"price_per_hour": price if proved else min(least, price)})
-    if proved:
-        return Bound(
-            req_s=req_s, gap=0.0, assumptions=["every rental within the budget counts", *ASSUMPTIONS]
-        )
-    return price_bound.report(universe, budget, req_s)
+        least = price if state.proved else min(price, relaxed.least_price(goal.request_rate))
+        bound = relaxed.limit(price * (1 + ROUNDING)).bound(req_s)
+        return bound.model_copy(update={"price_per_hour": least})
+    return (state.limit or relaxed.limit(spendable(universe))).bound(req_s)
 
 
 def _renamed(solution: Solution, names: Mapping[int, int]) -> Solution:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from cost_model.errors import InfeasibleError, InputError
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement, SearchRecord
+from hexgen2.search.bound import Limit
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluate import Evaluation, Evaluator
 from hexgen2.search.plan import Planner
@@ -20,15 +21,17 @@ from hexgen2.search.rental import build_rental
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """seed makes the search repeatable; time_limit_s cuts it short; progress sees each improvement."""
+    """seed makes the search repeatable; time_limit_s cuts it short; certify spends more on a proof of how
+    good the answer is; progress sees each improvement."""
 
     seed: int = 0
     time_limit_s: float | None = None
+    certify: bool = False
     progress: Callable[[SearchState], None] | None = None
 
 
 Strategy = Callable[[Problem, SearchOptions], Placement]
-Build = Callable[[Problem, Evaluation, str, SearchRecord, bool], Placement]
+Build = Callable[[Problem, Evaluation, str, SearchRecord, Limit | None], Placement]
 
 
 def run_search(
@@ -91,7 +94,7 @@ def run_search(
     )
     if problem.goal.rents:
         return build_rental(problem, state, name, record)
-    return build(problem, state.best, name, record, state.proved)
+    return build(problem, state.best, name, record, state.limit)
 
 
 def _why_infeasible(problem: Problem, state: SearchState) -> str:

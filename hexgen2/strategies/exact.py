@@ -31,6 +31,6 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
     def explore(state: SearchState) -> None:
         if problem.goal.budget_per_hour is not None:
             state.market = Market(problem, problem.goal.budget_per_hour)
-        state.proved = enumerate_all(state)
+        enumerate_all(state)
 
     return run_search(NAME, problem, options, explore, rents=True)

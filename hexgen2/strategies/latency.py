@@ -17,7 +17,6 @@ from dataclasses import replace
 import numpy as np
 
 from cost_model.errors import InfeasibleError
-from hexgen2.search.columns import linear_start
 from hexgen2.search.evaluate import Evaluation, Evaluator
 from hexgen2.search.flow import balance
 from hexgen2.search.kick import kick
@@ -57,7 +56,7 @@ def explore_latency(state: SearchState, seed: int, plain: Plain) -> None:
         return
     search = _LatencySearch(state, seed, load)
     greatest = search.value(state.evaluator, state.best, "of the greatest throughput")
-    state.proved = False  # What may be proved is the greatest throughput.
+    state.proved, state.limit = False, None  # What may be proved is the greatest throughput.
     if greatest == float("inf") and state.best.req_s <= load:
         within = " within the targets" if problem.targets.given else ""
         remedy = "raise --time-limit" if state.cut else "lower --request-rate or add GPUs"
@@ -105,7 +104,13 @@ class _LatencySearch:
     def _better_neighbour(self, at: Point, stride: int) -> Point | None:
         near = [(at[0] + i * stride, at[1] + j * stride) for i, j in DIRECTIONS]
         best = min((p for p in near if min(p) > 0), key=self._try, default=at)
-        return best if self._try(best) < self._try(at) else None
+        if self._try(best) < self._try(at):
+            return best
+        if self._try(at) == float("inf"):
+            return None
+        # As good within a tighter target: on the way to where a replica must change.
+        tighter = (p for p in near if min(p) > 0 and sum(p) < sum(at) and self._try(p) == self._try(at))
+        return next(tighter, None)
 
     def _try(self, point: Point) -> float:
         """Least mean latency in seconds of what was found within these targets; infinite if nothing there
@@ -138,7 +143,7 @@ class _LatencySearch:
         tried = SearchState(evaluator, state.deadline_s, EFFORT, progress=look)
         assert state.best is not None
         refine(tried, state.best.solution, "start from the best")
-        refine(tried, linear_start(evaluator), "start from the linear program")
+        refine(tried, evaluator.relaxed.start(), "start from the linear program")
         rng = np.random.default_rng(self._seed)
         for _ in range(MAX_KICKS):
             if tried.best is None or tried.finished():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from hexgen2.moves import Migration
 from hexgen2.placement import Placement, SearchRecord
+from hexgen2.search.bound import Limit
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluate import Evaluation, Evaluator
 from hexgen2.search.migration import Migrator, Terms
@@ -44,6 +45,7 @@ class _Replan:
         self._migrator = Migrator(problem, self._previous, terms)
         self._unchanged: Evaluation | None = None
         self._free: Evaluation | None = None
+        self._limit: Limit | None = None
 
     def run(self) -> Placement:
         alone = any(replica.role == "colocated" for replica in self._previous.replicas)
@@ -89,18 +91,20 @@ class _Replan:
     def _without_regard_to_moves(self, state: SearchState, starts: list[Solution]) -> Evaluation | None:
         free = SearchState(Evaluator(self._problem, state.evaluator.planner), deadline_s=state.deadline_s)
         free.effort_limit = free.effort + self._effort()
+        free.bounded_by(free.evaluator.relaxed.limit())
         for start in starts:
             refine(free, start, "from what survives")
         climb_from_starts(free)
         settle(free, self._options.seed)
+        self._limit = free.limit
         state.cut = free.cut
         return free.best
 
     def _build(
-        self, problem: Problem, best: Evaluation, strategy: str, record: SearchRecord, proved: bool
+        self, problem: Problem, best: Evaluation, strategy: str, record: SearchRecord, _: Limit | None
     ) -> Placement:
         names, moves = moved_names(self._migrator, best)
-        placement = build_placement(problem, best, strategy, record, names=names)
+        placement = build_placement(problem, best, strategy, record, self._limit, names)
         terms = self._terms
         free = self._free if self._free and self._free.req_s > best.req_s else best
         return placement.model_copy(

@@ -64,7 +64,7 @@ def checked(problem: Problem, previous: Placement, terms: Terms = HOUR) -> Place
             loads = loads_of(previous, found, replica.stages)
             assert move.load_bytes == pytest.approx(sum(loads), abs=1.0)
             assert move.load_s == pytest.approx(terms.restart_s + max(loads) / terms.load_bytes_s, rel=1e-6)
-    assert found.migration.chosen.missed_requests == pytest.approx(missed(found, terms), rel=1e-6, abs=1e-6)
+    assert found.migration.chosen.missed_requests == pytest.approx(missed(found, terms), rel=1e-4, abs=1e-6)
     assert net(found) >= found.migration.unchanged_req_s * (1 - 1e-6)
     free = found.migration.free
     assert net(found) >= (free.req_s - free.missed_requests / terms.horizon_s) * (1 - 1e-6)
@@ -89,7 +89,9 @@ def missed(placement: Placement, terms: Terms) -> float:
             if absent[replica.id] <= start:
                 capacity[replica.role] += replica.capacity_req_s
         served = min(capacity["prefill"], capacity["decode"]) + capacity["colocated"]
-        total += max(0.0, placement.throughput.req_s - served) * (end - start)
+        short = placement.throughput.req_s - served
+        # An endless horizon would make requests out of rounding.
+        total += short * (end - start) if short > 1e-9 * served else 0.0
     return total
 
 

@@ -18,7 +18,7 @@ from cost_model.registry import make_cost_model
 from hexgen2.checks import violations
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, json_schema
-from hexgen2.search.bound import trivial_bound
+from hexgen2.search.bound import rates_limit
 from hexgen2.search.evaluate import Evaluator
 from hexgen2.search.problem import Group, Problem, Solution, blocks_of, make_problem
 from hexgen2.strategies.base import SearchOptions
@@ -69,7 +69,7 @@ def brute_force(problem: Problem) -> float:
 @given(problems(max_gpus=5))
 def test_exact_equals_brute_force_and_stays_below_the_bound(problem):
     best = brute_force(problem)
-    bound, _ = trivial_bound(problem)
+    bound = rates_limit(problem).req_s
     assert best <= bound * (1 + 1e-9)
     if best == 0:
         with pytest.raises(InfeasibleError):

@@ -7,7 +7,6 @@ import itertools
 from cost_model.errors import InfeasibleError
 from hexgen2.search.evaluate import Evaluation
 from hexgen2.search.market import Market, spendable
-from hexgen2.search.price_bound import least_price
 from hexgen2.search.problem import Solution
 from hexgen2.search.refine import SearchState
 from hexgen2.search.thrift import cheapest_alike
@@ -49,8 +48,8 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
     evaluator = state.evaluator
     prices = Market(evaluator.problem, most_per_hour)
     target = max(req_s * CARRIED, 1e-9)
-    failed = least_price(evaluator.problem, req_s)
-    if failed is None or failed > most_per_hour:
+    failed = evaluator.relaxed.least_price(req_s)
+    if failed > most_per_hour:
         return attempt(state, seed, most_per_hour, []).best
     # More and more money until the load is carried.
     budget = max(failed * 1.05, most_per_hour / 64)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from hexgen2.search.columns import linear_start
 from hexgen2.search.enumeration import enumerate_all
 from hexgen2.search.evaluate import Evaluator
 from hexgen2.search.kick import kick
@@ -27,10 +27,16 @@ MAX_KICKS = 200
 
 
 def search_universe(state: SearchState, seed: int, effort: float, starts: Sequence[Solution]) -> None:
-    """Climb from the starts, from those of the linear program and from the state's best; settle small
-    universes by enumeration; kick and climb on until the effort is spent."""
+    """Bound what the budget carries, and leave it at that if the target is more. Climb from the starts, from
+    those of the linear program and from the state's best; settle small universes by enumeration; kick and
+    climb on until the effort is spent."""
     evaluator, market = state.evaluator, state.market
     assert market is not None
+    state.bounded_by(evaluator.relaxed.limit(market.budget_per_hour))
+    assert state.limit is not None
+    if state.limit.req_s < state.target_req_s < math.inf:
+        state.proved = True
+        return
     linear = {s.key: s for s in _linear_starts(evaluator, market) if market.affordable(s)}
     state.effort_limit = state.effort + effort
     for solution in starts:
@@ -40,7 +46,7 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
     if state.best is not None and not any(state.best is found for found in climbed):
         refine(state, state.best.solution, "start from the best rental")
     if len(evaluator.problem.cluster.gpu_ids) <= MAX_GPUS:
-        state.proved = enumerate_all(state, ENUMERATION)
+        enumerate_all(state, ENUMERATION)
     rng = np.random.default_rng(seed)
     for _ in range(MAX_KICKS):
         if state.best is None or state.proved or state.finished():
@@ -53,7 +59,7 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
 
 def fresh(state: SearchState) -> SearchState:
     """A state of its own for other budgets and targets; shares evaluator, deadline, progress and trace."""
-    return replace(state, best=None, proved=False, market=None, target_req_s=float("inf"))
+    return replace(state, best=None, limit=None, proved=False, market=None, target_req_s=float("inf"))
 
 
 def attempt(
@@ -78,4 +84,4 @@ def _linear_starts(evaluator: Evaluator, market: Market) -> Iterator[Solution]:
     types = problem.cluster.types
     for cards in (types, *((card,) for card in types)):
         nodes = [n for n, card in enumerate(problem.node_accelerator) if card in cards]
-        yield linear_start(evaluator, market, nodes)
+        yield evaluator.relaxed.start(market.budget_per_hour, nodes)
