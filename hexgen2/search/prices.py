@@ -56,7 +56,8 @@ class Prices:
     ) -> None:
         self._use_of, self._links, self._layers = use_of, links, layers
         y_prefill, y_decode, y_resource = shadow_prices(network)
-        self._links_price = y_resource[:links]
+        # Without sharing, links cost nothing but the routes' own limits.
+        self._links_price = y_resource[:links] if network.shared else np.zeros(links)
         p = len(prefill)
         ports = y_resource[links:].reshape(p + len(decode), layers) if len(y_resource) > links else None
         free = np.zeros(layers)

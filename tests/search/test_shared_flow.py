@@ -19,10 +19,11 @@ from hexgen2.search.build import build_placement
 from hexgen2.search.evaluate import Evaluator
 from hexgen2.search.flow import FlowNetwork, balance, solve, without_sharing
 from hexgen2.search.plan import PlannedStage
-from hexgen2.search.problem import Group, Solution
+from hexgen2.search.problem import Group, Solution, make_problem
 from hexgen2.search.refine import guided_steps
 from hexgen2.search.routes import layer_overlaps, route_use
 from hexgen2.search.shared_use import SharedUse
+from hexgen2.shared_links import LINKS
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
@@ -184,9 +185,9 @@ def test_sharing_never_adds_throughput_and_a_search_respects_it(problem):
             assert placement.cost_model.links == links and violations(placement) == []
 
 
-def _searched(problem):
+def _searched(problem, strategy="genetic"):
     try:
-        return find_strategy("genetic")(problem, SearchOptions())
+        return find_strategy(strategy)(problem, SearchOptions())
     except InfeasibleError:
         return None
 
@@ -217,3 +218,11 @@ def test_pipelines_of_colocated_replicas_share_links_too():
     )
     assert violations(placement) == []
     assert "the link from a to b is full" in placement.bottlenecks
+
+
+def test_the_whole_search_under_either_reading():
+    problem = make_problem("hexgen2-setting-1", "opt-30b", "HPHD")
+    found = {links: _searched(replace(problem, links=links), "hexgen2") for links in LINKS}
+    for links, placement in found.items():
+        assert placement.cost_model.links == links and violations(placement) == []
+    assert 0 < found["shared"].throughput.req_s <= found["pairwise"].throughput.req_s * (1 + 1e-6)
