@@ -33,7 +33,7 @@ PARTITIONERS = (spectral_and_swaps, metis_partition)
 """They take turns over the numbers of groups, the paper's first: neither is better everywhere."""
 
 MAX_KICKS = 100
-EFFORT = 5000
+EFFORT = 4000
 """Effort (see SearchState) of one search."""
 LARGE = 32
 CLOSE = 0.01
@@ -45,7 +45,7 @@ BRANCHES = 20_000
 CERTIFY_EFFORT = 20_000
 """Effort that goes with a certificate."""
 
-ENUMERATION = 40_000
+ENUMERATION = 20_000
 """Branches of the exhaustive search that are tried on small clusters before the perturbations begin:
 enough to settle most of them."""
 

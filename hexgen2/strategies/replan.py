@@ -91,12 +91,13 @@ class _Replan:
     def _without_regard_to_moves(self, state: SearchState, starts: list[Solution]) -> Evaluation | None:
         free = SearchState(Evaluator(self._problem, state.evaluator.planner), deadline_s=state.deadline_s)
         free.effort_limit = free.effort + self._effort()
-        free.bounded_by(free.evaluator.relaxed.limit())
+        # Not that of the enumeration: a replica that is kept may have stages that no free plan has.
+        self._limit = free.evaluator.relaxed.limit()
+        free.bounded_by(self._limit)
         for start in starts:
             refine(free, start, "from what survives")
         climb_from_starts(free)
         settle(free, self._options.seed)
-        self._limit = free.limit
         state.cut = free.cut
         return free.best
 
