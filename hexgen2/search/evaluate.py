@@ -322,12 +322,18 @@ class Evaluator:
 
     def orders(self, replica: Replica) -> list[GroupPlan]:
         """The replica's plan under other orders of its stages that keep its capacity; the layers are split
-        anew for each."""
+        anew for each. A gain in capacity is not counted (below 1 %: another stage has the LM head), for the
+        bounds rest on the planner's best."""
         shape = tuple((s.node, s.degree) for s in replica.stages)
         key = (replica.group.role, shape)
         if key not in self._ordered:
             orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), MAX_ORDERS))
             plans = (self.planner.plan_shape(replica.group.role, order) for order in orders)
-            kept = replica.plan.capacity_req_s * CAPACITY_KEPT
-            self._ordered[key] = [p for p in plans if p and p.capacity_req_s >= kept]
+            best = self.planner.plan(replica.group.role, replica.group.blocks) or replica.plan
+            most, kept = best.capacity_req_s, replica.plan.capacity_req_s * CAPACITY_KEPT
+            self._ordered[key] = [
+                replace(p, capacity_req_s=min(p.capacity_req_s, most))
+                for p in plans
+                if p and p.capacity_req_s >= kept
+            ]
         return self._ordered[key]

@@ -105,7 +105,9 @@ class _Replan:
         self, problem: Problem, best: Evaluation, strategy: str, record: SearchRecord, _: Limit | None
     ) -> Placement:
         names, moves = moved_names(self._migrator, best)
-        placement = build_placement(problem, best, strategy, record, self._limit, names)
+        # What runs may have plans that this planner would not make; the bound then does not speak of them.
+        limit = self._limit if self._limit and self._limit.req_s >= best.req_s * (1 - 1e-9) else None
+        placement = build_placement(problem, best, strategy, record, limit, names)
         terms = self._terms
         free = self._free if self._free and self._free.req_s > best.req_s else best
         return placement.model_copy(
