@@ -68,7 +68,7 @@ def _bound_text(bound: Bound) -> str:
     """How good the answer is, as far as it is proved."""
     if bound.gap <= OPTIMAL:
         return f"bound       optimal, by {bound.method}: no placement is better, given that"
-    text = f"within      {bound.gap:.1%} of the best possible, at most {bound.req_s:.4g} requests/s"
+    text = f"within      {bound.gap * 100:.2g} % of the best possible, at most {bound.req_s:.4g} requests/s"
     if bound.kv_free_req_s is not None and bound.kv_free_req_s > bound.req_s * (1 + OPTIMAL):
         text += f" ({bound.kv_free_req_s:.4g} if KV transfers took no time)"
     return text + f" by {bound.method}, given that"

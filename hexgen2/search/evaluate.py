@@ -26,6 +26,9 @@ from hexgen2.search.shared_use import SharedUse, shared_use
 PLATEAU_SHARE = 1e-3
 """Weight of the replicas' summed capacity in the score: it leads across plateaus of the flow."""
 
+TRANSFER_SHARE = 1e-2
+"""Weight of a transfer's seconds beside the price of what it takes of full links, where orders compare."""
+
 MAX_ORDERS = 120
 """Most stage orders tried per replica when the KV routes limit the flow."""
 
@@ -296,26 +299,30 @@ class Evaluator:
     def _reorder(self, start: Evaluation) -> Evaluation:
         """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).
 
-        An order is judged by the summed transfer time to all partners, each weighted by its capacity, so
-        that the flow is solved once per round.
+        An order is judged by what it takes of the full links at their prices, and a little by the transfer
+        time, to all partners, each weighted by its capacity; so the flow is solved once per round.
         """
         best = start
         for _ in range(MAX_ROUNDS):
-            prefill = tuple(self._reordered(p, best.decode, sending=True) for p in best.prefill)
-            decode = tuple(self._reordered(d, prefill, sending=False) for d in best.decode)
+            prices = self.prices(best)
+            prefill = tuple(self._reordered(p, best.decode, prices, sending=True) for p in best.prefill)
+            decode = tuple(self._reordered(d, prefill, prices, sending=False) for d in best.decode)
             tried = self.with_plans(best.solution, prefill, decode, best.colocated)
             if tried.score <= best.score * (1 + 1e-9):
                 break
             best = tried
         return best
 
-    def _reordered(self, replica: Replica, partners: tuple[Replica, ...], sending: bool) -> Replica:
+    def _reordered(
+        self, replica: Replica, partners: tuple[Replica, ...], prices: Prices | None, sending: bool
+    ) -> Replica:
         def cost(candidate: Replica) -> float:
-            pairs = ((candidate, p) if sending else (p, candidate) for p in partners)
-            return sum(
-                self.route_use(*pair).transfer_s * p.plan.capacity_req_s
-                for pair, p in zip(pairs, partners, strict=True)
-            )
+            total = 0.0
+            for partner in partners:
+                use = self.route_use(*((candidate, partner) if sending else (partner, candidate)))
+                toll = prices.toll(use) if prices else 0.0
+                total += (toll + TRANSFER_SHARE * use.transfer_s) * partner.plan.capacity_req_s
+            return total
 
         candidates = [replace(replica, plan=plan) for plan in self.orders(replica)]
         return min([replica, *candidates], key=cost)

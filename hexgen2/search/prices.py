@@ -101,6 +101,11 @@ class Prices:
             + ports
         )
 
+    def toll(self, use: RouteUse) -> float:
+        """Requests/s that a request/s on a route takes from others, on links, network cards and uplinks."""
+        shared = use.resources < self._links
+        return float(use.busy_s[shared] @ self._links_price[use.resources[shared]])
+
     def _priced(self, role: str, stages: Stages, capacity_req_s: float) -> _Priced:
         price, ports = self._known[role].get(stages, (None, self._free))
         return _Priced(stages, capacity_req_s, price, ports)
