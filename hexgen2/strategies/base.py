@@ -102,7 +102,9 @@ def _why_infeasible(problem: Problem, state: SearchState) -> str:
     model, cluster = problem.model, problem.cluster
     weights = model.total_params * model.weight_bytes / 2**30
     memory = float(cluster.memory_bytes[problem.usable].sum()) / 2**30
-    if Planner(replace(problem, goal=Goal())).plan("decode", everything) is None:
+    planner = Planner(replace(problem, goal=Goal()))
+    planner.span = len(everything)
+    if planner.plan("decode", everything) is None:
         return (
             f"no feasible placement: {model.name} needs {weights:.3g} GiB for weights and more for its KV "
             f"cache, and all {len(problem.usable)} GPUs of {cluster.name} have {memory:.3g} GiB; "
