@@ -129,6 +129,8 @@ def search(
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(str(output), "", "its folder does not exist", "create it first")
     goal = make_goal(objective, request_rate, ttft, tpot, budget, frontier)
+    if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency" or previous):
+        raise InputError("--certify", "", "goes with the plain search of hexgen2 alone", "leave it out here")
     changes = {"--lost": lost, "--added": added, "--horizon": horizon, "--load-gbyte-s": load_gbyte_s}
     if previous is not None:
         from hexgen2.replanning import replanned

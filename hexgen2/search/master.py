@@ -140,8 +140,10 @@ class Master:
             model.set_var_integrality(k, True)
             model.set_var_upper_bound(k, min(self._classes.gpus[c] // n for c, n in column.gpus))
         solver = linear.ModelSolverHelper("scip")
-        limits = [f"limits/gap = {OPTIMAL}"] + ([f"limits/nodes = {branches}"] if branches else [])
-        solver.set_solver_specific_parameters("\n".join(limits))
+        parameters = [f"limits/gap = {OPTIMAL}", "misc/catchctrlc = FALSE"]
+        if branches is not None:
+            parameters.append(f"limits/nodes = {branches}")
+        solver.set_solver_specific_parameters("\n".join(parameters))
         if time_s is not None:
             solver.set_time_limit_in_seconds(time_s)
         _solve_in_thread(solver, model)

@@ -65,7 +65,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
             explore_budget(state, options.seed, explore)
         else:
             explore(state, options.seed)
-            if options.certify and not state.proved:
+            if options.certify and not (state.proved or state.out_of_time()):
                 _certify(state, options.seed)
 
     return run_search(NAME, problem, options, explore_all, rents=True, objectives=OBJECTIVES)

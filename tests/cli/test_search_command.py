@@ -187,6 +187,8 @@ def test_one_gpu_cannot_be_both(cluster_file, strategy):
         ([*ON_SETTING_1, "--seed", "-1"], "seed"),
         ([*ON_SETTING_1, "--time-limit", "0"], "time-limit"),
         ([*ON_SETTING_1, "--time-limit", "nan"], "time-limit"),
+        ([*ON_SETTING_1, "--certify", "--strategy", "genetic"], "--certify"),
+        ([*ON_SETTING_1, "--certify", "--budget", "20"], "--certify"),
         ([*ON_SETTING_1, "--isl", "1e308", "--osl", "1e308"], "isl"),
         ([*ON_SETTING_1, "-o", "/nonexistent/folder/p.json"], "/nonexistent/folder"),
         ([*ON_SETTING_1, "--isl", "-5", "--osl", "5"], "isl"),
