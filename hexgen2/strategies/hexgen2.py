@@ -39,10 +39,10 @@ LARGE = 32
 CLOSE = 0.01
 """On clusters of more than LARGE GPUs, the gap to the bound at which more search is left to `certify`."""
 
-BRANCHES = 20_000
+BRANCHES = 1000
 """Branches of the integer program at most."""
 
-CERTIFY_EFFORT = 20_000
+CERTIFY_EFFORT = 10_000
 """Effort that goes with a certificate."""
 
 ENUMERATION = 20_000
