@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hexgen2.search.classes import Pattern
+from hexgen2.search.classes import Pattern, widest_span
 from hexgen2.search.plan import Planner
 
 ROLES = ("prefill", "decode")
@@ -30,9 +30,9 @@ class Column:
 
 
 def list_columns(planner: Planner) -> list[Column]:
-    """Every pattern that a replica may have, in both roles, where the model fits."""
+    """Every pattern of up to `widest_span` nodes, in both roles, where the model fits."""
     classes, columns = planner.classes, []
-    for nodes in range(1, planner.span + 1):
+    for nodes in range(1, widest_span(planner.problem) + 1):
         for pattern in classes.patterns(nodes):
             blocks = classes.blocks(pattern)
             plans = ((role, planner.plan(role, blocks)) for role in ROLES)

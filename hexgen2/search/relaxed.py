@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection
 from functools import cached_property
 
-from hexgen2.search.bound import Limit
+from hexgen2.search.bound import Limit, rates_limit
+from hexgen2.search.classes import widest_span
 from hexgen2.search.columns import Column, list_columns, undominated
 from hexgen2.search.dive import dive, lay_out
 from hexgen2.search.master import Master
@@ -19,6 +20,10 @@ class Relaxed:
 
     def __init__(self, planner: Planner) -> None:
         self._planner, self._problem, self._classes = planner, planner.problem, planner.classes
+
+    @cached_property
+    def _complete(self) -> bool:
+        return self._planner.span <= widest_span(self._problem)
 
     @cached_property
     def columns(self) -> list[Column]:
@@ -44,7 +49,10 @@ class Relaxed:
         return dive(self._master, self._classes, columns, budget, pair_roles)
 
     def limit(self, budget: float = math.inf) -> Limit:
-        """Of any placement within the budget, by the linear program."""
+        """Of any placement within the budget, by the linear program; where replicas may span more nodes than
+        it knows of, by the GPUs' rates."""
+        if not self._complete:
+            return rates_limit(self._problem)
         found = self._master.solve(self.columns, budget).limit
         free = self._kv_free.solve(self.columns, budget).limit
         divided = "groups of GPUs can be divided, and their KV caches routed at will"
@@ -58,11 +66,15 @@ class Relaxed:
         free = self._kv_free.solve(self.columns, budget).limit
         assumptions = ("KV caches can be routed at will", *self._assumptions())
         limit = Limit(found.limit, "integer program", assumptions, free)
+        if not self._complete:
+            limit = rates_limit(self._problem)
         return lay_out(self._classes, self.columns, found.amounts), limit
 
     def least_price(self, req_s: float) -> float:
         """US dollars per hour below which no placement carries req_s, by the linear program; infinity if
-        none does."""
+        none does. Nothing is known where replicas may span more nodes than it knows of."""
+        if not self._complete:
+            return 0.0
         return self._master.least_price(self.columns, req_s)
 
     def _assumptions(self) -> tuple[str, ...]:

@@ -143,7 +143,6 @@ class _LatencySearch:
         tried = SearchState(evaluator, state.deadline_s, EFFORT, progress=look)
         assert state.best is not None
         refine(tried, state.best.solution, "start from the best")
-        refine(tried, evaluator.relaxed.start(), "start from the linear program")
         rng = np.random.default_rng(self._seed)
         for _ in range(MAX_KICKS):
             if tried.best is None or tried.finished():
