@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.hardware import Accelerator, Link
@@ -30,6 +31,28 @@ class TensorGroup:
     accelerator: Accelerator
     degree: int
     link: Link
+
+
+class Work(NamedTuple):
+    """What one step of an engine does, over all requests in it; every time is affine in each attended sum.
+
+    prompt_tokens : tokens of prompts, whole or chunks of them
+    prompt_attended : sum over these of the tokens that each attends to
+    decodes : requests that make their next token
+    context : sum over these of the tokens that each attends to, read from the KV cache
+    sampled : requests of which the LM head makes a token
+    """
+
+    prompt_tokens: float
+    prompt_attended: float
+    decodes: float
+    context: float
+    sampled: float
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that pass through every layer."""
+        return self.prompt_tokens + self.decodes
 
 
 @dataclass(frozen=True)
@@ -77,18 +100,47 @@ class CostModel(ABC):
         self.model, self.lengths, self.batch_cap = model, lengths, batch_cap
         self.isl, self.osl = lengths.isl, lengths.osl
 
-    @abstractmethod
     def layer_s(self, phase: Phase, group: TensorGroup, batch: float) -> float:
         """Seconds of one layer for a prefill of `batch` prompts, or for one decode step of `batch`
         requests, tensor-parallel communication included."""
+        return self.layer_work_s(group, self.work(phase, batch))
 
-    @abstractmethod
     def edge_s(self, phase: Phase, group: TensorGroup, batch: float, last: bool) -> float:
         """Seconds of a stage outside its layers: a fixed step cost, and the LM head if `last`."""
+        return self.edge_work_s(group, batch, last)
 
-    @abstractmethod
     def boundary_s(self, phase: Phase, link: Link, batch: float) -> float:
         """Seconds to pass the activations of one prefill or one decode step to the next stage."""
+        return self.boundary_work_s(link, batch * self.isl if phase == "prefill" else batch)
+
+    def work(self, phase: Phase, batch: float) -> Work:
+        """What a prefill of `batch` prompts, or a decode step of `batch` requests, is on average."""
+        if phase == "prefill":
+            tokens = batch * self.isl
+            return Work(tokens, tokens * self._prompt_attended, 0.0, 0.0, batch)
+        return Work(0.0, 0.0, batch, batch * self._context, batch)
+
+    @cached_property
+    def _prompt_attended(self) -> float:
+        """Tokens that a prompt's token attends to, on average."""
+        return self.lengths.prompt_attended(self.model.sliding_window)
+
+    @cached_property
+    def _context(self) -> float:
+        """Tokens that an output token attends to, on average."""
+        return self.lengths.decode_context(self.model.sliding_window)
+
+    @abstractmethod
+    def layer_work_s(self, group: TensorGroup, work: Work) -> float:
+        """Seconds of one layer for a step of this work, tensor-parallel communication included."""
+
+    @abstractmethod
+    def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
+        """Seconds of a stage outside its layers in a step that samples so many tokens."""
+
+    def boundary_work_s(self, link: Link, tokens: float) -> float:
+        """Seconds to pass the activations of so many tokens to the next stage."""
+        return link.latency_s + tokens * self.activation_bytes_per_token / link.bandwidth_bytes_s
 
     @abstractmethod
     def stage_memory(self, phase: Phase, group: TensorGroup, first: bool, last: bool) -> StageMemory:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 from cost_model.architecture import ModelArchitecture
-from cost_model.base import PREFILL_TOKENS, CostModel, Phase, StageMemory, TensorGroup
-from cost_model.hardware import Link
+from cost_model.base import PREFILL_TOKENS, CostModel, Phase, StageMemory, TensorGroup, Work
 from cost_model.lengths import RequestLengths
 
 
@@ -59,43 +57,37 @@ class Calibrated(CostModel):
         super().__init__(model, lengths, batch_cap)
         self.coefficients = coefficients or Coefficients()
         self.calibration = self.coefficients.name
-        self._context = lengths.decode_context(model.sliding_window)
         self._kv_tokens = {
             "prefill": lengths.kv_tokens_prefill(model.sliding_window),
             "decode": lengths.kv_tokens_decode(model.sliding_window),
         }
 
-    def layer_s(self, phase: Phase, group: TensorGroup, batch: float) -> float:
+    def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         model, n = self.model, group.degree
-        tokens = batch * self.isl if phase == "prefill" else batch
         dense = self._roofline(
             group,
-            flops=2 * model.active_layer_params * tokens / n,
-            read=self._weights_read(tokens) / n,
+            flops=2 * model.active_layer_params * work.tokens / n,
+            read=self._weights_read(work.tokens) / n,
         )
-        attended = self._prompt_attended if phase == "prefill" else self._context
-        attention = self._roofline(
+        per_attended = 4 * model.heads * model.head_dim / n
+        prompts = self._roofline(group, flops=per_attended * work.prompt_attended, read=0.0)
+        decodes = self._roofline(
             group,
-            flops=4 * model.heads * model.head_dim * attended * tokens / n,
-            read=batch * self._context * model.kv_bytes_per_token_layer * self._kv_share(n)
-            if phase == "decode"
-            else 0.0,
+            flops=per_attended * work.context,
+            read=work.context * model.kv_bytes_per_token_layer * self._kv_share(n),
         )
-        return dense + attention + self.coefficients.layer_overhead_s + 2 * self._all_reduce_s(group, tokens)
+        overhead = self.coefficients.layer_overhead_s + 2 * self._all_reduce_s(group, work.tokens)
+        return dense + prompts + decodes + overhead
 
-    def edge_s(self, phase: Phase, group: TensorGroup, batch: float, last: bool) -> float:
+    def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
         if not last:
             return 0.0
         n = group.degree
         return self._roofline(
             group,
-            flops=2 * self.model.head_params * batch / n,
+            flops=2 * self.model.head_params * sampled / n,
             read=self.model.head_params * self.model.weight_bytes / n,
         )
-
-    def boundary_s(self, phase: Phase, link: Link, batch: float) -> float:
-        tokens = batch * self.isl if phase == "prefill" else batch
-        return link.latency_s + tokens * self.activation_bytes_per_token / link.bandwidth_bytes_s
 
     def stage_memory(self, phase: Phase, group: TensorGroup, first: bool, last: bool) -> StageMemory:
         model, n = self.model, group.degree
@@ -118,11 +110,6 @@ class Calibrated(CostModel):
 
     def prefill_batch(self) -> int:
         return max(1, int(PREFILL_TOKENS // self.isl))
-
-    @cached_property
-    def _prompt_attended(self) -> float:
-        """Tokens that a prompt's token attends to, on average."""
-        return self.lengths.prompt_attended(self.model.sliding_window)
 
     @property
     def activation_bytes_per_token(self) -> float:

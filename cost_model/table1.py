@@ -6,8 +6,7 @@ paper's own model beside the better one in `calibrated.py`.
 
 from __future__ import annotations
 
-from cost_model.base import CostModel, Phase, StageMemory, TensorGroup
-from cost_model.hardware import Link
+from cost_model.base import CostModel, Phase, StageMemory, TensorGroup, Work
 
 
 class Table1(CostModel):
@@ -20,25 +19,19 @@ class Table1(CostModel):
     name = "table1"
     calibration = "none: data-sheet peaks, expect 40 % error"
 
-    def layer_s(self, phase: Phase, group: TensorGroup, batch: float) -> float:
+    def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         """Seconds: 24 t H^2 / (n c), in decode 12 H^2 B / (n m) besides, and tensor-parallel communication of
         4 (n - 1) (alpha + t H B / (n beta)), with t = batch times s_in (prefill) or batch (decode)."""
         h, b = self.model.hidden, self.model.weight_bytes
         n, device, link = group.degree, group.accelerator, group.link
-        tokens = batch * self.isl if phase == "prefill" else batch
-        compute = 24 * tokens * h**2 / (n * device.flops_s)
-        scan = 12 * h**2 * b / (n * device.memory_bandwidth_bytes_s) if phase == "decode" else 0.0
-        exchange = 4 * (n - 1) * (link.latency_s + tokens * h * b / (n * link.bandwidth_bytes_s))
+        compute = 24 * work.tokens * h**2 / (n * device.flops_s)
+        scan = 12 * h**2 * b / (n * device.memory_bandwidth_bytes_s) if work.decodes else 0.0
+        exchange = 4 * (n - 1) * (link.latency_s + work.tokens * h * b / (n * link.bandwidth_bytes_s))
         return compute + scan + exchange
 
-    def edge_s(self, phase: Phase, group: TensorGroup, batch: float, last: bool) -> float:
+    def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
         """Nothing: Table 1 has no LM head and no cost of a step."""
         return 0.0
-
-    def boundary_s(self, phase: Phase, link: Link, batch: float) -> float:
-        """Seconds: alpha + t H B / beta."""
-        tokens = batch * self.isl if phase == "prefill" else batch
-        return link.latency_s + tokens * self.activation_bytes_per_token / link.bandwidth_bytes_s
 
     def stage_memory(self, phase: Phase, group: TensorGroup, first: bool, last: bool) -> StageMemory:
         """Bytes: (12 H^2 B / n + 2 b s H B / n) l + 4 b s H B for l layers and b requests of s tokens, where
