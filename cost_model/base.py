@@ -20,9 +20,6 @@ Phase = Literal["prefill", "decode"]
 PREFILL_TOKENS = 2048
 """Tokens per prefill batch at which compute saturates (HexGen-2, section 2, "Batching")."""
 
-PREFILL_BATCHES_HELD = 2
-"""A prefill replica holds the KV cache of the batch it computes and of the one it sends."""
-
 
 @dataclass(frozen=True)
 class TensorGroup:

@@ -58,8 +58,7 @@ class RequestLengths:
         """
 
         def attended(isl: float, osl: float) -> float:
-            reach = min(isl, window or isl)
-            return reach * (1 - reach / (2 * isl))
+            return attended_tokens(isl, window) / isl
 
         return self.mean(attended, by=_isl)
 
@@ -77,6 +76,18 @@ class RequestLengths:
         """KV tokens set aside for a request under way in decode: it is under way in proportion to its
         outputs, so E[osl (isl + osl)] / E[osl]."""
         return self.mean(lambda isl, osl: _within(isl + osl, window), by=_osl)
+
+
+def attended_tokens(tokens: float, window: int | None = None, past: float = 0.0) -> float:
+    """Sum over the next `tokens` tokens of a prompt, `past` of which came before, of the tokens that each
+    attends to: the integral of min(x, window) from past to past + tokens."""
+    end, reach = past + tokens, window or past + tokens
+    return _area(end, reach) - _area(past, reach)
+
+
+def _area(end: float, reach: float) -> float:
+    inside = min(end, reach)
+    return inside * inside / 2 + (end - inside) * reach
 
 
 def _isl(isl: float, osl: float) -> float:

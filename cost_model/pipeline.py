@@ -49,6 +49,12 @@ def under_way(semantics: PipelineSemantics, batch: float, stages: int) -> float:
     return batch * stages if semantics == "paper_optimistic" else batch
 
 
+def prefill_batches_held(semantics: PipelineSemantics, stages: int) -> int:
+    """Batches whose KV caches a busy prefill replica holds: those under way in its stages, and the one that
+    it sends."""
+    return (stages if semantics == "pipelined" else 1) + 1
+
+
 def prefill_pace(
     semantics: PipelineSemantics, stage_s: Sequence[float], boundary_s: Sequence[float], batch: float
 ) -> Pace:

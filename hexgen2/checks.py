@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster_specs.loader import resolve
-from cost_model.base import PREFILL_BATCHES_HELD, TensorGroup
+from cost_model.base import TensorGroup
 from cost_model.errors import InputError
 from cost_model.hardware import NO_LINK, Accelerator
-from cost_model.pipeline import PIPELINE_SEMANTICS
+from cost_model.pipeline import PIPELINE_SEMANTICS, PipelineSemantics, prefill_batches_held
 from cost_model.registry import COST_MODELS, make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
@@ -143,7 +143,9 @@ def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
     costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
     for r, replica in enumerate(placement.replicas):
         phase = "prefill" if replica.role == "prefill" else "decode"
-        held = replica.max_batch * (PREFILL_BATCHES_HELD if phase == "prefill" else 1)
+        semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
+        batches = prefill_batches_held(semantics, len(replica.stages)) if phase == "prefill" else 1
+        held = replica.max_batch * batches
         last = len(replica.stages) - 1
         for s, stage in enumerate(replica.stages):
             group = TensorGroup(_accelerator(cluster, stage.gpus[0]), stage.tensor_parallel, NO_LINK)

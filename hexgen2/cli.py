@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,8 @@ import click
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
+from hexgen2.commands.options import POSITIVE
+from hexgen2.commands.simulate import simulate
 from hexgen2.goal import OBJECTIVES, make_goal
 
 
@@ -19,22 +20,6 @@ from hexgen2.goal import OBJECTIVES, make_goal
 @click.version_option(package_name="hexgen2")
 def cli() -> None:
     """Place and serve large language models on mixed GPUs, with disaggregated prefill and decode."""
-
-
-class _Positive(click.FloatRange):
-    """A finite number above zero."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
-
-    def convert(self, value, param, ctx) -> float:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-
-POSITIVE = _Positive()
 
 
 @cli.command()
@@ -241,6 +226,9 @@ def list_(what: str) -> None:
 
     for name, description in getattr(listing, what)():
         click.echo(f"{name:28} {description}")
+
+
+cli.add_command(simulate)
 
 
 def main() -> None:

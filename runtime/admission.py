@@ -5,15 +5,35 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Generic, Protocol, TypeVar
 
-from runtime.generation import Generation, Overloaded, TooLong, Unavailable
-from runtime.replica import Replica
+from runtime.refusals import Overloaded, TooLong, Unavailable
+from runtime.room import Room
 from runtime.router import Route, Router
 
 QUEUE_LIMIT = 256
 
 
-class Admission:
+class Waiting(Protocol):
+    """A request that waits: its KV tokens, and the route that it must take, if any."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def capacity_tokens(self) -> int: ...
+
+    @property
+    def one_token(self) -> bool: ...
+
+    @property
+    def pinned(self) -> Route | None: ...
+
+
+Request = TypeVar("Request", bound=Waiting)
+
+
+class Admission(Generic[Request]):
     """First come, first served: the first in the queue starts as soon as a route has room for it.
 
     Parameters
@@ -21,13 +41,16 @@ class Admission:
     queue_limit : requests that may wait
     """
 
-    def __init__(self, router: Router, replicas: Mapping[str, Replica], queue_limit: int) -> None:
+    def __init__(self, router: Router, replicas: Mapping[str, Room], queue_limit: int) -> None:
         self.router, self.lost = router, dict[str, str]()
         self._replicas, self._queue_limit = replicas, queue_limit
-        self._queue: deque[Generation] = deque()
+        self._queue: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
 
     @property
-    def waiting(self) -> Sequence[Generation]:
+    def waiting(self) -> Sequence[Request]:
         """The queue, first to start first."""
         return tuple(self._queue)
 
@@ -41,7 +64,7 @@ class Admission:
         if not self.router.routes:
             raise Unavailable("no replica is left to serve: " + "; ".join(self.lost.values()))
 
-    def enqueue(self, request: Generation) -> None:
+    def enqueue(self, request: Request) -> None:
         """Put a new request at the end of the queue.
 
         Raises
@@ -57,15 +80,15 @@ class Admission:
             raise Overloaded(f"{len(self._queue)} requests are waiting already")
         self._queue.append(request)
 
-    def put_back(self, request: Generation) -> None:
+    def put_back(self, request: Request) -> None:
         """Make a request that could not start the first again."""
         self._queue.appendleft(request)
 
-    def withdraw(self, request: Generation) -> None:
+    def withdraw(self, request: Request) -> None:
         """Take a request out of the queue."""
         self._queue.remove(request)
 
-    def next(self) -> tuple[Generation, Route] | None:
+    def next(self) -> tuple[Request, Route] | None:
         """Take out the first request with the route that it starts on now; None while it must wait."""
         if not self._queue:
             return None
@@ -79,7 +102,7 @@ class Admission:
             return None
         return self._queue.popleft(), route
 
-    def lose(self, replica_id: str, reason: str) -> list[Generation]:
+    def lose(self, replica_id: str, reason: str) -> list[Request]:
         """Never use a replica again; the requests in the queue that now can't start any more."""
         self.lost[replica_id] = reason
         self.router = self.router.drop(replica_id)
@@ -88,26 +111,26 @@ class Admission:
     def _is_lost(self, route: Route) -> bool:
         return route.prefill in self.lost or route.decode in self.lost
 
-    def _can_ever_start(self, request: Generation) -> bool:
+    def _can_ever_start(self, request: Request) -> bool:
         routes = self.router.routes if request.pinned is None else (request.pinned,)
         return any(not self._is_lost(route) and self._could_hold(request, route) for route in routes)
 
-    def _could_hold(self, request: Generation, route: Route) -> bool:
+    def _could_hold(self, request: Request, route: Route) -> bool:
         """Whether the route has room for the request while it serves nothing else."""
         prefill, decode = self._replicas[route.prefill], self._replicas[route.decode]
         if request.one_token:
             return request.capacity_tokens <= prefill.kv_budget_tokens
         return (
-            len(request.prompt) <= prefill.kv_budget_tokens
+            request.prompt_tokens <= prefill.kv_budget_tokens
             and request.capacity_tokens <= decode.kv_budget_tokens
         )
 
-    def _has_room(self, request: Generation, route: Route) -> bool:
+    def _has_room(self, request: Request, route: Route) -> bool:
         if not self._could_hold(request, route):
             return False
         prefill, decode = self._replicas[route.prefill], self._replicas[route.decode]
         if route.colocated:
             return prefill.has_room(request.capacity_tokens, prefill_only=False)
-        if not prefill.has_room(len(request.prompt), prefill_only=True):
+        if not prefill.has_room(request.prompt_tokens, prefill_only=True):
             return False
         return request.one_token or decode.has_room(request.capacity_tokens, prefill_only=False)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from cost_model.errors import HexGen2Error
 from runtime.admission import QUEUE_LIMIT, Admission
-from runtime.generation import Generation, Observer, Outcome, RequestRecord, Unavailable
+from runtime.generation import Generation, Observer, Outcome, RequestRecord
 from runtime.heartbeat import PING_EVERY_S, silence
 from runtime.launcher.link import Link
 from runtime.messages import (
@@ -37,6 +37,7 @@ from runtime.messages import (
     StepOutput,
     TokenOutput,
 )
+from runtime.refusals import Unavailable
 from runtime.replica import Replica
 from runtime.router import Route, Router
 
@@ -68,7 +69,7 @@ class Coordinator:
         self.replicas = dict(replicas)
         self.records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
         self._observer, self._ping_every_s = observer, ping_every_s
-        self._admission = Admission(router, self.replicas, queue_limit)
+        self._admission: Admission[Generation] = Admission(router, self.replicas, queue_limit)
         self._requests: dict[str, Generation] = {}
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []

@@ -15,18 +15,6 @@ Phase = Literal["waiting", "reserving", "prefilling", "decoding", "ended"]
 Outcome = Literal["", "stop", "length", "cancelled", "failed"]
 
 
-class Overloaded(HexGen2Error):
-    """The waiting queue is full; the client should try again after a moment."""
-
-
-class Unavailable(HexGen2Error):
-    """No replica can serve the request: those it was on, or all, are gone, or the server stops."""
-
-
-class TooLong(HexGen2Error):
-    """No replica's KV cache can ever hold the request."""
-
-
 @dataclass(slots=True)
 class RequestRecord:
     """What happened to a request. Times are seconds on the monotonic clock; 0 means "not yet"."""
@@ -81,6 +69,10 @@ class Generation:
     @property
     def request_id(self) -> str:
         return self.record.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
 
     @property
     def capacity_tokens(self) -> int:

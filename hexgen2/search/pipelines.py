@@ -10,9 +10,17 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cost_model.base import PREFILL_BATCHES_HELD, Phase, StageMemory, TensorGroup
+from cost_model.base import Phase, StageMemory, TensorGroup
 from cost_model.hardware import Link
-from cost_model.pipeline import Pace, PhaseTimes, colocated_pace, decode_pace, micro_batch, under_way
+from cost_model.pipeline import (
+    Pace,
+    PhaseTimes,
+    colocated_pace,
+    decode_pace,
+    micro_batch,
+    prefill_batches_held,
+    under_way,
+)
 from hexgen2.search.layers import balance_layers, fastest_layers
 from hexgen2.search.problem import Problem
 
@@ -83,9 +91,8 @@ class Pipelines:
         hops = [problem.node_links[a][b] for (a, _), (b, _) in itertools.pairwise(shape)]
         memory = [kind.memory[phase, j == 0, j == last] for j, kind in enumerate(kinds)]
         if phase == "prefill":
-            batch = next(
-                (b for b in self.prefill_batches if _fits(memory, b * PREFILL_BATCHES_HELD, layers)), 0
-            )
+            held = prefill_batches_held(problem.pipeline, len(shape))
+            batch = next((b for b in self.prefill_batches if _fits(memory, b * held, layers)), 0)
             running, outputs = float(batch), 1.0
         else:
             batch = self._largest_batch(memory)

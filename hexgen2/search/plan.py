@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cost_model.base import PREFILL_BATCHES_HELD
 from cost_model.hardware import Link
-from cost_model.pipeline import Pace, prefill_pace
+from cost_model.pipeline import Pace, prefill_batches_held, prefill_pace
 from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.search.classes import node_classes, widest_span
 from hexgen2.search.pipelines import Pipeline, Pipelines, Timing
@@ -136,7 +135,7 @@ class Planner:
         model does not fit. A prompt takes as long as the mean one."""
         semantics, best = self.problem.pipeline, float("inf")
         for pipeline in filter(None, (self._pipelines.of(role, shape) for shape in self._shapes.of(blocks))):
-            held = PREFILL_BATCHES_HELD if role == "prefill" else 1
+            held = self._batches_held(pipeline) if role == "prefill" else 1
             limits = [m.max_layers(held) for m in pipeline.memory]
             timing = self._pipelines.timing(pipeline, "prefill" if role == "prefill" else "decode", 1)
             splits = (self._pipelines.split(timing, limits, by_sum) for by_sum in (False, True))
@@ -160,7 +159,7 @@ class Planner:
         room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
         if role == "prefill":
             choices = [batch] if batch else list(self._pipelines.prefill_batches)
-            held = next((b for b in choices if b * PREFILL_BATCHES_HELD <= room), 0)
+            held = next((b for b in choices if b * self._batches_held(pipeline) <= room), 0)
         else:
             largest = min(self.problem.costs.batch_cap, room)
             held = largest if batch is None else batch if batch <= largest else 0
@@ -188,11 +187,14 @@ class Planner:
         semantics, targets = self.problem.pipeline, self.problem.targets
         ways = {semantics != "pipelined"} | ({True} if targets.ttft_s is not None else set())
         for batch in targets.prefill_batches(pipeline.batch):
-            limits = [m.max_layers(PREFILL_BATCHES_HELD * batch) for m in pipeline.memory]
+            limits = [m.max_layers(self._batches_held(pipeline) * batch) for m in pipeline.memory]
             timing = self._pipelines.timing(pipeline, "prefill", batch)
             for split in (self._pipelines.split(timing, limits, by_sum) for by_sum in sorted(ways)):
                 if split is not None:
                     yield self._prefill_within_targets(timing, split, batch)
+
+    def _batches_held(self, pipeline: Pipeline) -> int:
+        return prefill_batches_held(self.problem.pipeline, len(pipeline.shape))
 
     def _prefill_within_targets(self, timing: Timing, split: list[int], batch: int) -> _Division:
         pace = prefill_pace(self.problem.pipeline, timing.stage_s(split), timing.hop_s, batch)

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from cost_model.errors import HexGen2Error
-from runtime.generation import Overloaded, TooLong, Unavailable
+from runtime.refusals import Overloaded, TooLong, Unavailable
 
 RETRY_AFTER_S = 1
 

@@ -15,8 +15,8 @@ from runtime.api.metrics import Metrics
 from runtime.api.schemas import GenerateRequest
 from runtime.api.tokenizer import ModelTokenizer
 from runtime.coordinator import Coordinator
-from runtime.generation import Overloaded, TooLong, Unavailable
 from runtime.messages import Sampling
+from runtime.refusals import Overloaded, TooLong, Unavailable
 
 
 @dataclass(frozen=True)

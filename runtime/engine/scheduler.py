@@ -63,7 +63,7 @@ class Scheduler:
     Parameters
     ----------
     max_batch : requests that decode together, over all steps in flight
-    max_prefill_tokens : prompt tokens in one step (a longer prompt runs alone)
+    max_prefill_tokens : prompt tokens in one step (a longer prompt runs alone), of however many prompts
     stages : pipeline depth; as many steps are in flight, over disjoint requests
     budget : KV cache room; prefills take theirs here, expected requests have taken it already
 
@@ -228,7 +228,7 @@ class Scheduler:
     def _prefill_batch(self) -> list[_Request]:
         batch: list[_Request] = []
         prompt_tokens, room = 0, self._max_batch - self._occupied()
-        while self._waiting and len(batch) < self._max_batch:
+        while self._waiting:
             request = self._requests[self._waiting[0]]
             prompt_tokens += len(request.tokens)
             if batch and prompt_tokens > self._max_prefill_tokens:

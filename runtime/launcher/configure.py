@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from pathlib import Path
 
-from cost_model.architecture import ModelArchitecture
-from cost_model.base import PREFILL_BATCHES_HELD, PREFILL_TOKENS
+from cost_model.base import PREFILL_TOKENS
 from hexgen2.placement import Placement, Replica
-from hexgen2.workload import Workload
 from runtime.messages import PROTOCOL_VERSION, Configure, StageShape
-
-SMALL_KV_BYTES = 256 * 1024 * 1024
+from runtime.room import kv_budgets
 
 
 def accelerator_of(placement: Placement, gpu: str) -> str:
@@ -46,22 +42,6 @@ def device_of(placement: Placement, gpu: str) -> str:
     return f"cuda:{before + int(index)}"
 
 
-def kv_budget_tokens(replica: Replica, workload: Workload, model: ModelArchitecture) -> int:
-    """Tokens of KV cache that a replica may hold: what the placement was planned for.
-
-    That is its batch at the workload's mean length: prompt and output where it decodes; prompts alone,
-    of the batch that it computes and of the one that it sends, where it prefills. Where 256 MiB hold
-    more (tiny models), up to two requests of the model's longest context.
-    """
-    if replica.role == "prefill":
-        request = PREFILL_BATCHES_HELD * workload.isl
-    else:
-        request = workload.isl + workload.osl
-    planned = replica.max_batch * math.ceil(request)
-    cheap = int(SMALL_KV_BYTES / model.kv_bytes_per_token)
-    return max(planned, min(2 * model.max_position, cheap))
-
-
 def stage_shapes(replica: Replica) -> tuple[StageShape, ...]:
     """The stages of a replica as they are written on the wire."""
     return tuple(
@@ -76,7 +56,7 @@ def configurations(placement: Placement, checkpoint: Path, gpu_dtype: str) -> di
     All workers hold the KV cache in one type: float32 as soon as one of them is a CPU (its fast type),
     else `gpu_dtype`.
     """
-    secret = secrets.token_hex(32)
+    secret, budgets = secrets.token_hex(32), kv_budgets(placement)
     gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
     dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype
     return {
@@ -89,7 +69,7 @@ def configurations(placement: Placement, checkpoint: Path, gpu_dtype: str) -> di
             checkpoint=str(checkpoint),
             device=device_of(placement, gpu),
             dtype=dtype,
-            kv_budget_tokens=kv_budget_tokens(replica, placement.workload, placement.model),
+            kv_budget_tokens=budgets[replica.id],
             max_batch=replica.max_batch,
             max_prefill_tokens=PREFILL_TOKENS,
             host="127.0.0.1",

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from scripted import PAIR, PROMPT, run, sampling, serving, settle, tokens_of
 
-from runtime.generation import Overloaded, Unavailable
 from runtime.messages import Expect
+from runtime.refusals import Overloaded, Unavailable
 from runtime.router import Route
 
 

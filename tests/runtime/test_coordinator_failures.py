@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
 
-from runtime.generation import TooLong, Unavailable
 from runtime.messages import Cancel, Decode, Expect, Failed, Prefill, RequestFailed, Reserved
+from runtime.refusals import TooLong, Unavailable
 from runtime.router import Route
 
 

@@ -10,9 +10,9 @@ from checkpoints import LAYERS, greedy, write_llama
 from engine_harness import Cluster
 
 from runtime.coordinator import Coordinator
-from runtime.generation import Unavailable
 from runtime.launcher.link import Link
 from runtime.messages import Connect, Ready, Sampling
+from runtime.refusals import Unavailable
 from runtime.replica import Replica
 from runtime.router import Route, Router
 

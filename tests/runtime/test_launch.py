@@ -10,7 +10,8 @@ import pytest
 from served import Server, alive, listens, make_placement
 
 from cost_model.architecture import ModelArchitecture
-from runtime.launcher.configure import configurations, device_of, kv_budget_tokens
+from runtime.launcher.configure import configurations, device_of
+from runtime.room import kv_budgets
 from runtime.router import Route, routes_of
 
 MODEL = "tiny-llama"
@@ -155,16 +156,27 @@ def test_devices_are_numbered_through_the_nodes_of_this_machine(model_folder):
     assert [device_of(placement, gpu) for gpu in gpus] == ["cuda:0", "cuda:1", "cpu", "cuda:2", "cuda:3"]
 
 
-def test_the_kv_budget_is_what_was_planned_and_more_where_it_is_cheap(model_folder):
+def test_the_kv_budget_is_what_memory_has_room_for_as_far_as_it_is_of_use(model_folder):
     placement = make_placement(model_folder)
-    prefill, decode = (replica.model_copy(update={"max_batch": 400}) for replica in placement.replicas[1:3])
-    tiny, workload = placement.model, placement.workload
-    assert kv_budget_tokens(placement.replicas[0], workload, tiny) == 2 * tiny.max_position
-    assert kv_budget_tokens(decode, workload, tiny) == 400 * (32 + 16)
-    assert kv_budget_tokens(prefill, workload, tiny) == 400 * 2 * 32
-    shape = {"layers": 80, "kv_heads": 8, "head_dim": 128, "max_position": 4096}
-    large = ModelArchitecture(**(tiny.model_dump() | shape))
-    assert kv_budget_tokens(placement.replicas[0], workload, large) < 512
+    longest = placement.model.max_position
+    roles = {replica.id: replica for replica in placement.replicas}
+    for name, tokens in kv_budgets(placement).items():
+        replica = roles[name]
+        if replica.role == "prefill":
+            batches = len(replica.stages) + 1
+            assert tokens == 2 * max(longest, batches * replica.max_batch * 32)
+        else:
+            assert tokens == 2 * replica.max_batch * longest
+    shape = {"layers": 32, "kv_heads": 8, "head_dim": 128, "max_position": 1_000_000}
+    large = ModelArchitecture(**(placement.model.model_dump() | shape))
+    stage = placement.replicas[0].stages[0]
+    one = placement.replicas[0].model_copy(
+        update={"role": "colocated", "stages": [stage.model_copy(update={"layers": (0, 32)})]}
+    )
+    tight = placement.model_copy(update={"model": large, "replicas": [one]})
+    memory = 4 * 2**30
+    (tokens,) = kv_budgets(tight).values()
+    assert 0.3 * memory < tokens * large.kv_bytes_per_token < 0.9 * memory
 
 
 def test_every_worker_is_told_its_replica_and_the_same_secret(model_folder):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import problem_from, problems
 
-from cost_model.base import PREFILL_BATCHES_HELD, TensorGroup
+from cost_model.base import TensorGroup
 from cost_model.pipeline import PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
 from hexgen2.search.layers import balance_layers, fastest_layers
 from hexgen2.search.plan import Planner
@@ -85,7 +85,10 @@ def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | N
     costs, last = problem.costs, len(shape) - 1
     phase = "prefill" if role == "prefill" else "decode"
     groups = [TensorGroup(problem.node_accelerator[n], d, problem.node_links[n][n]) for n, d in shape]
-    held = batch * (PREFILL_BATCHES_HELD if phase == "prefill" else 1)
+    held = 1
+    if phase == "prefill":
+        held = len(shape) + 1 if problem.pipeline == "pipelined" else 2
+    held *= batch
     for j, (group, layers) in enumerate(zip(groups, split, strict=True)):
         memory = costs.stage_memory(phase, group, j == 0, j == last)
         if memory.needed(layers, held) > memory.limit:

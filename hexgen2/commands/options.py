@@ -1,0 +1,23 @@
+"""What several commands ask for in the same way."""
+
+from __future__ import annotations
+
+import math
+
+import click
+
+
+class _Positive(click.FloatRange):
+    """A finite number above zero."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value, param, ctx) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+POSITIVE = _Positive()

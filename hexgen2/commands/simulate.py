@@ -1,0 +1,180 @@
+"""`hexgen2 simulate`: a placement under load, on no GPU at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from cost_model.errors import InputError
+from hexgen2.commands.options import POSITIVE
+
+DEFAULT_REQUESTS = 2000
+
+
+@click.command()
+@click.argument("placement", type=click.Path(path_type=Path))
+@click.option("--workload", help="As for `search`; a trace is replayed. [default: the placement's]")
+@click.option("--isl", type=float, help="Mean prompt tokens, instead of --workload.")
+@click.option("--osl", type=float, help="Mean output tokens, instead of --workload.")
+@click.option("--request-rate", type=POSITIVE, help="Requests/s that arrive, at random.")
+@click.option("--offline", is_flag=True, help="All requests arrive at once.")
+@click.option("--num-requests", type=click.IntRange(1, 100_000_000), help="How many. [default: 2000]")
+@click.option("--duration-s", type=POSITIVE, help="Requests that arrive within so many seconds.")
+@click.option(
+    "--burstiness", type=POSITIVE, default=1.0, show_default=True, help="1 is Poisson, less is burstier."
+)
+@click.option("--ttft", type=POSITIVE, help="Target in ms; counts requests that meet it.")
+@click.option("--tpot", type=POSITIVE, help="Target in ms; likewise.")
+@click.option(
+    "--policy",
+    type=click.Choice(["alternate", "prefill-first", "chunked"]),
+    default="alternate",
+    show_default=True,
+    help="How colocated replicas mix the phases: as `launch` does, or as vLLM does without or with chunked "
+    "prefill.",
+)
+@click.option("--queue-limit", type=click.IntRange(min=0), help="Requests that may wait; the others fail.")
+@click.option("--fail", "failures", multiple=True, metavar="REPLICA@SECONDS", help="A replica is lost then.")
+@click.option("--recover", is_flag=True, help="Requests of a lost replica start over elsewhere.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--requests-out", type=click.Path(path_type=Path), help="Write a CSV line for each request.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the results to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
+def simulate(
+    placement: Path,
+    workload: str | None,
+    isl: float | None,
+    osl: float | None,
+    request_rate: float | None,
+    offline: bool,
+    num_requests: int | None,
+    duration_s: float | None,
+    burstiness: float,
+    ttft: float | None,
+    tpot: float | None,
+    policy: Any,
+    queue_limit: int | None,
+    failures: tuple[str, ...],
+    recover: bool,
+    seed: int,
+    requests_out: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Simulate a placement under load: throughput, TTFT, TPOT, queues and traffic, by the cost model."""
+    from hexgen2.checks import verify
+    from hexgen2.placement import Placement
+    from hexgen2.simulator.requests import Lengths
+    from hexgen2.simulator.run import simulate as run
+    from hexgen2.simulator.simulation import Options
+
+    loaded = Placement.load(placement)
+    verify(loaded, str(placement))
+    for path in (output, requests_out):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(str(path), "", "its folder does not exist", "create it first")
+    if workload is None and isl is None and osl is None:
+        lengths = Lengths(loaded.workload)
+    else:
+        lengths = Lengths.load(workload, isl, osl)
+    requests = _requests(lengths, request_rate, offline, num_requests, duration_s, burstiness, seed)
+    goal = loaded.goal.model_copy(
+        update={key: value for key, value in (("ttft_ms", ttft), ("tpot_ms", tpot)) if value is not None}
+    )
+    loaded = loaded.model_copy(update={"goal": goal})
+    options = Options(policy, queue_limit, [_failure(text) for text in failures], recover)
+    with _written(requests_out) as stream:
+        found = run(loaded, requests, options, stream, _progress(len(requests)))
+    text = json.dumps(found, indent=1) + "\n"
+    if output is not None:
+        with _written(output) as stream:
+            assert stream is not None
+            stream.write(text)
+    if as_json:
+        click.echo(text, nl=False)
+    else:
+        from hexgen2.report import make_console
+        from hexgen2.simulator.report import print_results
+
+        print_results(found, make_console())
+
+
+def _requests(lengths, rate, offline, count, duration_s, burstiness, seed):
+    """What arrives: a trace at its own times, or drawn lengths at a rate or all at once."""
+    from hexgen2.simulator import requests as arrivals
+
+    if offline and rate is not None:
+        raise InputError("--offline", "", "leaves no room for --request-rate", "give one of them")
+    if offline and duration_s is not None:
+        raise InputError(
+            "--offline", "", "leaves no room for --duration-s", "say how many with --num-requests"
+        )
+    timed = lengths.trace is not None and lengths.trace.arrival_s[-1] > 0
+    if rate is None and not offline and not timed:
+        raise InputError("--request-rate", "", "is missing", "give it, --offline, or a trace with times")
+    if offline:
+        return arrivals.offline(lengths, count or DEFAULT_REQUESTS, seed)
+    if rate is None or (timed and count is None and burstiness == 1.0):
+        return arrivals.replay(lengths.trace, rate, duration_s or float("inf"), count)
+    if count is None:
+        count = DEFAULT_REQUESTS if duration_s is None else int(rate * duration_s * 1.5 + 100)
+    return arrivals.online(lengths, rate, count, seed, burstiness).until(duration_s)
+
+
+def _failure(text: str):
+    from hexgen2.simulator.simulation import Failure
+
+    replica, at, seconds = text.rpartition("@")
+    try:
+        when = float(seconds) if at else -1.0
+    except ValueError:
+        when = -1.0
+    if not replica or not 0 <= when < float("inf"):
+        raise InputError("--fail", text[:100], "is not a replica and a time", "write decode-0@60")
+    return Failure(when, replica)
+
+
+@contextmanager
+def _written(path: Path | None) -> Iterator[TextIO | None]:
+    """A file to write that appears whole at the end, or not at all."""
+    if path is None:
+        yield None
+        return
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise InputError(
+            str(path), "", f"cannot be written ({error.strerror})", "choose a writable path"
+        ) from error
+    try:
+        with os.fdopen(handle, "w", newline="") as stream:
+            yield stream
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _progress(total: int):
+    """Prints to stderr every few seconds how far the simulation is."""
+    last = time.monotonic()
+
+    def show(simulation) -> None:
+        nonlocal last
+        if time.monotonic() - last < 2.0:
+            return
+        last = time.monotonic()
+        done = simulation.ended
+        print(f"{done} of {total} requests, {simulation.now:.1f} s simulated", file=sys.stderr)
+
+    return show

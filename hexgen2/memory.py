@@ -1,0 +1,26 @@
+"""What fits in the memory of a placement's GPUs beside the weights."""
+
+from __future__ import annotations
+
+from cost_model.base import CostModel, Phase, TensorGroup
+from cost_model.hardware import NO_LINK
+from hexgen2.cluster import Cluster
+from hexgen2.placement import Replica
+
+
+def kv_capacity_tokens(replica: Replica, cluster: Cluster, costs: CostModel) -> int:
+    """Tokens of KV cache that a replica has memory for: its tightest stage decides. 0 if the weights alone do
+    not fit."""
+    phase: Phase = "prefill" if replica.role == "prefill" else "decode"
+    window = costs.model.sliding_window
+    lengths = costs.lengths
+    held = lengths.kv_tokens_prefill(window) if phase == "prefill" else lengths.kv_tokens_decode(window)
+    last = len(replica.stages) - 1
+    requests = []
+    for j, stage in enumerate(replica.stages):
+        accelerator = cluster.accelerators[cluster.index(stage.gpus[0])]
+        group = TensorGroup(accelerator, stage.tensor_parallel, NO_LINK)
+        memory = costs.stage_memory(phase, group, first=j == 0, last=j == last)
+        room = memory.limit - memory.fixed - stage.layer_count * memory.per_layer
+        requests.append(room / (stage.layer_count * memory.per_layer_request + memory.per_request))
+    return max(0, int(min(requests) * held))

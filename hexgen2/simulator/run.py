@@ -1,0 +1,104 @@
+"""Simulate a placement and say what came of it: the figures that `hexgen2 bench` measures, and where time
+and bytes went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from cluster_specs.loader import resolve
+from hexgen2.cluster import Cluster
+from hexgen2.placement import Placement
+from hexgen2.results import summarise
+from hexgen2.simulator.records import Records
+from hexgen2.simulator.requests import Requests
+from hexgen2.simulator.simulation import Options, Simulation
+
+ASSUMPTIONS = [
+    "times are those of the cost model; the front end and the network's own delays take none",
+    "decode steps of a pipeline go round evenly, a request joins at the next turn",
+    "transfers that share a link have equal shares of it",
+]
+
+
+def simulate(
+    placement: Placement,
+    requests: Requests,
+    options: Options | None = None,
+    stream: TextIO | None = None,
+    progress: Callable[[Simulation], None] | None = None,
+) -> dict[str, Any]:
+    """Run requests through a placement; results as JSON, times aside the same for the same arguments.
+
+    Parameters
+    ----------
+    stream : where a line of CSV goes for each request as it ends
+    progress : called now and then
+
+    Raises
+    ------
+    InputError : see Simulation
+    """
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    records = Records(requests, stream=stream)
+    simulation = Simulation(placement, cluster, records, options)
+    simulation.run(progress)
+    return results(placement, records)
+
+
+def results(placement: Placement, records: Records) -> dict[str, Any]:
+    """Figures of all requests, then of each replica and each route."""
+    requests, goal = records.requests, placement.goal
+    targets = {"ttft": goal.ttft_ms, "tpot": goal.tpot_ms}
+    itl = np.frombuffer(records.gap_s, dtype=float), np.frombuffer(records.gaps, dtype=np.int64)
+    found = summarise(
+        requests.arrival_s,
+        records.first_s,
+        records.end_s,
+        requests.isl,
+        requests.osl,
+        itl,
+        {name: value for name, value in targets.items() if value is not None},
+    )
+    duration = found["duration_s"] or 1.0
+    return {
+        "placement": placement.strategy,
+        "cluster": placement.cluster.name,
+        "model": placement.model.name,
+        "requests": requests.source,
+        "predicted_req_s": placement.throughput.req_s,
+        **found,
+        "replicas": {r.id: _replica(records, r.id, duration) for r in placement.replicas},
+        "routes": [
+            {
+                "from": route.from_,
+                "to": route.to,
+                "requests": record.requests,
+                "bytes": record.bytes,
+                "utilisation": record.requests / duration / route.capacity_req_s,
+                "mean_after_prefill_ms": record.after_s / record.requests * 1e3 if record.requests else 0.0,
+            }
+            for route in placement.routes
+            for record in [records.routes[route.from_, route.to]]
+        ],
+        "failures": dict(Counter(records.failed.values())),
+        "assumptions": ASSUMPTIONS,
+    }
+
+
+def _replica(records: Records, name: str, duration_s: float) -> dict[str, float]:
+    record = records.replicas[name]
+    served = record.requests or 1
+    return {
+        "requests": record.requests,
+        "utilisation": record.busy_s / duration_s,
+        "mean_wait_ms": record.waited_s / served * 1e3,
+        "mean_queue": record.waited_s / duration_s,
+        "mean_running": record.running_s / duration_s,
+        "peak_running": record.peak_running,
+        "preemptions": record.preemptions,
+    }

@@ -1,0 +1,166 @@
+"""A running batch of decodes, advanced many steps at once.
+
+While nobody joins or ends, the context of every step is known, and a step's time is the greatest of a few
+lines in it (see ReplicaTimes.decode_turn): so times of runs of steps are sums of arithmetic series, and the
+simulation jumps from one change to the next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from hexgen2.simulator.timing import Line
+
+
+class _Own(NamedTuple):
+    """Of a request: the tokens that its first step attends to, the steps before, and those at its end."""
+
+    context: int
+    joined: int
+    end: int
+
+
+class Running:
+    """Requests that decode together. Each step gives every one of them a token.
+
+    Parameters
+    ----------
+    turn : lines of a step's seconds for so many requests
+    window : tokens that attention reaches back; None: all
+
+    Attributes
+    ----------
+    time_s : when the last step ended (or, with nobody running, the last change)
+    context : tokens that the next step attends to, over all requests
+    """
+
+    def __init__(self, turn: Callable[[int], tuple[Line, ...]], window: int | None = None) -> None:
+        self._turn, self._window = turn, window or math.inf
+        self.time_s = 0.0
+        self.context = 0
+        self.steps = 0
+        self._own: dict[int, _Own] = {}
+        # Heaps of (step, request); entries of requests that left before are skipped.
+        self._ends: list[tuple[int, int]] = []
+        self._stops: list[tuple[int, int]] = []
+        self._growing = 0
+        self._first_s = self._more_s = 0.0
+        self._regime = 0
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._own)
+
+    def join(self, request: int, context: int, steps: int) -> None:
+        """A request takes part from the next step on: it attends to `context` tokens then, and leaves after
+        so many steps, at least one. Call `settle` when all have joined."""
+        end = self.steps + steps
+        stop = self.steps + self._window - context
+        self._own[request] = _Own(context, self.steps, end)
+        heapq.heappush(self._ends, (end, request))
+        if stop > self.steps:
+            self._growing += 1
+            if stop <= end:
+                heapq.heappush(self._stops, (int(stop), request))
+        self.context += int(min(context, self._window))
+
+    def leave(self, request: int) -> int:
+        """Take a request out; the tokens that it made here."""
+        own = self._own.pop(request)
+        made = self.steps - own.joined
+        self.context -= int(min(own.context + made, self._window))
+        self._growing -= own.context + made < self._window
+        return made
+
+    def settle(self) -> None:
+        """Find how the next steps go on, after requests joined or left."""
+        self._regime = 0
+        if not self._own:
+            return
+        self._skip_old()
+        limit = self._ends[0][0] - self.steps
+        if self._stops:
+            limit = min(limit, self._stops[0][0] - self.steps)
+        lines, growth, context = self._turn(len(self._own)), self._growing, self.context
+        self._first_s, slope = max((a + b * context, b) for a, b in lines)
+        self._more_s = slope * growth
+        if growth and len(lines) > 1:
+            for a, b in lines:
+                if b > slope:
+                    # As many steps until the other line is the greater one.
+                    gap = self._first_s - (a + b * context)
+                    limit = min(limit, max(1, math.ceil(gap / ((b - slope) * growth))))
+        self._regime = limit
+
+    def _skip_old(self) -> None:
+        while self._ends[0][1] not in self._own or self._own[self._ends[0][1]].end != self._ends[0][0]:
+            heapq.heappop(self._ends)
+        while self._stops:
+            step, request = self._stops[0]
+            own = self._own.get(request)
+            if own is not None and own.joined + self._window - own.context == step:
+                return
+            heapq.heappop(self._stops)
+
+    @property
+    def regime_steps(self) -> int:
+        """Steps until something changes by itself."""
+        return self._regime
+
+    def span_s(self, steps: int) -> float:
+        """Seconds of the next so many steps, at most regime_steps."""
+        return steps * self._first_s + self._more_s * (steps * (steps - 1) / 2)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the next step."""
+        return self._first_s
+
+    @property
+    def change_s(self) -> float:
+        """When something changes by itself; infinite if nobody runs."""
+        return self.time_s + self.span_s(self._regime) if self._own else math.inf
+
+    def steps_until(self, time_s: float) -> int:
+        """The fewest steps that end at time_s or later, at most regime_steps."""
+        wait = time_s - self.time_s
+        if wait <= 0:
+            return 0
+        a, d = self._first_s, self._more_s
+        if d <= 1e-12 * a:
+            estimate = wait / a
+        else:
+            half = a / d - 0.5
+            estimate = math.sqrt(half * half + 2 * wait / d) - half
+        steps = max(1, math.ceil(estimate - 1e-6))
+        if steps < self._regime and self.span_s(steps) < wait * (1 - 1e-12):
+            steps += 1
+        return min(steps, self._regime)
+
+    def advance(self, steps: int) -> list[int]:
+        """Run so many steps, at most regime_steps, and return who has ended with the last one."""
+        return self._tally(steps, self.time_s + self.span_s(steps))
+
+    def step_at(self, time_s: float) -> list[int]:
+        """Run one step that ends at a time given, since it did more than decode; who has ended with it."""
+        return self._tally(1, time_s)
+
+    def _tally(self, steps: int, time_s: float) -> list[int]:
+        self.time_s = time_s
+        self.steps += steps
+        self.context += self._growing * steps
+        while self._stops and self._stops[0][0] <= self.steps:
+            _, request = heapq.heappop(self._stops)
+            self._growing -= request in self._own
+        ended = []
+        while self._ends and self._ends[0][0] <= self.steps:
+            end, request = heapq.heappop(self._ends)
+            if request in self._own and self._own[request].end == end:
+                self.leave(request)
+                ended.append(request)
+        return ended

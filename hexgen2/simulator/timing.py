@@ -1,0 +1,114 @@
+"""What one replica of a placement takes for a step, by the cost model, as the simulator asks for it.
+
+A step passes through the stages one after the other. Several steps are under way at once, one per stage:
+micro-batches. Where they go round and round, as decode steps do, a turn takes the longer of one
+micro-batch's whole walk and of all micro-batches on the busiest stage or hop (the circuits of one job and of
+one machine in a cyclic flow shop; see Baccelli and others, Synchronization and Linearity, 1992, section 2.3).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from cost_model.base import CostModel, TensorGroup, Work
+from cost_model.hardware import Link
+from cost_model.pipeline import PipelineSemantics
+from hexgen2.cluster import Cluster
+from hexgen2.placement import Replica
+
+Line = tuple[float, float]
+"""Seconds of a turn as a function of the context tokens of all requests: (constant, per token)."""
+
+_FAR = 1e6
+
+
+class ReplicaTimes:
+    """Times of one replica.
+
+    Parameters
+    ----------
+    replica, cluster : where the stages are
+    costs : seconds of a layer, of a hop
+    semantics : how pipeline stages add up (see cost_model/pipeline.py)
+    """
+
+    def __init__(
+        self, replica: Replica, cluster: Cluster, costs: CostModel, semantics: PipelineSemantics
+    ) -> None:
+        members = [np.array([cluster.index(gpu) for gpu in stage.gpus]) for stage in replica.stages]
+        self.layers = [stage.layer_count for stage in replica.stages]
+        self.groups = [
+            TensorGroup(cluster.types[int(cluster.type_of[own[0]])], len(own), _slowest(cluster, own, own))
+            for own in members
+        ]
+        self.hops = [_slowest(cluster, a, b) for a, b in itertools.pairwise(members)]
+        self.costs, self.semantics, self.stages = costs, semantics, len(members)
+        self._turns: dict[int, tuple[Line, ...]] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Steps under way at once."""
+        return self.stages if self.semantics == "pipelined" else 1
+
+    def step(self, work: Work) -> tuple[list[float], list[float]]:
+        """Seconds of each stage and of each hop."""
+        last = self.stages - 1
+        stage_s = [
+            layers * self.costs.layer_work_s(group, work)
+            + self.costs.edge_work_s(group, work.sampled, j == last)
+            for j, (layers, group) in enumerate(zip(self.layers, self.groups, strict=True))
+        ]
+        return stage_s, [self.costs.boundary_work_s(hop, work.tokens) for hop in self.hops]
+
+    def turn_s(self, works: Sequence[Work]) -> float:
+        """Seconds in which each of these micro-batches, at most `in_flight`, passes through once."""
+        steps = [self.step(work) for work in works]
+        walk = max(sum(stage_s) + sum(hop_s) for stage_s, hop_s in steps)
+        parts = ([*stage_s, *hop_s] for stage_s, hop_s in steps)
+        return max(walk, *map(sum, zip(*parts, strict=True)))
+
+    def decode_turn(self, requests: int) -> tuple[Line, ...]:
+        """Seconds of one output token for each of so many requests: the greatest of these lines.
+
+        Context costs the same in whichever micro-batch it is read, so the total is enough.
+        """
+        found = self._turns.get(requests)
+        if found is None:
+            found = self._turns[requests] = self._decode_turn(requests)
+        return found
+
+    def _decode_turn(self, requests: int) -> tuple[Line, ...]:
+        turns = min(self._micro_batches, requests)
+        size = requests / turns
+        stage_s, hop_s = self.step(Work(0.0, 0.0, size, 0.0, size))
+        walk = sum(stage_s) + sum(hop_s), sum(self._context_s) / turns
+        stages = ((turns * a, b) for a, b in zip(stage_s, self._context_s, strict=True))
+        return _upper([walk, *stages, *((turns * a, 0.0) for a in hop_s)])
+
+    @property
+    def _micro_batches(self) -> int:
+        return 1 if self.semantics == "literal" else self.stages
+
+    @cached_property
+    def _context_s(self) -> list[float]:
+        """Seconds of each stage per token of context: reading and attending are proportional to it."""
+        none, far = (self.step(Work(0.0, 0.0, 1.0, context, 1.0))[0] for context in (0.0, _FAR))
+        return [(b - a) / _FAR for a, b in zip(none, far, strict=True)]
+
+
+def _slowest(cluster: Cluster, left: np.ndarray, right: np.ndarray) -> Link:
+    pairs = np.ix_(left, right)
+    return Link(float(cluster.bandwidth_bytes_s[pairs].min()), float(cluster.latency_s[pairs].max()))
+
+
+def _upper(lines: list[Line]) -> tuple[Line, ...]:
+    """Those lines that are greatest somewhere from 0 on (or may be), the highest at 0 first."""
+    kept: list[Line] = []
+    for line in sorted(set(lines), reverse=True):
+        if not kept or line[1] > max(slope for _, slope in kept):
+            kept.append(line)
+    return tuple(kept)

@@ -1,0 +1,76 @@
+"""Room for KV cache on a replica, as the front end accounts for it; the simulator does likewise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster_specs.loader import resolve
+from cost_model.pipeline import PipelineSemantics, prefill_batches_held
+from cost_model.registry import make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.memory import kv_capacity_tokens
+from hexgen2.placement import Placement, Replica
+
+BATCHES_PER_REPLICA = 2
+
+
+def kv_budgets(placement: Placement) -> dict[str, int]:
+    """Tokens of KV cache that each replica may hold: what its memory has room for, as far as it is of use.
+
+    Where requests decode, that is what BATCHES_PER_REPLICA full batches of the longest context would take. A
+    prefill replica takes no more prompts than keep it busy, so that those which wait can still go elsewhere:
+    BATCHES_PER_REPLICA times those that it computes and sends, or as many of the longest.
+    """
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+    return {
+        replica.id: min(_useful_tokens(replica, placement), kv_capacity_tokens(replica, cluster, costs))
+        for replica in placement.replicas
+    }
+
+
+def _useful_tokens(replica: Replica, placement: Placement) -> int:
+    longest = placement.model.max_position
+    if replica.role != "prefill":
+        return BATCHES_PER_REPLICA * replica.max_batch * longest
+    semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
+    batches = prefill_batches_held(semantics, len(replica.stages))
+    planned = batches * replica.max_batch * math.ceil(placement.workload.isl)
+    return BATCHES_PER_REPLICA * max(planned, longest)
+
+
+@dataclass(slots=True)
+class Room:
+    """A replica's room, and what requests hold of it.
+
+    `held` has the tokens of KV cache per request. `refused` is set when the replica had no room although
+    the accounting saw some; it lasts until something is released.
+    """
+
+    kv_budget_tokens: int
+    max_batch: int
+    held: dict[Any, int] = field(default_factory=dict)
+    held_tokens: int = 0
+    refused: bool = False
+
+    def has_room(self, tokens: int, prefill_only: bool) -> bool:
+        """Whether a request of that many KV tokens may be sent here now.
+
+        Where requests decode: within the KV budget, and one batch in work with one on its way. Where
+        they are only prefilled, within the KV budget.
+        """
+        if self.refused or self.held_tokens + tokens > self.kv_budget_tokens:
+            return False
+        return prefill_only or len(self.held) < BATCHES_PER_REPLICA * self.max_batch
+
+    def hold(self, request_id: Any, tokens: int) -> None:
+        self.held[request_id] = tokens
+        self.held_tokens += tokens
+
+    def release(self, request_id: Any) -> None:
+        """Free what a request holds here; nothing if it holds nothing."""
+        self.held_tokens -= self.held.pop(request_id, 0)
+        self.refused = False

@@ -1,0 +1,189 @@
+"""Whole simulations against queueing theory, the cost model itself and the placement's own promises."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pytest import approx
+
+from cluster_specs.loader import resolve
+from cost_model.errors import InputError
+from cost_model.registry import make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.placement import Placement
+from hexgen2.search.problem import make_problem
+from hexgen2.simulator.records import Records
+from hexgen2.simulator.requests import Lengths, Requests, offline, online
+from hexgen2.simulator.run import simulate
+from hexgen2.simulator.simulation import Failure, Options, Simulation
+from hexgen2.simulator.timing import ReplicaTimes
+from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.registry import find_strategy
+
+
+def place(cluster: str, model: str, workload: str, strategy: str = "hexgen2") -> Placement:
+    return find_strategy(strategy)(make_problem(cluster, model, workload), SearchOptions())
+
+
+@pytest.fixture(scope="module")
+def setting() -> Placement:
+    return place("hexgen2-setting-1", "llama-2-70b", "HPHD")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Placement:
+    return place("hexgen2-case-study", "llama-2-13b", "HPLD")
+
+
+@pytest.fixture(scope="module")
+def colocated() -> Placement:
+    return place("hexgen2-case-study", "llama-2-13b", "HPLD", "vllm")
+
+
+def run(placement: Placement, requests: Requests, **options) -> Simulation:
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    simulation = Simulation(placement, cluster, Records(requests), Options(**options))
+    simulation.run()
+    return simulation
+
+
+def requests_of(*rows: tuple[float, int, int]) -> Requests:
+    arrival_s, isl, osl = (np.array(column) for column in zip(*rows, strict=True))
+    return Requests(arrival_s.astype(float), isl, osl, "by hand")
+
+
+def times_of(placement: Placement, replica_id: str) -> ReplicaTimes:
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+    return ReplicaTimes(placement.replica(replica_id), cluster, costs, "pipelined")
+
+
+def test_nothing_is_held_and_nothing_is_lost_at_the_end(setting):
+    simulation = run(setting, online(Lengths(setting.workload), 8.0, 600, seed=1))
+    records = simulation.records
+    assert not np.isnan(records.end_s).any() and not records.failed
+    assert all(room.held_tokens == 0 and not room.held for room in simulation.rooms.values())
+    assert (records.first_s > records.requests.arrival_s).all()
+    assert (records.end_s > records.first_s).all()
+    # Every token but a request's first has a gap before it.
+    assert sum(records.gaps) == records.requests.osl.sum() - len(records.requests)
+    spans = (records.end_s - records.first_s).sum()
+    assert np.dot(records.gap_s, records.gaps) == approx(spans, rel=1e-3)
+
+
+def test_the_same_seed_gives_the_same_results(setting):
+    asked = [online(Lengths(setting.workload), 9.0, 300, seed=4) for _ in range(2)]
+    assert simulate(setting, asked[0]) == simulate(setting, asked[1])
+
+
+def test_at_full_load_it_serves_what_the_placement_promises(setting):
+    found = simulate(setting, offline(Lengths(setting.workload), 3000, seed=0))
+    share = found["steady_request_throughput"] / setting.throughput.req_s
+    assert 0.96 < share < 1.005
+
+
+def test_traffic_follows_the_flows_of_the_placement(setting):
+    found = simulate(setting, online(Lengths(setting.workload), 3.0, 800, seed=2))
+    total = sum(route.flow_req_s for route in setting.routes)
+    for row, route in zip(found["routes"], setting.routes, strict=True):
+        assert row["requests"] == approx(800 * route.flow_req_s / total, abs=5)
+
+
+def test_a_lone_request_takes_what_the_cost_model_says(pair):
+    isl, osl = 700, 40
+    simulation = run(pair, requests_of((0.0, isl, osl)))
+    records = simulation.records
+    prefill, decode = times_of(pair, records.prefill[0]), times_of(pair, records.decode[0])
+    model = pair.model
+    costs = make_cost_model("calibrated", model, Lengths.load(None, isl, osl).workload.lengths)
+    first = 0.0
+    for j, (layers, group) in enumerate(zip(prefill.layers, prefill.groups, strict=True)):
+        first += layers * costs.layer_s("prefill", group, 1)
+        first += costs.edge_s("prefill", group, 1, j == prefill.stages - 1)
+    first += sum(costs.boundary_s("prefill", hop, 1) for hop in prefill.hops)
+    assert records.first_s[0] == approx(first)
+    steps = 0.0
+    for made in range(1, osl):
+        at = make_cost_model("calibrated", model, Lengths.load(None, isl + made - 0.5, 1).workload.lengths)
+        for j, (layers, group) in enumerate(zip(decode.layers, decode.groups, strict=True)):
+            steps += layers * at.layer_s("decode", group, 1)
+            steps += at.edge_s("decode", group, 1, j == decode.stages - 1)
+        steps += sum(at.boundary_s("decode", hop, 1) for hop in decode.hops)
+    landed = records.routes[records.prefill[0], records.decode[0]].after_s
+    assert landed > 0
+    assert records.end_s[0] - records.first_s[0] == approx(landed + steps)
+
+
+def test_a_prefill_replica_alone_is_an_m_d_1_queue(pair):
+    """Pollaczek and Khinchine; single-token requests, so long that each is a batch of its own."""
+    one = next(replica for replica in pair.replicas if replica.role == "prefill")
+    flows = [route for route in pair.routes if route.from_ == one.id]
+    alone = pair.model_copy(update={"routes": flows})
+    times = times_of(pair, one.id)
+    assert times.stages == 1
+    service = run(alone, requests_of((0.0, 2000, 1))).records.end_s[0]
+    rate = 0.7 / service
+    rng = np.random.default_rng(0)
+    arrivals = np.cumsum(rng.exponential(1 / rate, size=20_000))
+    requests = Requests(arrivals, np.full(20_000, 2000), np.ones(20_000, dtype=int), "poisson")
+    records = run(alone, requests).records
+    waits = records.end_s - arrivals - service
+    assert waits.mean() == approx(0.7 * service / (2 * (1 - 0.7)), rel=0.05)
+
+
+def test_a_lost_replica_fails_its_requests_or_has_them_start_over(setting):
+    decode = next(replica.id for replica in setting.replicas if replica.role == "decode")
+    asked = online(Lengths(setting.workload), 4.0, 400, seed=3)
+    failure = [Failure(40.0, decode)]
+    lost = run(setting, asked, failures=failure)
+    failed = set(lost.records.failed)
+    assert failed and all(asked.arrival_s[k] <= 40.0 for k in failed)
+    assert all(room.held_tokens == 0 for room in lost.rooms.values())
+    after = [name for name, at in zip(lost.records.decode, asked.arrival_s, strict=True) if at > 40.0]
+    assert decode not in after
+    recovered = run(setting, asked, failures=failure, recover=True)
+    assert not recovered.records.failed
+    assert sum(recovered.records.gaps) == asked.osl.sum() - len(asked)
+    assert all(room.held_tokens == 0 for room in recovered.rooms.values())
+
+
+def test_with_its_last_prefill_replica_everything_ends_with_a_reason(pair):
+    prefill = [replica.id for replica in pair.replicas if replica.role == "prefill"]
+    asked = online(Lengths(pair.workload), 2.0, 100, seed=0)
+    records = run(pair, asked, failures=[Failure(5.0, name) for name in prefill], recover=True).records
+    assert len(records.failed) + (~np.isnan(records.end_s)).sum() == 100
+    with pytest.raises(InputError):
+        run(pair, asked, failures=[Failure(1.0, "nobody")])
+
+
+@pytest.mark.parametrize("policy", ["alternate", "prefill-first", "chunked"])
+def test_colocated_replicas_serve_everything_under_every_policy(colocated, policy):
+    asked = online(Lengths(colocated.workload), 0.6 * colocated.throughput.req_s, 500, seed=0)
+    records = run(colocated, asked, policy=policy).records
+    assert not records.failed and not np.isnan(records.end_s).any()
+    assert sum(records.gaps) == asked.osl.sum() - len(asked)
+    spans = (records.end_s - records.first_s).sum()
+    assert np.dot(records.gap_s, records.gaps) == approx(spans, rel=2e-2)
+
+
+def test_chunks_keep_the_longest_gaps_short(colocated):
+    asked = online(Lengths.load(None, 3000, 200), 0.5 * colocated.throughput.req_s, 300, seed=0)
+    longest = {p: max(run(colocated, asked, policy=p).records.gap_s) for p in ("prefill-first", "chunked")}
+    assert longest["chunked"] < longest["prefill-first"]
+
+
+def test_when_kv_cache_runs_out_the_youngest_start_over_and_all_end(colocated):
+    one = colocated.replicas[0]
+    small = colocated.model_copy(update={"replicas": [one], "routes": []})
+    simulation = run(small, requests_of(*((0.0, 60, 400) for _ in range(8))), policy="chunked")
+    assert simulation.records.replicas[one.id].preemptions == 0
+    cluster = Cluster.from_spec(resolve(small.cluster, "cluster", Path()))
+    tight = Simulation(
+        small, cluster, Records(requests_of(*((0.0, 60, 400) for _ in range(8)))), Options("chunked")
+    )
+    replica = tight._replicas[one.id]
+    replica._kv_tokens = 1500
+    tight.run()
+    assert tight.records.replicas[one.id].preemptions > 0
+    assert not np.isnan(tight.records.end_s).any()
+    assert tight.records.end_s.max() > simulation.records.end_s.max()
