@@ -1,0 +1,54 @@
+"""Who is compared: a strategy, how its colocated replicas mix the phases, and the cluster that it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from cost_model.errors import InputError
+from hexgen2.simulator.colocated import POLICIES, Policy
+from hexgen2.strategies.registry import find_strategy
+
+ENGINES: dict[str, Policy] = {"hexgen": "prefill-first", "vllm": "chunked"}
+"""What the engine of a colocated strategy does: HexGen's knows no chunks, vLLM's has them by default."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Plans by `strategy` on `cluster`, and runs by `policy`."""
+
+    strategy: str
+    policy: Policy
+    cluster: str
+
+    @property
+    def name(self) -> str:
+        """As it is written: strategy, policy if it is not the usual one, and cluster."""
+        usual = ENGINES.get(self.strategy, "alternate")
+        policy = f":{self.policy}" if self.policy != usual else ""
+        return f"{self.strategy}{policy}@{self.cluster}"
+
+
+def parse_contenders(text: str, cluster: str) -> list[Contender]:
+    """Contenders from a list such as "hexgen2,vllm:prefill-first,distserve@hexgen2-homogeneous"; without a
+    cluster of its own, one gets `cluster`.
+
+    Raises
+    ------
+    InputError : an unknown strategy or policy, or nothing at all
+    """
+    found = []
+    for part in filter(None, (word.strip() for word in text.split(","))):
+        rest, _, own = part.partition("@")
+        strategy, _, policy = rest.partition(":")
+        find_strategy(strategy)
+        if policy and policy not in POLICIES:
+            remedy = f"use one of {', '.join(get_args(Policy))}"
+            raise InputError("--strategies", part[:100], f"unknown policy {policy[:40]!r}", remedy)
+        usual = ENGINES.get(strategy, "alternate")
+        found.append(Contender(strategy, policy or usual, own or cluster))  # type: ignore[arg-type]
+    if not found:
+        raise InputError("--strategies", "", "is empty", "name some, as in hexgen2,hexgen,vllm")
+    if len({one.name for one in found}) < len(found):
+        raise InputError("--strategies", text[:100], "names one twice", "name each once")
+    return found

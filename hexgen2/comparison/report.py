@@ -1,0 +1,172 @@
+"""A comparison as tables, CSV and plots."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from cost_model.errors import InputError
+from hexgen2.comparison.run import ATTAINMENT, SLO_SCALES, Entry, Settings
+
+NOTES = (
+    "Peak: simulated with all requests at once. Online: arrivals at random at {share:.0%} of the own peak.",
+    "SLO scale: multiple of the time that a request takes alone on the fewest H100 that hold the model, "
+    "within which {attainment:.0%} end when all get the same requests, {share:.0%} of the smallest peak.",
+)
+
+
+def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """One flat record for each contender and workload."""
+    found = []
+    for entry in entries:
+        row: dict[str, Any] = {
+            "workload": entry.workload,
+            "strategy": entry.contender.strategy,
+            "policy": entry.contender.policy,
+            "cluster": entry.contender.cluster,
+            "infeasible": entry.why,
+        }
+        if entry.placement is not None:
+            row |= {
+                "price_per_hour": entry.placement.price_per_hour,
+                "replicas": len(entry.placement.replicas),
+                "predicted_req_s": entry.placement.throughput.req_s,
+                "peak_req_s": entry.peak_req_s,
+                "peak_tok_s": entry.peak_tok_s,
+            }
+        for kind, result in (("online", entry.online), ("same_rate", entry.same_rate)):
+            keys = ("request_throughput", "output_throughput", *_LATENCIES)
+            row |= {f"{kind}_{key}": result[key] for key in keys if key in result}
+        row["slo_scale"] = entry.scale_needed
+        found.append(row)
+    return found
+
+
+_LATENCIES = tuple(
+    f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("mean", "p90", "p99")
+)
+
+
+def print_comparison(entries: Sequence[Entry], settings: Settings, console: Console) -> None:
+    """A table for each workload, the first contender the measure of the others' throughput."""
+    for workload, group in groupby(entries, key=lambda entry: entry.workload):
+        own = list(group)
+        first = own[0].peak_tok_s
+        console.print(f"{settings.model}, {workload}")
+        table = Table(
+            Column("strategy", overflow="fold"),
+            *("$/h", "peak req/s", "peak tok/s", "ratio", "online tok/s"),
+            *("TTFT ms (p90)", "TPOT ms (p90)", "SLO scale"),
+            box=None,
+        )
+        for entry in own:
+            if not entry.offline:
+                table.add_row(_short(entry, own[0]), "no placement")
+                continue
+            online = entry.online
+            assert entry.placement is not None
+            table.add_row(
+                _short(entry, own[0]),
+                f"{entry.placement.price_per_hour:.2f}",
+                f"{entry.peak_req_s:.4g}",
+                f"{entry.peak_tok_s:.5g}",
+                f"{entry.peak_tok_s / first:.3f}" if first else "",
+                f"{online['output_throughput']:.5g}",
+                f"{online['mean_ttft_ms']:.0f} ({online['p90_ttft_ms']:.0f})",
+                f"{online['mean_tpot_ms']:.1f} ({online['p90_tpot_ms']:.1f})",
+                f"{entry.scale_needed:.2f}" if entry.scale_needed else "",
+            )
+        console.print(table)
+    for note in NOTES:
+        console.print(note.format(share=settings.share, attainment=ATTAINMENT), style="dim")
+
+
+def _short(entry: Entry, first: Entry) -> str:
+    """The contender, without the cluster if it has the same as the first."""
+    name, cluster = entry.contender.name, entry.contender.cluster
+    return name.removesuffix(f"@{cluster}") if cluster == first.contender.cluster else name
+
+
+def write_comparison(entries: Sequence[Entry], settings: Settings, folder: Path) -> list[Path]:
+    """Tables as CSV, every placement and result as JSON, and plots where matplotlib is installed; the files
+    written.
+
+    Raises
+    ------
+    InputError : the folder cannot be written
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = [_write_csv(rows(entries), folder / "comparison.csv")]
+        curves = [_curve(entry) for entry in entries if entry.attainment]
+        if curves:
+            written.append(_write_csv(curves, folder / "slo_attainment.csv"))
+        for entry in entries:
+            if entry.placement is None:
+                continue
+            stem = f"{entry.workload}-{entry.contender.name}".replace("/", "_").replace(":", "-")
+            entry.placement.save(folder / f"{stem}.placement.json")
+            results = {"offline": entry.offline, "online": entry.online, "same_rate": entry.same_rate}
+            path = folder / f"{stem}.results.json"
+            path.write_text(json.dumps(results, indent=1) + "\n")
+            written.append(path)
+    except OSError as error:
+        raise InputError(
+            str(folder), "", f"cannot be written ({error.strerror})", "choose another"
+        ) from error
+    return written + plot(entries, settings, folder)
+
+
+def _curve(entry: Entry) -> dict[str, Any]:
+    shares = {f"scale_{scale:g}": share for scale, share in zip(SLO_SCALES, entry.attainment, strict=True)}
+    return {"workload": entry.workload, "contender": entry.contender.name, **shares}
+
+
+def _write_csv(records: list[dict[str, Any]], path: Path) -> Path:
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, columns, restval="")
+        writer.writeheader()
+        writer.writerows(records)
+    return path
+
+
+def plot(entries: Sequence[Entry], settings: Settings, folder: Path) -> list[Path]:
+    """Bars of throughput and curves of SLO attainment; nothing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return []
+    workloads = list(dict.fromkeys(entry.workload for entry in entries))
+    names = list(dict.fromkeys(entry.contender.name for entry in entries))
+    by_key = {(entry.workload, entry.contender.name): entry for entry in entries}
+    bars = Figure(figsize=(2.5 + 2 * len(workloads), 4))
+    axis = bars.subplots()
+    for k, name in enumerate(names):
+        heights = [by_key[workload, name].peak_tok_s for workload in workloads]
+        places = [w + (k - (len(names) - 1) / 2) * 0.8 / len(names) for w in range(len(workloads))]
+        axis.bar(places, heights, 0.8 / len(names), label=name)
+    axis.set_xticks(range(len(workloads)), workloads)
+    axis.set(ylabel="output tokens/s", title=f"{settings.model}: simulated peak throughput")
+    axis.legend(fontsize="small")
+    curves = Figure(figsize=(4 * len(workloads), 3.5))
+    for axis, workload in zip(curves.subplots(1, len(workloads), squeeze=False)[0], workloads, strict=True):
+        for name in names:
+            if by_key[workload, name].attainment:
+                axis.plot(SLO_SCALES, by_key[workload, name].attainment, label=name)
+        axis.set(title=workload, xscale="log", xlabel="SLO scale", ylabel="attainment", ylim=(0, 1.02))
+    if workloads:
+        axis.legend(fontsize="x-small")
+    written = []
+    for figure, stem in ((bars, "throughput"), (curves, "slo_attainment")):
+        figure.tight_layout()
+        figure.savefig(folder / f"{stem}.svg", metadata={"Date": None})
+        written.append(folder / f"{stem}.svg")
+    return written
