@@ -21,7 +21,7 @@ from hexgen2.cluster import Cluster
 from hexgen2.comparison.contenders import Contender
 from hexgen2.comparison.reference import Reference
 from hexgen2.placement import Placement
-from hexgen2.search.problem import make_problem
+from hexgen2.search.problem import Problem, make_problem
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.requests import Lengths, Requests, offline, online
 from hexgen2.simulator.run import results
@@ -92,9 +92,11 @@ def compare(
     InputError : a cluster, model or workload that is not there, or a strategy that cannot be run so
     """
     entries = []
-    for name in workloads:
-        lengths = Lengths.load(name)
-        row = [_offline(contender, name, lengths, settings, progress) for contender in contenders]
+    # All of them first, so that what is wrong is said before anything takes time.
+    lengths_of = {name: Lengths.load(name) for name in workloads}
+    problems = {(c, name): _problem(c, name, settings) for c in contenders for name in workloads}
+    for name, lengths in lengths_of.items():
+        row = [_offline(c, problems[c, name], name, lengths, settings, progress) for c in contenders]
         entries += row
         peaks = [entry.peak_req_s for entry in row if entry.peak_req_s > 0]
         for entry in row:
@@ -104,13 +106,21 @@ def compare(
     return entries
 
 
+def _problem(contender: Contender, workload: str, settings: Settings) -> Problem:
+    asked = contender.cluster, settings.model, workload, None, None, settings.cost_model, settings.pipeline
+    return make_problem(*asked, links=settings.links)
+
+
 def _offline(
-    contender: Contender, workload: str, lengths: Lengths, settings: Settings, progress: Progress
+    contender: Contender,
+    problem: Problem,
+    workload: str,
+    lengths: Lengths,
+    settings: Settings,
+    progress: Progress,
 ) -> Entry:
     entry = Entry(contender, workload)
     progress(f"{workload}: {contender.name}, search")
-    asked = contender.cluster, settings.model, workload, None, None, settings.cost_model, settings.pipeline
-    problem = make_problem(*asked, links=settings.links)
     try:
         options = SearchOptions(seed=settings.seed, time_limit_s=settings.time_limit_s)
         entry.placement = find_strategy(contender.strategy)(problem, options)

@@ -1,0 +1,139 @@
+"""`hexgen2 simulate` and `hexgen2 compare` as a user runs them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEXGEN2 = str(Path(sys.executable).with_name("hexgen2"))
+LATENCIES = [
+    f"{kind}_{name}_ms"
+    for kind in ("mean", "median", "p90", "p99")
+    for name in ("ttft", "tpot", "itl", "e2el")
+]
+
+
+def hexgen2(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([HEXGEN2, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def refused(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 2 and result.stdout == "", result.stderr
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def placement(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("simulate") / "placement.json"
+    done = hexgen2(
+        "search",
+        "--cluster",
+        "hexgen2-case-study",
+        "--model",
+        "llama-2-13b",
+        "--workload",
+        "LPLD",
+        "-o",
+        str(path),
+    )
+    assert done.returncode == 0, done.stderr
+    return str(path)
+
+
+@pytest.fixture
+def trace(tmp_path) -> str:
+    path = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:{k // 60:02}:{k % 60:02}.5,{100 + k},{5 + k % 7}" for k in range(120)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    return str(path)
+
+
+def test_results_have_the_names_of_the_benchmark(placement, tmp_path):
+    out, lines = tmp_path / "results.json", tmp_path / "requests.csv"
+    options = ["--request-rate", "5", "--num-requests", "200", "--ttft", "500", "--tpot", "100"]
+    done = hexgen2("simulate", placement, *options, "-o", str(out), "--requests-out", str(lines), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert json.loads(out.read_text()) == found
+    assert found["completed"] == 200 and found["failed"] == 0
+    assert found["request_goodput"] <= found["request_throughput"]
+    assert all(found[key] > 0 for key in LATENCIES)
+    assert sum(row["requests"] for row in found["routes"]) == 200
+    with lines.open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert sorted(int(row["request"]) for row in rows) == list(range(200))
+    waits = [float(row["first_token_s"]) - float(row["arrival_s"]) for row in rows]
+    assert sum(waits) / 200 * 1e3 == pytest.approx(found["mean_ttft_ms"], rel=1e-3)
+
+
+def test_a_trace_is_replayed_at_its_times_or_faster(placement, trace):
+    slow = json.loads(hexgen2("simulate", placement, "--workload", trace, "--json").stdout)
+    assert slow["completed"] == 120 and 119 < slow["duration_s"] < 130
+    fast = json.loads(
+        hexgen2("simulate", placement, "--workload", trace, "--request-rate", "10", "--json").stdout
+    )
+    assert 11.9 < fast["duration_s"] < 20
+    first = json.loads(
+        hexgen2("simulate", placement, "--workload", trace, "--duration-s", "30", "--json").stdout
+    )
+    assert first["completed"] == 31
+
+
+def test_tables_for_people(placement):
+    done = hexgen2("simulate", placement, "--offline", "--num-requests", "100", "--fail", "decode-0@0.5")
+    assert done.returncode == 0, done.stderr
+    assert "TTFT" in done.stdout and "KV route" in done.stdout and "failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], "--request-rate"),
+        (["--offline", "--request-rate", "3"], "--offline"),
+        (["--offline", "--duration-s", "3"], "--offline"),
+        (["--request-rate", "0"], "--request-rate"),
+        (["--request-rate", "3", "--fail", "decode-0"], "--fail"),
+        (["--request-rate", "3", "--fail", "decode-0@soon"], "--fail"),
+        (["--request-rate", "3", "--fail", "nobody@3"], "nobody"),
+        (["--request-rate", "3", "--workload", "nothing"], "nothing"),
+        (["--request-rate", "3", "-o", "/nowhere/at/all.json"], "/nowhere"),
+        (["--request-rate", "3", "--requests-out", "/nowhere/at/all.csv"], "/nowhere"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line(placement, options, named):
+    assert named in refused(hexgen2("simulate", placement, *options))
+
+
+def test_a_broken_placement_is_refused(tmp_path, placement):
+    broken = json.loads(Path(placement).read_text())
+    broken["routes"][0]["to"] = "nobody"
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(broken))
+    assert "nobody" in refused(hexgen2("simulate", str(path), "--offline"))
+
+
+def test_compare_prints_tables_and_writes_files(tmp_path):
+    options = ["--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "LPLD,HPLD"]
+    options += ["--strategies", "distserve,vllm", "--seconds", "5"]
+    done = hexgen2("compare", *options, "-o", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("SLO scale") >= 2
+    table = (tmp_path / "out" / "comparison.csv").read_text().splitlines()
+    assert len(table) == 5
+    rows = json.loads(hexgen2("compare", *options, "--json").stdout)
+    assert [row["strategy"] for row in rows] == ["distserve", "vllm"] * 2
+
+
+@pytest.mark.parametrize("options", [["--strategies", "nobody"], ["--workload", "x"], ["--cluster", "x"]])
+def test_compare_refuses_what_it_does_not_know(options):
+    asked = {"--cluster": "hexgen2-case-study", "--model": "llama-2-13b", "--workload": "LPLD"}
+    asked |= dict([options])
+    assert asked[options[0]] in refused(
+        hexgen2("compare", *(word for pair in asked.items() for word in pair))
+    )
