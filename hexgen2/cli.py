@@ -11,6 +11,7 @@ import click
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
+from hexgen2.commands.bench import bench
 from hexgen2.commands.options import POSITIVE
 from hexgen2.commands.simulate import simulate
 from hexgen2.goal import OBJECTIVES, make_goal
@@ -228,6 +229,7 @@ def list_(what: str) -> None:
         click.echo(f"{name:28} {description}")
 
 
+cli.add_command(bench)
 cli.add_command(simulate)
 
 
