@@ -32,32 +32,49 @@ class Load:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Run:
+    """What was measured, of which model, by requests of which dialect; `placement` is that of
+    `hexgen2 launch`, empty for other servers."""
+
+    seen: Measurements
+    model: str
+    dialect: Dialect
+    placement: dict[str, Any]
+
+
 def bench(
     load: Load,
     requests: Requests,
     targets_ms: dict[str, float],
     progress: Callable[[Measurements], None] | None = None,
 ) -> dict[str, Any]:
-    """Send the requests and measure; Ctrl-C ends it, with what was measured so far.
+    """Figures of what `measure` finds, as JSON.
 
     Parameters
     ----------
     targets_ms : of ttft and tpot; see summarise
+    """
+    run = measure(load, requests, progress)
+    found = figures(run.seen, targets_ms, run.dialect, run.placement)
+    return {"endpoint": load.url, "model": run.model, "requests": requests.source, **found}
+
+
+def measure(load: Load, requests: Requests, progress: Callable[[Measurements], None] | None = None) -> Run:
+    """Send the requests and see what comes; Ctrl-C ends it, with what was measured so far.
+
+    Parameters
+    ----------
     progress : called every other second
 
     Raises
     ------
     InputError : the server cannot be reached, or cannot answer at all
     """
-    return asyncio.run(_bench(load, requests, targets_ms, progress))
+    return asyncio.run(_measure(load, requests, progress))
 
 
-async def _bench(
-    load: Load,
-    requests: Requests,
-    targets_ms: dict[str, float],
-    progress: Callable[[Measurements], None] | None,
-) -> dict[str, Any]:
+async def _measure(load: Load, requests: Requests, progress: Callable[[Measurements], None] | None) -> Run:
     server = Server(Address.parse(load.url), load.api_key)
     model = await find_model(server, load.model)
     dialect = await find_dialect(server, model)
@@ -75,8 +92,7 @@ async def _bench(
         loop.remove_signal_handler(signal.SIGINT)
         if showing is not None:
             showing.cancel()
-    found = figures(seen, targets_ms, dialect, placement)
-    return {"endpoint": load.url, "model": model, "requests": requests.source, **found}
+    return Run(seen, model, dialect, placement)
 
 
 async def _send(server: Server, model: str, dialect: Dialect, load: Load, seen: Measurements) -> None:
