@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,10 +142,12 @@ class Transfers:
                 self._shares[resource] = _shares(users, resource)
         shares = self._shares
         for transfer in affected:
-            full = transfer.most == math.inf
             rate = transfer.most
+            full = rate == math.inf
             for resource, busy_s in transfer.busy_s.items():
-                rate = min(rate, shares[resource][full] / busy_s)
+                own = shares[resource][full] / busy_s
+                if own < rate:
+                    rate = own
             if rate == transfer.rate and transfer is not changed:
                 continue
             transfer.left -= transfer.rate * (now - transfer.at_s)
@@ -176,16 +178,18 @@ class Transfers:
         self._share(now, transfer)
 
 
-def _shares(users: Iterable[_Transfer], resource: Resource) -> tuple[float, float]:
+def _shares(users: Collection[_Transfer], resource: Resource) -> tuple[float, float]:
     """Shares of a resource's time: of a transfer that is still being computed, an equal one, of which it
     takes what it needs; of the others, what that leaves, divided."""
-    everyone = list(users)
-    equal = 1 / len(everyone)
-    slow = [transfer for transfer in everyone if transfer.most != math.inf]
-    if not slow or len(slow) == len(everyone):
-        return equal, equal
-    taken = sum(min(equal, transfer.most * transfer.busy_s[resource]) for transfer in slow)
-    return equal, (1 - taken) / (len(everyone) - len(slow))
+    equal = 1 / len(users)
+    taken, others = 0.0, 0
+    for transfer in users:
+        if transfer.most == math.inf:
+            others += 1
+        else:
+            needs = transfer.most * transfer.busy_s[resource]
+            taken += needs if needs < equal else equal
+    return equal, (1 - taken) / others if 0 < others < len(users) else equal
 
 
 def binding(costs: Mapping[Any, RouteCost]) -> dict[Any, RouteCost]:
