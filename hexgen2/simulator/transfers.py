@@ -82,6 +82,7 @@ class Transfers:
         self._users: dict[Resource, dict[_Transfer, None]] = defaultdict(dict)
         self._shares: dict[Resource, tuple[float, float]] = {}
         self._under_way: dict[object, _Transfer] = {}
+        self._changed: dict[_Transfer, None] = {}
 
     def begin(
         self,
@@ -133,14 +134,22 @@ class Transfers:
             self._start(now, transfer)
 
     def _share(self, now: float, changed: _Transfer) -> None:
-        """Anew the rates of all that share something with a transfer that began, changed or ended."""
+        """Have rates follow a transfer that began, changed or ended; once for all that happens now, since the
+        prompts of a batch do the same at the same time."""
+        if not self._changed:
+            self._schedule(now, self._share_anew, None)
+        self._changed[changed] = None
+
+    def _share_anew(self, now: float, _: None) -> None:
+        """Anew the rates of all that share something with one that changed."""
+        changed, shares = self._changed, self._shares
+        self._changed = {}
         affected: dict[_Transfer, None] = {}
-        for resource in changed.busy_s:
+        for resource in dict.fromkeys(resource for transfer in changed for resource in transfer.busy_s):
             users = self._users[resource]
             affected |= users
             if users:
-                self._shares[resource] = _shares(users, resource)
-        shares = self._shares
+                shares[resource] = _shares(users, resource)
         for transfer in affected:
             rate = transfer.most
             full = rate == math.inf
@@ -148,7 +157,7 @@ class Transfers:
                 own = shares[resource][full] / busy_s
                 if own < rate:
                     rate = own
-            if rate == transfer.rate and transfer is not changed:
+            if rate == transfer.rate and transfer not in changed:
                 continue
             transfer.left -= transfer.rate * (now - transfer.at_s)
             transfer.rate, transfer.at_s = rate, now
