@@ -11,6 +11,7 @@ import click
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
+from hexgen2.commands.bench import bench
 from hexgen2.commands.compare import compare
 from hexgen2.commands.options import POSITIVE
 from hexgen2.commands.simulate import simulate
@@ -229,7 +230,7 @@ def list_(what: str) -> None:
         click.echo(f"{name:28} {description}")
 
 
-for command in (simulate, compare):
+for command in (simulate, compare, bench):
     cli.add_command(command)
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
 from cost_model.errors import InputError
+from hexgen2.commands.arrivals import arrivals
 from hexgen2.commands.options import POSITIVE
-
-DEFAULT_REQUESTS = 2000
+from hexgen2.commands.output import check_folder, write, written
 
 
 @click.command()
@@ -80,54 +76,29 @@ def simulate(
     loaded = Placement.load(placement)
     verify(loaded, str(placement))
     for path in (output, requests_out):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InputError(str(path), "", "its folder does not exist", "create it first")
+        check_folder(path)
     if workload is None and isl is None and osl is None:
         lengths = Lengths(loaded.workload)
     else:
         lengths = Lengths.load(workload, isl, osl)
-    requests = _requests(lengths, request_rate, offline, num_requests, duration_s, burstiness, seed)
+    requests = arrivals(lengths, request_rate, offline, num_requests, duration_s, burstiness, seed)
     goal = loaded.goal.model_copy(
         update={key: value for key, value in (("ttft_ms", ttft), ("tpot_ms", tpot)) if value is not None}
     )
     loaded = loaded.model_copy(update={"goal": goal})
     options = Options(policy, queue_limit, [_failure(text) for text in failures], recover)
-    with _written(requests_out) as stream:
+    with written(requests_out) as stream:
         found = run(loaded, requests, options, stream, _progress(len(requests)))
     text = json.dumps(found, indent=1) + "\n"
-    if output is not None:
-        with _written(output) as stream:
-            assert stream is not None
-            stream.write(text)
+    write(output, text)
     if as_json:
         click.echo(text, nl=False)
     else:
         from hexgen2.report import make_console
-        from hexgen2.simulator.report import print_results
+        from hexgen2.results_report import print_results
 
-        print_results(found, make_console())
-
-
-def _requests(lengths, rate, offline, count, duration_s, burstiness, seed):
-    """What arrives: a trace at its own times, or drawn lengths at a rate or all at once."""
-    from hexgen2.simulator import requests as arrivals
-
-    if offline and rate is not None:
-        raise InputError("--offline", "", "leaves no room for --request-rate", "give one of them")
-    if offline and duration_s is not None:
-        raise InputError(
-            "--offline", "", "leaves no room for --duration-s", "say how many with --num-requests"
-        )
-    timed = lengths.trace is not None and lengths.trace.arrival_s[-1] > 0
-    if rate is None and not offline and not timed:
-        raise InputError("--request-rate", "", "is missing", "give it, --offline, or a trace with times")
-    if offline:
-        return arrivals.offline(lengths, count or DEFAULT_REQUESTS, seed)
-    if rate is None or (timed and count is None and burstiness == 1.0):
-        return arrivals.replay(lengths.trace, rate, duration_s or float("inf"), count)
-    if count is None:
-        count = DEFAULT_REQUESTS if duration_s is None else int(rate * duration_s * 1.5 + 100)
-    return arrivals.online(lengths, rate, count, seed, burstiness).until(duration_s)
+        head = f"{found['model']} on {found['cluster']}, strategy {found['placement']}"
+        print_results(head, found, make_console())
 
 
 def _failure(text: str):
@@ -141,28 +112,6 @@ def _failure(text: str):
     if not replica or not 0 <= when < float("inf"):
         raise InputError("--fail", text[:100], "is not a replica and a time", "write decode-0@60")
     return Failure(when, replica)
-
-
-@contextmanager
-def _written(path: Path | None) -> Iterator[TextIO | None]:
-    """A file to write that appears whole at the end, or not at all."""
-    if path is None:
-        yield None
-        return
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise InputError(
-            str(path), "", f"cannot be written ({error.strerror})", "choose a writable path"
-        ) from error
-    try:
-        with os.fdopen(handle, "w", newline="") as stream:
-            yield stream
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _progress(total: int):

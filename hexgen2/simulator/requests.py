@@ -89,6 +89,11 @@ class Lengths:
         return isl, osl
 
     @property
+    def timed(self) -> bool:
+        """Whether there is a trace that says when requests come."""
+        return self.trace is not None and bool(self.trace.arrival_s[-1] > 0)
+
+    @property
     def source(self) -> str:
         """In words."""
         if self.trace is not None:

@@ -45,6 +45,9 @@ class ReplicaTimes:
             TensorGroup(cluster.types[int(cluster.type_of[own[0]])], len(own), _slowest(cluster, own, own))
             for own in members
         ]
+        # Stages of like groups have like layers: each kind is timed once.
+        self._kinds = list(dict.fromkeys(self.groups))
+        self._kind_of = [self._kinds.index(group) for group in self.groups]
         self.hops = [_slowest(cluster, a, b) for a, b in itertools.pairwise(members)]
         self.costs, self.semantics, self.stages = costs, semantics, len(members)
         self._turns: dict[int, tuple[Line, ...]] = {}
@@ -56,11 +59,13 @@ class ReplicaTimes:
 
     def step(self, work: Work) -> tuple[list[float], list[float]]:
         """Seconds of each stage and of each hop."""
-        last = self.stages - 1
+        costs, last = self.costs, self.stages - 1
+        layer_s = [costs.layer_work_s(group, work) for group in self._kinds]
         stage_s = [
-            layers * self.costs.layer_work_s(group, work)
-            + self.costs.edge_work_s(group, work.sampled, j == last)
-            for j, (layers, group) in enumerate(zip(self.layers, self.groups, strict=True))
+            layers * layer_s[kind] + costs.edge_work_s(group, work.sampled, j == last)
+            for j, (layers, kind, group) in enumerate(
+                zip(self.layers, self._kind_of, self.groups, strict=True)
+            )
         ]
         return stage_s, [self.costs.boundary_work_s(hop, work.tokens) for hop in self.hops]
 

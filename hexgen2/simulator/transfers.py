@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +82,7 @@ class Transfers:
         self._users: dict[Resource, dict[_Transfer, None]] = defaultdict(dict)
         self._shares: dict[Resource, tuple[float, float]] = {}
         self._under_way: dict[object, _Transfer] = {}
+        self._changed: dict[_Transfer, None] = {}
 
     def begin(
         self,
@@ -133,20 +134,30 @@ class Transfers:
             self._start(now, transfer)
 
     def _share(self, now: float, changed: _Transfer) -> None:
-        """Anew the rates of all that share something with a transfer that began, changed or ended."""
+        """Have rates follow a transfer that began, changed or ended; once for all that happens now, since the
+        prompts of a batch do the same at the same time."""
+        if not self._changed:
+            self._schedule(now, self._share_anew, None)
+        self._changed[changed] = None
+
+    def _share_anew(self, now: float, _: None) -> None:
+        """Anew the rates of all that share something with one that changed."""
+        changed, shares = self._changed, self._shares
+        self._changed = {}
         affected: dict[_Transfer, None] = {}
-        for resource in changed.busy_s:
+        for resource in dict.fromkeys(resource for transfer in changed for resource in transfer.busy_s):
             users = self._users[resource]
             affected |= users
             if users:
-                self._shares[resource] = _shares(users, resource)
-        shares = self._shares
+                shares[resource] = _shares(users, resource)
         for transfer in affected:
-            full = transfer.most == math.inf
             rate = transfer.most
+            full = rate == math.inf
             for resource, busy_s in transfer.busy_s.items():
-                rate = min(rate, shares[resource][full] / busy_s)
-            if rate == transfer.rate and transfer is not changed:
+                own = shares[resource][full] / busy_s
+                if own < rate:
+                    rate = own
+            if rate == transfer.rate and transfer not in changed:
                 continue
             transfer.left -= transfer.rate * (now - transfer.at_s)
             transfer.rate, transfer.at_s = rate, now
@@ -176,16 +187,18 @@ class Transfers:
         self._share(now, transfer)
 
 
-def _shares(users: Iterable[_Transfer], resource: Resource) -> tuple[float, float]:
+def _shares(users: Collection[_Transfer], resource: Resource) -> tuple[float, float]:
     """Shares of a resource's time: of a transfer that is still being computed, an equal one, of which it
     takes what it needs; of the others, what that leaves, divided."""
-    everyone = list(users)
-    equal = 1 / len(everyone)
-    slow = [transfer for transfer in everyone if transfer.most != math.inf]
-    if not slow or len(slow) == len(everyone):
-        return equal, equal
-    taken = sum(min(equal, transfer.most * transfer.busy_s[resource]) for transfer in slow)
-    return equal, (1 - taken) / (len(everyone) - len(slow))
+    equal = 1 / len(users)
+    taken, others = 0.0, 0
+    for transfer in users:
+        if transfer.most == math.inf:
+            others += 1
+        else:
+            needs = transfer.most * transfer.busy_s[resource]
+            taken += needs if needs < equal else equal
+    return equal, (1 - taken) / others if 0 < others < len(users) else equal
 
 
 def binding(costs: Mapping[Any, RouteCost]) -> dict[Any, RouteCost]:

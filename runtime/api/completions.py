@@ -75,6 +75,7 @@ async def _whole(service: Service, body: CompletionRequest, answer: Answer) -> R
 async def _chunks(
     service: Service, body: CompletionRequest, answer: Answer, pieces: AsyncIterator[Piece]
 ) -> AsyncIterator[dict[str, Any]]:
+    """A chunk for each token, so that a client can measure; some have no text, as in vLLM's answers."""
     envelope = _envelope(service)
     logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.generations]
     async for piece in pieces:
@@ -82,7 +83,6 @@ async def _chunks(
         if body.logprobs is not None:
             logprobs[piece.choice].add(piece.output)
             details = logprobs[piece.choice].take()
-        if piece.text or piece.finish_reason or details:
-            yield {**envelope, "choices": [_choice(piece.choice, piece.text, details, piece.finish_reason)]}
+        yield {**envelope, "choices": [_choice(piece.choice, piece.text, details, piece.finish_reason)]}
     if body.stream_options and body.stream_options.include_usage:
         yield {**envelope, "choices": [], "usage": answer.usage(), "hexgen2": answer.trace()}

@@ -1,0 +1,182 @@
+"""One streamed completion after the other from an OpenAI endpoint, each measured token by token."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cost_model.errors import InputError
+from hexgen2.bench.http import HttpError, Response, Server
+from hexgen2.bench.measurements import Measurements
+
+_TOKEN_IDS = range(16, 240)
+"""In every vocabulary, and most often bytes or words, not special tokens."""
+_WORDS = ("a", "and", "be", "have", "in", "it", "not", "of", "on", "that", "the", "to", "with", "you")
+"""One token each, space included, in any usual vocabulary."""
+_REFUSED = (400, 404, 415, 422)
+_DATA, _DONE = b"data:", b"[DONE]"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a server takes beyond the plain API: prompts of token ids, and answers of exactly the length asked
+    for. Without, a word counts as a token, and answers may be shorter."""
+
+    token_ids: bool = True
+    ignore_eos: bool = True
+
+
+class Failure(Exception):
+    """A request got no whole answer; the message says why."""
+
+
+async def find_model(server: Server, wanted: str | None) -> str:
+    """The model to ask for: that of the server, or the one wanted if the server has it.
+
+    Raises
+    ------
+    InputError : the server cannot be reached, refuses the key, or lacks the model
+    """
+    url = server.address.url
+    try:
+        response = await server.get("/v1/models")
+        body = await response.read()
+    except HttpError as error:
+        remedy = "start it (`hexgen2 launch`), or correct the URL"
+        raise InputError(url, "", f"cannot be reached ({error})", remedy) from error
+    if response.status in (401, 403):
+        raise InputError("--api-key", "", f"is missing or wrong ({_message(body)})", "give the server's key")
+    served = _ids(body) if response.status == 200 else []
+    if wanted is None:
+        if not served:
+            problem = f"/v1/models names no model (status {response.status})"
+            raise InputError(url, "", problem, "give the URL of an OpenAI server, or --model")
+        return served[0]
+    if served and wanted not in served:
+        raise InputError("--model", wanted, f"is not served by {url}", f"use one of {', '.join(served)}")
+    return wanted
+
+
+async def find_dialect(server: Server, model: str) -> Dialect:
+    """What the server takes, by asking it for a token or two; that also warms it up.
+
+    Raises
+    ------
+    InputError : it answers no completion at all
+    """
+    said = ""
+    for ignore_eos, token_ids in itertools.product((True, False), repeat=2):
+        dialect = Dialect(token_ids, ignore_eos)
+        try:
+            response = await server.post("/v1/completions", request_body(model, dialect, 4, 2))
+            body = await response.read()
+        except HttpError as error:
+            raise InputError(
+                server.address.url, "/v1/completions", str(error), "see the server's log"
+            ) from None
+        if response.status == 200:
+            return dialect
+        said = f"answers {response.status}: {_message(body)}"
+        if response.status not in _REFUSED:
+            break
+    raise InputError(server.address.url, "/v1/completions", said, "give a server that completes")
+
+
+def request_body(model: str, dialect: Dialect, isl: int, osl: int, rng: random.Random | None = None) -> bytes:
+    """JSON that asks for osl tokens after a random prompt of isl tokens."""
+    choices = (rng or random.Random(0)).choices
+    prompt: Any = choices(_TOKEN_IDS, k=isl) if dialect.token_ids else " ".join(choices(_WORDS, k=isl))
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": osl,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if dialect.ignore_eos:
+        body["ignore_eos"] = True
+    return json.dumps(body).encode()
+
+
+async def complete(
+    server: Server, body: bytes, index: int, seen: Measurements, clock: Callable[[], float]
+) -> None:
+    """Send one request and write down what comes."""
+    seen.sent_s[index] = clock()
+    try:
+        response = await server.post("/v1/completions", body)
+        if response.status != 200:
+            raise Failure(f"{response.status}: {_message(await response.read())}")
+        await _follow(response, index, seen, clock)
+    except (Failure, HttpError) as error:
+        seen.failed[index] = str(error)
+
+
+async def _follow(response: Response, index: int, seen: Measurements, clock: Callable[[], float]) -> None:
+    """Take a stream's events to its end; the request counts as ended only if its answer is whole."""
+    tokens, last, finished = 0, 0.0, False
+    usage: dict[str, Any] = {}
+    async for line in response.lines():
+        if not line.startswith(_DATA):
+            continue
+        now = clock()
+        data = line[len(_DATA) :].strip()
+        if data == _DONE:
+            continue
+        event = _event(data)
+        if "error" in event:
+            response.close()
+            raise Failure(_error_text(event["error"]))
+        usage = event.get("usage") or usage
+        if route := event.get("hexgen2"):
+            seen.routes[index] = route["prefill_replica"], route["decode_replica"], route["kv_bytes"]
+        choices = event.get("choices")
+        if not choices:
+            continue
+        if tokens:
+            seen.gap_s.append(now - last)
+        else:
+            seen.first_s[index] = now
+        tokens, last = tokens + 1, now
+        finished = finished or bool(choices[0].get("finish_reason"))
+    if not finished:
+        raise Failure("the stream ended before the answer did")
+    seen.isl[index] = usage.get("prompt_tokens", seen.isl[index])
+    seen.osl[index] = usage.get("completion_tokens", tokens)
+    seen.end_s[index] = last
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise Failure("an event of the stream is not a JSON object")
+    return event
+
+
+def _ids(body: bytes) -> list[str]:
+    """Names of the models in an answer of /v1/models."""
+    try:
+        return [str(card["id"]) for card in json.loads(body)["data"]]
+    except (ValueError, TypeError, KeyError):
+        return []
+
+
+def _message(body: bytes) -> str:
+    """What an error's body says, on one line."""
+    try:
+        return _error_text(json.loads(body)["error"])
+    except (ValueError, TypeError, KeyError):
+        return " ".join(body.decode("utf-8", "replace").split())[:200] or "no reason given"
+
+
+def _error_text(error: Any) -> str:
+    text = error.get("message", "") if isinstance(error, dict) else error
+    return " ".join(str(text).split())[:200] or "no reason given"

@@ -1,0 +1,100 @@
+"""vLLM's figures of what a client saw, and where its requests ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hexgen2.bench.completions import Dialect
+from hexgen2.bench.measurements import Measurements
+from hexgen2.results import summarise
+
+
+def figures(
+    seen: Measurements, targets_ms: Mapping[str, float], dialect: Dialect, placement: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keys of a simulation, as far as a client can know them.
+
+    Parameters
+    ----------
+    targets_ms : of ttft and tpot; see summarise
+    placement : as `/placement` has it, for what replicas and routes are planned to carry; may be empty
+    """
+    over = ~np.isnan(seen.end_s)
+    over[list(seen.failed)] = True
+    gaps = np.frombuffer(seen.gap_s, dtype=float)
+    found = summarise(
+        seen.sent_s[over],
+        seen.first_s[over],
+        seen.end_s[over],
+        seen.isl[over],
+        seen.osl[over],
+        (gaps, np.ones(len(gaps))),
+        targets_ms,
+    )
+    replicas, routes = _traffic(seen, found["duration_s"] or 1.0, placement)
+    result = {
+        **found,
+        "replicas": replicas,
+        "routes": routes,
+        "failures": dict(Counter(seen.failed.values())),
+        "unfinished": int((~over).sum()),
+        "interrupted": seen.interrupted,
+        "client_late_ms": seen.late_s * 1e3,
+        "assumptions": _assumptions(dialect, bool(routes)),
+    }
+    if placement:
+        result["predicted_req_s"] = placement["throughput"]["req_s"]
+    return result
+
+
+def _traffic(
+    seen: Measurements, duration_s: float, placement: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Figures of replicas and of routes, from the requests that ended and said where they ran."""
+    replicas: dict[str, dict[str, Any]] = {}
+    routes: dict[tuple[str, str], dict[str, Any]] = {}
+    capacity = {r["id"]: r["capacity_req_s"] for r in placement.get("replicas", [])}
+    of_route = {(r["from"], r["to"]): r["capacity_req_s"] for r in placement.get("routes", [])}
+    for name in capacity:
+        replicas[name] = {"requests": 0, "mean_queue": 0.0, "mean_running": 0.0}
+    for ends in of_route:
+        routes[ends] = {"from": ends[0], "to": ends[1], "requests": 0, "bytes": 0}
+    for index in sorted(seen.routes):
+        prefill, decode, moved = seen.routes[index]
+        if np.isnan(seen.end_s[index]):
+            continue
+        for name in {prefill, decode}:
+            row = replicas.setdefault(name, {"requests": 0, "mean_queue": 0.0, "mean_running": 0.0})
+            row["requests"] += 1
+        replicas[prefill]["mean_queue"] += float(seen.first_s[index] - seen.sent_s[index]) / duration_s
+        replicas[decode]["mean_running"] += float(seen.end_s[index] - seen.first_s[index]) / duration_s
+        if prefill != decode:
+            route = routes.setdefault(
+                (prefill, decode), {"from": prefill, "to": decode, "requests": 0, "bytes": 0}
+            )
+            route["requests"] += 1
+            route["bytes"] += moved
+    for name, row in replicas.items():
+        if name in capacity:
+            row["utilisation"] = row["requests"] / duration_s / capacity[name]
+    for ends, route in routes.items():
+        if ends in of_route:
+            route["utilisation"] = route["requests"] / duration_s / of_route[ends]
+    return replicas, list(routes.values())
+
+
+def _assumptions(dialect: Dialect, routed: bool) -> list[str]:
+    notes = ["times are the client's: from sending a request, connecting included where that was needed"]
+    if not dialect.token_ids:
+        notes.append("the server takes no token ids: prompts are words, of one token each by assumption")
+    if not dialect.ignore_eos:
+        notes.append("the server does not take ignore_eos: answers may be shorter than asked for")
+    if routed:
+        notes.append(
+            "queue: requests without a first token, those in work included; used: of the planned capacity"
+        )
+    return notes

@@ -1,0 +1,133 @@
+"""Load a server with requests at their times."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hexgen2.bench.completions import Dialect, complete, find_dialect, find_model, request_body
+from hexgen2.bench.figures import figures
+from hexgen2.bench.http import Address, HttpError, Server
+from hexgen2.bench.measurements import Measurements
+from hexgen2.simulator.requests import Requests
+
+_PROGRESS_S = 2.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to do to a server: its URL and key, the model (None: the server's first), how many requests may be
+    under way at once (None: as many as come), and the seed of the prompts."""
+
+    url: str
+    api_key: str | None = None
+    model: str | None = None
+    max_concurrency: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was measured, of which model, by requests of which dialect; `placement` is that of
+    `hexgen2 launch`, empty for other servers."""
+
+    seen: Measurements
+    model: str
+    dialect: Dialect
+    placement: dict[str, Any]
+
+
+def bench(
+    load: Load,
+    requests: Requests,
+    targets_ms: dict[str, float],
+    progress: Callable[[Measurements], None] | None = None,
+) -> dict[str, Any]:
+    """Figures of what `measure` finds, as JSON.
+
+    Parameters
+    ----------
+    targets_ms : of ttft and tpot; see summarise
+    """
+    run = measure(load, requests, progress)
+    found = figures(run.seen, targets_ms, run.dialect, run.placement)
+    return {"endpoint": load.url, "model": run.model, "requests": requests.source, **found}
+
+
+def measure(load: Load, requests: Requests, progress: Callable[[Measurements], None] | None = None) -> Run:
+    """Send the requests and see what comes; Ctrl-C ends it, with what was measured so far.
+
+    Parameters
+    ----------
+    progress : called every other second
+
+    Raises
+    ------
+    InputError : the server cannot be reached, or cannot answer at all
+    """
+    return asyncio.run(_measure(load, requests, progress))
+
+
+async def _measure(load: Load, requests: Requests, progress: Callable[[Measurements], None] | None) -> Run:
+    server = Server(Address.parse(load.url), load.api_key)
+    model = await find_model(server, load.model)
+    dialect = await find_dialect(server, model)
+    placement = await _placement(server)
+    seen = Measurements(requests)
+    sending = asyncio.create_task(_send(server, model, dialect, load, seen))
+    showing = asyncio.create_task(_show(seen, progress)) if progress else None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, sending.cancel)
+    try:
+        await sending
+    except asyncio.CancelledError:
+        seen.interrupted = True
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        if showing is not None:
+            showing.cancel()
+    return Run(seen, model, dialect, placement)
+
+
+async def _send(server: Server, model: str, dialect: Dialect, load: Load, seen: Measurements) -> None:
+    """Each request at its time, or as soon as there is a place for it; until all have ended."""
+    requests, rng = seen.requests, random.Random(load.seed)
+    places = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else None
+    begun = time.perf_counter()
+
+    def clock() -> float:
+        return time.perf_counter() - begun
+
+    async with asyncio.TaskGroup() as group:
+        for index, arrival_s in enumerate(requests.arrival_s.tolist()):
+            body = request_body(model, dialect, int(requests.isl[index]), int(requests.osl[index]), rng)
+            await asyncio.sleep(max(0.0, arrival_s - clock()))
+            if places is None:
+                seen.late_s = max(seen.late_s, clock() - arrival_s)
+            else:
+                await places.acquire()
+            task = group.create_task(complete(server, body, index, seen, clock))
+            if places is not None:
+                task.add_done_callback(lambda _: places.release())
+
+
+async def _show(seen: Measurements, progress: Callable[[Measurements], None]) -> None:
+    while True:
+        await asyncio.sleep(_PROGRESS_S)
+        progress(seen)
+
+
+async def _placement(server: Server) -> dict[str, Any]:
+    """What `hexgen2 launch` says it serves; nothing from other servers."""
+    try:
+        response = await server.get("/placement")
+        found = json.loads(await response.read()) if response.status == 200 else {}
+    except (HttpError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and "replicas" in found else {}
