@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import PREFILL_TOKENS, CostModel, Phase, StageMemory, TensorGroup, Work
+from cost_model.collectives import all_reduce_s
 from cost_model.lengths import RequestLengths
 
 
@@ -137,20 +138,8 @@ class Calibrated(CostModel):
         )
 
     def _all_reduce_s(self, group: TensorGroup, tokens: float) -> float:
-        """Seconds of one all-reduce of the activations of so many tokens.
-
-        A reduce-scatter and an all-gather by halving and doubling: 2 ceil(log2 n) messages one after the
-        other, which carry 2 (n - 1) / n of the data (Thakur, Rabenseifner and Gropp, "Optimization of
-        Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, section 4.5). A ring, as in Table
-        1 of HexGen-2, carries as much in 2 (n - 1) messages.
-        """
-        n = group.degree
-        if n == 1:
+        """Seconds of one all-reduce of the activations of so many tokens, its launch included."""
+        if group.degree == 1:
             return 0.0
-        messages = 2 * (n - 1).bit_length()
-        moved = 2 * (n - 1) / n * tokens * self.activation_bytes_per_token
-        return (
-            self.coefficients.all_reduce_overhead_s
-            + messages * group.link.latency_s
-            + moved / group.link.bandwidth_bytes_s
-        )
+        message_bytes = tokens * self.activation_bytes_per_token
+        return self.coefficients.all_reduce_overhead_s + all_reduce_s(group.link, group.degree, message_bytes)

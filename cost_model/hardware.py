@@ -12,6 +12,7 @@ from cost_model.errors import InputError
 
 GIB = 1024**3
 DeviceKind = Literal["gpu", "cpu"]
+Fabric = Literal["", "nvlink", "pcie"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,15 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Link:
-    """A directed connection between two devices."""
+    """A directed connection between two devices.
+
+    Its fabric decides what is left of it where several take part in a collective (cost_model/collectives.py);
+    "" where nothing is known of that: a network, or a link given by its figures.
+    """
 
     bandwidth_bytes_s: float
     latency_s: float
+    fabric: Fabric = ""
 
 
 NO_LINK = Link(float("inf"), 0.0)
@@ -163,9 +169,9 @@ _NVLINK_LATENCY_S = 8e-6
 # Bytes/s and seconds. pcie4: two L40S measured at 20 GB/s of 32 nominal. shared-memory: 6 GB/s in 1 MB
 # messages and 0.18 ms for 4 KB between two processes of one host, both measured.
 _CLASS_LINKS = {
-    "pcie3": Link(10e9, 10e-6),
-    "pcie4": Link(20e9, 10e-6),
-    "pcie5": Link(40e9, 10e-6),
+    "pcie3": Link(10e9, 10e-6, "pcie"),
+    "pcie4": Link(20e9, 10e-6, "pcie"),
+    "pcie5": Link(40e9, 10e-6, "pcie"),
     "shared-memory": Link(6e9, 180e-6),
 }
 _CLASS_ASSUMPTIONS = {
@@ -188,14 +194,14 @@ def interconnect_link(interconnect: str, accelerator: Accelerator) -> tuple[Link
     key = _loose_key(accelerator.name)
     model = key[0] if key else ""
     if model in _NVLINK_MEASURED and "PCIE" not in (key[1] if key else ()):
-        return Link(_NVLINK_MEASURED[model], _NVLINK_LATENCY_S), None
+        return Link(_NVLINK_MEASURED[model], _NVLINK_LATENCY_S, "nvlink"), None
     if model in _NVLINK_ASSUMED:
         rate = _NVLINK_ASSUMED[model]
         return Link(
-            rate, _NVLINK_LATENCY_S
+            rate, _NVLINK_LATENCY_S, "nvlink"
         ), f"NVLink of {accelerator.name} taken as {rate / 1e9:g} GB/s (not measured)"
     if accelerator.name in CATALOGUE and model != "H100":
         return _CLASS_LINKS["pcie4"], f"{accelerator.name} has no NVLink: PCIe 4.0 taken instead"
     return Link(
-        200e9, _NVLINK_LATENCY_S
+        200e9, _NVLINK_LATENCY_S, "nvlink"
     ), f"NVLink of {accelerator.name} taken as 200 GB/s, like A100 (not measured)"
