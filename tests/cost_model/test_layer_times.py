@@ -22,14 +22,19 @@ from shapes import (
     priced_groups,
 )
 
-from cost_model.calibrated import Calibrated, Coefficients
+from cost_model.calibrated import Calibrated
+from cost_model.coefficients import Base, CoefficientSet
 from cost_model.errors import InputError
 from cost_model.hardware import CATALOGUE, NO_LINK, Link
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 
 WHOLE = 1 - 1e-12
-PEAK = Coefficients("peak", 1.0, 1.0, layer_overhead_s=0.0, all_reduce_overhead_s=0.0)
+PEAK = CoefficientSet(
+    name="peak",
+    source="",
+    base=Base(compute_efficiency=1.0, memory_efficiency=1.0, layer_overhead_s=0.0, all_reduce_overhead_s=0.0),
+)
 
 
 @given(priced_groups(), phases, batches)
@@ -145,7 +150,8 @@ def test_a_mixture_reads_the_experts_that_some_token_chose():
 def test_a_window_cuts_what_a_prompt_attends_to(isl, window):
     """Token i of a prompt attends to min(i, window) tokens, itself included: up to half a token of each."""
     windowed, lone = like(WINDOWED, sliding_window=window), group_of("H100", 1)
-    costs = Calibrated(windowed, fixed(isl, 0), coefficients=replace(PEAK, memory_efficiency=1e12))
+    lone = replace(lone, accelerator=replace(lone.accelerator, memory_bandwidth_bytes_s=1e30))
+    costs = Calibrated(windowed, fixed(isl, 0), coefficients=PEAK)
     flops = costs.layer_s("prefill", lone, 1) * lone.accelerator.flops_s
     attention = flops - 2 * windowed.active_layer_params * isl
     attended = attention / (4 * windowed.heads * windowed.head_dim * isl)
