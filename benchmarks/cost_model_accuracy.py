@@ -27,20 +27,21 @@ from rich.table import Table
 from scipy.stats import kendalltau
 
 from cost_model.calibration import CountedRows
-from cost_model.coefficients import ZERO_FIT, CoefficientSet, fitted
+from cost_model.coefficients import PRIORS, ZERO_FIT, CoefficientSet, fitted
 from cost_model.errors import InputError
-from cost_model.hardware import GIB
 from cost_model.held_out import LEFT_OUT, calibrate, left_out_predictions, predictions, random_folds
 from cost_model.measurements import COLUMNS, Measurement, measurements, read_rows
 from cost_model.table1 import Table1
 
-KV_BLOCK_TOKENS = 16
-START = ZERO_FIT.model_copy(
-    update={
-        "base": ZERO_FIT.base.model_copy(update={"engine_bytes": GIB, "kv_slack_tokens": KV_BLOCK_TOKENS / 2})
-    }
-)
-"""Assumed, not fitted: 1 GiB for CUDA context, NCCL buffers and graphs; half of a last KV block idle."""
+
+SOURCES = {
+    "aic-kernels": "vLLM kernels of AIConfigurator 0.12",
+    "distserve-distserve": "fits of DistServe's engine (Zhong et al., OSDI 2024)",
+    "distserve-vllm": "fits of vLLM by the same",
+    "helix": "vLLM layers of Helix (Mei et al., ASPLOS 2025)",
+    "splitwise": "vLLM 2023 of Splitwise (Patel et al., ISCA 2024)",
+    "vidur": "operators of Vidur (Agrawal et al., MLSys 2024)",
+}
 
 
 def read_measurements(path: Path) -> tuple[list[Measurement], Counter[str]]:
@@ -67,10 +68,10 @@ def predicted_s(rows: list[Measurement]) -> dict[str, np.ndarray]:
     times = {
         "table1": np.array([table1_s(row) for row in rows]),
         "zero-fit": np.array([row.step.seconds_by(ZERO_FIT) for row in rows]),
-        "left-out rows": left_out_predictions(rows, random_folds(len(rows)), START),
+        "left-out rows": left_out_predictions(rows, random_folds(len(rows)), PRIORS),
     }
     for kind, label in LEFT_OUT.items():
-        times[f"left-out {kind}"] = left_out_predictions(rows, [label(row) for row in rows], START)
+        times[f"left-out {kind}"] = left_out_predictions(rows, [label(row) for row in rows], PRIORS)
     mean_engine = fitted().model_copy(update={"engines": {}})
     return times | {"shipped": predictions(counted, mean_engine)}
 
@@ -121,8 +122,8 @@ def accuracy_table(rows: list[Measurement]) -> Table:
 def shipped_set(rows: list[Measurement]) -> CoefficientSet:
     """What ships: fitted to all rows, from the priors."""
     counts = Counter(row.step.engine for row in rows)
-    source = ", ".join(f"{name} ({count} rows)" for name, count in sorted(counts.items()))
-    return calibrate(rows, START, "fitted", f"measured and derived step times: {source}")
+    source = "; ".join(f"{SOURCES.get(name, name)}: {count}" for name, count in sorted(counts.items()))
+    return calibrate(rows, PRIORS, "fitted", f"{len(rows)} measured and derived step times ({source})")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cost_model.errors import InputError
 from cost_model.files import read_text
-from cost_model.hardware import Accelerator
+from cost_model.hardware import GIB, Accelerator
 
 _SHIPPED = Path(__file__).parent / "coefficients.json"
 _MAX_BYTES = 1 << 20
@@ -166,6 +166,10 @@ ZERO_FIT_ERROR = 0.28
 """Mean error of ZERO_FIT on measured times that include attention (benchmarks/cost_model_accuracy.py)."""
 
 ZERO_FIT = CoefficientSet(name="zero-fit", source="priors, fitted to nothing")
+
+PRIORS = ZERO_FIT.model_copy(update={"base": Base(engine_bytes=GIB, kv_slack_tokens=8.0)})
+"""Where fits start. Assumed and not fitted: 1 GiB for CUDA context, NCCL buffers and graphs, and half of each
+request's last KV block of 16 tokens (vLLM's default) lying idle."""
 
 
 @cache

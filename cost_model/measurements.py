@@ -160,6 +160,9 @@ def step_of(row: Row) -> Step:
     if phase not in ("prefill", "decode"):
         raise row.error("phase", f"is {phase[:40]!r}", "write prefill or decode")
     degree = row.count("tp")
+    if degree not in model.tensor_degrees(degree):
+        problem = f"is {degree}, which does not split the {model.heads} heads of {model.name} evenly"
+        raise row.error("tp", problem, f"use one of {model.tensor_degrees(16)}")
     return Step(
         engine=row.text("engine", "source"),
         group=TensorGroup(accelerator, degree, _link(row, accelerator, degree)),

@@ -12,6 +12,8 @@ import click
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
+from hexgen2.commands.calibrate import calibrate
+from hexgen2.commands.estimate import estimate
 from hexgen2.goal import OBJECTIVES, make_goal
 
 
@@ -241,6 +243,10 @@ def list_(what: str) -> None:
 
     for name, description in getattr(listing, what)():
         click.echo(f"{name:28} {description}")
+
+
+cli.add_command(estimate)
+cli.add_command(calibrate)
 
 
 def main() -> None:

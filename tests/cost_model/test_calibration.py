@@ -152,7 +152,7 @@ def test_a_kernel_takes_between_the_longer_part_and_both(overlap):
 
 def test_the_shipped_set_says_where_it_comes_from_and_how_far_off_it_is():
     shipped = fitted()
-    assert "splitwise (129 rows)" in shipped.source
+    assert "Splitwise (Patel et al., ISCA 2024): 129" in shipped.source
     assert 0 < shipped.held_out.rows < shipped.held_out.model < shipped.held_out.gpu < 0.3
     assert shipped.error(find_accelerator("H100"), "splitwise") < shipped.error(find_accelerator("RTX4090"))
     assert shipped.error(CATALOGUE["CPU"]) == ZERO_FIT_ERROR
@@ -169,8 +169,10 @@ def test_the_shipped_set_says_where_it_comes_from_and_how_far_off_it_is():
     ],
 )
 def test_published_times(line, milliseconds, tmp_path):
-    """Splitwise's measurements of vLLM on DGX machines (Patel et al., ISCA 2024, its published data). Prefills
-    on 8 GPUs are where the fit is worst: beyond 2048 tokens they were far slower than below."""
+    """Splitwise's measurements of vLLM on DGX machines (Patel et al., ISCA 2024, its published data).
+
+    Prefills on 8 GPUs are where the fit is worst: beyond 2048 tokens they were far slower than below.
+    """
     (tmp_path / "step.csv").write_text(f"{','.join(COLUMNS)},measured_ms\n{line},{milliseconds}\n")
     (row,) = measurements(read_rows(tmp_path / "step.csv")[1])
     assert row.step.seconds_by(fitted(), "splitwise") == pytest.approx(row.seconds, rel=0.45)
