@@ -33,7 +33,6 @@ from cost_model.held_out import LEFT_OUT, calibrate, left_out_predictions, predi
 from cost_model.measurements import COLUMNS, Measurement, measurements, read_rows
 from cost_model.table1 import Table1
 
-
 SOURCES = {
     "aic-kernels": "vLLM kernels of AIConfigurator 0.12",
     "distserve-distserve": "fits of DistServe's engine (Zhong et al., OSDI 2024)",

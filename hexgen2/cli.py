@@ -14,6 +14,7 @@ from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
 from hexgen2.commands.calibrate import calibrate
 from hexgen2.commands.estimate import estimate
+from hexgen2.commands.probe import probe
 from hexgen2.goal import OBJECTIVES, make_goal
 
 
@@ -247,6 +248,7 @@ def list_(what: str) -> None:
 
 cli.add_command(estimate)
 cli.add_command(calibrate)
+cli.add_command(probe)
 
 
 def main() -> None:

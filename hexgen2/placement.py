@@ -83,8 +83,11 @@ class Route(_Strict):
 
 
 class CostModelName(_Strict):
+    """error is the mean relative error to expect of times on the placement's devices."""
+
     name: str
     calibration: str
+    error: float | None = Field(default=None, ge=0)
     pipeline: str
     links: Links = "pairwise"
 
