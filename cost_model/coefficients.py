@@ -25,7 +25,7 @@ _MAX_BYTES = 1 << 20
 Share = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
-Error = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class CoefficientSet(_Strict):
     def of(self, accelerator: Accelerator, engine: str | None = None) -> Coefficients:
         """Coefficients of a device under an engine (None: a mean one; KeyError if it is not in the set).
 
-        CPU devices keep the priors: nothing fitted to GPUs holds for them.
+        CPU devices that were not measured keep the priors: nothing fitted to GPUs holds for them.
         """
-        if accelerator.kind == "cpu":
+        if accelerator.kind == "cpu" and accelerator.name not in self.gpus:
             return Coefficients()
         base, gpu = self.base, self.gpus.get(accelerator.name, GpuFactors())
         factors = self.engines[engine] if engine is not None else EngineFactors()
@@ -145,9 +145,9 @@ class CoefficientSet(_Strict):
     def error(self, accelerator: Accelerator, engine: str | None = None) -> float:
         """The relative error to expect: on models that were not measured, and the more on a GPU or an engine
         that was not. A device that no rows are like has the error of the priors."""
-        if accelerator.kind == "cpu" or not self.gpus:
-            return ZERO_FIT_ERROR
         gpu, held_out = self.gpus.get(accelerator.name), self.held_out
+        if not self.gpus or (gpu is None and accelerator.kind == "cpu"):
+            return ZERO_FIT_ERROR
         of_gpu = held_out.model if gpu is None or gpu.error is None else gpu.error
         errors = [held_out.rows, of_gpu]
         if gpu is None:
