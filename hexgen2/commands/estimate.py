@@ -166,6 +166,9 @@ def _one(
         raise InputError("--pp", "", f"{pp} stages for {architecture.layers} layers", "use fewer stages")
     found = estimate(architecture, shape, RequestLengths.fixed(isl, osl), batch, coefficients, engine)
     assumptions = [] if assumption is None or shape.tp * pp == 1 else [assumption]
+    if accelerator.name not in coefficients.gpus:
+        taken = "the priors" if accelerator.kind == "cpu" or not coefficients.gpus else "those of a mean GPU"
+        assumptions.append(f"no step of {accelerator.name} was measured: its coefficients are {taken}")
     what = {
         "model": architecture.name,
         "weights": architecture.weight_type,

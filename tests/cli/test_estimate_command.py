@@ -67,6 +67,8 @@ def test_an_engine_that_was_measured_is_surer_than_a_mean_one():
     assert measured["error"] < mean["error"]
     unknown = estimated("estimate", "--gpu", "RTX4090:4", "--model", "llama-3-8b", "--isl", "512")
     assert unknown["error"] >= fitted().held_out.gpu
+    assert any("no step of RTX4090 was measured" in assumed for assumed in unknown["assumptions"])
+    assert mean["assumptions"] == []
 
 
 def test_many_steps_from_a_csv(tmp_path):
