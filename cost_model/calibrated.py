@@ -12,7 +12,7 @@ from functools import cache
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import PREFILL_TOKENS, CostModel, Phase, StageMemory, TensorGroup, Work
-from cost_model.coefficients import ZERO_FIT, Coefficients, CoefficientSet
+from cost_model.coefficients import ZERO_FIT, Coefficients, CoefficientSet, fitted
 from cost_model.collectives import all_reduce_s
 from cost_model.dtypes import matrix_flops_s
 from cost_model.hardware import NO_LINK, Accelerator
@@ -35,17 +35,23 @@ class Calibrated(CostModel):
         model: ModelArchitecture,
         lengths: RequestLengths,
         batch_cap: int = 256,
-        coefficients: CoefficientSet = ZERO_FIT,
+        coefficients: CoefficientSet | None = None,
         engine: str | None = None,
     ) -> None:
         super().__init__(model, lengths, batch_cap)
-        self.coefficients, self.engine = coefficients, engine
-        self.calibration = coefficients.name if engine is None else f"{coefficients.name} for {engine}"
+        known = self.default() if coefficients is None else coefficients
+        self.coefficients, self.engine = known, engine
+        self.calibration = known.name if engine is None else f"{known.name} for {engine}"
         self._kv_tokens = {
             "prefill": lengths.kv_tokens_prefill(model.sliding_window),
             "decode": lengths.kv_tokens_decode(model.sliding_window),
         }
         self._of = cache(self._coefficients_of)
+
+    @staticmethod
+    def default() -> CoefficientSet:
+        """The coefficients where none are given: those that ship, under a mean engine."""
+        return fitted()
 
     def error(self, accelerator: Accelerator) -> float:
         return self.coefficients.error(accelerator, self.engine)
@@ -134,3 +140,13 @@ class Calibrated(CostModel):
         idle_share = (1 - model.active_experts / model.experts) ** tokens if model.experts > 1 else 0.0
         idle = model.experts * idle_share * model.expert_params
         return (model.layer_params - idle) * model.weight_bytes
+
+
+class ZeroFit(Calibrated):
+    """The same with priors instead of what was fitted."""
+
+    name = "zero-fit"
+
+    @staticmethod
+    def default() -> CoefficientSet:
+        return ZERO_FIT

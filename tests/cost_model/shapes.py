@@ -51,12 +51,11 @@ def priced_groups(draw: st.DrawFn) -> tuple[CostModel, TensorGroup]:
     """Any cost model of any model and workload shape, with a group of any card that can split the model."""
     model = draw(st.sampled_from(MODELS))
     isl, osl = draw(st.integers(1, 8192)), draw(st.integers(1, 2048))
-    kind = draw(st.sampled_from([*sorted(COST_MODELS), "fitted"]))
-    if kind == "fitted":
-        engine = draw(st.sampled_from([None, *fitted().engines]))
-        costs: CostModel = Calibrated(model, fixed(isl, osl), coefficients=fitted(), engine=engine)
-    else:
+    kind = draw(st.sampled_from([*sorted(COST_MODELS), *fitted().engines]))
+    if kind in COST_MODELS:
         costs = make_cost_model(kind, model, fixed(isl, osl))
+    else:
+        costs = Calibrated(model, fixed(isl, osl), engine=kind)
     degree = draw(st.sampled_from(model.tensor_degrees(DEGREES_TO)))
     card, interconnect = draw(st.sampled_from(sorted(CATALOGUE))), draw(st.sampled_from(INTERCONNECT_CLASSES))
     return costs, group_of(card, degree, interconnect)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from shapes import LLAMA_70B, fixed, group_of
 
-from cost_model.calibrated import Calibrated
+from cost_model.calibrated import ZeroFit
 from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES, in_formats
 
 HEAVY, LIGHT = 8192, 1
 
 
 def times(model, card, phase, batch):
-    costs = Calibrated(model, fixed(1024, 128))
+    costs = ZeroFit(model, fixed(1024, 128))
     return costs.layer_s(phase, group_of(card, 1), batch) - 15e-6
 
 
@@ -53,7 +53,7 @@ def test_decode_of_one_request_gains_what_is_not_read(weights, smaller):
 def test_int4_weights_of_70b_take_36_gb():
     """4 bits and 20 more for each 128 weights; GPTQ and AWQ checkpoints of 70B models weigh 35 to 37 GB."""
     packed = in_formats(LLAMA_70B, "int4")
-    memory = Calibrated(packed, fixed(1024, 128)).stage_memory("decode", group_of("A100", 1), True, True)
+    memory = ZeroFit(packed, fixed(1024, 128)).stage_memory("decode", group_of("A100", 1), True, True)
     assert 80 * memory.per_layer == pytest.approx(35.6e9, rel=0.01)
     assert memory.fixed == pytest.approx(2 * 32000 * 8192 * 2 + 2048 * (2 * 8192 + 2 * 28672) * 2)
 
@@ -62,7 +62,7 @@ def test_int4_weights_of_70b_take_36_gb():
 def test_kv_format_changes_the_cache_and_nothing_else(kv):
     changed = in_formats(LLAMA_70B, kv=kv)
     plain, other = (
-        Calibrated(m, fixed(1024, 128)).stage_memory("decode", group_of("H100", 8), True, True)
+        ZeroFit(m, fixed(1024, 128)).stage_memory("decode", group_of("H100", 8), True, True)
         for m in (LLAMA_70B, changed)
     )
     assert other.per_layer_request / plain.per_layer_request == KV_BYTES[kv] / 2
