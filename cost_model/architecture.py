@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Family = Literal["llama", "opt", "mixtral", "bloom", "gpt"]
+WeightType = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
 
 
 class ModelArchitecture(BaseModel):
@@ -16,6 +17,7 @@ class ModelArchitecture(BaseModel):
     `family` names the engine's model class; the counts below are what costs are made of.
     `biases`: every projection and norm has one; `qkv_bias`: only q, k and v do (Qwen 2); `qk_norm`: heads
     of q and k are normalised (Qwen 3); `position_offset`: unused first rows of the position table (OPT).
+    Layers hold weights of `weight_bytes` each; token table, LM head and activations have `activation_bytes`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,7 +42,9 @@ class ModelArchitecture(BaseModel):
     experts: int = Field(default=1, gt=0)
     active_experts: int = Field(default=1, gt=0)
     sliding_window: int | None = None
+    weight_type: WeightType = "bf16"
     weight_bytes: float = Field(default=2.0, gt=0)
+    activation_bytes: float = Field(default=2.0, gt=0)
     kv_value_bytes: float = Field(default=2.0, gt=0)
 
     @cached_property

@@ -128,6 +128,10 @@ class CostModel(ABC):
         return self.lengths.decode_context(self.model.sliding_window)
 
     @abstractmethod
+    def error(self, accelerator: Accelerator) -> float:
+        """The mean relative error to expect of times on such devices."""
+
+    @abstractmethod
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         """Seconds of one layer for a step of this work, tensor-parallel communication included."""
 

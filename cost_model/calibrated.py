@@ -1,48 +1,31 @@
 """The default cost model: a roofline over true parameter, KV and attention counts.
 
-Roofline: Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009. FLOPs are two per parameter
-and token, and four per attended token and element of a head (scores and weighted values).
-
-The coefficients are priors, fitted to nothing yet; `Coefficients.name` says so wherever a
-placement is shown. They know nothing of an engine's own time: an engine whose Python code cannot keep
-up with its GPUs is slower than predicted, the more so the higher the tensor degree.
+FLOPs are two per parameter and token, and four per attended token and element of a head (scores and
+weighted values). Which share of the peaks an engine reaches, and what its steps cost besides, is in a set
+of coefficients (cost_model/coefficients.py): priors, or fitted to measured times.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import cache
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import PREFILL_TOKENS, CostModel, Phase, StageMemory, TensorGroup, Work
+from cost_model.coefficients import ZERO_FIT, Coefficients, CoefficientSet, fitted
+from cost_model.collectives import all_reduce_s
+from cost_model.dtypes import matrix_flops_s
+from cost_model.hardware import NO_LINK, Accelerator
 from cost_model.lengths import RequestLengths
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """Shares of the data-sheet peaks that engines reach, and times that no peak explains.
-
-    layer_overhead_s is the launch of one layer's kernels, all_reduce_overhead_s that of one collective
-    (the latency of its messages comes from the link), memory_utilisation the share of device memory
-    that an engine takes (vLLM's gpu_memory_utilization default). The error in the name is what
-    benchmarks/cost_model_accuracy.py finds: 22 % on average, 27 % where attention is included.
-    """
-
-    name: str = "zero-fit, expect 25 % error"
-    compute_efficiency: float = 0.5
-    memory_efficiency: float = 0.8
-    layer_overhead_s: float = 15e-6
-    all_reduce_overhead_s: float = 10e-6
-    memory_utilisation: float = 0.9
+from cost_model.roofline import EdgeWork, LayerWork, edge_s, layer_s
 
 
 class Calibrated(CostModel):
-    """Sums, per layer: matrix products and weight reads (whichever is longer), attention likewise,
-    launch overhead, and two all-reduces.
+    """Sums, per layer: matrix products and weight reads, attention likewise, launch overhead, and two
+    all-reduces; per step and stage a fixed cost, and on the last stage the LM head.
 
-    A matrix product overlaps its reads with its arithmetic, so the longer of the two counts; products
-    and attention follow one another, so they add up. How many tokens attention reads and the KV cache
-    holds are means over the mixture of requests (see RequestLengths), within the model's sliding window.
+    How many tokens attention reads and the KV cache holds are means over the mixture of requests (see
+    RequestLengths), within the model's sliding window.
     """
 
     name = "calibrated"
@@ -52,55 +35,82 @@ class Calibrated(CostModel):
         model: ModelArchitecture,
         lengths: RequestLengths,
         batch_cap: int = 256,
-        coefficients: Coefficients | None = None,
+        coefficients: CoefficientSet | None = None,
+        engine: str | None = None,
     ) -> None:
         super().__init__(model, lengths, batch_cap)
-        self.coefficients = coefficients or Coefficients()
-        self.calibration = self.coefficients.name
+        known = self.default() if coefficients is None else coefficients
+        self.coefficients, self.engine = known, engine
+        self.calibration = known.name if engine is None else f"{known.name} for {engine}"
         self._kv_tokens = {
             "prefill": lengths.kv_tokens_prefill(model.sliding_window),
             "decode": lengths.kv_tokens_decode(model.sliding_window),
         }
+        self._of = cache(self._coefficients_of)
+
+    @staticmethod
+    def default() -> CoefficientSet:
+        """The coefficients where none are given: those that ship, under a mean engine."""
+        return fitted()
+
+    def error(self, accelerator: Accelerator) -> float:
+        return self.coefficients.error(accelerator, self.engine)
 
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
-        model, n = self.model, group.degree
-        dense = self._roofline(
-            group,
-            flops=2 * model.active_layer_params * work.tokens / n,
-            read=self._weights_read(work.tokens) / n,
-        )
-        per_attended = 4 * model.heads * model.head_dim / n
-        prompts = self._roofline(group, flops=per_attended * work.prompt_attended, read=0.0)
-        decodes = self._roofline(
-            group,
-            flops=per_attended * work.context,
-            read=work.context * model.kv_bytes_per_token_layer * self._kv_share(n),
-        )
-        overhead = self.coefficients.layer_overhead_s + 2 * self._all_reduce_s(group, work.tokens)
-        return dense + prompts + decodes + overhead
+        return float(layer_s(self.layer_work(group, work), self._of(group.accelerator)))
 
     def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
+        return float(edge_s(self.edge_work(group, sampled, last), self._of(group.accelerator)))
+
+    def layer_work(self, group: TensorGroup, work: Work) -> LayerWork:
+        """What one layer's part of a step is at the peaks of the group's devices."""
+        model, n, device = self.model, group.degree, group.accelerator
+        attended_flops = 4 * model.heads * model.head_dim / n
+        kv_read = work.context * model.kv_bytes_per_token_layer * self._kv_share(n)
+        exchange_s, exchanges = 0.0, 0
+        if n > 1 and group.link != NO_LINK:
+            exchange_s = 2 * all_reduce_s(group.link, n, work.tokens * self.activation_bytes_per_token)
+            exchanges = 2
+        over_nvlink = group.link.fabric == "nvlink"
+        return LayerWork(
+            dense_compute_s=2 * model.active_layer_params * work.tokens / n / matrix_flops_s(device, model),
+            dense_read_s=self._weights_read(work.tokens) / n / device.memory_bandwidth_bytes_s,
+            prompts_compute_s=attended_flops * work.prompt_attended / device.flops_s,
+            decodes_compute_s=attended_flops * work.context / device.flops_s,
+            decodes_read_s=kv_read / device.memory_bandwidth_bytes_s,
+            nvlink_s=exchange_s if over_nvlink else 0.0,
+            other_s=0.0 if over_nvlink else exchange_s,
+            all_reduces=exchanges,
+        )
+
+    def edge_work(self, group: TensorGroup, sampled: float, last: bool) -> EdgeWork:
+        """What a stage's part of a step is outside its layers, at the peaks of the group's devices."""
         if not last:
-            return 0.0
-        n = group.degree
-        return self._roofline(
-            group,
-            flops=2 * self.model.head_params * sampled / n,
-            read=self.model.head_params * self.model.weight_bytes / n,
+            return EdgeWork(0.0, 0.0, 0.0)
+        n, device = group.degree, group.accelerator
+        return EdgeWork(
+            head_compute_s=2 * self.model.head_params * sampled / n / device.flops_s,
+            head_read_s=self.model.head_params
+            * self.model.activation_bytes
+            / n
+            / device.memory_bandwidth_bytes_s,
+            sampled=sampled,
         )
 
     def stage_memory(self, phase: Phase, group: TensorGroup, first: bool, last: bool) -> StageMemory:
-        model, n = self.model, group.degree
+        model, n, k = self.model, group.degree, self._of(group.accelerator)
         embedding = model.embedding_params if first else 0
         # A single stage holds a tied head once.
         head = model.head_params if last and not (first and model.tied_embeddings) else 0
         widest = max(model.ffn * (2 if model.gated_ffn else 1) / n, model.hidden)
-        workspace = PREFILL_TOKENS * (2 * model.hidden + widest) * model.kv_value_bytes
+        workspace = PREFILL_TOKENS * (2 * model.hidden + widest) * model.activation_bytes
+        held = (embedding + head) * model.activation_bytes / n
+        kv_tokens = self._kv_tokens[phase] + k.kv_slack_tokens
         return StageMemory(
-            limit=group.accelerator.memory_bytes * self.coefficients.memory_utilisation,
-            fixed=(embedding + head) * model.weight_bytes / n + workspace,
+            limit=group.accelerator.memory_bytes * k.memory_utilisation,
+            fixed=held + workspace + k.engine_bytes,
             per_layer=model.layer_params * model.weight_bytes / n,
-            per_layer_request=self._kv_tokens[phase] * model.kv_bytes_per_token_layer * self._kv_share(n),
+            per_layer_request=kv_tokens * model.kv_bytes_per_token_layer * self._kv_share(n),
             per_request=0.0,
         )
 
@@ -113,7 +123,10 @@ class Calibrated(CostModel):
 
     @property
     def activation_bytes_per_token(self) -> float:
-        return self.model.hidden * self.model.kv_value_bytes
+        return self.model.hidden * self.model.activation_bytes
+
+    def _coefficients_of(self, accelerator: Accelerator) -> Coefficients:
+        return self.coefficients.of(accelerator, self.engine)
 
     def _kv_share(self, degree: int) -> float:
         """Share of the KV heads on the device that holds most; where heads are fewer than devices, each
@@ -128,29 +141,12 @@ class Calibrated(CostModel):
         idle = model.experts * idle_share * model.expert_params
         return (model.layer_params - idle) * model.weight_bytes
 
-    def _roofline(self, group: TensorGroup, flops: float, read: float) -> float:
-        """Seconds of `flops` operations on `read` bytes: the longer of computing and reading."""
-        device, k = group.accelerator, self.coefficients
-        return max(
-            flops / (device.flops_s * k.compute_efficiency),
-            read / (device.memory_bandwidth_bytes_s * k.memory_efficiency),
-        )
 
-    def _all_reduce_s(self, group: TensorGroup, tokens: float) -> float:
-        """Seconds of one all-reduce of the activations of so many tokens.
+class ZeroFit(Calibrated):
+    """The same with priors instead of what was fitted."""
 
-        A reduce-scatter and an all-gather by halving and doubling: 2 ceil(log2 n) messages one after the
-        other, which carry 2 (n - 1) / n of the data (Thakur, Rabenseifner and Gropp, "Optimization of
-        Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, section 4.5). A ring, as in Table
-        1 of HexGen-2, carries as much in 2 (n - 1) messages.
-        """
-        n = group.degree
-        if n == 1:
-            return 0.0
-        messages = 2 * (n - 1).bit_length()
-        moved = 2 * (n - 1) / n * tokens * self.activation_bytes_per_token
-        return (
-            self.coefficients.all_reduce_overhead_s
-            + messages * group.link.latency_s
-            + moved / group.link.bandwidth_bytes_s
-        )
+    name = "zero-fit"
+
+    @staticmethod
+    def default() -> CoefficientSet:
+        return ZERO_FIT

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cost_model.architecture import Family, ModelArchitecture
+from cost_model.architecture import Family, ModelArchitecture, WeightType
+from cost_model.dtypes import WEIGHT_BYTES
 from cost_model.errors import InputError
 from cost_model.files import read_text
 
 _MAX_CONFIG_BYTES = 1 << 20
 _LARGEST = 10**7
 
-_DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
+_DTYPES: dict[str, WeightType] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _FAMILIES: dict[str, Family] = {
     "llama": "llama",
     "mistral": "llama",
@@ -122,7 +123,8 @@ def architecture_from_config(config: dict[str, Any], name: str, source: str) -> 
         )
     if config.get("head_dim") is None and hidden % heads:
         raise reader.error("hidden_size", f"{hidden} does not divide by {heads} heads", "give head_dim")
-    width = _dtype_bytes(reader)
+    dtype = _dtype(reader)
+    width = WEIGHT_BYTES[dtype]
     shape: dict[str, Any] = {
         "name": name,
         "family": _FAMILIES[kind],
@@ -133,7 +135,9 @@ def architecture_from_config(config: dict[str, Any], name: str, source: str) -> 
         "head_dim": reader.integer("head_dim", default=hidden // heads or 1),
         "vocab": reader.integer("vocab_size"),
         "tied_embeddings": reader.flag("tie_word_embeddings", default=kind in {"opt", "bloom"}),
+        "weight_type": dtype,
         "weight_bytes": width,
+        "activation_bytes": width,
         "kv_value_bytes": width,
     }
     variant = {"opt": _opt, "bloom": _bloom}.get(kind, _llama_like)
@@ -200,17 +204,15 @@ def _sliding_window(config: _Config) -> int | None:
     return None if config.raw.get("sliding_window") is None else config.integer("sliding_window")
 
 
-def _dtype_bytes(config: _Config) -> float:
-    """Bytes per weight: of `dtype` or `torch_dtype`, 2 where neither is given."""
+def _dtype(config: _Config) -> WeightType:
+    """Format of the weights: `dtype` or `torch_dtype`, 16 bits where neither is given."""
     key = next((k for k in ("dtype", "torch_dtype") if config.raw.get(k) is not None), None)
     if key is None:
-        return 2.0
+        return "bf16"
     dtype = str(config.raw[key]).removeprefix("torch.")
-    if dtype not in _DTYPE_BYTES:
-        raise config.error(
-            key, f"{_shown(config.raw[key])} is not known", f"known: {', '.join(_DTYPE_BYTES)}"
-        )
-    return _DTYPE_BYTES[dtype]
+    if dtype not in _DTYPES:
+        raise config.error(key, f"{_shown(config.raw[key])} is not known", f"known: {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
 
 
 def _shown(value: Any) -> str:

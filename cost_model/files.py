@@ -1,7 +1,9 @@
-"""Read a user's text file, or say in one line why not."""
+"""Read and write a user's text files, or say in one line why not."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 from cost_model.errors import InputError
@@ -29,3 +31,21 @@ def read_text(path: Path, max_bytes: int) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(source, f"byte {error.start}", "is not UTF-8 text", "save it as UTF-8") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write atomically: the file is the whole text or is not touched.
+
+    Raises
+    ------
+    InputError : its folder is missing or cannot be written to
+    """
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror})"
+        raise InputError(str(path), "", problem, "choose a writable path") from error
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)

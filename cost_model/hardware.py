@@ -12,6 +12,7 @@ from cost_model.errors import InputError
 
 GIB = 1024**3
 DeviceKind = Literal["gpu", "cpu"]
+Fabric = Literal["", "nvlink", "pcie"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class Accelerator:
     """One device type.
 
     memory_bytes is the whole device memory, flops_s the dense bf16 (or best 16-bit) peak without
-    sparsity, memory_bandwidth_bytes_s the peak of the memory bus. `source` says where the figures
-    come from; it does not take part in comparisons.
+    sparsity, memory_bandwidth_bytes_s the peak of the memory bus. fp8_speedup and int8_speedup are dense
+    8-bit peaks over flops_s (1: no such tensor cores). `source` says where the figures come from; it and
+    the speedups do not take part in comparisons.
     """
 
     name: str
@@ -29,22 +31,46 @@ class Accelerator:
     memory_bandwidth_bytes_s: float
     kind: DeviceKind = "gpu"
     source: str = field(default="", compare=False)
+    fp8_speedup: float = field(default=1.0, compare=False)
+    int8_speedup: float = field(default=1.0, compare=False)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A directed connection between two devices."""
+    """A directed connection between two devices.
+
+    Its fabric decides what is left of it where several take part in a collective (cost_model/collectives.py);
+    "" where nothing is known of that: a network, or a link given by its figures.
+    """
 
     bandwidth_bytes_s: float
     latency_s: float
+    fabric: Fabric = ""
 
 
 NO_LINK = Link(float("inf"), 0.0)
 """Between a device and itself, or where communication is assumed free."""
 
 
+# Dense 8-bit peaks over the 16-bit ones below, from the same sources. GeForce cards do fp8 and bf16 at half
+# rate with fp32 accumulation, but not int8.
+_FP8_SPEEDUP = dict.fromkeys(("H200", "H100", "H100-PCIe", "L40S", "L40", "L4", "RTX4090"), 2.0)
+_INT8_SPEEDUP = dict.fromkeys(
+    (*_FP8_SPEEDUP, "A100-80GB", "A100-40GB", "A800-80GB", "A40", "A10G", "A6000", "T4"), 2.0
+) | {"RTX4090": 4.0, "RTX3090": 4.0}
+
+
 def _gpu(name: str, memory_gib: float, tflops: float, gbyte_s: float, source: str) -> Accelerator:
-    return Accelerator(name, memory_gib * GIB, tflops * 1e12, gbyte_s * 1e9, "gpu", source)
+    return Accelerator(
+        name,
+        memory_gib * GIB,
+        tflops * 1e12,
+        gbyte_s * 1e9,
+        "gpu",
+        source,
+        _FP8_SPEEDUP.get(name, 1.0),
+        _INT8_SPEEDUP.get(name, 1.0),
+    )
 
 
 # Memory is the nominal size of the data sheet read as GiB; drivers report 0-6 % less.
@@ -163,9 +189,9 @@ _NVLINK_LATENCY_S = 8e-6
 # Bytes/s and seconds. pcie4: two L40S measured at 20 GB/s of 32 nominal. shared-memory: 6 GB/s in 1 MB
 # messages and 0.18 ms for 4 KB between two processes of one host, both measured.
 _CLASS_LINKS = {
-    "pcie3": Link(10e9, 10e-6),
-    "pcie4": Link(20e9, 10e-6),
-    "pcie5": Link(40e9, 10e-6),
+    "pcie3": Link(10e9, 10e-6, "pcie"),
+    "pcie4": Link(20e9, 10e-6, "pcie"),
+    "pcie5": Link(40e9, 10e-6, "pcie"),
     "shared-memory": Link(6e9, 180e-6),
 }
 _CLASS_ASSUMPTIONS = {
@@ -173,6 +199,24 @@ _CLASS_ASSUMPTIONS = {
     "pcie5": "PCIe 5.0 taken as 40 GB/s: twice what was measured on PCIe 4.0",
 }
 INTERCONNECT_CLASSES = ("nvlink", *_CLASS_LINKS)
+_PCIE3_CARDS = ("V100-32GB", "V100-16GB", "T4", "P100", "P100-12GB")
+_PCIE5_CARDS = ("H200", "H100", "H100-PCIe")
+
+
+def pcie_class(accelerator: Accelerator) -> str:
+    """The PCIe generation of the card's slot: pcie4 where it is not known."""
+    if accelerator.name in _PCIE3_CARDS:
+        return "pcie3"
+    return "pcie5" if accelerator.name in _PCIE5_CARDS else "pcie4"
+
+
+def usual_interconnect(accelerator: Accelerator) -> str:
+    """What joins such devices in one node where nobody says: NVLink where the card's usual form has it."""
+    if accelerator.kind == "cpu":
+        return "shared-memory"
+    link = interconnect_link("nvlink", accelerator)[0]
+    usual = accelerator.name.startswith(("H200", "H100", "A100", "A800", "V100")) and link.fabric == "nvlink"
+    return "nvlink" if usual and not accelerator.name.endswith("PCIe") else pcie_class(accelerator)
 
 
 def interconnect_link(interconnect: str, accelerator: Accelerator) -> tuple[Link, str | None]:
@@ -188,14 +232,14 @@ def interconnect_link(interconnect: str, accelerator: Accelerator) -> tuple[Link
     key = _loose_key(accelerator.name)
     model = key[0] if key else ""
     if model in _NVLINK_MEASURED and "PCIE" not in (key[1] if key else ()):
-        return Link(_NVLINK_MEASURED[model], _NVLINK_LATENCY_S), None
+        return Link(_NVLINK_MEASURED[model], _NVLINK_LATENCY_S, "nvlink"), None
     if model in _NVLINK_ASSUMED:
         rate = _NVLINK_ASSUMED[model]
         return Link(
-            rate, _NVLINK_LATENCY_S
+            rate, _NVLINK_LATENCY_S, "nvlink"
         ), f"NVLink of {accelerator.name} taken as {rate / 1e9:g} GB/s (not measured)"
     if accelerator.name in CATALOGUE and model != "H100":
         return _CLASS_LINKS["pcie4"], f"{accelerator.name} has no NVLink: PCIe 4.0 taken instead"
     return Link(
-        200e9, _NVLINK_LATENCY_S
+        200e9, _NVLINK_LATENCY_S, "nvlink"
     ), f"NVLink of {accelerator.name} taken as 200 GB/s, like A100 (not measured)"

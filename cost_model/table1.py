@@ -7,6 +7,7 @@ paper's own model beside the better one in `calibrated.py`.
 from __future__ import annotations
 
 from cost_model.base import CostModel, Phase, StageMemory, TensorGroup, Work
+from cost_model.hardware import Accelerator
 
 
 class Table1(CostModel):
@@ -17,7 +18,11 @@ class Table1(CostModel):
     """
 
     name = "table1"
-    calibration = "none: data-sheet peaks, expect 40 % error"
+    calibration = "none: data-sheet peaks"
+
+    def error(self, accelerator: Accelerator) -> float:
+        """What benchmarks/cost_model_accuracy.py finds where measured times include attention."""
+        return 0.47
 
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         """Seconds: 24 t H^2 / (n c), in decode 12 H^2 B / (n m) besides, and tensor-parallel communication of

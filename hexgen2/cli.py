@@ -12,8 +12,11 @@ from cost_model.errors import HexGen2Error, InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
 from hexgen2.commands.bench import bench
+from hexgen2.commands.calibrate import calibrate
 from hexgen2.commands.compare import compare
+from hexgen2.commands.estimate import estimate
 from hexgen2.commands.options import POSITIVE
+from hexgen2.commands.probe import probe
 from hexgen2.commands.simulate import simulate
 from hexgen2.goal import OBJECTIVES, make_goal
 
@@ -230,7 +233,7 @@ def list_(what: str) -> None:
         click.echo(f"{name:28} {description}")
 
 
-for command in (simulate, compare, bench):
+for command in (simulate, compare, bench, estimate, calibrate, probe):
     cli.add_command(command)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from cluster_specs.loader import accelerator_of, parse_accelerators
 from cluster_specs.schema import ClusterSpec, InterconnectClass, InterconnectSpec
-from cost_model.hardware import Accelerator, Link, interconnect_link
+from cost_model.hardware import Accelerator, Fabric, Link, interconnect_link
 
 _GBIT_S = 1e9 / 8  # bytes/s
 
@@ -43,6 +43,7 @@ class Cluster:
     price_per_hour : [n] US dollars
     memory_bytes : [n]
     interconnects : what joins the devices of each node
+    fabrics : what kind of links that is, for collectives
     assumptions : every figure that is not measured, with its reason
     """
 
@@ -61,6 +62,7 @@ class Cluster:
     price_per_hour: np.ndarray
     memory_bytes: np.ndarray
     interconnects: tuple[InterconnectClass | InterconnectSpec, ...]
+    fabrics: tuple[Fabric, ...]
     assumptions: tuple[str, ...]
     spec: ClusterSpec = field(repr=False)
 
@@ -79,9 +81,11 @@ class Cluster:
         network_bandwidth, network_latency = _network(spec)
         bandwidth = network_bandwidth[np.ix_(node_of, node_of)]
         latency = network_latency[np.ix_(node_of, node_of)]
-        assumptions = list(spec.assumptions)
+        assumptions: list[str] = list(spec.assumptions)
+        fabrics: list[Fabric] = []
         for index, node in enumerate(spec.nodes):
             link, assumption = _inside(node.interconnect, cards[index])
+            fabrics.append(link.fabric)
             here = np.flatnonzero(node_of == index)
             bandwidth[np.ix_(here, here)] = link.bandwidth_bytes_s
             latency[np.ix_(here, here)] = link.latency_s
@@ -113,6 +117,7 @@ class Cluster:
             price_per_hour=np.array(prices)[node_of],
             memory_bytes=np.array([card.memory_bytes for card in cards])[node_of],
             interconnects=tuple(node.interconnect for node in spec.nodes),
+            fabrics=tuple(fabrics),
             assumptions=tuple(assumptions),
             spec=spec,
         )
@@ -143,7 +148,8 @@ class Cluster:
 
     def link(self, i: int, j: int) -> Link:
         """From device i to device j."""
-        return Link(float(self.bandwidth_bytes_s[i, j]), float(self.latency_s[i, j]))
+        fabric: Fabric = self.fabrics[self.node_of[i]] if self.node_of[i] == self.node_of[j] else ""
+        return Link(float(self.bandwidth_bytes_s[i, j]), float(self.latency_s[i, j]), fabric)
 
     @property
     def total_price_per_hour(self) -> float:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InputError
+from cost_model.files import write_text
 from hexgen2.goal import Goal
 from hexgen2.moves import Migration, Move
 from hexgen2.shared_links import Links
@@ -84,8 +83,11 @@ class Route(_Strict):
 
 
 class CostModelName(_Strict):
+    """error is the mean relative error to expect of times on the placement's devices."""
+
     name: str
     calibration: str
+    error: float | None = Field(default=None, ge=0)
     pipeline: str
     links: Links = "pairwise"
 
@@ -208,17 +210,7 @@ class Placement(_Strict):
 
     def save(self, path: str | Path) -> None:
         """Write atomically: the file is the whole placement or is not touched."""
-        target = Path(path)
-        try:
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        except OSError as error:
-            raise InputError(
-                str(target), "", f"cannot be written ({error.strerror})", "choose a writable path"
-            ) from error
-        with os.fdopen(handle, "w") as stream:
-            stream.write(self.to_json())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
+        write_text(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:

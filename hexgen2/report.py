@@ -33,10 +33,13 @@ def print_placement(placement: Placement, console: Console) -> None:
     console.print(_replica_table(placement))
     if placement.routes:
         console.print(_route_table(placement))
+    error = "" if costs.error is None else f" +- {costs.error:.0%}"
     console.print(
-        f"throughput  {placement.throughput.req_s:.4g} requests/s, "
+        f"throughput  {placement.throughput.req_s:.4g}{error} requests/s, "
         f"{placement.throughput.output_tok_s:.5g} output tokens/s"
     )
+    if caution := _ranking_caution(placement):
+        console.print(caution)
     if placement.rented:
         _print_rental(placement, console)
     console.print(_bound_text(placement.bound))
@@ -62,6 +65,28 @@ def print_placement(placement: Placement, console: Console) -> None:
         console.print(f"search cut  {placement.search.cut}: a longer one may find better")
     for assumption in placement.cluster.assumptions:
         console.print(f"assumed     {escape(assumption)}", style="dim")
+
+
+def _ranking_caution(placement: Placement) -> str | None:
+    """The best that the search met with other numbers of replicas, if it is worse by less than the error."""
+    if placement.goal.rents or placement.goal.objective == "latency":
+        return None
+    error, best = placement.cost_model.error, placement.throughput.req_s
+    kinds = ("prefill", "decode", "colocated")
+    chosen = tuple(sum(replica.role == kind for replica in placement.replicas) for kind in kinds)
+    rivals: dict[tuple[int, ...], float] = {}
+    for step in placement.search.trace:
+        makeup = tuple(step.get(f"{kind}_replicas", 0) for kind in kinds)
+        if makeup != chosen and step.get("req_s", 0.0) * (1 + (error or 0.0)) >= best:
+            rivals[makeup] = max(step["req_s"], rivals.get(makeup, 0.0))
+    if not rivals or error is None:
+        return None
+    makeup = max(rivals, key=lambda other: rivals[other])
+    counts = " and ".join(f"{n} {kind}" for n, kind in zip(makeup, kinds, strict=True) if n)
+    return (
+        f"caution     {counts} replicas make {rivals[makeup]:.4g} requests/s, which is inside the error: "
+        "measure both where it matters"
+    )
 
 
 def _bound_text(bound: Bound) -> str:

@@ -79,6 +79,7 @@ def build_placement(
         cost_model=CostModelName(
             name=problem.costs.name,
             calibration=problem.costs.calibration,
+            error=max(problem.costs.error(problem.cluster.accelerators[gpu]) for gpu in used),
             pipeline=problem.pipeline,
             links=problem.links,
         ),

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from cost_model.hardware import Link
 from hexgen2.search.problem import Blocks, Problem, blocks_of
 
 PATTERNS_PLANNED = 3600
@@ -154,11 +155,8 @@ def _like_nodes(problem: Problem) -> NodeClasses:
     """
     count = len(problem.node_gpus)
     uplinks = problem.cluster.uplinks
-    link_kinds: dict[tuple, int] = {}
-    links = [
-        [link_kinds.setdefault((link.bandwidth_bytes_s, link.latency_s), len(link_kinds)) for link in row]
-        for row in problem.node_links
-    ]
+    link_kinds: dict[Link, int] = {}
+    links = [[link_kinds.setdefault(link, len(link_kinds)) for link in row] for row in problem.node_links]
     colour = _renamed(
         [
             (

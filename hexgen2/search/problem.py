@@ -93,8 +93,9 @@ class Problem:
             pairs = np.ix_(gpus, gpus)
             bandwidth[n, n] = cluster.bandwidth_bytes_s[pairs].min()
             latency[n, n] = cluster.latency_s[pairs].max()
-        links: dict[tuple[float, float], Link] = {}
-        keys = zip(bandwidth.ravel().tolist(), latency.ravel().tolist(), strict=True)
+        fabric = np.where(np.eye(count, dtype=bool), cluster.fabrics, "")
+        links: dict[tuple, Link] = {}
+        keys = zip(*(of.ravel().tolist() for of in (bandwidth, latency, fabric)), strict=True)
         flat = [links.setdefault(key, Link(*key)) for key in keys]
         return tuple(tuple(flat[a * count : (a + 1) * count]) for a in range(count))
 

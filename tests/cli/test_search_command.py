@@ -104,7 +104,7 @@ def test_wrong_ways_to_rent(options, fragment):
 def test_assumed_figures_are_shown_to_the_user():
     result = hexgen2("search", *ON_SETTING_1)
     assert "every link figure here is assumed" in result.stdout
-    assert "zero-fit" in result.stdout
+    assert "calibrated (fitted)" in result.stdout and "+- " in result.stdout
 
 
 def test_lengths_instead_of_a_workload(cluster_file):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel, TensorGroup
+from cost_model.calibrated import Calibrated
+from cost_model.coefficients import fitted
 from cost_model.hardware import CATALOGUE, INTERCONNECT_CLASSES, NO_LINK, find_accelerator, interconnect_link
 from cost_model.lengths import RequestLengths
 from cost_model.models import SHIPPED, find_model
@@ -49,7 +51,11 @@ def priced_groups(draw: st.DrawFn) -> tuple[CostModel, TensorGroup]:
     """Any cost model of any model and workload shape, with a group of any card that can split the model."""
     model = draw(st.sampled_from(MODELS))
     isl, osl = draw(st.integers(1, 8192)), draw(st.integers(1, 2048))
-    costs = make_cost_model(draw(st.sampled_from(sorted(COST_MODELS))), model, fixed(isl, osl))
+    kind = draw(st.sampled_from([*sorted(COST_MODELS), *fitted().engines]))
+    if kind in COST_MODELS:
+        costs = make_cost_model(kind, model, fixed(isl, osl))
+    else:
+        costs = Calibrated(model, fixed(isl, osl), engine=kind)
     degree = draw(st.sampled_from(model.tensor_degrees(DEGREES_TO)))
     card, interconnect = draw(st.sampled_from(sorted(CATALOGUE))), draw(st.sampled_from(INTERCONNECT_CLASSES))
     return costs, group_of(card, degree, interconnect)

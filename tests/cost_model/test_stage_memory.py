@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import LLAMA_70B, WINDOWED, alone, fixed, group_of, like, phases, priced_groups
 
-from cost_model.calibrated import Calibrated
+from cost_model.calibrated import ZeroFit
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 
@@ -67,7 +67,7 @@ def test_llama_70b_on_two_80_gib_cards():
     """By hand, bytes on each card: a layer is (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672 + 2 * 8192)
     = 855,654,400 parameters of 2 bytes over 2 cards; embedding and head 2 * 32000 * 8192 likewise; a
     workspace for 2048 tokens of (2 * 8192 + 28672) values of 2 bytes; a token 80 * 2 * 4 * 128 * 2 of KV."""
-    memory = Calibrated(LLAMA_70B, fixed(768, 256)).stage_memory("decode", group_of("A100", 2), True, True)
+    memory = ZeroFit(LLAMA_70B, fixed(768, 256)).stage_memory("decode", group_of("A100", 2), True, True)
     weights, ends, workspace, kv = 80 * 855_654_400, 524_288_000, 184_549_376, 163_840 * 1024
     assert memory.needed(80, 1) == weights + ends + workspace + kv
     usable = 0.9 * 80 * 1024**3
@@ -76,7 +76,7 @@ def test_llama_70b_on_two_80_gib_cards():
 
 
 def test_llama_70b_does_not_fit_one_card():
-    memory = Calibrated(LLAMA_70B, fixed(768, 256)).stage_memory("decode", group_of("A100", 1), True, True)
+    memory = ZeroFit(LLAMA_70B, fixed(768, 256)).stage_memory("decode", group_of("A100", 1), True, True)
     assert memory.max_batch(80) == 0
     # 0.9 * 80 GiB hold 44 layers of 1.711 GB beside the ends, and nothing else.
     assert memory.max_layers(1) == 44
@@ -91,12 +91,12 @@ def test_the_papers_formula_gives_two_cards_far_fewer_requests():
 
 def test_kv_cache_of_1024_tokens_of_llama_70b():
     """80 layers, keys and values, 8 heads of 128 elements, 2 bytes: 335 MB."""
-    costs = Calibrated(LLAMA_70B, fixed(1024, 128))
+    costs = ZeroFit(LLAMA_70B, fixed(1024, 128))
     assert costs.kv_bytes_per_layer * LLAMA_70B.layers == 1024 * 80 * 2 * 8 * 128 * 2 == 335_544_320
 
 
 def test_ends_of_a_pipeline_hold_embedding_and_head():
-    costs, group = Calibrated(LLAMA_70B, fixed(512, 128)), group_of("A100", 2)
+    costs, group = ZeroFit(LLAMA_70B, fixed(512, 128)), group_of("A100", 2)
     held = {
         (a, z): costs.stage_memory("decode", group, a, z).fixed for a in (True, False) for z in (True, False)
     }
@@ -108,7 +108,7 @@ def test_ends_of_a_pipeline_hold_embedding_and_head():
 
 def test_a_tied_head_is_held_once_by_a_single_stage():
     tied = like(LLAMA_70B, tied_embeddings=True)
-    costs, group = Calibrated(tied, fixed(512, 128)), group_of("A100", 2)
+    costs, group = ZeroFit(tied, fixed(512, 128)), group_of("A100", 2)
     assert (
         costs.stage_memory("decode", group, True, True).fixed
         == costs.stage_memory("decode", group, True, False).fixed
@@ -117,7 +117,7 @@ def test_a_tied_head_is_held_once_by_a_single_stage():
 
 
 def test_prefill_holds_the_prompt_and_decode_the_whole_request():
-    costs, group = Calibrated(LLAMA_70B, fixed(600, 200)), group_of("H100", 4)
+    costs, group = ZeroFit(LLAMA_70B, fixed(600, 200)), group_of("H100", 4)
     prompt, request = (
         costs.stage_memory(p, group, True, True).per_layer_request for p in ("prefill", "decode")
     )
@@ -126,7 +126,7 @@ def test_prefill_holds_the_prompt_and_decode_the_whole_request():
 
 def test_a_window_bounds_the_kv_cache():
     group = group_of("H100", 1)
-    inside, beyond = Calibrated(WINDOWED, fixed(1024, 0)), Calibrated(WINDOWED, fixed(8000, 500))
+    inside, beyond = ZeroFit(WINDOWED, fixed(1024, 0)), ZeroFit(WINDOWED, fixed(8000, 500))
     assert beyond.stage_memory("decode", group, True, True) == inside.stage_memory(
         "decode", group, True, True
     )
@@ -134,12 +134,12 @@ def test_a_window_bounds_the_kv_cache():
 
 def test_more_devices_than_kv_heads_hold_copies():
     """Eight KV heads on 16 devices: each holds one, as on 8."""
-    costs = Calibrated(LLAMA_70B, fixed(512, 128))
+    costs = ZeroFit(LLAMA_70B, fixed(512, 128))
     eight, sixteen = (costs.stage_memory("decode", group_of("A100", n), True, True) for n in (8, 16))
     assert sixteen.per_layer_request == eight.per_layer_request == 640 * 2 * 128 * 2
 
 
 def test_a_mixture_holds_all_its_experts():
     mixtral = find_model("mixtral-8x7b")
-    memory = Calibrated(mixtral, fixed(512, 128)).stage_memory("decode", group_of("A100", 1), False, False)
+    memory = ZeroFit(mixtral, fixed(512, 128)).stage_memory("decode", group_of("A100", 1), False, False)
     assert memory.per_layer > 8 * 3 * 4096 * 14336 * 2

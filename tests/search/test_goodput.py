@@ -97,11 +97,11 @@ def test_looser_targets_serve_no_less_and_the_throughput_is_the_limit():
 
 
 def test_the_placement_of_greatest_throughput_is_not_that_of_greatest_goodput():
-    targets = {"ttft_ms": 500.0, "tpot_ms": 60.0, "request_rate": 6.0}
+    targets = {"ttft_ms": 500.0, "tpot_ms": 60.0, "request_rate": 4.0}
     plain, kept = (run(case_study(objective=o, **targets)) for o in ("throughput", "goodput"))
     assert plain.throughput.req_s > kept.throughput.req_s
     assert plain.goodput and kept.goodput
-    assert kept.goodput.goodput_req_s == 6.0 > plain.goodput.goodput_req_s
+    assert kept.goodput.goodput_req_s == 4.0 > plain.goodput.goodput_req_s
     assert kept.goodput.attainment > 0.9 > plain.goodput.attainment
     without = run(case_study())
     assert without.goodput is None
@@ -112,7 +112,7 @@ def test_the_placement_of_greatest_throughput_is_not_that_of_greatest_goodput():
 def test_more_requests_wait_longer_and_miss_more():
     records = [
         run(case_study(objective="goodput", ttft_ms=800, tpot_ms=60, request_rate=rate)).goodput
-        for rate in (0.5, 3, 5, 7)
+        for rate in (0.5, 2, 3, 4)
     ]
     for less, more in itertools.pairwise(records):
         assert less.attainment >= more.attainment

@@ -1,0 +1,207 @@
+"""Steps of an engine as rows of a CSV file: to be timed, or with the time that was measured.
+
+Columns: gpu, model, tp, phase (prefill or decode), batch, input_len_or_context (tokens of each prompt, or of
+each request's context). Optional: engine (or source): who was measured; interconnect (or comm): nvlink, pcie,
+pcie3, pcie4, pcie5 or shared-memory, none for one GPU, or excluded where all-reduces are left out;
+has_attention: 0 where a sum of operators lacks attention, LM head and the fixed cost of a step. A measured
+row has measured_ms. Other columns are the user's own. Lines that start with # are comments.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cost_model.architecture import ModelArchitecture
+from cost_model.base import Phase, TensorGroup, Work
+from cost_model.calibrated import Calibrated
+from cost_model.coefficients import CoefficientSet
+from cost_model.errors import InputError
+from cost_model.files import read_text
+from cost_model.hardware import (
+    INTERCONNECT_CLASSES,
+    NO_LINK,
+    Accelerator,
+    Link,
+    find_accelerator,
+    interconnect_link,
+    pcie_class,
+    usual_interconnect,
+)
+from cost_model.lengths import RequestLengths
+from cost_model.models import find_model
+from cost_model.roofline import EdgeWork, LayerWork
+
+COLUMNS = ("gpu", "model", "tp", "phase", "batch", "input_len_or_context")
+_MAX_BYTES = 64 << 20
+_LARGEST = 10**7
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a file, by column name."""
+
+    source: str
+    line: int
+    cells: dict[str, str]
+
+    def error(self, column: str, problem: str, remedy: str) -> InputError:
+        """What is wrong with a cell, naming the file, the line and the column."""
+        return InputError(self.source, f"line {self.line}, {column}", problem, remedy)
+
+    def text(self, *columns: str, default: str = "") -> str:
+        """The first of these columns that has something in it."""
+        return next((self.cells[c].strip() for c in columns if self.cells.get(c, "").strip()), default)
+
+    def count(self, column: str, least: int = 1) -> int:
+        """A whole number (written 4 or 4.0)."""
+        try:
+            value = float(self.text(column))
+        except ValueError:
+            value = math.nan
+        if not least <= value <= _LARGEST or value != int(value):
+            problem = f"is {self.text(column)[:40]!r}"
+            raise self.error(column, problem, f"give a whole number from {least} to {_LARGEST}")
+        return int(value)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One prefill of a batch of prompts, or one decode step, of a model on one tensor group.
+
+    tokens : of each prompt, or of each request's context
+    has_attention : False where the time lacks attention, LM head and the fixed cost of a step
+    """
+
+    engine: str
+    group: TensorGroup
+    model: ModelArchitecture
+    phase: Phase
+    batch: int
+    tokens: int
+    has_attention: bool = True
+
+    def seconds_by(self, coefficients: CoefficientSet, engine: str | None = None) -> float:
+        """Predicted with these coefficients, of that engine (None: a mean one)."""
+        costs = Calibrated(self.model, self.lengths, coefficients=coefficients, engine=engine)
+        whole = self.model.layers * costs.layer_work_s(self.group, self._work(costs))
+        return whole + (costs.edge_work_s(self.group, self.batch, last=True) if self.has_attention else 0.0)
+
+    def amounts(self) -> tuple[LayerWork, EdgeWork]:
+        """What a layer and the stage's edge do in it, before any coefficient."""
+        costs = Calibrated(self.model, self.lengths)
+        edge = costs.edge_work(self.group, self.batch, last=self.has_attention)
+        return costs.layer_work(self.group, self._work(costs)), edge
+
+    @property
+    def lengths(self) -> RequestLengths:
+        """Requests whose prefill, or whose mean decode step, this is."""
+        return RequestLengths.fixed(self.tokens, 0)
+
+    def _work(self, costs: Calibrated) -> Work:
+        work = costs.work(self.phase, self.batch)
+        return work if self.has_attention else work._replace(prompt_attended=0.0, context=0.0)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A step and the seconds that it took."""
+
+    step: Step
+    seconds: float
+
+
+def read_rows(path: Path, required: tuple[str, ...] = COLUMNS) -> tuple[list[str], list[Row]]:
+    """Column names and rows of a CSV file.
+
+    Raises
+    ------
+    InputError : unreadable, a required column is missing, or a line has too many cells
+    """
+    source = str(path)
+    lines = [
+        (number, line)
+        for number, line in enumerate(read_text(path, _MAX_BYTES).splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not lines:
+        raise InputError(source, "", "has no rows", f"give columns {', '.join(required)} and rows")
+    header = [name.strip() for name in next(csv.reader([lines[0][1]]))]
+    missing = [column for column in required if column not in header]
+    if missing:
+        raise InputError(source, missing[0], "is missing", f"needed columns: {', '.join(required)}")
+    rows = []
+    for number, line in lines[1:]:
+        cells = next(csv.reader([line]))
+        if len(cells) > len(header):
+            problem = f"has {len(cells)} cells for {len(header)} columns"
+            raise InputError(source, f"line {number}", problem, "quote cells that contain commas")
+        rows.append(Row(source, number, dict(zip(header, cells, strict=False))))
+    return header, rows
+
+
+def step_of(row: Row) -> Step:
+    """The step that a row describes.
+
+    Raises
+    ------
+    InputError : unknown GPU, model, phase or interconnect; a number that is not one; heads that do not divide
+    """
+    where = f"line {row.line}, gpu"
+    accelerator = find_accelerator(row.text("gpu"), source=row.source, key=where)
+    try:
+        model = find_model(row.text("model"))
+    except InputError as error:
+        raise row.error("model", f"{row.text('model')[:60]!r} {error.problem}", error.remedy) from None
+    phase = row.text("phase").lower()
+    if phase not in ("prefill", "decode"):
+        raise row.error("phase", f"is {phase[:40]!r}", "write prefill or decode")
+    degree = row.count("tp")
+    if degree not in model.tensor_degrees(degree):
+        problem = f"is {degree}, which does not split the {model.heads} heads of {model.name} evenly"
+        raise row.error("tp", problem, f"use one of {model.tensor_degrees(16)}")
+    return Step(
+        engine=row.text("engine", "source"),
+        group=TensorGroup(accelerator, degree, _link(row, accelerator, degree)),
+        model=model,
+        phase="prefill" if phase == "prefill" else "decode",
+        batch=row.count("batch"),
+        tokens=row.count("input_len_or_context", least=1 if phase == "prefill" else 0),
+        has_attention=row.text("has_attention", default="1") != "0",
+    )
+
+
+def measurements(rows: list[Row]) -> Iterator[Measurement]:
+    """Rows with what was measured.
+
+    Raises
+    ------
+    InputError : as `step_of`, or measured_ms is not a time
+    """
+    for row in rows:
+        try:
+            milliseconds = float(row.text("measured_ms"))
+        except ValueError:
+            milliseconds = math.nan
+        if not 0 < milliseconds < 1e9:
+            problem = f"is {row.text('measured_ms')[:40]!r}"
+            raise row.error("measured_ms", problem, "give a time above 0, in ms")
+        yield Measurement(step_of(row), milliseconds / 1e3)
+
+
+def _link(row: Row, accelerator: Accelerator, degree: int) -> Link:
+    """What joins the group's devices: as the row says, or as it usually is."""
+    name = row.text("interconnect", "comm").lower()
+    if name in ("none", "excluded"):
+        return NO_LINK
+    if degree == 1 or not name:
+        name = usual_interconnect(accelerator)
+    if name == "pcie":
+        name = pcie_class(accelerator)
+    if name not in INTERCONNECT_CLASSES:
+        known = ", ".join((*INTERCONNECT_CLASSES, "pcie", "none", "excluded"))
+        raise row.error("interconnect", f"is {name[:40]!r}", f"use one of {known}")
+    return interconnect_link(name, accelerator)[0]

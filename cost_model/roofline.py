@@ -1,0 +1,71 @@
+"""Seconds of a step from what it does, at the data-sheet peaks, and from coefficients.
+
+Roofline: Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009; softened, since a kernel that both
+computes and reads for a long time seldom hides all of the one behind the other.
+
+The amounts are plain numbers, or arrays of one figure per measured step, which is how coefficients are
+fitted: by the very formulas that predict.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from cost_model.coefficients import Coefficients
+
+Amount = Any
+"""A float, or a numpy array of them."""
+
+
+class LayerWork(NamedTuple):
+    """One layer's work on one device, in seconds at its peaks.
+
+    dense : products with weights; prompts : attention over prompts; decodes : attention over KV caches
+    nvlink_s, other_s : all-reduces by the table of collectives; all_reduces : how many
+    """
+
+    dense_compute_s: Amount
+    dense_read_s: Amount
+    prompts_compute_s: Amount
+    decodes_compute_s: Amount
+    decodes_read_s: Amount
+    nvlink_s: Amount
+    other_s: Amount
+    all_reduces: Amount
+
+
+class EdgeWork(NamedTuple):
+    """A stage's work outside its layers: the LM head in seconds at the peaks, and the requests sampled."""
+
+    head_compute_s: Amount
+    head_read_s: Amount
+    sampled: Amount
+
+
+def layer_s(work: LayerWork, k: Coefficients) -> Amount:
+    """Seconds of one layer: matrix products and attention follow one another, so they add up."""
+    prompts = work.prompts_compute_s / (k.compute_efficiency * k.attention_efficiency)
+    exchange = work.nvlink_s / k.nvlink_share + work.other_s + work.all_reduces * k.all_reduce_overhead_s
+    return (
+        kernel_s(work.dense_compute_s, work.dense_read_s, k)
+        + prompts
+        + kernel_s(work.decodes_compute_s, work.decodes_read_s, k)
+        + k.layer_overhead_s
+        + exchange
+    )
+
+
+def edge_s(work: EdgeWork, k: Coefficients) -> Amount:
+    """Seconds of a stage outside its layers."""
+    head = kernel_s(work.head_compute_s, work.head_read_s, k)
+    return head + k.step_overhead_s + k.request_overhead_s * work.sampled
+
+
+def kernel_s(compute_s: Amount, read_s: Amount, k: Coefficients) -> Amount:
+    """Seconds of a kernel that computes and reads for so long at the peaks: the longer of the two with
+    infinite overlap, more where they overlap less."""
+    compute, read = compute_s / k.compute_efficiency, read_s / k.memory_efficiency
+    if k.overlap == math.inf:
+        return max(compute, read)
+    return (compute**k.overlap + read**k.overlap) ** (1 / k.overlap)
