@@ -32,6 +32,7 @@ class StageKind:
     group: TensorGroup
     memory: dict[tuple[Phase, bool, bool], StageMemory]
     layer_s: dict[tuple[Phase, float], float]
+    edge_s: dict[tuple[Phase, float, bool], float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +114,7 @@ class Pipelines:
             )
             ends = itertools.product(("prefill", "decode"), (True, False), (True, False))
             memory = {end: self.problem.costs.stage_memory(end[0], group, *end[1:]) for end in ends}  # type: ignore[arg-type]
-            self._stage_kinds[key] = StageKind(group, memory, {})  # type: ignore[arg-type]
+            self._stage_kinds[key] = StageKind(group, memory, {}, {})  # type: ignore[arg-type]
         return self._stage_kinds[key]
 
     def at_once(self, split: list[int]) -> int:
@@ -169,13 +170,15 @@ class Pipelines:
         """Seconds of each stage and hop for a step of `batch` requests."""
         costs, kinds = self.problem.costs, pipeline.kinds
         key = (phase, batch)
-        layer_s = []
-        for kind in kinds:
+        layer_s, edge_s = [], []
+        for j, kind in enumerate(kinds):
             if key not in kind.layer_s:
                 kind.layer_s[key] = costs.layer_s(phase, kind.group, batch)
             layer_s.append(kind.layer_s[key])
-        last = len(kinds) - 1
-        edge_s = [costs.edge_s(phase, kind.group, batch, j == last) for j, kind in enumerate(kinds)]
+            edge = (phase, batch, j == len(kinds) - 1)
+            if edge not in kind.edge_s:
+                kind.edge_s[edge] = costs.edge_s(phase, kind.group, batch, edge[2])
+            edge_s.append(kind.edge_s[edge])
         return Timing(layer_s, edge_s, [costs.boundary_s(phase, hop, batch) for hop in pipeline.hops])
 
     def split(self, timing: Timing, limits: list[int], by_sum: bool) -> list[int] | None:
