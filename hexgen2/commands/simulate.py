@@ -40,6 +40,9 @@ from hexgen2.commands.output import check_folder, write, written
 )
 @click.option("--queue-limit", type=click.IntRange(min=0), help="Requests that may wait; the others fail.")
 @click.option("--fail", "failures", multiple=True, metavar="REPLICA@SECONDS", help="A replica is lost then.")
+@click.option(
+    "--replan", "replans", multiple=True, metavar="FILE@SECONDS", help="Change over to this placement then."
+)
 @click.option("--recover", is_flag=True, help="Requests of a lost replica start over elsewhere.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--requests-out", type=click.Path(path_type=Path), help="Write a CSV line for each request.")
@@ -60,6 +63,7 @@ def simulate(
     policy: Any,
     queue_limit: int | None,
     failures: tuple[str, ...],
+    replans: tuple[str, ...],
     recover: bool,
     seed: int,
     requests_out: Path | None,
@@ -71,7 +75,7 @@ def simulate(
     from hexgen2.placement import Placement
     from hexgen2.simulator.requests import Lengths
     from hexgen2.simulator.run import simulate as run
-    from hexgen2.simulator.simulation import Options
+    from hexgen2.simulator.simulation import Failure, Options, Replan
 
     loaded = Placement.load(placement)
     verify(loaded, str(placement))
@@ -86,7 +90,10 @@ def simulate(
         update={key: value for key, value in (("ttft_ms", ttft), ("tpot_ms", tpot)) if value is not None}
     )
     loaded = loaded.model_copy(update={"goal": goal})
-    options = Options(policy, queue_limit, [_failure(text) for text in failures], recover)
+    lost = [Failure(at_s, name) for name, at_s in (_timed("--fail", "decode-0", text) for text in failures)]
+    timed = (_timed("--replan", "next.json", text) for text in replans)
+    later = [Replan(at_s, _next_placement(Path(path), loaded)) for path, at_s in timed]
+    options = Options(policy, queue_limit, lost, later, recover)
     with written(requests_out) as stream:
         found = run(loaded, requests, options, stream, _progress(len(requests)))
     text = json.dumps(found, indent=1) + "\n"
@@ -101,17 +108,31 @@ def simulate(
         print_results(head, found, make_console())
 
 
-def _failure(text: str):
-    from hexgen2.simulator.simulation import Failure
-
-    replica, at, seconds = text.rpartition("@")
+def _timed(option: str, example: str, text: str) -> tuple[str, float]:
+    """What comes before the @, and the seconds after it."""
+    what, _, seconds = text.rpartition("@")
     try:
-        when = float(seconds) if at else -1.0
+        when = float(seconds)
     except ValueError:
         when = -1.0
-    if not replica or not 0 <= when < float("inf"):
-        raise InputError("--fail", text[:100], "is not a replica and a time", "write decode-0@60")
-    return Failure(when, replica)
+    if not what or not 0 <= when < float("inf"):
+        raise InputError(option, text[:100], "has no time", f"write {example}@60")
+    return what, when
+
+
+def _next_placement(path: Path, placement):
+    """A placement to change over to, checked, of the same model and with moves."""
+    from hexgen2.checks import verify
+    from hexgen2.placement import Placement
+
+    found = Placement.load(path)
+    verify(found, str(path))
+    remedy = "make it with `hexgen2 search --from`"
+    if found.model != placement.model:
+        raise InputError(str(path), "model", f"is {found.model.name}, not {placement.model.name}", remedy)
+    if not found.moves:
+        raise InputError(str(path), "moves", "are missing, so nobody knows what has to load", remedy)
+    return found
 
 
 def _progress(total: int):

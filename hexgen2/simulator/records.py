@@ -31,8 +31,10 @@ class ReplicaRecord:
 
 @dataclass
 class RouteRecord:
-    """Of a route: KV bytes, requests, and the seconds from the end of a prefill until all has landed."""
+    """Of a route: what it could carry, KV bytes, requests, and the seconds from the end of a prefill until
+    all has landed."""
 
+    capacity_req_s: float = 0.0
     bytes: float = 0.0
     requests: int = 0
     after_s: float = 0.0

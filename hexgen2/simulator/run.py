@@ -15,7 +15,7 @@ from cost_model.base import CostModel
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.results import summarise
-from hexgen2.simulator.records import Records
+from hexgen2.simulator.records import Records, ReplicaRecord, RouteRecord
 from hexgen2.simulator.requests import Requests
 from hexgen2.simulator.simulation import Options, Simulation
 
@@ -75,26 +75,26 @@ def results(placement: Placement, records: Records) -> dict[str, Any]:
         "requests": requests.source,
         "predicted_req_s": placement.throughput.req_s,
         **found,
-        "replicas": {r.id: _replica(records, r.id, duration) for r in placement.replicas},
-        "routes": [
-            {
-                "from": route.from_,
-                "to": route.to,
-                "requests": record.requests,
-                "bytes": record.bytes,
-                "utilisation": record.requests / duration / route.capacity_req_s,
-                "mean_after_prefill_ms": record.after_s / record.requests * 1e3 if record.requests else 0.0,
-            }
-            for route in placement.routes
-            for record in [records.routes[route.from_, route.to]]
-        ],
+        "replicas": {name: _replica(record, duration) for name, record in records.replicas.items()},
+        "routes": [_route(*ends, record, duration) for ends, record in records.routes.items()],
         "failures": dict(Counter(records.failed.values())),
         "assumptions": ASSUMPTIONS,
     }
 
 
-def _replica(records: Records, name: str, duration_s: float) -> dict[str, float]:
-    record = records.replicas[name]
+def _route(source: str, target: str, record: RouteRecord, duration_s: float) -> dict[str, Any]:
+    after_s = record.after_s / record.requests if record.requests else 0.0
+    return {
+        "from": source,
+        "to": target,
+        "requests": record.requests,
+        "bytes": record.bytes,
+        "utilisation": record.requests / duration_s / record.capacity_req_s,
+        "mean_after_prefill_ms": after_s * 1e3,
+    }
+
+
+def _replica(record: ReplicaRecord, duration_s: float) -> dict[str, float]:
     served = record.requests or 1
     return {
         "requests": record.requests,

@@ -8,27 +8,26 @@ deterministic.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from cluster_specs.loader import resolve
 from cost_model.base import CostModel
 from cost_model.errors import InputError
-from cost_model.pipeline import under_way
-from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
-from hexgen2.memory import kv_capacity_tokens
 from hexgen2.placement import Placement, Replica
-from hexgen2.shared_links import SharedLinks
+from hexgen2.simulator.changeover import Changeover
 from hexgen2.simulator.colocated import Colocated, Policy
 from hexgen2.simulator.decoding import Decoder
 from hexgen2.simulator.prefilling import Prefiller
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.timing import ReplicaTimes
-from hexgen2.simulator.transfers import RouteCost, Transfers, binding, route_cost
+from hexgen2.simulator.stand import Stand
+from hexgen2.simulator.transfers import RouteCost, Transfers
 from runtime.admission import Admission
 from runtime.refusals import Overloaded, TooLong, Unavailable
-from runtime.room import Room, kv_budgets
+from runtime.room import Room
 from runtime.router import Route, Router, routes_of
 
 
@@ -41,12 +40,21 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Replan:
+    """From a time on the fleet changes over to another placement (see changeover.py)."""
+
+    at_s: float
+    placement: Placement
+
+
+@dataclass(frozen=True)
 class Options:
     """How a simulation differs from the plain one.
 
     policy : of colocated replicas
     queue_limit : requests that may wait for a route; None: all
     failures : replicas lost on the way
+    replans : placements that follow
     recover : requests of a lost replica start over elsewhere from prompt and tokens made, else they fail
     front_end_s : what a request takes besides, from the client to the queue of a replica and back
     """
@@ -54,6 +62,7 @@ class Options:
     policy: Policy = "alternate"
     queue_limit: int | None = None
     failures: Sequence[Failure] = ()
+    replans: Sequence[Replan] = ()
     recover: bool = False
     front_end_s: float = 0.0
 
@@ -109,25 +118,25 @@ class Simulation:
         self._events: list[tuple[float, int, Callable, Any]] = []
         self._count = self._done = 0
         self._active: dict[int, _Request] = {}
-        self.costs = costs or make_cost_model(
-            placement.cost_model.name, placement.model, placement.workload.lengths
-        )
-        self.cluster = cluster
-        budgets = kv_budgets(placement)
-        self.rooms = {r.id: self._room(r, budgets[r.id]) for r in placement.replicas}
         self.transfers = Transfers(self.schedule)
-        self._replicas = {replica.id: self._make(replica) for replica in placement.replicas}
-        shared = SharedLinks(cluster)
-        links, isl = placement.cost_model.links, self.costs.isl
-        self._routes: dict[tuple[str, str], RouteCost] = binding(
-            {(r.from_, r.to): route_cost(r, cluster, shared, links, isl) for r in placement.routes}
-        )
+        self.rooms: dict[str, Room] = {}
+        self._replicas: dict[str, Prefiller | Decoder | Colocated] = {}
+        self._running: dict[str, Replica] = {}
+        self._routes: dict[tuple[str, str], RouteCost] = {}
+        self._changeover: Changeover | None = None
+        self._held_back: list[_Request] = []
+        stand = Stand(placement, cluster, options.policy, costs)
+        for replica in placement.replicas:
+            self._stand_up(replica, replica.id, stand)
+        self._open(stand, {replica.id: replica.id for replica in placement.replicas})
         limit = options.queue_limit if options.queue_limit is not None else len(requests) + 1
         self._admission: Admission[_Request] = Admission(Router(routes_of(placement)), self.rooms, limit)
         for failure in options.failures:
             if failure.replica not in self._replicas:
                 raise InputError("--fail", failure.replica, "is no replica of the placement", self._known())
             self.schedule(failure.at_s, self._lose, failure.replica)
+        for replan in options.replans:
+            self.schedule(replan.at_s, self._replan, replan.placement)
 
     def run(self, progress: Callable[[Simulation], None] | None = None) -> None:
         """Until every request has ended."""
@@ -144,7 +153,7 @@ class Simulation:
             handled += 1
             if progress and handled % 4096 == 0:
                 progress(self)
-        for request in self._admission.waiting:
+        for request in (*self._held_back, *self._admission.waiting):
             self.records.fail(request.index, "no replica is left to serve it")
 
     @property
@@ -162,34 +171,19 @@ class Simulation:
     def _known(self) -> str:
         return f"name one of {', '.join(self._replicas)}"
 
-    def _room(self, replica: Replica, budget: int) -> Room:
-        places = replica.max_batch * self._at_once(replica)
-        if replica.role == "colocated" and self.options.policy != "alternate":
-            # Such an engine takes all that come and keeps the accounts itself; only what it could never
-            # hold is refused.
-            return _Endless(kv_capacity_tokens(replica, self.cluster, self.costs), places)
-        return Room(budget * self._at_once(replica), places)
-
-    def _at_once(self, replica: Replica) -> int:
-        """Requests under way for each one in a replica's batch."""
-        if replica.role == "prefill":
-            return 1
-        return int(under_way(self.placement.cost_model.pipeline, 1, len(replica.stages)))  # type: ignore[arg-type]
-
-    def _times(self, replica: Replica) -> ReplicaTimes:
-        semantics: Any = self.placement.cost_model.pipeline
-        return ReplicaTimes(replica, self.cluster, self.costs, semantics)
-
-    def _make(self, replica: Replica) -> Prefiller | Decoder | Colocated:
-        times, room = self._times(replica), self.rooms[replica.id]
-        record = self.records.replicas[replica.id]
+    def _stand_up(self, replica: Replica, name: str, stand: Stand) -> None:
+        times, room = stand.times(replica), stand.room(replica)
+        record = self.records.replicas[name]
+        self.rooms[name], self._running[name] = room, replica
         if replica.role == "prefill":
             calls = self.schedule, self._begun, self._computed
-            return Prefiller(times, room.kv_budget_tokens, record, *calls)
+            self._replicas[name] = Prefiller(times, room.kv_budget_tokens, record, *calls)
+            return
         own = (self._isl, self._osl, room.max_batch)
         if replica.role == "decode":
-            return Decoder(times, *own, self.records, record, self.schedule, self._ended)
-        return Colocated(
+            self._replicas[name] = Decoder(times, *own, self.records, record, self.schedule, self._ended)
+            return
+        self._replicas[name] = Colocated(
             self.options.policy,
             times,
             *own,
@@ -200,6 +194,14 @@ class Simulation:
             self._ended,
         )
 
+    def _open(self, stand: Stand, names: Mapping[str, str]) -> None:
+        """The routes of a placement whose replicas have these names."""
+        capacity = {(r.from_, r.to): r.capacity_req_s for r in stand.placement.routes}
+        for (source, target), cost in stand.routes().items():
+            key = names[source], names[target]
+            self._routes[key] = cost
+            self.records.routes[key].capacity_req_s = capacity[source, target]
+
     # -- requests
 
     def _arrive(self, index: int) -> None:
@@ -207,6 +209,9 @@ class Simulation:
         self._enqueue(_Request(index, isl, isl + osl))
 
     def _enqueue(self, request: _Request) -> None:
+        if self._changeover is not None and not self._admission.router.routes:
+            self._held_back.append(request)
+            return
         try:
             self._admission.enqueue(request)
         except (Overloaded, TooLong, Unavailable) as refused:
@@ -277,6 +282,8 @@ class Simulation:
         self._free(request)
         if len(self._admission):
             self.schedule(now, self._released, None)
+        if self._changeover is not None:
+            self.schedule(now, self._drain, None)
 
     def _free(self, request: _Request) -> None:
         for replica in {request.prefill, request.decode}:
@@ -298,6 +305,7 @@ class Simulation:
         made = {} if isinstance(replica, Prefiller) else dict(replica.lose(now))
         if isinstance(replica, Prefiller):
             replica.lose()
+        self._running.pop(name, None)
         stranded = self._admission.lose(name, f"{name} is lost")
         victims = [r for r in self._active.values() if self._needs(r, name)]
         for request in reversed(victims):
@@ -335,11 +343,42 @@ class Simulation:
         else:
             self.records.fail(index, "no replica is left to serve it")
 
+    # -- changing over
 
-class _Endless(Room):
-    """Room for whatever could be held alone."""
+    def _replan(self, now: float, placement: Placement) -> None:
+        """Another placement is to be served from now on."""
+        self._changeover = changeover = Changeover(
+            placement, self._running, self._replicas, lambda name: not self.rooms[name].held
+        )
+        cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+        self._next = Stand(placement, cluster, self.options.policy)
+        self._open(self._next, changeover.names)
+        for name in changeover.retired:
+            del self._running[name]
+        self._take_routes(changeover)
+        self._drain(now, None)
 
-    __slots__ = ()
+    def _take_routes(self, changeover: Changeover) -> None:
+        self._admission.router = self._admission.router.with_routes(changeover.routes())
 
-    def has_room(self, tokens: int, prefill_only: bool) -> bool:
-        return tokens <= self.kv_budget_tokens
+    def _drain(self, now: float, _: None) -> None:
+        """Whoever waits for nobody any more begins to load."""
+        if self._changeover is not None:
+            for replica, name, load_s in self._changeover.ready():
+                self.schedule(now + load_s, self._join, (replica, name))
+
+    def _join(self, now: float, who: tuple[Replica, str]) -> None:
+        """A replica of the new placement has loaded."""
+        replica, name = who
+        changeover = self._changeover
+        if changeover is None or changeover.names.get(replica.id) != name:
+            return  # Another placement has come in between.
+        self._stand_up(replica, name, self._next)
+        changeover.join(name)
+        self._take_routes(changeover)
+        held, self._held_back = self._held_back, []
+        for request in held:
+            self._enqueue(request)
+        if changeover.done:
+            self._changeover = None
+        self._start_waiting()

@@ -10,12 +10,15 @@ from cluster_specs.loader import resolve
 from cost_model.errors import InputError
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
+from hexgen2.goal import Goal
+from hexgen2.moves import Move
 from hexgen2.placement import Placement
+from hexgen2.replanning import replanned
 from hexgen2.search.problem import make_problem
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.requests import Lengths, Requests, offline, online
 from hexgen2.simulator.run import simulate
-from hexgen2.simulator.simulation import Failure, Options, Simulation
+from hexgen2.simulator.simulation import Failure, Options, Replan, Simulation
 from hexgen2.simulator.timing import ReplicaTimes
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
@@ -187,3 +190,49 @@ def test_when_kv_cache_runs_out_the_youngest_start_over_and_all_end(colocated):
     assert tight.records.replicas[one.id].preemptions > 0
     assert not np.isnan(tight.records.end_s).any()
     assert tight.records.end_s.max() > simulation.records.end_s.max()
+
+
+def test_the_fleet_changes_over_to_another_placement_without_losing_anything(setting, tmp_path):
+    path = tmp_path / "placement.json"
+    setting.save(path)
+    lost = setting.replicas[-1].gpus[0]
+    following = replanned(path, {"lost": lost}, "hexgen2", Goal(), SearchOptions(), None, None)
+    asked = online(Lengths(setting.workload), 4.0, 800, seed=5)
+    events = {"failures": [Failure(60.0, setting.replicas[-1].id)], "replans": [Replan(70.0, following)]}
+    simulation = run(setting, asked, recover=True, **events)
+    records = simulation.records
+    assert not records.failed and not np.isnan(records.end_s).any()
+    assert sum(records.gaps) == asked.osl.sum() - len(asked)
+    assert all(room.held_tokens == 0 for room in simulation.rooms.values())
+    kept = {move.replica for move in following.moves if move.action == "keep"}
+    gone = {replica.id for replica in setting.replicas} - kept
+    loading = max(move.load_s + move.drain_s for move in following.moves)
+    late = asked.arrival_s > 70.0 + loading + 60.0
+    ends = {*np.array(records.prefill)[late], *np.array(records.decode)[late]}
+    assert ends and not ends & gone
+    running = {name for name, replica in simulation._running.items()}
+    assert len(running) == len(following.replicas) and ends <= running
+
+
+def test_requests_wait_while_no_replica_of_the_next_placement_stands(pair, colocated):
+    """All replicas reload, from disaggregated to colocated: arrivals are held back, and served afterwards."""
+    moved = colocated.model_copy(deep=True)
+    moved.moves = [
+        Move.model_validate(
+            {
+                "action": "reload",
+                "replica": r.id,
+                "from": r.id,
+                "gpus": r.gpus,
+                "load_bytes": 0,
+                "drain_s": 0,
+                "load_s": 20.0,
+            }
+        )
+        for r in moved.replicas
+    ]
+    asked = online(Lengths(pair.workload), 5.0, 300, seed=0)
+    records = run(pair, asked, replans=[Replan(10.0, moved)]).records
+    assert not records.failed and not np.isnan(records.end_s).any()
+    waiting = (asked.arrival_s > 10.0) & (asked.arrival_s < 29.0)
+    assert waiting.any() and (records.first_s[waiting] > 30.0).all()

@@ -1,0 +1,76 @@
+"""A placement on its cluster: what the simulation makes its replicas and routes of."""
+
+from __future__ import annotations
+
+from cost_model.base import CostModel
+from cost_model.pipeline import PipelineSemantics, under_way
+from cost_model.registry import make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.memory import kv_capacity_tokens
+from hexgen2.placement import Placement, Replica
+from hexgen2.shared_links import SharedLinks
+from hexgen2.simulator.colocated import Policy
+from hexgen2.simulator.timing import ReplicaTimes
+from hexgen2.simulator.transfers import RouteCost, binding, route_cost
+from runtime.room import Room, kv_budgets
+
+
+class Stand:
+    """Rooms, times and routes of a placement.
+
+    Parameters
+    ----------
+    policy : of colocated replicas
+    costs : seconds and bytes; None: by the cost model that the placement was made with
+    """
+
+    def __init__(
+        self, placement: Placement, cluster: Cluster, policy: Policy, costs: CostModel | None = None
+    ) -> None:
+        self.placement, self._cluster, self._policy = placement, cluster, policy
+        self.costs = costs or make_cost_model(
+            placement.cost_model.name, placement.model, placement.workload.lengths
+        )
+        self._budgets = kv_budgets(placement)
+
+    def room(self, replica: Replica) -> Room:
+        """Its room for KV cache and its places, all free."""
+        places = replica.max_batch * self._at_once(replica)
+        if replica.role == "colocated" and self._policy != "alternate":
+            # Such an engine takes all that come and keeps the accounts itself; only what it could never
+            # hold is refused.
+            return _Endless(kv_capacity_tokens(replica, self._cluster, self.costs), places)
+        return Room(self._budgets[replica.id] * self._at_once(replica), places)
+
+    def times(self, replica: Replica) -> ReplicaTimes:
+        """Seconds of its steps."""
+        return ReplicaTimes(replica, self._cluster, self.costs, self._semantics)
+
+    def routes(self) -> dict[tuple[str, str], RouteCost]:
+        """What a request takes of each route, by the ids of the replicas at its ends."""
+        shared, links, isl = SharedLinks(self._cluster), self.placement.cost_model.links, self.costs.isl
+        return binding(
+            {
+                (route.from_, route.to): route_cost(route, self._cluster, shared, links, isl)
+                for route in self.placement.routes
+            }
+        )
+
+    def _at_once(self, replica: Replica) -> int:
+        """Requests under way for each one in a replica's batch."""
+        if replica.role == "prefill":
+            return 1
+        return int(under_way(self._semantics, 1, len(replica.stages)))
+
+    @property
+    def _semantics(self) -> PipelineSemantics:
+        return self.placement.cost_model.pipeline  # type: ignore[return-value]
+
+
+class _Endless(Room):
+    """Room for whatever could be held alone."""
+
+    __slots__ = ()
+
+    def has_room(self, tokens: int, prefill_only: bool) -> bool:
+        return tokens <= self.kv_budget_tokens
