@@ -106,8 +106,10 @@ class ReplicaTimes:
 
 
 def _slowest(cluster: Cluster, left: np.ndarray, right: np.ndarray) -> Link:
-    pairs = np.ix_(left, right)
-    return Link(float(cluster.bandwidth_bytes_s[pairs].min()), float(cluster.latency_s[pairs].max()))
+    """The slowest link between two sets of devices, each set in one node."""
+    pairs, a, b = np.ix_(left, right), int(cluster.node_of[left[0]]), int(cluster.node_of[right[0]])
+    bandwidth, latency = cluster.bandwidth_bytes_s[pairs].min(), cluster.latency_s[pairs].max()
+    return Link(float(bandwidth), float(latency), cluster.fabrics[a] if a == b else "")
 
 
 def _upper(lines: list[Line]) -> tuple[Line, ...]:

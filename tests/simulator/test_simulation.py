@@ -236,3 +236,14 @@ def test_requests_wait_while_no_replica_of_the_next_placement_stands(pair, coloc
     assert not records.failed and not np.isnan(records.end_s).any()
     waiting = (asked.arrival_s > 10.0) & (asked.arrival_s < 29.0)
     assert waiting.any() and (records.first_s[waiting] > 30.0).all()
+
+
+def test_steps_take_what_the_planner_reckoned_with(setting):
+    """A decode replica at its full batch serves what the placement says it can."""
+    for replica in setting.replicas:
+        if replica.role == "decode":
+            times = times_of(setting, replica.id)
+            costs = times.costs
+            context = replica.max_batch * (costs.isl + costs.osl / 2)
+            turn_s = max(a + b * context for a, b in times.decode_turn(replica.max_batch))
+            assert replica.max_batch / (turn_s * costs.osl) == approx(replica.capacity_req_s)
