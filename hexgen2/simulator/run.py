@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from cluster_specs.loader import resolve
+from cost_model.base import CostModel
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.results import summarise
@@ -31,6 +32,7 @@ def simulate(
     options: Options | None = None,
     stream: TextIO | None = None,
     progress: Callable[[Simulation], None] | None = None,
+    costs: CostModel | None = None,
 ) -> dict[str, Any]:
     """Run requests through a placement; results as JSON, times aside the same for the same arguments.
 
@@ -38,6 +40,7 @@ def simulate(
     ----------
     stream : where a line of CSV goes for each request as it ends
     progress : called now and then
+    costs : instead of the placement's cost model
 
     Raises
     ------
@@ -45,7 +48,7 @@ def simulate(
     """
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     records = Records(requests, stream=stream)
-    simulation = Simulation(placement, cluster, records, options)
+    simulation = Simulation(placement, cluster, records, options, costs)
     simulation.run(progress)
     return results(placement, records)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cost_model.base import CostModel
 from cost_model.errors import InputError
 from cost_model.pipeline import under_way
 from cost_model.registry import make_cost_model
@@ -47,12 +48,14 @@ class Options:
     queue_limit : requests that may wait for a route; None: all
     failures : replicas lost on the way
     recover : requests of a lost replica start over elsewhere from prompt and tokens made, else they fail
+    front_end_s : what a request takes besides, from the client to the queue of a replica and back
     """
 
     policy: Policy = "alternate"
     queue_limit: int | None = None
     failures: Sequence[Failure] = ()
     recover: bool = False
+    front_end_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +85,7 @@ class Simulation:
     placement : checked (see hexgen2.checks)
     requests : what arrives
     records : what becomes of it
+    costs : seconds and bytes; None: by the cost model that the placement was made with
 
     Raises
     ------
@@ -89,18 +93,25 @@ class Simulation:
     """
 
     def __init__(
-        self, placement: Placement, cluster: Cluster, records: Records, options: Options | None = None
+        self,
+        placement: Placement,
+        cluster: Cluster,
+        records: Records,
+        options: Options | None = None,
+        costs: CostModel | None = None,
     ) -> None:
         self.options = options = options or Options()
         self.placement, self.records, self.now = placement, records, 0.0
         requests = records.requests
         self._isl: list[int] = requests.isl.tolist()
         self._osl: list[int] = requests.osl.tolist()
-        self._arrival_s: list[float] = requests.arrival_s.tolist()
+        self._arrival_s: list[float] = (requests.arrival_s + options.front_end_s).tolist()
         self._events: list[tuple[float, int, Callable, Any]] = []
         self._count = self._done = 0
         self._active: dict[int, _Request] = {}
-        self.costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+        self.costs = costs or make_cost_model(
+            placement.cost_model.name, placement.model, placement.workload.lengths
+        )
         self.cluster = cluster
         budgets = kv_budgets(placement)
         self.rooms = {r.id: self._room(r, budgets[r.id]) for r in placement.replicas}
