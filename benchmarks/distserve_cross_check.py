@@ -1,0 +1,285 @@
+"""This simulator beside DistServe's own, and beside what DistServe measured: OPT-13B on A100s.
+
+    python benchmarks/distserve_cross_check.py --distserve PATH [--python PATH/.venv/bin/python]
+        [--backend distserve|vllm] [--rates 1.5,3,4.5] [--requests 1000] [--workload NAME|FILE]
+        [--measured FILE|FOLDER ...]
+
+PATH is a checkout of https://github.com/LLMServe/DistServe: `git clone` it, and install simpy, numpy and
+pandas where --python points. No GPU is needed. Both simulate one prefill and one decode instance of one GPU
+each ("distserve"), or one colocated instance ("vllm"), for the same requests: Poisson arrivals, with the
+lengths of the ShareGPT requests that DistServe was measured with (in PATH), or of --workload. Ours is shown
+with its own cost model, which has seen none of this, and with DistServe's profile as its cost model, so that
+what then differs is scheduling.
+
+With --measured, the requests of DistServe's measured runs (*.exp files, real A100s, in PATH under
+simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt) are replayed instead. Of a folder, the
+runs of one GPU per instance are taken; that these have tensor degree 1 is concluded from their names and
+prefill times.
+
+Attainment is that of both of DistServe's targets for OPT-13B and ShareGPT (simdistserve/README.md). Times are
+in milliseconds; in brackets the difference from the first row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import json
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distserve_profile import DistServeProfile, read_fits
+
+from cluster_specs.loader import resolve
+from cost_model.base import CostModel
+from cost_model.errors import HexGen2Error, InputError
+from cost_model.lengths import RequestLengths
+from cost_model.models import find_model
+from hexgen2.cluster import Cluster
+from hexgen2.placement import Placement
+from hexgen2.results import summarise
+from hexgen2.search.problem import make_problem
+from hexgen2.simulator.records import Records
+from hexgen2.simulator.requests import Lengths, Requests, online
+from hexgen2.simulator.simulation import Options, Simulation
+from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.registry import find_strategy
+from hexgen2.trace import Trace
+from hexgen2.workloads import workload_of_trace
+
+MODEL, THEIR_MODEL = "opt-13b", "facebook/opt-13b"
+TARGETS_MS = {"ttft": 200.0, "tpot": 100.0}
+GPUS = {"distserve": 2, "vllm": 1}
+SHAREGPT = "simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt-workload/distserve-300-3.exp"
+COLUMNS = ("mean_ttft_ms", "p90_ttft_ms", "mean_tpot_ms", "p90_tpot_ms")
+NEEDS = (
+    "give --distserve a checkout of https://github.com/LLMServe/DistServe, or --measured its measured runs"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What requests saw, and the requests simulated per second of CPU time."""
+
+    name: str
+    figures: dict[str, Any]
+    speed: float | None = None
+
+
+def row_of(
+    name: str, requests: Requests, first_s: np.ndarray, end_s: np.ndarray, cpu_s: float | None = None
+) -> Row:
+    """The figures of `hexgen2 simulate`, whoever the times [n] are from."""
+    none = np.empty(0), np.empty(0, dtype=np.int64)
+    asked = requests.arrival_s, first_s, end_s, requests.isl, requests.osl
+    return Row(name, summarise(*asked, none, TARGETS_MS), len(requests) / cpu_s if cpu_s else None)
+
+
+# -- ours
+
+
+def place(backend: str, requests: Requests) -> Placement:
+    """OPT-13B for requests of these mean lengths, on as many A100s as the backend takes for one instance."""
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Path(folder) / "a100.yaml"
+        node = f"{{name: a, accelerators: 'A100-80GB:{GPUS[backend]}', interconnect: nvlink}}"
+        cluster.write_text(f"name: a100\nnodes: [{node}]\n")
+        lengths = float(requests.isl.mean()), float(requests.osl.mean())
+        problem = make_problem(str(cluster), MODEL, None, *lengths)
+    return find_strategy(backend)(problem, SearchOptions())
+
+
+def ours(name: str, placement: Placement, requests: Requests, costs: CostModel | None = None) -> Row:
+    """Simulated by this project; vLLM's engine prefills first, as DistServe's model of it does."""
+    began = time.process_time()
+    records = Records(requests)
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    Simulation(placement, cluster, records, Options(policy="prefill-first"), costs).run()
+    return row_of(name, requests, records.first_s, records.end_s, time.process_time() - began)
+
+
+# -- DistServe's
+
+
+class DistServe:
+    """DistServe's simulator as a command."""
+
+    def __init__(self, folder: Path, python: str, backend: str) -> None:
+        self.folder, self.python, self.backend = folder.resolve(), python, backend
+        self.fits = read_fits(folder, backend, THEIR_MODEL)
+        one = Requests(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64), "")
+        self._start_s = self._simulate(one)[2]
+
+    def profile(self, requests: Requests) -> DistServeProfile:
+        """Its step times as a cost model."""
+        lengths = RequestLengths.fixed(float(requests.isl.mean()), float(requests.osl.mean()))
+        return DistServeProfile(find_model(MODEL), lengths, self.fits)
+
+    def row(self, requests: Requests) -> Row:
+        """Simulated by DistServe; the CPU time of starting it is not counted."""
+        ttft_s, e2el_s, cpu_s = self._simulate(requests)
+        times = requests.arrival_s + ttft_s, requests.arrival_s + e2el_s
+        return row_of("DistServe's simulator", requests, *times, max(cpu_s - self._start_s, 1e-3))
+
+    def _simulate(self, requests: Requests) -> tuple[np.ndarray, np.ndarray, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            asked, answer = Path(folder) / "requests.json", Path(folder) / "latency.csv"
+            # It counts the tokens after the first.
+            columns = requests.isl.tolist(), (requests.osl - 1).tolist(), requests.arrival_s.tolist()
+            keys = "prompt_len", "output_len", "start_time"
+            asked.write_text(
+                json.dumps([dict(zip(keys, own, strict=True)) for own in zip(*columns, strict=True)])
+            )
+            command = [self.python, "-m", "simdistserve.benchmarks.simulate_dist", "--backend", self.backend]
+            command += ["--model", THEIR_MODEL, "--N", str(len(requests)), "--workload", str(asked)]
+            before = _children_s()
+            done = subprocess.run(
+                [*command, "--output-request-latency", str(answer)],
+                cwd=self.folder,
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                said = (done.stderr.strip() or "nothing").splitlines()[-1]
+                raise InputError(str(self.folder), "", f"its simulator fails: {said}", "see --python")
+            spent = _children_s() - before
+            with answer.open() as file:
+                rows = list(csv.DictReader(file))
+        ttft, e2el = (np.array([float(r[k]) for r in rows]) for k in ("first_token_latency", "total_latency"))
+        return ttft / 1e3, e2el / 1e3, spent
+
+
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+# -- requests
+
+
+def sharegpt(distserve: Path) -> Lengths:
+    """Of the ShareGPT requests that DistServe was measured with."""
+    asked = json.loads((distserve / SHAREGPT).read_text())
+    isl, osl = (np.array([r[key] for r in asked]) for key in ("prompt_len", "output_len"))
+    trace = Trace(np.zeros(len(asked)), isl, np.maximum(osl, 1), f"lengths of {len(asked)} ShareGPT requests")
+    return Lengths(workload_of_trace(trace, "sharegpt"), trace)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run of a real system: its requests, and the seconds at which each had its first and last token."""
+
+    requests: Requests
+    first_s: np.ndarray
+    end_s: np.ndarray
+
+
+def read_measured(path: Path) -> Measured:
+    """An *.exp file of DistServe's: its first line lists the requests, with their times in seconds.
+
+    Raises
+    ------
+    InputError : it is something else
+    """
+    keys = "issue_time", "first_token_time", "complete_time", "prompt_len", "output_len"
+    try:
+        listed = ast.literal_eval(path.read_text().splitlines()[0])
+        rows = np.array(sorted([r[key] for key in keys] for r in listed), dtype=float)
+        issued, first, end, isl, osl = rows.T
+    except (OSError, ValueError, SyntaxError, KeyError, TypeError, IndexError) as error:
+        remedy = "give a measured run of DistServe's (*.exp)"
+        raise InputError(str(path), "", "lists no requests with times", remedy) from error
+    lengths = isl.astype(np.int64), osl.astype(np.int64)
+    return Measured(Requests(issued - issued[0], *lengths, path.stem), first - issued[0], end - issued[0])
+
+
+def measured_files(paths: Sequence[Path], backend: str) -> list[Path]:
+    """Files as given; of a folder those of this backend with one GPU per instance, by request rate."""
+    found = []
+    for path in paths:
+        runs = {p: re.fullmatch(rf"{backend}-\d+-([\d.]+)", p.stem) for p in path.glob("*.exp")}
+        own = {p: float(match[1]) for p, match in runs.items() if match}
+        found += sorted(own, key=lambda p: (own[p], p.name)) if path.is_dir() else [path]
+    return found
+
+
+# -- side by side
+
+
+def table(title: str, rows: Sequence[Row]) -> None:
+    """In Markdown, with differences from the first row."""
+    print(f"\n{title}\n")
+    print("| | attainment | mean TTFT | p90 TTFT | mean TPOT | p90 TPOT | requests per CPU second |")
+    print("|---|---|---|---|---|---|---|")
+    first = rows[0].figures
+    for row in rows:
+        cells = [f"{row.figures['attainment']:.1%}"]
+        for key in COLUMNS:
+            change = "" if row is rows[0] else f" ({row.figures[key] / first[key] - 1:+.0%})"
+            cells.append(f"{row.figures[key]:.1f}{change}")
+        cells.append(f"{row.speed:.0f}" if row.speed else "")
+        print(f"| {row.name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def side_by_side(requests: Requests, backend: str, distserve: DistServe | None) -> list[Row]:
+    """DistServe's simulator and ours."""
+    placement = place(backend, requests)
+    rows = [] if distserve is None else [distserve.row(requests)]
+    rows.append(ours("ours", placement, requests))
+    if distserve is not None:
+        costs = distserve.profile(requests)
+        rows.append(ours("ours, DistServe's profile", placement, requests, costs))
+    return rows
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """As the command line asks."""
+    if arguments.distserve is None and not arguments.measured:
+        raise InputError("--distserve", "", "is missing", NEEDS)
+    backend, folder = arguments.backend, arguments.distserve
+    distserve = DistServe(folder, arguments.python, backend) if folder is not None else None
+    for path in measured_files(arguments.measured, backend):
+        run = read_measured(path)
+        rows = [row_of("measured", run.requests, run.first_s, run.end_s)]
+        rows += side_by_side(run.requests, backend, distserve)
+        rate = (len(run.requests) - 1) / run.requests.arrival_s[-1]
+        table(f"{path.stem}: {len(run.requests)} requests, {rate:.2f} requests/s", rows)
+    if arguments.measured:
+        return
+    lengths = Lengths.load(arguments.workload) if arguments.workload else sharegpt(folder)
+    for rate in map(float, arguments.rates.split(",")):
+        requests = online(lengths, rate, arguments.requests, arguments.seed)
+        table(f"{backend}: {requests.source}", side_by_side(requests, backend, distserve))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--distserve", type=Path, help="checkout of DistServe")
+    parser.add_argument("--python", default=sys.executable, help="interpreter with simpy, numpy and pandas")
+    parser.add_argument("--backend", choices=list(GPUS), default="distserve")
+    parser.add_argument("--rates", default="1.5,3,4.5", help="requests/s")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--workload", help="lengths; else those of DistServe's ShareGPT requests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--measured", type=Path, nargs="+", default=[], help="measured runs, or their folder")
+    try:
+        run(parser.parse_args(argv))
+    except HexGen2Error as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
