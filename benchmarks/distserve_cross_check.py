@@ -1,20 +1,21 @@
 """This simulator beside DistServe's own, and beside what DistServe measured: OPT-13B on A100s.
 
     python benchmarks/distserve_cross_check.py --distserve PATH [--python PATH/.venv/bin/python]
-        [--backend distserve|vllm] [--rates 1.5,3,4.5] [--requests 1000] [--workload NAME|FILE]
+        [--backend distserve|vllm] [--gpus 2|3] [--rates 1.5,3,4.5] [--requests 1000] [--workload NAME|FILE]
         [--measured FILE|FOLDER ...]
 
 PATH is a checkout of https://github.com/LLMServe/DistServe: `git clone` it, and install simpy, numpy and
-pandas where --python points. No GPU is needed. Both simulate one prefill and one decode instance of one GPU
-each ("distserve"), or one colocated instance ("vllm"), for the same requests: Poisson arrivals, with the
-lengths of the ShareGPT requests that DistServe was measured with (in PATH), or of --workload. Ours is shown
-with its own cost model, which has seen none of this, and with DistServe's profile as its cost model, so that
-what then differs is scheduling.
+pandas where --python points. No GPU is needed. Both simulate the placement that our strategy of that name
+finds for DistServe's targets: one prefill and one decode instance of one GPU each, on three GPUs a prefill
+instance of two (what DistServe's planner finds, too); or one GPU that does both ("vllm"). Requests are the
+same: Poisson arrivals, with the lengths of the ShareGPT requests that DistServe was measured with (in PATH),
+or of --workload. Ours is shown with its own cost model, which has seen none of this, and with DistServe's
+profile as its cost model, so that what then differs is scheduling.
 
 With --measured, the requests of DistServe's measured runs (*.exp files, real A100s, in PATH under
 simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt) are replayed instead. Of a folder, the
-runs of one GPU per instance are taken; that these have tensor degree 1 is concluded from their names and
-prefill times.
+runs with tensor degrees 2 and 1 (c21d11) are taken, and those that do not say: their prompts are computed
+at 276 to 307 of the 312 TFLOP/s that one A100 has, so at no degree of 1, and as fast as under c21d11.
 
 Attainment is that of both of DistServe's targets for OPT-13B and ShareGPT (simdistserve/README.md). Times are
 in milliseconds; in brackets the difference from the first row.
@@ -24,11 +25,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import csv
 import json
 import re
-import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,14 +36,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from distserve_command import DistServe
 from distserve_profile import DistServeProfile, read_fits
 
 from cluster_specs.loader import resolve
 from cost_model.base import CostModel
 from cost_model.errors import HexGen2Error, InputError
-from cost_model.lengths import RequestLengths
-from cost_model.models import find_model
 from hexgen2.cluster import Cluster
+from hexgen2.goal import Goal, make_goal
 from hexgen2.placement import Placement
 from hexgen2.results import summarise
 from hexgen2.search.problem import make_problem
@@ -59,7 +57,8 @@ from hexgen2.workloads import workload_of_trace
 
 MODEL, THEIR_MODEL = "opt-13b", "facebook/opt-13b"
 TARGETS_MS = {"ttft": 200.0, "tpot": 100.0}
-GPUS = {"distserve": 2, "vllm": 1}
+GPUS = {"distserve": (2, 3), "vllm": (1, 1)}
+"""For requests made here, and as measured."""
 SHAREGPT = "simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt-workload/distserve-300-3.exp"
 COLUMNS = ("mean_ttft_ms", "p90_ttft_ms", "mean_tpot_ms", "p90_tpot_ms")
 NEEDS = (
@@ -88,15 +87,22 @@ def row_of(
 # -- ours
 
 
-def place(backend: str, requests: Requests) -> Placement:
-    """OPT-13B for requests of these mean lengths, on as many A100s as the backend takes for one instance."""
+def place(backend: str, gpus: int, requests: Requests) -> Placement:
+    """OPT-13B for requests of these mean lengths, on so many A100s of one node."""
     with tempfile.TemporaryDirectory() as folder:
         cluster = Path(folder) / "a100.yaml"
-        node = f"{{name: a, accelerators: 'A100-80GB:{GPUS[backend]}', interconnect: nvlink}}"
+        node = f"{{name: a, accelerators: 'A100-80GB:{gpus}', interconnect: nvlink}}"
         cluster.write_text(f"name: a100\nnodes: [{node}]\n")
         lengths = float(requests.isl.mean()), float(requests.osl.mean())
-        problem = make_problem(str(cluster), MODEL, None, *lengths)
+        targets = None, TARGETS_MS["ttft"], TARGETS_MS["tpot"]
+        goal = make_goal("goodput", *targets) if backend == "distserve" else Goal()
+        problem = make_problem(str(cluster), MODEL, None, *lengths, goal=goal)
     return find_strategy(backend)(problem, SearchOptions())
+
+
+def shape(placement: Placement) -> str:
+    """For example "prefill tp2, decode tp1"."""
+    return ", ".join(f"{replica.role} {replica.shape}" for replica in placement.replicas)
 
 
 def ours(name: str, placement: Placement, requests: Requests, costs: CostModel | None = None) -> Row:
@@ -106,62 +112,6 @@ def ours(name: str, placement: Placement, requests: Requests, costs: CostModel |
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     Simulation(placement, cluster, records, Options(policy="prefill-first"), costs).run()
     return row_of(name, requests, records.first_s, records.end_s, time.process_time() - began)
-
-
-# -- DistServe's
-
-
-class DistServe:
-    """DistServe's simulator as a command."""
-
-    def __init__(self, folder: Path, python: str, backend: str) -> None:
-        self.folder, self.python, self.backend = folder.resolve(), python, backend
-        self.fits = read_fits(folder, backend, THEIR_MODEL)
-        one = Requests(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64), "")
-        self._start_s = self._simulate(one)[2]
-
-    def profile(self, requests: Requests) -> DistServeProfile:
-        """Its step times as a cost model."""
-        lengths = RequestLengths.fixed(float(requests.isl.mean()), float(requests.osl.mean()))
-        return DistServeProfile(find_model(MODEL), lengths, self.fits)
-
-    def row(self, requests: Requests) -> Row:
-        """Simulated by DistServe; the CPU time of starting it is not counted."""
-        ttft_s, e2el_s, cpu_s = self._simulate(requests)
-        times = requests.arrival_s + ttft_s, requests.arrival_s + e2el_s
-        return row_of("DistServe's simulator", requests, *times, max(cpu_s - self._start_s, 1e-3))
-
-    def _simulate(self, requests: Requests) -> tuple[np.ndarray, np.ndarray, float]:
-        with tempfile.TemporaryDirectory() as folder:
-            asked, answer = Path(folder) / "requests.json", Path(folder) / "latency.csv"
-            # It counts the tokens after the first.
-            columns = requests.isl.tolist(), (requests.osl - 1).tolist(), requests.arrival_s.tolist()
-            keys = "prompt_len", "output_len", "start_time"
-            asked.write_text(
-                json.dumps([dict(zip(keys, own, strict=True)) for own in zip(*columns, strict=True)])
-            )
-            command = [self.python, "-m", "simdistserve.benchmarks.simulate_dist", "--backend", self.backend]
-            command += ["--model", THEIR_MODEL, "--N", str(len(requests)), "--workload", str(asked)]
-            before = _children_s()
-            done = subprocess.run(
-                [*command, "--output-request-latency", str(answer)],
-                cwd=self.folder,
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode:
-                said = (done.stderr.strip() or "nothing").splitlines()[-1]
-                raise InputError(str(self.folder), "", f"its simulator fails: {said}", "see --python")
-            spent = _children_s() - before
-            with answer.open() as file:
-                rows = list(csv.DictReader(file))
-        ttft, e2el = (np.array([float(r[k]) for r in rows]) for k in ("first_token_latency", "total_latency"))
-        return ttft / 1e3, e2el / 1e3, spent
-
-
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 # -- requests
@@ -204,10 +154,10 @@ def read_measured(path: Path) -> Measured:
 
 
 def measured_files(paths: Sequence[Path], backend: str) -> list[Path]:
-    """Files as given; of a folder those of this backend with one GPU per instance, by request rate."""
+    """Files as given; of a folder those of this backend and its degrees, by request rate."""
     found = []
     for path in paths:
-        runs = {p: re.fullmatch(rf"{backend}-\d+-([\d.]+)", p.stem) for p in path.glob("*.exp")}
+        runs = {p: re.fullmatch(rf"{backend}(?:-c21d11)?-\d+-([\d.]+)", p.stem) for p in path.glob("*.exp")}
         own = {p: float(match[1]) for p, match in runs.items() if match}
         found += sorted(own, key=lambda p: (own[p], p.name)) if path.is_dir() else [path]
     return found
@@ -231,35 +181,60 @@ def table(title: str, rows: Sequence[Row]) -> None:
         print(f"| {row.name} | " + " | ".join(cells) + " |", flush=True)
 
 
-def side_by_side(requests: Requests, backend: str, distserve: DistServe | None) -> list[Row]:
-    """DistServe's simulator and ours."""
-    placement = place(backend, requests)
-    rows = [] if distserve is None else [distserve.row(requests)]
+@dataclass(frozen=True)
+class Theirs:
+    """DistServe's simulator, and its step times by tensor degree."""
+
+    command: DistServe
+    fits: dict[str, Any]
+
+    def row(self, requests: Requests, placement: Placement) -> Row:
+        """Simulated by DistServe."""
+        phases = [replica for replica in placement.replicas if replica.role != "colocated"]
+        degrees = {str(replica.role): replica.stages[0].tensor_parallel for replica in phases}
+        first_s, last_s, cpu_s = self.command.simulate(requests, degrees)
+        times = requests.arrival_s + first_s, requests.arrival_s + last_s
+        return row_of("DistServe's simulator", requests, *times, cpu_s)
+
+    def costs(self, placement: Placement) -> DistServeProfile:
+        """Its step times as a cost model."""
+        return DistServeProfile(placement.model, placement.workload.lengths, self.fits)
+
+
+def compare(
+    requests: Requests, placement: Placement, theirs: Theirs | None, measured: Row | None = None
+) -> None:
+    """Print what was measured, DistServe's simulator and ours."""
+    rows = [] if measured is None else [measured]
+    if theirs is not None:
+        rows.append(theirs.row(requests, placement))
     rows.append(ours("ours", placement, requests))
-    if distserve is not None:
-        costs = distserve.profile(requests)
-        rows.append(ours("ours, DistServe's profile", placement, requests, costs))
-    return rows
+    if theirs is not None:
+        rows.append(ours("ours, DistServe's profile", placement, requests, theirs.costs(placement)))
+    table(f"{requests.source}: {len(requests)} requests; {shape(placement)}", rows)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """As the command line asks."""
-    if arguments.distserve is None and not arguments.measured:
-        raise InputError("--distserve", "", "is missing", NEEDS)
     backend, folder = arguments.backend, arguments.distserve
-    distserve = DistServe(folder, arguments.python, backend) if folder is not None else None
+    if folder is None and not arguments.measured:
+        raise InputError("--distserve", "", "is missing", NEEDS)
+    theirs = None
+    if folder is not None:
+        fits = read_fits(folder, backend, THEIR_MODEL)
+        theirs = Theirs(DistServe(folder, arguments.python, backend, THEIR_MODEL), fits)
+    gpus = arguments.gpus or GPUS[backend][bool(arguments.measured)]
     for path in measured_files(arguments.measured, backend):
-        run = read_measured(path)
-        rows = [row_of("measured", run.requests, run.first_s, run.end_s)]
-        rows += side_by_side(run.requests, backend, distserve)
-        rate = (len(run.requests) - 1) / run.requests.arrival_s[-1]
-        table(f"{path.stem}: {len(run.requests)} requests, {rate:.2f} requests/s", rows)
+        measured = read_measured(path)
+        requests = measured.requests
+        row = row_of("measured", requests, measured.first_s, measured.end_s)
+        compare(requests, place(backend, gpus, requests), theirs, row)
     if arguments.measured:
         return
     lengths = Lengths.load(arguments.workload) if arguments.workload else sharegpt(folder)
     for rate in map(float, arguments.rates.split(",")):
         requests = online(lengths, rate, arguments.requests, arguments.seed)
-        table(f"{backend}: {requests.source}", side_by_side(requests, backend, distserve))
+        compare(requests, place(backend, gpus, requests), theirs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -268,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--distserve", type=Path, help="checkout of DistServe")
     parser.add_argument("--python", default=sys.executable, help="interpreter with simpy, numpy and pandas")
     parser.add_argument("--backend", choices=list(GPUS), default="distserve")
+    parser.add_argument("--gpus", type=int, choices=(2, 3), help="for backend distserve")
     parser.add_argument("--rates", default="1.5,3,4.5", help="requests/s")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--workload", help="lengths; else those of DistServe's ShareGPT requests")
