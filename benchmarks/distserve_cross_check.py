@@ -18,7 +18,8 @@ runs with tensor degrees 2 and 1 (c21d11) are taken, and those that do not say: 
 at 276 to 307 of the 312 TFLOP/s that one A100 has, so at no degree of 1, and as fast as under c21d11.
 
 Attainment is that of both of DistServe's targets for OPT-13B and ShareGPT (simdistserve/README.md). Times are
-in milliseconds; in brackets the difference from the first row.
+in milliseconds; in brackets the difference from the first row. DistServe's CPU time includes its tables of
+events, and leaves out what it takes to start.
 """
 
 from __future__ import annotations
@@ -172,12 +173,13 @@ def table(title: str, rows: Sequence[Row]) -> None:
     print("| | attainment | mean TTFT | p90 TTFT | mean TPOT | p90 TPOT | requests per CPU second |")
     print("|---|---|---|---|---|---|---|")
     first = rows[0].figures
+    slowest = min((row.speed for row in rows if row.speed), default=0.0)
     for row in rows:
         cells = [f"{row.figures['attainment']:.1%}"]
         for key in COLUMNS:
             change = "" if row is rows[0] else f" ({row.figures[key] / first[key] - 1:+.0%})"
             cells.append(f"{row.figures[key]:.1f}{change}")
-        cells.append(f"{row.speed:.0f}" if row.speed else "")
+        cells.append(f"{row.speed:.0f} ({row.speed / slowest:.1f}x)" if row.speed else "")
         print(f"| {row.name} | " + " | ".join(cells) + " |", flush=True)
 
 
