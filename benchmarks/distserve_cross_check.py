@@ -12,10 +12,15 @@ same: Poisson arrivals, with the lengths of the ShareGPT requests that DistServe
 or of --workload. Ours is shown with its own cost model, which has seen none of this, and with DistServe's
 profile as its cost model, so that what then differs is scheduling.
 
+Near saturation the two part by design: ours, as this project's runtime, begins a prefill only once the decode
+instance has room for all of the request's tokens, so that waiting shows in TTFT; DistServe's prefills at once
+and lets requests wait between their tokens.
+
 With --measured, the requests of DistServe's measured runs (*.exp files, real A100s, in PATH under
 simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt) are replayed instead. Of a folder, the
-runs with tensor degrees 2 and 1 (c21d11) are taken, and those that do not say: their prompts are computed
-at 276 to 307 of the 312 TFLOP/s that one A100 has, so at no degree of 1, and as fast as under c21d11.
+runs with tensor degrees 2 and 1 (c21d11, see align_with_real.py there) are taken, and those that do not say.
+That these have the same degrees is concluded: prompts of more than 1300 tokens, alone, are computed at 276 to
+307 TFLOP/s, next to the 312 that a single A100 has at most, and as fast as in the runs that say c21d11.
 
 Attainment is that of both of DistServe's targets for OPT-13B and ShareGPT (simdistserve/README.md). Times are
 in milliseconds; in brackets the difference from the first row. DistServe's CPU time includes its tables of
