@@ -1,0 +1,41 @@
+"""`hexgen2 launch`: a placement on this machine, behind the OpenAI API: the one way into the runtime."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from cost_model.errors import InputError
+
+
+@click.command()
+@click.argument("placement", type=click.Path(path_type=Path))
+@click.option("--model-path", type=click.Path(path_type=Path), help="The checkpoint's folder.")
+@click.option("--engine", type=click.Choice(["torch"]), default="torch", show_default=True)
+@click.option("--launcher", type=click.Choice(["local"]), default="local", show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--api-key", envvar="HEXGEN2_API_KEY", help="Clients must send it as a bearer token.")
+def launch(
+    placement: Path,
+    model_path: Path | None,
+    engine: str,
+    launcher: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+) -> None:
+    """Start a placement's replicas on this machine and serve the OpenAI API."""
+    from hexgen2.placement import Placement
+
+    loaded = Placement.load(placement)
+    try:
+        from runtime.serve import serve
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "hexgen2 launch", "", f"needs {error.name}", "pip install 'hexgen2[runtime]'"
+        ) from error
+    options = {"launcher": launcher, "engine": engine, "source": str(placement)}
+    sys.exit(serve(loaded, model_path, host, port, api_key, **options))
