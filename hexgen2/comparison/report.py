@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from cost_model.errors import InputError
@@ -68,7 +69,6 @@ def print_comparison(entries: Sequence[Entry], settings: Settings, console: Cons
         )
         for entry in own:
             if not entry.offline:
-                table.add_row(_short(entry, own[0]), "no placement")
                 continue
             online = entry.online
             assert entry.placement is not None
@@ -83,6 +83,9 @@ def print_comparison(entries: Sequence[Entry], settings: Settings, console: Cons
                 f"{entry.scale_needed:.2f}" if entry.scale_needed else "",
             )
         console.print(table)
+        for entry in own:
+            if not entry.offline:
+                console.print(f"{_short(entry, own[0])} has no placement: {escape(entry.why)}")
     for note in NOTES:
         console.print(note.format(share=settings.share, attainment=ATTAINMENT), style="dim")
 

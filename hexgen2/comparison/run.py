@@ -54,6 +54,8 @@ class Settings:
 
 
 FEWEST, MOST = 1000, 20_000
+TURNS = 10
+"""Offline, requests for each place in the running batches, so that filling and emptying them weigh little."""
 
 
 @dataclass
@@ -128,7 +130,9 @@ def _offline(
         entry.why = str(error)
         return entry
     progress(f"{workload}: {contender.name}, offline")
-    requests = offline(lengths, _count(entry.placement.throughput.req_s, settings), settings.seed)
+    places = sum(r.max_batch for r in entry.placement.replicas if r.role != "prefill")
+    count = max(_count(entry.placement.throughput.req_s, settings), min(MOST, TURNS * places))
+    requests = offline(lengths, count, settings.seed)
     entry.offline = _simulate(entry, requests)[0]
     return entry
 

@@ -66,7 +66,7 @@ def test_a_comparison_plans_simulates_and_writes_everything(tmp_path, capsys):
         assert entry.attainment == sorted(entry.attainment)
         assert entry.online["completed"] == max(1000, int(0.75 * 20 * entry.peak_req_s))
     print_comparison(entries, settings, make_console())
-    assert "no placement" in capsys.readouterr().out
+    assert "has no placement: " in capsys.readouterr().out
     written = write_comparison(entries, settings, tmp_path / "out")
     assert all(path.exists() for path in written)
     with (tmp_path / "out" / "comparison.csv").open() as stream:
