@@ -1,12 +1,13 @@
 """The simulator against the running fleet, on CPU workers of this machine.
 
-    python benchmarks/simulator_vs_fleet.py [--seconds 60]
+    python benchmarks/simulator_vs_fleet.py [--seconds 60] [--attempts 3]
 
-A random Llama of 28 million parameters is served by one prefill and one decode worker, then by one colocated
+A random Llama of 55 million parameters is served by one prefill and one decode worker, then by one colocated
 worker, of one thread each. Each fleet is profiled with a few requests (benchmarks/step_profile.py); the
 simulator gets those step times, and both get the same requests at 30, 60 and 85 % of what the simulator says
 is the most. Workers, front end and client share this machine: on two cores the pair leaves them nothing of
-their own, and other programs disturb; their share of the machine's time is printed with each run.
+their own, and other programs disturb: the share of the machine's time that they took is printed, and where it
+is above 2 %, profile or run is repeated, up to so many attempts, of which the least disturbed counts.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -34,6 +36,7 @@ from hexgen2.simulator.simulation import Options
 
 ISL, OSL = 160, 48
 LOADS = (0.3, 0.6, 0.85)
+QUIET = 0.02
 SHOWN = {
     "request_throughput": "requests/s",
     "mean_ttft_ms": "mean TTFT ms",
@@ -41,12 +44,14 @@ SHOWN = {
     "mean_tpot_ms": "mean TPOT ms",
     "p90_tpot_ms": "p90 TPOT ms",
 }
+Found = TypeVar("Found")
 
 
 def main(arguments: Sequence[str]) -> None:
     """Both fleets at all loads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals at each load")
+    parser.add_argument("--attempts", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -55,17 +60,17 @@ def main(arguments: Sequence[str]) -> None:
         for colocated in (False, True):
             path = make_placement(work, model, colocated, ISL, OSL)
             with launched(path, model) as (url, server):
-                compare(Placement.load(path), url, server, options.seconds, options.seed)
+                compare(Placement.load(path), url, server, options)
 
 
-def compare(placement: Placement, url: str, server: psutil.Process, seconds: float, seed: int) -> None:
+def compare(placement: Placement, url: str, server: psutil.Process, options: argparse.Namespace) -> None:
     """Profile a fleet, then run and simulate it at each load."""
+    seed = options.seed
     roles = " + ".join(f"1 {replica.role}" for replica in placement.replicas)
     print(f"\n{roles}, {ISL} tokens in and {OSL} out", flush=True)
-    times = profile(url)
-    print(
-        "profile:", ", ".join(f"{name} {_short(value)}" for name, value in asdict(times).items()), flush=True
-    )
+    times, others = least_disturbed(lambda: profile(url), server, options.attempts)
+    figures = ", ".join(f"{name} {_short(value)}" for name, value in asdict(times).items())
+    print(f"profile: {figures}; other programs took {others:.0%} of the machine", flush=True)
     lengths = Lengths(placement.workload)
     costs = Profiled(placement.model, placement.workload.lengths, times)
     simulated = Options(front_end_s=times.front_end_s)
@@ -75,11 +80,10 @@ def compare(placement: Placement, url: str, server: psutil.Process, seconds: flo
     print(f"{'load':>5} {'':14}" + "".join(f"{name:>14}" for name in SHOWN.values()))
     for load in LOADS:
         rate = load * peak
-        requests = online(lengths, rate, max(20, round(rate * seconds)), seed)
+        requests = online(lengths, rate, max(20, round(rate * options.seconds)), seed)
         predicted = simulate(placement, requests, simulated, costs=costs)
-        before = _cpu_s(server)
-        measured = bench(Load(url), requests, {})
-        others = _others(before, _cpu_s(server))
+        run = partial(bench, Load(url), requests, {})
+        measured, others = least_disturbed(run, server, options.attempts)
         assert measured["failed"] == 0, measured["failures"]
         _print(f"{load:.0%}", "simulated", predicted)
         _print("", "measured", measured)
@@ -87,6 +91,21 @@ def compare(placement: Placement, url: str, server: psutil.Process, seconds: flo
         row = "".join(f"{errors[key]:>+13.1f}%" for key in SHOWN)
         note = f"   {len(requests)} requests; other programs took {others:.0%} of the machine"
         print(f"{'':5} {'error':14}{row}{note}", flush=True)
+
+
+def least_disturbed(
+    action: Callable[[], Found], server: psutil.Process, attempts: int
+) -> tuple[Found, float]:
+    """What an action finds while other programs do least, and the share of the machine's time they took."""
+    best: tuple[Found, float] | None = None
+    while best is None or (best[1] > QUIET and attempts > 0):
+        before = _cpu_s(server)
+        found = action()
+        others = _others(before, _cpu_s(server))
+        if best is None or others < best[1]:
+            best = found, others
+        attempts -= 1
+    return best
 
 
 def _print(load: str, who: str, found: dict[str, Any]) -> None:

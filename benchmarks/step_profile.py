@@ -83,13 +83,13 @@ class Profiled(Calibrated):
 
 def profile(url: str) -> StepTimes:
     """Profile a fleet of one route that serves nothing else."""
-    front_end_s, step_s, token_s, attended_s, prompt_s = _fit_prefill(url).tolist()
+    front_end_s, step_s, token_s, attended_s, prompt_s = fit_prefill(url).tolist()
     decodes = [(batch, SHORT, _decode_s(url, batch, SHORT)) for batch in BATCHES]
     decodes += [(batch, length, _decode_s(url, batch, length)) for batch, length in CONTEXTS]
-    return StepTimes(step_s, token_s, attended_s, prompt_s, *_fit_decode(decodes), front_end_s)
+    return StepTimes(step_s, token_s, attended_s, prompt_s, *fit_decode(decodes), front_end_s)
 
 
-def _fit_prefill(url: str) -> np.ndarray:
+def fit_prefill(url: str) -> np.ndarray:
     """[5] seconds of: front end, step, token, attended token, prompt; by least squares of relative errors.
 
     A prompt alone shows its step and the front end; of a burst the first goes alone, the rest together.
@@ -112,12 +112,15 @@ def _fit_prefill(url: str) -> np.ndarray:
 
 
 def _decode_s(url: str, batch: int, length: int) -> float:
-    """Seconds of a step: the median time between tokens while all of a batch decode."""
+    """Seconds of a step: the mean time between tokens. A twentieth at either end is left out: when not yet
+    all of the batch decode, and when second tokens wait for their KV cache."""
     seen = _run(url, batch, length, STEPS, at_once=True)
-    return float(np.median(np.frombuffer(seen.gap_s, dtype=float)))
+    gaps = np.sort(np.frombuffer(seen.gap_s, dtype=float))
+    edge = -(-len(gaps) // 20)
+    return float(gaps[edge:-edge].mean())
 
 
-def _fit_decode(rows: list[tuple[int, int, float]]) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+def fit_decode(rows: list[tuple[int, int, float]]) -> tuple[tuple[float, ...], tuple[float, ...], float]:
     """Batches, their seconds without context, and the seconds of a token of context."""
     batches, seconds = BATCHES, [s for _, length, s in rows if length == SHORT]
     extra, context = [], []

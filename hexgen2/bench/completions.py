@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_model.errors import InputError
 from hexgen2.bench.http import HttpError, Response, Server
@@ -119,8 +119,7 @@ async def complete(
 
 async def _follow(response: Response, index: int, seen: Measurements, clock: Callable[[], float]) -> None:
     """Take a stream's events to its end; the request counts as ended only if its answer is whole."""
-    tokens, last, finished = 0, 0.0, False
-    usage: dict[str, Any] = {}
+    tokens, last, finished, counted = 0, 0.0, False, False
     async for line in response.lines():
         if not line.startswith(_DATA):
             continue
@@ -129,36 +128,54 @@ async def _follow(response: Response, index: int, seen: Measurements, clock: Cal
         if data == _DONE:
             continue
         event = _event(data)
-        if "error" in event:
+        if event.error:
             response.close()
-            raise Failure(_error_text(event["error"]))
-        usage = event.get("usage") or usage
-        if route := event.get("hexgen2"):
-            seen.routes[index] = route["prefill_replica"], route["decode_replica"], route["kv_bytes"]
-        choices = event.get("choices")
-        if not choices:
+            raise Failure(event.error)
+        if event.usage:
+            counted = True
+            seen.isl[index], seen.osl[index] = event.usage
+        if event.route:
+            seen.routes[index] = event.route
+        if not event.is_token:
             continue
         if tokens:
             seen.gap_s.append(now - last)
         else:
             seen.first_s[index] = now
         tokens, last = tokens + 1, now
-        finished = finished or bool(choices[0].get("finish_reason"))
+        finished = finished or event.is_last
     if not finished:
         raise Failure("the stream ended before the answer did")
-    seen.isl[index] = usage.get("prompt_tokens", seen.isl[index])
-    seen.osl[index] = usage.get("completion_tokens", tokens)
+    if not counted:
+        seen.osl[index] = tokens
     seen.end_s[index] = last
 
 
-def _event(data: bytes) -> dict[str, Any]:
+class _Event(NamedTuple):
+    """What an event of a stream says: an error, or a token (which may be the last), the counts of prompt and
+    output tokens, the replicas and KV bytes."""
+
+    error: str = ""
+    is_token: bool = False
+    is_last: bool = False
+    usage: tuple[int, int] | None = None
+    route: tuple[str, str, int] | None = None
+
+
+def _event(data: bytes) -> _Event:
     try:
         event = json.loads(data)
-    except ValueError:
-        event = None
-    if not isinstance(event, dict):
-        raise Failure("an event of the stream is not a JSON object")
-    return event
+        if "error" in event:
+            return _Event(error=_error_text(event["error"]))
+        choices, usage, where = event.get("choices"), event.get("usage"), event.get("hexgen2")
+        return _Event(
+            is_token=bool(choices),
+            is_last=bool(choices and choices[0].get("finish_reason")),
+            usage=(int(usage["prompt_tokens"]), int(usage["completion_tokens"])) if usage else None,
+            route=(where["prefill_replica"], where["decode_replica"], where["kv_bytes"]) if where else None,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise Failure("an event of the stream is not as OpenAI's are") from None
 
 
 def _ids(body: bytes) -> list[str]:

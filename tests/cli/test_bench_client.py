@@ -72,6 +72,9 @@ class Script(BaseHTTPRequestHandler):
             if last and ending == "cut":
                 self.close_connection = True
                 return
+            if last and ending == "strange":
+                self._event({"choices": ["text"]})
+                break
             if last and ending == "error":
                 self._event({"error": {"message": "a worker is gone"}})
                 break
@@ -154,6 +157,7 @@ def test_servers_that_take_less_are_asked_for_less(takes):
     [
         ("busy", "503: too many requests"),
         ("error", "a worker is gone"),
+        ("strange", "an event of the stream is not as OpenAI's are"),
         ("cut", "the connection was closed before the answer was complete"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 from pytest import approx
 
 from cluster_specs.loader import resolve
+from cost_model.calibrated import Calibrated
 from cost_model.errors import InputError
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
@@ -115,6 +116,34 @@ def test_a_lone_request_takes_what_the_cost_model_says(pair):
     landed = records.routes[records.prefill[0], records.decode[0]].after_s
     assert landed > 0
     assert records.end_s[0] - records.first_s[0] == approx(landed + steps)
+
+
+class Scaled(Calibrated):
+    """The default cost model, all times of layers and heads three times as long."""
+
+    def layer_work_s(self, group, work):
+        return 3 * super().layer_work_s(group, work)
+
+    def edge_work_s(self, group, sampled, last):
+        return 3 * super().edge_work_s(group, sampled, last)
+
+
+def test_times_can_come_from_elsewhere(pair):
+    asked = requests_of((0.0, 700, 40))
+    scaled = Scaled(pair.model, pair.workload.lengths)
+    plain, slow = simulate(pair, asked), simulate(pair, asked, costs=scaled)
+    assert slow["mean_ttft_ms"] == approx(3 * plain["mean_ttft_ms"])
+    assert slow["mean_itl_ms"] == approx(3 * plain["mean_itl_ms"], rel=0.02)  # the transfer is as it was
+
+
+def test_what_the_front_end_takes_delays_first_tokens_alone(pair):
+    rate = 0.3 * pair.throughput.req_s
+    asked = online(Lengths(pair.workload), rate, 200, seed=0)
+    plain, delayed = (simulate(pair, asked, Options(front_end_s=seconds)) for seconds in (0.0, 0.05))
+    assert delayed["mean_ttft_ms"] == approx(plain["mean_ttft_ms"] + 50)
+    assert delayed["p90_ttft_ms"] == approx(plain["p90_ttft_ms"] + 50)
+    assert delayed["mean_tpot_ms"] == approx(plain["mean_tpot_ms"])
+    assert delayed["mean_e2el_ms"] == approx(plain["mean_e2el_ms"] + 50)
 
 
 def test_a_prefill_replica_alone_is_an_m_d_1_queue(pair):
