@@ -131,6 +131,10 @@ class CostModel(ABC):
     def error(self, accelerator: Accelerator) -> float:
         """The mean relative error to expect of times on such devices."""
 
+    def measured(self, accelerator: Accelerator) -> bool:
+        """Whether the coefficients rest on steps measured on such devices."""
+        return False
+
     @abstractmethod
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         """Seconds of one layer for a step of this work, tensor-parallel communication included."""

@@ -56,6 +56,9 @@ class Calibrated(CostModel):
     def error(self, accelerator: Accelerator) -> float:
         return self.coefficients.error(accelerator, self.engine)
 
+    def measured(self, accelerator: Accelerator) -> bool:
+        return accelerator.name in self.coefficients.gpus
+
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         return float(layer_s(self.layer_work(group, work), self._of(group.accelerator)))
 

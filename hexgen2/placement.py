@@ -83,11 +83,13 @@ class Route(_Strict):
 
 
 class CostModelName(_Strict):
-    """error is the mean relative error to expect of times on the placement's devices."""
+    """error is the mean relative error to expect of times on the placement's devices; unmeasured are those
+    types of them of which no step was measured."""
 
     name: str
     calibration: str
     error: float | None = Field(default=None, ge=0)
+    unmeasured: list[str] = []
     pipeline: str
     links: Links = "pairwise"
 

@@ -70,6 +70,7 @@ def build_placement(
     served = sum(route.flow_req_s for route in routes)
     served += sum(alone)
     used = {gpu for name in names for stage in name.gpus for gpu in stage}
+    cards = {problem.cluster.accelerators[gpu] for gpu in used}
     idle = [gpu for gpu in problem.usable.tolist() if gpu not in used]
     return Placement(
         strategy=strategy,
@@ -79,7 +80,8 @@ def build_placement(
         cost_model=CostModelName(
             name=problem.costs.name,
             calibration=problem.costs.calibration,
-            error=max(problem.costs.error(problem.cluster.accelerators[gpu]) for gpu in used),
+            error=max(problem.costs.error(card) for card in cards),
+            unmeasured=sorted(card.name for card in cards if not problem.costs.measured(card)),
             pipeline=problem.pipeline,
             links=problem.links,
         ),

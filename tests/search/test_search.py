@@ -221,3 +221,17 @@ def test_uneven_memory_is_used():
     }
     if "small" in layers:
         assert layers["small"] < min(n for name, n in layers.items() if name != "small")
+
+
+@pytest.mark.parametrize(
+    ("cost_model", "measured"), [("calibrated", {"H100", "A100-80GB"}), ("zero-fit", set())]
+)
+def test_a_placement_says_which_of_its_cards_were_never_measured(cost_model, measured):
+    problem = make_problem("hexgen2-setting-1", "llama-2-70b", "LPLD", cost_model=cost_model)
+    placement = find_strategy("splitwise")(problem, SearchOptions())
+    used = {
+        problem.cluster.accelerators[problem.cluster.index(g)].name
+        for r in placement.replicas
+        for g in r.gpus
+    }
+    assert placement.cost_model.unmeasured == sorted(used - measured)
