@@ -19,7 +19,8 @@ from hexgen2.simulator.requests import Requests
 
 LENGTHS = (16, 64, 128, 256, 512)
 BURSTS = ((9, 64), (9, 128), (7, 256))
-BATCHES = (1, 2, 4, 8, 16, 32)
+BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+"""All of the small ones: matrix products of 3 rows can take longer than of 4."""
 CONTEXTS = ((4, 384), (8, 256))
 SHORT, STEPS, REPEATS = 16, 40, 5
 TOGETHER_S = 0.01
