@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from cost_model.errors import InputError
 
@@ -33,19 +36,30 @@ def read_text(path: Path, max_bytes: int) -> str:
         raise InputError(source, f"byte {error.start}", "is not UTF-8 text", "save it as UTF-8") from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write atomically: the file is the whole text or is not touched.
+@contextmanager
+def written(path: Path) -> Iterator[TextIO]:
+    """A file to write that appears whole at the end, or not at all.
 
     Raises
     ------
     InputError : its folder is missing or cannot be written to
     """
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
         raise InputError(str(path), "", problem, "choose a writable path") from error
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
+            yield stream
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text so: whole, or not at all. Raises InputError likewise."""
+    with written(path) as stream:
         stream.write(text)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from cost_model.errors import InputError
+from cost_model.files import write_text
 from hexgen2.commands.arrivals import arrivals
-from hexgen2.commands.options import POSITIVE
-from hexgen2.commands.output import check_folder, write
+from hexgen2.commands.options import POSITIVE, check_folder
 
 PROMPTS = 1000
 
@@ -71,7 +71,8 @@ def bench(
     load = Load(url, api_key, model, max_concurrency, seed)
     found = run(load, requests, targets, _progress)
     text = json.dumps(found, indent=1) + "\n"
-    write(output, text)
+    if output is not None:
+        write_text(output, text)
     if as_json:
         click.echo(text, nl=False)
     else:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import click
+
+from cost_model.errors import InputError
 
 
 class _Positive(click.FloatRange):
@@ -21,3 +24,14 @@ class _Positive(click.FloatRange):
 
 
 POSITIVE = _Positive()
+
+
+def check_folder(path: Path | None) -> None:
+    """Complain early about an output file (None: none) whose folder is missing.
+
+    Raises
+    ------
+    InputError
+    """
+    if path is not None and not path.absolute().parent.is_dir():
+        raise InputError(str(path), "", "its folder does not exist", "create it first")

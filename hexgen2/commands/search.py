@@ -11,7 +11,7 @@ import click
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
-from hexgen2.commands.options import POSITIVE
+from hexgen2.commands.options import POSITIVE, check_folder
 from hexgen2.goal import OBJECTIVES, make_goal
 
 
@@ -104,8 +104,7 @@ def search(
     from hexgen2.strategies.registry import find_strategy
 
     run, options = find_strategy(strategy), SearchOptions(seed, time_limit, certify, _progress())
-    if output is not None and not output.absolute().parent.is_dir():
-        raise InputError(str(output), "", "its folder does not exist", "create it first")
+    check_folder(output)
     goal = make_goal(objective, request_rate, ttft, tpot, budget, frontier)
     if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency" or previous):
         raise InputError("--certify", "", "goes with the plain search of hexgen2 alone", "leave it out here")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 
 from cost_model.errors import InputError
+from cost_model.files import write_text, written
 from hexgen2.commands.arrivals import arrivals
-from hexgen2.commands.options import POSITIVE
-from hexgen2.commands.output import check_folder, write, written
+from hexgen2.commands.options import POSITIVE, check_folder
 
 
 @click.command()
@@ -94,10 +95,11 @@ def simulate(
     timed = (_timed("--replan", "next.json", text) for text in replans)
     later = [Replan(at_s, _next_placement(Path(path), loaded)) for path, at_s in timed]
     options = Options(policy, queue_limit, lost, later, recover)
-    with written(requests_out) as stream:
+    with written(requests_out) if requests_out else nullcontext() as stream:
         found = run(loaded, requests, options, stream, _progress(len(requests)))
     text = json.dumps(found, indent=1) + "\n"
-    write(output, text)
+    if output is not None:
+        write_text(output, text)
     if as_json:
         click.echo(text, nl=False)
     else:
