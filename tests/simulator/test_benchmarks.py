@@ -56,10 +56,9 @@ def test_a_lone_request_takes_the_profiled_steps():
     placement = find_strategy("hexgen2")(
         make_problem("hexgen2-case-study", "llama-2-13b", "HPLD"), SearchOptions()
     )
-    lone = [r for r in placement.replicas if len(r.stages) == 1]
-    ends = {r.role: r.id for r in lone}
-    routes = [r for r in placement.routes if (r.from_, r.to) == (ends["prefill"], ends["decode"])]
-    placement = placement.model_copy(update={"routes": routes})
+    lone = {r.id for r in placement.replicas if len(r.stages) == 1}
+    route = next(r for r in placement.routes if {r.from_, r.to} <= lone)
+    placement = placement.model_copy(update={"routes": [route]})
     costs = Profiled(find_model("llama-2-13b"), RequestLengths.of([(100, 30, 1)]), TIMES)
     asked = Requests(np.zeros(1), np.array([100]), np.array([30]), "by hand")
     found = simulate(placement, asked, costs=costs)
