@@ -31,9 +31,7 @@ def arrivals(
     if offline and rate is not None:
         raise InputError("--offline", "", "leaves no room for --request-rate", "give one of them")
     if offline and duration_s is not None:
-        raise InputError(
-            "--offline", "", "leaves no room for --duration-s", "say how many with --num-requests"
-        )
+        raise InputError("--offline", "", "leaves no room for --duration-s", "say how many requests instead")
     if offline:
         return requests.offline(lengths, count or usual_count, seed)
     if lengths.trace is not None and lengths.timed and (rate is None or (count is None and burstiness == 1)):
