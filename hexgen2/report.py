@@ -65,9 +65,8 @@ def print_placement(placement: Placement, console: Console) -> None:
         console.print(f"search cut  {placement.search.cut}: a longer one may find better")
     if costs.unmeasured and costs.name == "calibrated":
         cards = " or ".join(costs.unmeasured)
-        console.print(
-            f"assumed     No step of {escape(cards)} was measured: taken as a mean GPU.", style="dim"
-        )
+        text = f"assumed     No step of {cards} was measured: general coefficients stand in."
+        console.print(escape(text), style="dim")
     for assumption in placement.cluster.assumptions:
         console.print(f"assumed     {escape(assumption)}", style="dim")
 
