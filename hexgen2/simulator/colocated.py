@@ -91,10 +91,15 @@ class Colocated:
 
     def lose(self, now: float) -> list[tuple[int, int]]:
         """The replica is gone: its requests, and how many tokens each has."""
+        running = self.running
+        if running and not self._busy:
+            self._decode(min(running.steps_before(now), self._planned))
         self.alive = False
         self._version += 1
         lost = [(p.request, p.made) for p in (*self._partial, *self._waiting)]
-        lost += [(request, self.running.leave(request) + self._made[request]) for request in self.running]
+        for request in list(running):
+            lost.append((request, running.leave(request) + self._made[request]))
+            self._records.last_s[request] = running.time_s
         self._waiting.clear()
         self._partial.clear()
         return lost

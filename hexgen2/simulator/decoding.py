@@ -37,7 +37,8 @@ class Decoder:
         self.running = Running(times.decode_turn, times.costs.model.sliding_window)
         self._joining: deque[tuple[int, int, float]] = deque()
         self._made: dict[int, int] = {}
-        self._version = self._fresh = 0
+        self._joined: list[int] = []
+        self._version = 0
         self.alive = True
 
     def land(self, request: int, now: float, made: int = 1) -> None:
@@ -56,14 +57,13 @@ class Decoder:
     def lose(self, now: float) -> list[tuple[int, int]]:
         """The replica is gone: its requests, and how many tokens each has."""
         self.alive = False
-        if self.running and self.running.time_s < now:
-            steps = self.running.steps_until(now)
-            if steps and self.running.time_s + self.running.span_s(steps) > now:
-                steps -= 1
-            self._advance(steps)
+        if self.running:
+            self._advance(self.running.steps_before(now))
         lost = [(request, made) for request, made, _ in self._joining]
         for request in list(self.running):
             made = self.running.leave(request)
+            if request not in self._joined:
+                self._records.last_s[request] = self.running.time_s
             lost.append((request, made + self._made.pop(request)))
         self._joining.clear()
         self._version += 1
@@ -79,8 +79,10 @@ class Decoder:
         if not steps:
             return
         count, span_s = len(running), running.span_s(steps)
-        gaps = count * steps - self._fresh
-        self._fresh = 0
+        for request in self._joined:
+            self._records.gap(running.time_s + running.step_s - self._records.last_s[request])
+        gaps = count * steps - len(self._joined)
+        self._joined.clear()
         if gaps > 0:
             self._records.gap(span_s / steps, gaps)
         record.busy_s += span_s
@@ -93,19 +95,16 @@ class Decoder:
     def _go_on(self) -> None:
         """Let in who waits, and find the next change."""
         running = self.running
-        now, joined = running.time_s, []
+        now = running.time_s
         while self._joining and len(running) < self._places:
             request, made, since = self._joining.popleft()
             self._record.waited_s += max(0.0, now - since)
             self._made[request] = made
             running.join(request, self._isl[request] + made, self._osl[request] - made)
-            joined.append(request)
+            self._joined.append(request)
         running.settle()
         self._version += 1
         if not running:
             return
-        for request in joined:
-            self._records.gap(now + running.step_s - self._records.last_s[request])
-        self._fresh += len(joined)
         self._record.peak_running = max(self._record.peak_running, len(running))
         self._schedule(running.change_s, self._change, self._version)

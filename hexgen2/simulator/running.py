@@ -142,6 +142,11 @@ class Running:
             steps += 1
         return min(steps, self._regime)
 
+    def steps_before(self, time_s: float) -> int:
+        """The most steps that end at time_s or earlier, at most regime_steps."""
+        steps = self.steps_until(time_s)
+        return steps - (steps > 0 and self.time_s + self.span_s(steps) > time_s)
+
     def advance(self, steps: int) -> list[int]:
         """Run so many steps, at most regime_steps, and return who has ended with the last one."""
         return self._tally(steps, self.time_s + self.span_s(steps))

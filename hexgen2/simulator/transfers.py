@@ -29,10 +29,6 @@ class RouteCost:
     bytes_per_token: float
     latency_s: float
 
-    def alone_s(self, tokens: float) -> float:
-        """Seconds to move the KV cache of so many tokens with nothing else on the way."""
-        return self.latency_s + tokens * max(self.busy_s.values(), default=0.0)
-
 
 def route_cost(route: Route, cluster: Cluster, shared: SharedLinks, links: Links, isl: float) -> RouteCost:
     """From the GPU pairs of a placement's route; isl: the prompt tokens that its bytes are for.

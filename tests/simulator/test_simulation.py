@@ -175,8 +175,25 @@ def test_a_lost_replica_fails_its_requests_or_has_them_start_over(setting):
     assert decode not in after
     recovered = run(setting, asked, failures=failure, recover=True)
     assert not recovered.records.failed
-    assert sum(recovered.records.gaps) == asked.osl.sum() - len(asked)
+    whole = recovered.records
+    assert sum(whole.gaps) == asked.osl.sum() - len(asked)
+    assert np.dot(whole.gap_s, whole.gaps) == approx((whole.end_s - whole.first_s).sum(), rel=1e-3)
     assert all(room.held_tokens == 0 for room in recovered.rooms.values())
+
+
+@pytest.mark.parametrize("policy", ["alternate", "prefill-first", "chunked"])
+def test_a_lost_colocated_replica_has_its_requests_start_over(colocated, policy):
+    asked = online(Lengths(colocated.workload), 0.5 * colocated.throughput.req_s, 400, seed=1)
+    middle = float(asked.arrival_s[200])
+    for recover in (True, False):
+        failures = [Failure(middle, colocated.replicas[0].id)]
+        simulation = run(colocated, asked, policy=policy, failures=failures, recover=recover)
+        records = simulation.records
+        assert bool(records.failed) != recover
+        assert all(room.held_tokens == 0 for room in simulation.rooms.values())
+    whole = run(colocated, asked, policy=policy, failures=failures, recover=True).records
+    assert sum(whole.gaps) == asked.osl.sum() - len(asked)
+    assert np.dot(whole.gap_s, whole.gaps) == approx((whole.end_s - whole.first_s).sum(), rel=3e-2)
 
 
 def test_with_its_last_prefill_replica_everything_ends_with_a_reason(pair):
