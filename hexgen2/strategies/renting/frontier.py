@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hexgen2.search.evaluate import Evaluation
 from hexgen2.search.market import Market, spendable
 from hexgen2.search.refine import SearchState
 from hexgen2.strategies.renting.budget import Plain, explore_budget
@@ -33,8 +34,12 @@ def explore_frontier(state: SearchState, seed: int, plain: Plain) -> None:
         if state.out_of_time():
             break
         starts = [found.solution for found in (best, state.best) if found]
-        best = attempt(state, seed, float(budget), starts).best or best
+        best = _better(best, attempt(state, seed, float(budget), starts).best)
         state.frontier.append((float(budget), best))
     state.offer(best, "start from another budget")
-    assert state.best is not None
-    state.frontier.append((last, state.best))
+    state.frontier.append((last, _better(best, state.best)))
+
+
+def _better(cheaper: Evaluation, dearer: Evaluation | None) -> Evaluation:
+    """The same groups in another order differ in the last digits: only a gain is worth the price."""
+    return dearer if dearer is not None and dearer.req_s > cheaper.req_s else cheaper

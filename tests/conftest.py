@@ -1,0 +1,12 @@
+"""Property tests draw the same examples in every run, so that a commit is judged by what it changes.
+
+`HYPOTHESIS_PROFILE=explore` draws new ones; what it finds belongs into a test as an @example.
+"""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("same", derandomize=True)
+settings.register_profile("explore", derandomize=False, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
