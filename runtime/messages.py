@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEAD_BYTES = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
@@ -76,7 +76,12 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Configure(Message, frozen=True):
-    """First message to a new worker: who it is and what it holds. Workers are named by GPU id."""
+    """First message to a new worker: who it is and what it holds. Workers are named by GPU id.
+
+    The KV cache has room for kv_budget_tokens, in whole blocks of block_tokens. A step runs at most
+    max_prefill_tokens tokens, and at most max_mixed_tokens while requests decode along. threads and cores (of
+    the CPU; none: any) are for the worker's own computation.
+    """
 
     protocol: int
     worker: str
@@ -87,11 +92,15 @@ class Configure(Message, frozen=True):
     device: str
     dtype: str
     kv_budget_tokens: int
+    block_tokens: int
     max_batch: int
     max_prefill_tokens: int
+    max_mixed_tokens: int
+    reuse_prefixes: bool
     host: str
     secret: str
     threads: int
+    cores: tuple[int, ...] = ()
 
 
 class Connect(Message, frozen=True):
@@ -114,33 +123,30 @@ class Shutdown(Message, frozen=True):
 
 
 class Expect(Message, frozen=True):
-    """Reserve room for a request whose KV cache will arrive.
-
-    capacity_tokens is prompt + output at most; answered by Reserved. The lead relays it to its
-    replica's workers, which answer the lead with Reserved, before it answers the front end.
-    """
+    """Take blocks for a prompt whose KV cache will arrive; answered by Reserved."""
 
     request_id: str
-    prompt_tokens: int
-    capacity_tokens: int
+    prompt: tuple[int, ...]
 
 
 class Prefill(Message, frozen=True):
     """Run the prompt and produce token `index`. target is the replica that decodes; "" is this one.
 
-    index is 0 for a new request; a request resumed after a failure sends prompt + tokens so far.
+    index is 0 for a new request; a request resumed after a failure sends prompt + tokens so far. The target
+    has the KV cache of the first target_tokens tokens already.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: Sampling
     target: str
+    target_tokens: int = 0
     index: int = 0
 
 
 class Decode(Message, frozen=True):
-    """Continue a request whose KV cache arrives here: run last_token at position prompt_tokens (of
-    Expect) and produce output `index`, one more than last_token's."""
+    """Continue a request whose KV cache arrives here: run last_token after the prompt (of Expect) and
+    produce output `index`, one more than last_token's."""
 
     request_id: str
     last_token: int
@@ -197,10 +203,11 @@ class Pong(Message, frozen=True):
 
 class Reserved(Message, frozen=True):
     """Answer to Expect: ok, or no room. Then nothing is held, and no Released comes, even after a Cancel
-    that crossed this answer."""
+    that crossed this answer. The KV cache of the first cached_tokens tokens is here: it need not be sent."""
 
     request_id: str
     ok: bool
+    cached_tokens: int = 0
 
 
 class StepOutput(Message, frozen=True):
@@ -251,34 +258,65 @@ class Hello(Message, frozen=True):
     purpose: str
 
 
+class SequenceStart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a replica's workers learn of a request once, with its first step (or again after a preemption).
+
+    With a target, the KV cache of tokens [target_tokens, prompt_tokens) is sent there. history has the tokens
+    known so far, prompt_tokens of them the client's, if the sampling asks for it.
+    """
+
+    request_id: str
+    sampling: Sampling
+    history: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    target: str = ""
+    target_tokens: int = 0
+
+
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One request in a step: the tokens to run, from which position on."""
+    """One request in a step: the tokens to run, from which position on, and the blocks that are new in its
+    table. If `samples`, output `index` is chosen after the last of them."""
 
     request_id: str
     tokens: tuple[int, ...]
     position: int
     index: int
-    capacity_tokens: int
-    sampling: Sampling
-    target: str = ""
+    samples: bool
+    blocks: tuple[int, ...] = ()
 
 
 class Step(Message, frozen=True):
-    """Lead to its replica: run these sequences; "prefill" sends KV to each one's target."""
+    """Lead to its replica: learn of these requests, then run these sequences."""
 
     step: int
-    phase: str
+    starts: tuple[SequenceStart, ...]
     sequences: tuple[SequenceStep, ...]
 
 
+class Arrival(Message, frozen=True):
+    """Lead to its replica: the KV cache of tokens [first, end) of a request will arrive, for the blocks of
+    its table. Answered by Arranged."""
+
+    request_id: str
+    table: tuple[int, ...]
+    first_token: int
+    end_token: int
+
+
+class Arranged(Message, frozen=True):
+    """A follower to its lead: ready for what an Arrival announced."""
+
+    request_id: str
+
+
 class Release(Message, frozen=True):
-    """Lead to its replica, in order with the steps: drop these requests' KV cache."""
+    """Lead to its replica, in order with the steps: forget these requests; their blocks belong to others now."""
 
     request_ids: tuple[str, ...]
 
 
 class StepResult(Message, frozen=True):
-    """Last stage to the lead: the sampled tokens of a step."""
+    """Last stage to the lead: the sampled tokens of a step, for the sequences that sample, in their order."""
 
     step: int
     tokens: tuple[int, ...]
@@ -302,15 +340,16 @@ class KvSent(Message, frozen=True):
 
 
 class KvSlice(Message, frozen=True):
-    """Header of a part of a request's KV cache: layers [first, end) x global KV heads [first, end) x
-    the whole prompt, in C order (layer, key/value, head, token, head_dim), `payload_bytes` follow."""
+    """Header of a part of a request's KV cache: layers [first, end) x global KV heads [first, end) x tokens
+    [first, end). `payload_bytes` in C order (layer, key/value, token, head, head_dim) follow."""
 
     request_id: str
     first_layer: int
     end_layer: int
     first_head: int
     end_head: int
-    tokens: int
+    first_token: int
+    end_token: int
     payload_bytes: int
 
 
@@ -318,7 +357,7 @@ SupervisorToWorker = Configure | Connect | Shutdown | Expect | Prefill | Decode 
 WorkerToSupervisor = (
     Listening | Ready | Failed | Pong | Reserved | StepOutput | KvMoved | RequestFailed | Released
 )
-WorkerToWorker = Hello | Step | Release | StepResult | KvLanded | KvSent | KvSlice
+WorkerToWorker = Hello | Step | Arrival | Arranged | Release | StepResult | KvLanded | KvSent | KvSlice
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SupervisorToWorker | WorkerToSupervisor | WorkerToWorker)

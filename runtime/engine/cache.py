@@ -1,10 +1,15 @@
-"""The KV cache of the requests on one worker: one contiguous block per request."""
+"""The KV cache of one worker: a pool of blocks, of which every request has a table.
+
+All workers of a replica use the same block numbers: each block holds the same tokens everywhere, in the layers
+and heads of that worker. The lead hands blocks out (`blocks.py`).
+"""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from runtime.kv_layout import Part
@@ -12,12 +17,16 @@ from runtime.kv_layout import Part
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What every request's cache has in common on one worker."""
+    """What a worker's cache holds of each token."""
 
     part: Part
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def layers(self) -> int:
+        return self.part.end_layer - self.part.first_layer
 
     @property
     def heads(self) -> int:
@@ -29,53 +38,54 @@ class CacheShape:
         return 2 * self.head_dim * self.dtype.itemsize
 
 
-class SequenceCache:
-    """Keys and values of one request in the layers and heads that this worker holds.
+class PagedCache:
+    """Keys and values in blocks of `block_tokens` tokens; a slot is the place of one token.
 
-    Layers and heads are global numbers everywhere; capacity is in tokens.
+    Layers and heads are global numbers everywhere. On a CPU the pool costs memory only as far as it is used.
+
+    Attributes
+    ----------
+    pool : [layers, 2, blocks x block_tokens, heads, head_dim]; keys first, then values
+
+    Parameters
+    ----------
+    pool : use this memory instead of allocating; of that shape
     """
 
-    def __init__(self, shape: CacheShape, capacity: int) -> None:
-        self.shape = shape
-        self.capacity = capacity
-        layers = shape.part.end_layer - shape.part.first_layer
-        size = (layers, 2, shape.heads, capacity, shape.head_dim)
-        self._block = torch.empty(size, dtype=shape.dtype, device=shape.device)
+    def __init__(
+        self, shape: CacheShape, blocks: int, block_tokens: int, pool: torch.Tensor | None = None
+    ) -> None:
+        self.shape, self.blocks, self.block_tokens = shape, blocks, block_tokens
+        size = (shape.layers, 2, blocks * block_tokens, shape.heads, shape.head_dim)
+        self.pool = torch.empty(size, dtype=shape.dtype, device=shape.device) if pool is None else pool
 
     def layer(self, layer: int) -> torch.Tensor:
-        """Keys and values of a layer: [2, heads, capacity, head_dim], a view."""
-        return self._block[layer - self.shape.part.first_layer]
+        """Keys and values of a layer: [2, slots, heads, head_dim], a view."""
+        return self.pool[layer - self.shape.part.first_layer]
 
-    def heads(self, layer: int, first_head: int, end_head: int, tokens: int) -> torch.Tensor:
-        """Keys and values of some heads of a layer: [2, end - first, tokens, head_dim], a view."""
+    def heads(self, layer: int, first_head: int, end_head: int) -> torch.Tensor:
+        """Keys and values of some heads of a layer: [2, slots, end - first, head_dim], a view."""
         offset = self.shape.part.first_head
-        return self.layer(layer)[:, first_head - offset : end_head - offset, :tokens]
+        return self.layer(layer)[:, :, first_head - offset : end_head - offset]
 
+    def slots(self, table: Sequence[int], first_token: int, end_token: int) -> np.ndarray:
+        """Slots of a request's tokens [first, end), int64."""
+        size = self.block_tokens
+        first_block = first_token // size
+        blocks = np.asarray(table[first_block : -(-end_token // size)], dtype=np.int64)
+        slots = (blocks[:, None] * size + np.arange(size)).reshape(-1)
+        return slots[first_token - first_block * size : end_token - first_block * size]
 
-class CacheTable:
-    """The caches of one worker by request id; safe between threads."""
-
-    def __init__(self, shape: CacheShape) -> None:
-        self.shape = shape
-        self._caches: dict[str, SequenceCache] = {}
-        self._lock = threading.Lock()
-
-    def create(self, request_id: str, capacity: int) -> SequenceCache:
-        """Allocate a request's cache; an older one under the same id is forgotten."""
-        cache = SequenceCache(self.shape, capacity)
-        with self._lock:
-            self._caches[request_id] = cache
-        return cache
-
-    def __getitem__(self, request_id: str) -> SequenceCache:
-        with self._lock:
-            return self._caches[request_id]
-
-    def drop(self, request_id: str) -> None:
-        """Forget a request; its memory goes when the last thread using it is done."""
-        with self._lock:
-            self._caches.pop(request_id, None)
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._caches)
+    def runs(self, table: Sequence[int], first_token: int, end_token: int) -> list[tuple[int, int]]:
+        """The same slots as few runs [first, end): neighbouring blocks are one."""
+        size, runs = self.block_tokens, list[tuple[int, int]]()
+        token = first_token
+        while token < end_token:
+            end = min((token // size + 1) * size, end_token)
+            slot = table[token // size] * size + token % size
+            if runs and runs[-1][1] == slot:
+                runs[-1] = (runs[-1][0], slot + end - token)
+            else:
+                runs.append((slot, slot + end - token))
+            token = end
+        return runs

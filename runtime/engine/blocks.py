@@ -1,0 +1,133 @@
+"""Which blocks of the KV cache are free, shared or worth keeping: the lead's side of paging.
+
+Full blocks are known by a digest of all tokens up to their end, so that a prompt finds what an earlier request
+computed of the same beginning (W. Kwon and others, Efficient Memory Management for Large Language Model Serving
+with PagedAttention, SOSP 2023). A block is free when no request holds it; a free block keeps its content, and
+can be found, until it is given to somebody else, the one that was used longest ago first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+Digest = bytes
+_DIGEST_BYTES = 16
+
+
+def prefix_digests(tokens: Sequence[int], block_tokens: int, known: Sequence[Digest] = ()) -> list[Digest]:
+    """One digest per full block of tokens, each of everything up to that block's end.
+
+    Parameters
+    ----------
+    known : digests of the first blocks, made before
+    """
+    digests = list(known)
+    for first in range(len(digests) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
+        block = array("q", tokens[first : first + block_tokens]).tobytes()
+        parent = digests[-1] if digests else b""
+        digests.append(hashlib.blake2b(parent + block, digest_size=_DIGEST_BYTES).digest())
+    return digests
+
+
+class BlockPool:
+    """Blocks [0, blocks) of a replica, counted by reference; safe between threads.
+
+    Parameters
+    ----------
+    reuse : keep the content of freed blocks for requests with the same beginning
+    """
+
+    def __init__(self, blocks: int, block_tokens: int, reuse: bool = True) -> None:
+        self.blocks, self.block_tokens, self.reuse = blocks, block_tokens, reuse
+        self._blank = list(range(blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._holders = [0] * blocks
+        self._digest: dict[int, Digest] = {}
+        self._block: dict[Digest, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        with self._lock:
+            return len(self._blank) + len(self._idle)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def allocate(self, count: int, spare: int = 0) -> list[int] | None:
+        """Take blocks; None, and nothing taken, unless so many and `spare` more are free."""
+        with self._lock:
+            if not self._has(count + spare):
+                return None
+            return [self._take() for _ in range(count)]
+
+    def begin(self, tokens: int, digests: Sequence[Digest], spare: int = 0) -> tuple[list[int], int] | None:
+        """Blocks for a request's first `tokens` tokens: those that are here already, then new ones.
+
+        Parameters
+        ----------
+        digests : of the blocks that may be shared
+        spare : blocks that must stay free
+
+        Returns
+        -------
+        the blocks and how many tokens of them are computed, or None and nothing taken
+        """
+        with self._lock:
+            found = self._find(digests)
+            fresh = self.blocks_for(tokens) - len(found)
+            idle = sum(self._holders[block] == 0 for block in found)
+            if not self._has(fresh + idle + spare):
+                return None
+            for block in found:
+                self._hold(block)
+            return found + [self._take() for _ in range(fresh)], len(found) * self.block_tokens
+
+    def publish(self, block: int, digest: Digest) -> None:
+        """Say what a block holds, or will hold before any step that is made from now on."""
+        with self._lock:
+            if self.reuse and digest not in self._block and block not in self._digest:
+                self._digest[block], self._block[digest] = digest, block
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give back what a request held. Its last blocks are given away before its first: they are of less
+        use to others."""
+        with self._lock:
+            for block in reversed(list(blocks)):
+                self._holders[block] -= 1
+                if self._holders[block] == 0:
+                    if block in self._digest:
+                        self._idle[block] = None
+                    else:
+                        self._blank.append(block)
+
+    def _has(self, count: int) -> bool:
+        return count <= len(self._blank) + len(self._idle)
+
+    def _find(self, digests: Sequence[Digest]) -> list[int]:
+        found = []
+        for digest in digests:
+            if (block := self._block.get(digest)) is None:
+                break
+            found.append(block)
+        return found
+
+    def _hold(self, block: int) -> None:
+        if self._holders[block] == 0:
+            del self._idle[block]
+        self._holders[block] += 1
+
+    def _take(self) -> int:
+        if self._blank:
+            block = self._blank.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            del self._block[self._digest.pop(block)]
+        self._holders[block] = 1
+        return block
