@@ -130,7 +130,7 @@ class Admission(Generic[Request]):
             return False
         prefill, decode = self._replicas[route.prefill], self._replicas[route.decode]
         if route.colocated:
-            return prefill.has_room(request.capacity_tokens, prefill_only=False)
+            return prefill.has_room(request.prompt_tokens, prefill_only=False)
         if not prefill.has_room(request.prompt_tokens, prefill_only=True):
             return False
-        return request.one_token or decode.has_room(request.capacity_tokens, prefill_only=False)
+        return request.one_token or decode.has_room(request.prompt_tokens, prefill_only=False)

@@ -157,12 +157,12 @@ class Coordinator:
         record.decode_replica = route.prefill if alone else route.decode
         prefill, decode = self.replicas[route.prefill], self.replicas[route.decode]
         if alone:
-            request.hold(prefill, request.capacity_tokens)
+            request.hold(prefill, len(request.prompt))
             request.phase = "prefilling"
             prefill.send(request.prefill(target=""))
         else:
             request.hold(prefill, len(request.prompt))
-            request.hold(decode, request.capacity_tokens)
+            request.hold(decode, len(request.prompt))
             request.phase = "reserving"
             decode.send(request.expect())
 
@@ -188,21 +188,23 @@ class Coordinator:
             case StepOutput(outputs=outputs):
                 for output in outputs:
                     self._on_token(output)
-            case Reserved(request_id=request_id, ok=ok):
-                self._on_reserved(replica, request_id, ok)
+            case Reserved(request_id=request_id, ok=ok, cached_tokens=cached_tokens):
+                self._on_reserved(replica, request_id, ok, cached_tokens)
             case KvMoved(request_id=request_id, bytes_received=received, seconds=seconds):
                 if request := self._requests.get(request_id):
                     request.record.kv_bytes, request.record.kv_s = received, seconds
+                    request.record.kv_arrived = True
             case RequestFailed(request_id=request_id, text=text):
                 self._on_failed(replica, request_id, text)
             case Released(request_id=request_id):
+                replica.free_blocks, replica.preemptions = message.free_blocks, message.preemptions
                 self._on_released(replica, request_id)
             case Pong():
                 pass  # the link has counted it
             case _:
                 log.warning("replica %s sent an unexpected %s", replica.replica_id, type(message).__name__)
 
-    def _on_reserved(self, replica: Replica, request_id: str, ok: bool) -> None:
+    def _on_reserved(self, replica: Replica, request_id: str, ok: bool, cached_tokens: int) -> None:
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -210,7 +212,8 @@ class Coordinator:
             self._on_refused(replica, request)
         elif request.phase == "reserving":
             request.phase = "prefilling"
-            self.replicas[request.record.prefill_replica].send(request.prefill(target=replica.replica_id))
+            prefill = self.replicas[request.record.prefill_replica]
+            prefill.send(request.prefill(replica.replica_id, cached_tokens))
 
     def _on_refused(self, replica: Replica, request: Generation) -> None:
         """A replica had no room, although the accounting saw some: it holds nothing of the request."""
@@ -241,10 +244,12 @@ class Coordinator:
             return
         if output.index == 0:
             record.first_token_s = now
+            record.cached_tokens = output.cached_tokens
         elif self._observer is not None:
             self._observer.token_gap(now - record.last_token_s)
         record.last_token_s = now
         record.output_tokens += 1
+        self.replicas[record.decode_replica].grow(record.request_id)
         request.put(output)
         if output.finish_reason:
             outcome: Outcome = "stop" if output.finish_reason == "stop" else "length"
@@ -319,7 +324,8 @@ class Coordinator:
         for request_id in list(replica.held):
             request = self._requests[request_id]
             request.release(replica.replica_id)
-            needed = replica.replica_id == request.record.decode_replica or not request.record.kv_arrived
+            record = request.record
+            needed = replica.replica_id == record.decode_replica or not record.kv_arrived
             if needed and request.phase != "ended":
                 self._end(request, "failed", error)
             self._forget_if_settled(request)

@@ -17,7 +17,11 @@ Outcome = Literal["", "stop", "length", "cancelled", "failed"]
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to a request. Times are seconds on the monotonic clock; 0 means "not yet"."""
+    """What happened to a request. Times are seconds on the monotonic clock; 0 means "not yet".
+
+    Once kv_arrived, the decode replica has all of the KV cache and needs the prefill replica no more. The
+    prefill replica had the first cached_tokens of the prompt from other requests.
+    """
 
     request_id: str
     prompt_tokens: int
@@ -32,12 +36,9 @@ class RequestRecord:
     output_tokens: int = 0
     kv_bytes: int = 0
     kv_s: float = 0.0
+    kv_arrived: bool = False
+    cached_tokens: int = 0
     outcome: Outcome = ""
-
-    @property
-    def kv_arrived(self) -> bool:
-        """Whether the decode replica has all of the KV cache, and so needs the prefill replica no more."""
-        return self.kv_bytes > 0 or self.output_tokens > 1
 
 
 class Observer(Protocol):
@@ -115,13 +116,18 @@ class Generation:
 
     def expect(self) -> Expect:
         """To the decode replica, first."""
-        return Expect(
-            request_id=self.request_id, prompt_tokens=len(self.prompt), capacity_tokens=self.capacity_tokens
-        )
+        return Expect(request_id=self.request_id, prompt=self.prompt)
 
-    def prefill(self, target: str) -> Prefill:
-        """To the prefill replica; target is the replica that decodes, "" for the same one."""
-        return Prefill(request_id=self.request_id, prompt=self.prompt, sampling=self.sampling, target=target)
+    def prefill(self, target: str, target_tokens: int = 0) -> Prefill:
+        """To the prefill replica; target is the replica that decodes, "" for the same one. The target has the
+        KV cache of the first target_tokens tokens."""
+        return Prefill(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            sampling=self.sampling,
+            target=target,
+            target_tokens=target_tokens,
+        )
 
     def decode(self, first: TokenOutput) -> Decode:
         """To the decode replica, once the prefill replica has produced the first token."""

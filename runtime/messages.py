@@ -42,6 +42,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int = -1
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether a token depends on those before it (penalties)."""
+        return False
+
 
 class StageShape(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Workers of one pipeline stage in tensor-parallel order, and its layers [first, end)."""
@@ -61,7 +66,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One token of one request. index counts the request's output tokens from 0.
 
-    finish_reason is "" while the request goes on, else "stop" or "length".
+    finish_reason is "" while the request goes on, else "stop" or "length". With the first token:
+    cached_tokens of the prompt were computed before, by another request.
     """
 
     request_id: str
@@ -69,6 +75,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     token: int
     finish_reason: str = ""
     logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -236,10 +243,15 @@ class RequestFailed(Message, frozen=True):
 
 
 class Released(Message, frozen=True):
-    """The request holds no memory on this replica any more (after its end or a Cancel)."""
+    """The request holds no memory on this replica any more (after its end or a Cancel).
+
+    free_blocks are those that no request holds now; preemptions counts since the start.
+    """
 
     request_id: str
     replica: str
+    free_blocks: int = 0
+    preemptions: int = 0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -261,8 +273,8 @@ class Hello(Message, frozen=True):
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What a replica's workers learn of a request once, with its first step (or again after a preemption).
 
-    With a target, the KV cache of tokens [target_tokens, prompt_tokens) is sent there. history has the tokens
-    known so far, prompt_tokens of them the client's, if the sampling asks for it.
+    With a target, the KV cache of tokens [target_tokens, end_token) is sent there. history has the tokens
+    known so far, the client's prompt_tokens first, if the sampling asks for it.
     """
 
     request_id: str
@@ -271,6 +283,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     prompt_tokens: int = 0
     target: str = ""
     target_tokens: int = 0
+    end_token: int = 0
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -286,9 +299,10 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Step(Message, frozen=True):
-    """Lead to its replica: learn of these requests, then run these sequences."""
+    """Lead to its replica: forget those that were preempted, learn of others, then run these sequences."""
 
     step: int
+    drops: tuple[str, ...]
     starts: tuple[SequenceStart, ...]
     sequences: tuple[SequenceStep, ...]
 
@@ -310,7 +324,7 @@ class Arranged(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Lead to its replica, in order with the steps: forget these requests; their blocks belong to others now."""
+    """Lead to its replica, in order with the steps: forget these requests; their blocks go to others."""
 
     request_ids: tuple[str, ...]
 

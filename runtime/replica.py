@@ -10,9 +10,12 @@ from runtime.room import Room
 
 
 class Replica(Room):
-    """Links by worker, one of whom leads, and what requests hold here."""
+    """Links by worker, one of whom leads, and what requests hold here.
 
-    __slots__ = ("lead", "links", "replica_id", "role")
+    free_blocks and preemptions are what the lead said last (None: nothing yet).
+    """
+
+    __slots__ = ("free_blocks", "lead", "links", "preemptions", "replica_id", "role")
 
     def __init__(
         self,
@@ -22,9 +25,12 @@ class Replica(Room):
         links: Mapping[str, Link],
         kv_budget_tokens: int,
         max_batch: int,
+        growth_tokens: int = 0,
     ) -> None:
-        super().__init__(kv_budget_tokens, max_batch)
+        super().__init__(kv_budget_tokens, max_batch, growth_tokens)
         self.replica_id, self.role, self.lead, self.links = replica_id, role, lead, links
+        self.free_blocks: int | None = None
+        self.preemptions = 0
 
     def send(self, message: Message) -> None:
         """Send to the lead worker."""

@@ -32,6 +32,11 @@ def kv_budgets(placement: Placement) -> dict[str, int]:
     }
 
 
+def growth_tokens(placement: Placement) -> int:
+    """What a request that decodes is expected to grow by, at any time: half of the workload's mean output."""
+    return math.ceil(placement.workload.osl / 2)
+
+
 def _useful_tokens(replica: Replica, placement: Placement) -> int:
     longest = placement.model.max_position
     if replica.role != "prefill":
@@ -46,29 +51,43 @@ def _useful_tokens(replica: Replica, placement: Placement) -> int:
 class Room:
     """A replica's room, and what requests hold of it.
 
-    `held` has the tokens of KV cache per request. `refused` is set when the replica had no room although
-    the accounting saw some; it lasts until something is released.
+    `held` has the tokens of KV cache per request, up to now: a request takes more as it goes on, and another
+    one is let in only if every one of them may still grow by `growth_tokens`. If they grow beyond that, the
+    replica preempts. `refused` is set when the replica had no room although the accounting saw some; it lasts
+    until something is released.
     """
 
     kv_budget_tokens: int
     max_batch: int
+    growth_tokens: int = 0
     held: dict[Any, int] = field(default_factory=dict)
     held_tokens: int = 0
     refused: bool = False
 
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
-        """Whether a request of that many KV tokens may be sent here now.
+        """Whether a request of that many KV tokens, which could be served here, may be sent now.
 
-        Where requests decode: within the KV budget, and one batch in work with one on its way. Where
-        they are only prefilled, within the KV budget.
+        Where requests decode: within the KV budget with what all of them will take, and one batch in work
+        with one on its way. Where they are only prefilled, within the KV budget.
         """
-        if self.refused or self.held_tokens + tokens > self.kv_budget_tokens:
+        if self.refused:
+            return False
+        if not self.held:
+            return True
+        growth = 0 if prefill_only else self.growth_tokens * (len(self.held) + 1)
+        if self.held_tokens + tokens + growth > self.kv_budget_tokens:
             return False
         return prefill_only or len(self.held) < BATCHES_PER_REPLICA * self.max_batch
 
     def hold(self, request_id: Any, tokens: int) -> None:
         self.held[request_id] = tokens
         self.held_tokens += tokens
+
+    def grow(self, request_id: Any, tokens: int = 1) -> None:
+        """A request that holds something here takes more."""
+        if request_id in self.held:
+            self.held[request_id] += tokens
+            self.held_tokens += tokens
 
     def release(self, request_id: Any) -> None:
         """Free what a request holds here; nothing if it holds nothing."""

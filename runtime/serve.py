@@ -30,6 +30,7 @@ from runtime.launcher.configure import configurations
 from runtime.launcher.link import Link
 from runtime.messages import Configure
 from runtime.replica import Replica
+from runtime.room import growth_tokens
 from runtime.router import Router, routes_of
 
 ENGINES = ("torch",)
@@ -210,6 +211,7 @@ def _replicas(placement: Placement, told: dict[str, Configure], links: dict[str,
             links={gpu: links[gpu] for gpu in replica.gpus},
             kv_budget_tokens=told[replica.gpus[0]].kv_budget_tokens,
             max_batch=replica.max_batch,
+            growth_tokens=growth_tokens(placement),
         )
         for replica in placement.replicas
     }

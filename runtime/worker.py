@@ -26,8 +26,11 @@ from runtime.engine.lead import Lead
 from runtime.engine.member import Member, hello
 from runtime.engine.models import load_stage
 from runtime.engine.parallel import Links, Place, connect_store, open_store
+from runtime.engine.scheduler import Reservation
 from runtime.messages import (
     PROTOCOL_VERSION,
+    Arranged,
+    Arrival,
     Configure,
     Connect,
     Expect,
@@ -38,7 +41,6 @@ from runtime.messages import (
     Pong,
     Ready,
     Release,
-    Reserved,
     Shutdown,
     Step,
 )
@@ -85,7 +87,7 @@ class _Worker:
     def __init__(self, config: Configure, control: Connection) -> None:
         self.config, self.control = config, control
         self.place = Place.find(config.stages, config.worker)
-        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Message | Reservation] = queue.SimpleQueue()
         self.member: Member | None = None
         self.lead: Lead | None = None
         self.to_lead: Connection | None = None
@@ -98,6 +100,8 @@ class _Worker:
         config, place = self.config, self.place
         if config.protocol != PROTOCOL_VERSION:
             raise RuntimeError(f"the supervisor speaks protocol {config.protocol}, not {PROTOCOL_VERSION}")
+        if config.cores:
+            os.sched_setaffinity(0, config.cores)
         torch.set_num_threads(config.threads)
         listener = listen(config.host)
         size = len(place.workers)
@@ -211,17 +215,20 @@ class _Worker:
     def _read_lead(self) -> None:
         assert self.to_lead is not None and self.member is not None
         while (message := self.to_lead.receive()) is not None:
-            if isinstance(message, Expect):
-                ok = self.member.expect(message)
-                self.to_lead.send(Reserved(request_id=message.request_id, ok=ok))
-            else:
-                self.inbox.put(message)
+            if isinstance(message, Arrival):
+                self.member.expect(message)
+                self.to_lead.send(Arranged(request_id=message.request_id))
+                continue
+            if isinstance(message, Release):
+                for request_id in message.request_ids:
+                    self.member.silence(request_id)
+            self.inbox.put(message)
         raise ConnectionError("the replica's lead is gone")
 
     def _read_follower(self, name: str, connection: Connection) -> None:
         while (message := connection.receive()) is not None:
-            if isinstance(message, Reserved) and self.lead is not None:
-                self.lead.acknowledge(name, message.request_id, message.ok)
+            if isinstance(message, Arranged) and self.lead is not None:
+                self.lead.acknowledge(name, message.request_id)
             else:
                 self.inbox.put(message)
         raise ConnectionError(f"the follower {name} is gone")

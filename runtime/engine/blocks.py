@@ -1,9 +1,9 @@
 """Which blocks of the KV cache are free, shared or worth keeping: the lead's side of paging.
 
-Full blocks are known by a digest of all tokens up to their end, so that a prompt finds what an earlier request
-computed of the same beginning (W. Kwon and others, Efficient Memory Management for Large Language Model Serving
-with PagedAttention, SOSP 2023). A block is free when no request holds it; a free block keeps its content, and
-can be found, until it is given to somebody else, the one that was used longest ago first.
+Full blocks are known by a digest of all tokens up to their end, so that a prompt finds what an earlier
+request computed of the same beginning (W. Kwon and others, Efficient Memory Management for Large Language
+Model Serving with PagedAttention, SOSP 2023). A block is free when no request holds it; a free block keeps
+its content, and can be found, until it is given to somebody else, the one that was used longest ago first.
 """
 
 from __future__ import annotations

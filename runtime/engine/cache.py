@@ -1,7 +1,7 @@
 """The KV cache of one worker: a pool of blocks, of which every request has a table.
 
-All workers of a replica use the same block numbers: each block holds the same tokens everywhere, in the layers
-and heads of that worker. The lead hands blocks out (`blocks.py`).
+All workers of a replica use the same block numbers: each block holds the same tokens everywhere, in the
+layers and heads of that worker. The lead hands blocks out (`blocks.py`).
 """
 
 from __future__ import annotations

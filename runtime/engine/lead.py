@@ -8,10 +8,11 @@ import threading
 from collections.abc import Iterable
 from typing import NoReturn
 
-from runtime.engine.budget import TokenBudget
+from runtime.engine.blocks import BlockPool, prefix_digests
 from runtime.engine.member import Member
-from runtime.engine.scheduler import Completed, Scheduler
+from runtime.engine.scheduler import Completed, Reservation, Scheduler
 from runtime.messages import (
+    Arrival,
     Cancel,
     Decode,
     Expect,
@@ -45,20 +46,21 @@ class Lead:
         member: Member,
         front_end: Connection,
         followers: dict[str, Connection],
-        inbox: queue.SimpleQueue[Message],
+        inbox: queue.SimpleQueue[Message | Reservation],
     ) -> None:
         self._member, self._front_end, self._followers, self._inbox = member, front_end, followers, inbox
         config = member.config
         self._replica = config.replica
         self._workers = len(followers) + 1
-        self._budget = TokenBudget(config.kv_budget_tokens)
+        self._pool = BlockPool(member.cache.blocks, member.cache.block_tokens, config.reuse_prefixes)
         self._scheduler = Scheduler(
             max_batch=config.max_batch,
             max_prefill_tokens=config.max_prefill_tokens,
+            max_mixed_tokens=config.max_mixed_tokens,
             stages=len(config.stages),
-            budget=self._budget,
+            pool=self._pool,
         )
-        self._unacknowledged: dict[str, set[str]] = {}
+        self._unacknowledged: dict[str, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
         self._landed: dict[str, list[KvLanded]] = {}
         self._sent: dict[str, int] = {}
@@ -66,36 +68,37 @@ class Lead:
     # -- reader threads
 
     def reserve(self, message: Expect) -> None:
-        """Take room for a request here and on every follower, which then acknowledge."""
-        request_id = message.request_id
-        limit = self._member.stage.spec.position_limit
-        fits = limit is None or message.capacity_tokens <= limit
-        if not fits or not 0 < message.prompt_tokens < message.capacity_tokens:
-            self._answer(request_id, False)
+        """Take blocks for a request and announce it to every worker, which then acknowledges."""
+        request_id, prompt = message.request_id, message.prompt
+        digests = prefix_digests(prompt, self._pool.block_tokens) if self._pool.reuse else []
+        begun = None
+        if prompt and not self._excess(len(prompt) + 1):
+            begun = self._pool.begin(len(prompt), digests, self._scheduler.growing)
+        if begun is None:
+            self._front_end.send(Reserved(request_id=request_id, ok=False))
             return
-        if not self._budget.take(request_id, message.capacity_tokens):
-            self._answer(request_id, False)
-            return
-        self._inbox.put(message)
+        blocks, cached = begun
+        self._inbox.put(Reservation(request_id, prompt, blocks, cached, digests))
         with self._lock:
-            self._unacknowledged[request_id] = {self._member.config.worker, *self._followers}
-        self._broadcast(message)
-        self.acknowledge(self._member.config.worker, request_id, self._member.expect(message))
+            self._unacknowledged[request_id] = {self._member.config.worker, *self._followers}, cached
+        arrival = Arrival(
+            request_id=request_id, table=tuple(blocks), first_token=cached, end_token=len(prompt)
+        )
+        self._broadcast(arrival)
+        self._member.expect(arrival)
+        self.acknowledge(self._member.config.worker, request_id)
 
-    def acknowledge(self, worker: str, request_id: str, ok: bool) -> None:
-        """One worker has made its room, or could not; the last one's answer goes to the front end."""
+    def acknowledge(self, worker: str, request_id: str) -> None:
+        """One worker is ready for a request's KV cache; the last one's answer goes to the front end."""
         with self._lock:
-            waiting = self._unacknowledged.get(request_id)
-            if waiting is None:
+            waiting, cached = self._unacknowledged.get(request_id, (set(), 0))
+            if worker not in waiting:
                 return
             waiting.discard(worker)
-            if ok and waiting:
+            if waiting:
                 return
             del self._unacknowledged[request_id]
-        if ok:
-            self._answer(request_id, True)
-        else:
-            self._inbox.put(Reserved(request_id=request_id, ok=False))
+        self._front_end.send(Reserved(request_id=request_id, ok=True, cached_tokens=cached))
 
     # -- main thread
 
@@ -112,9 +115,9 @@ class Lead:
             while not self._inbox.empty():
                 self._handle(self._inbox.get())
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message | Reservation) -> None:
         match message:
-            case Expect():
+            case Reservation():
                 self._scheduler.expect(message)
             case Prefill():
                 self._prefill(message)
@@ -123,8 +126,6 @@ class Lead:
                     self._fail(message.request_id, problem)
             case Cancel():
                 self._cancel(message.request_id)
-            case Reserved():
-                self._refuse(message.request_id)
             case StepResult():
                 self._complete(message)
             case KvLanded():
@@ -147,23 +148,34 @@ class Lead:
         self._scheduler.prefill(message)
 
     def _decode(self, message: Decode) -> str:
+        """Why an expected request can't be continued, or ""."""
         vocab = self._member.stage.spec.vocab
         if not 0 <= message.last_token < vocab:
             return f"the last token is outside [0, {vocab})"
-        return self._scheduler.decode(message)
+        problem = self._scheduler.decode(message)
+        if problem:
+            return problem
+        known = len(self._scheduler.tokens_of(message.request_id))
+        return self._excess(known + message.sampling.max_tokens - message.index)
 
     def _refusal(self, message: Prefill) -> str:
         """Why a prompt can never run here, or ""."""
-        spec, config, count = self._member.stage.spec, self._member.config, len(message.prompt)
-        total = count + max(message.sampling.max_tokens - message.index, 0)
+        spec, count = self._member.stage.spec, len(message.prompt)
         if not message.prompt or not all(0 <= token < spec.vocab for token in message.prompt):
             return f"the prompt is empty or has tokens outside [0, {spec.vocab})"
-        if spec.position_limit is not None and total > spec.position_limit:
-            return f"{total} tokens are over the model's limit of {spec.position_limit}"
-        if (count if message.target else total) > config.kv_budget_tokens:
-            return f"{total} tokens are over the replica's KV cache of {config.kv_budget_tokens}"
         if message.target and not self._member.knows(message.target):
             return f"the replica {message.target} is unknown"
+        here = 0 if message.target else message.sampling.max_tokens - message.index
+        total = count + max(message.sampling.max_tokens - message.index, 0)
+        return self._excess(total, count + max(here, 0))
+
+    def _excess(self, total: int, here: int | None = None) -> str:
+        """What a request of so many tokens, so many of them on this replica, is too long for, or ""."""
+        limit = self._member.stage.spec.position_limit
+        if limit is not None and total > limit:
+            return f"{total} tokens are over the model's limit of {limit}"
+        if self._pool.blocks_for(total if here is None else here) > self._pool.blocks:
+            return f"{total} tokens are over the replica's {self._pool.blocks} blocks of KV cache"
         return ""
 
     def _complete(self, result: StepResult) -> None:
@@ -173,18 +185,14 @@ class Lead:
         self._free(done.released)
 
     def _cancel(self, request_id: str) -> None:
+        """Forget a request. Its workers do so first, so that nothing is written to blocks given to others."""
+        if request_id not in self._scheduler:
+            return
         with self._lock:
             self._unacknowledged.pop(request_id, None)
+        self._drop([request_id])
         if self._scheduler.cancel(request_id):
-            self._free([request_id])
-        elif request_id in self._scheduler:
-            self._drop([request_id])
-
-    def _refuse(self, request_id: str) -> None:
-        """Undo a reservation for which a worker had no room, unless a Cancel has done so."""
-        if self._scheduler.cancel(request_id):
-            self._drop([request_id])
-            self._answer(request_id, False)
+            self._released([request_id])
 
     def _fail(self, request_id: str, text: str) -> None:
         """Give a request up; Released follows, at once if the replica has nothing of it."""
@@ -193,7 +201,7 @@ class Lead:
         if request_id in self._scheduler:
             self._cancel(request_id)
         else:
-            self._front_end.send(Released(request_id=request_id, replica=self._replica))
+            self._released([request_id])
 
     def _land(self, message: KvLanded) -> None:
         if message.request_id not in self._scheduler:
@@ -218,12 +226,10 @@ class Lead:
                 self._free([request_id])
 
     def _free(self, request_ids: Iterable[str]) -> None:
-        """Drop requests everywhere and say so; their room is back in the budget already."""
+        """Drop requests everywhere and say so; their blocks are back in the pool already."""
         request_ids = tuple(request_ids)
         self._drop(request_ids)
-        for request_id in request_ids:
-            self._landed.pop(request_id, None)
-            self._front_end.send(Released(request_id=request_id, replica=self._replica))
+        self._released(request_ids)
 
     def _drop(self, request_ids: Iterable[str]) -> None:
         """Drop what every worker has of these requests; no later step names them."""
@@ -234,9 +240,18 @@ class Lead:
         for request_id in request_ids:
             self._member.release(request_id)
 
-    def _broadcast(self, message: Expect | Step | Release) -> None:
+    def _released(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._landed.pop(request_id, None)
+            self._sent.pop(request_id, None)
+            released = Released(
+                request_id=request_id,
+                replica=self._replica,
+                free_blocks=self._pool.free,
+                preemptions=self._scheduler.preemptions,
+            )
+            self._front_end.send(released)
+
+    def _broadcast(self, message: Arrival | Step | Release) -> None:
         for follower in self._followers.values():
             follower.send(message)
-
-    def _answer(self, request_id: str, ok: bool) -> None:
-        self._front_end.send(Reserved(request_id=request_id, ok=ok))

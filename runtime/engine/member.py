@@ -1,4 +1,5 @@
-"""What every worker of a replica does, lead or follower: hold caches, run steps, move KV."""
+"""What every worker of a replica does, lead or follower: hold its part of the KV cache, run steps, move
+KV."""
 
 from __future__ import annotations
 
@@ -7,22 +8,22 @@ from collections.abc import Callable
 
 import torch
 
-from runtime.engine.cache import CacheShape, CacheTable
-from runtime.engine.kv_receive import KvReceiver
-from runtime.engine.kv_transfer import KvSender
+from runtime.engine.cache import CacheShape, PagedCache
+from runtime.engine.kv.receive import KvReceiver
+from runtime.engine.kv.send import KvSender
 from runtime.engine.models.base import DecoderStage
 from runtime.engine.runner import StageRunner
 from runtime.kv_layout import KvTransfer, outgoing
 from runtime.messages import (
     PROTOCOL_VERSION,
+    Arrival,
     Configure,
     Connect,
-    Expect,
     Hello,
     KvSent,
     Message,
     RequestFailed,
-    SequenceStep,
+    SequenceStart,
     Step,
     StepResult,
 )
@@ -39,7 +40,8 @@ class Member:
 
     Notes
     -----
-    `execute` and `release` belong to the main thread; `expect` and the KV threads may run beside it.
+    `execute` and `release` belong to the main thread; `expect`, `silence` and the KV threads may run beside
+    it.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class Member:
         self._replicas = connect.replicas
         self._report = report
         shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
-        self.caches = CacheTable(shape)
-        self.receiver = KvReceiver(config.worker, self.caches, report, self._failed)
-        self._sender = KvSender(hello(config, "kv"), connect.peers, self._sent, self._failed)
-        self._runner = StageRunner(stage, self.caches)
+        self.cache = PagedCache(shape, config.kv_budget_tokens // config.block_tokens, config.block_tokens)
+        self.tables: dict[str, list[int]] = {}
+        self.receiver = KvReceiver(config.worker, self.cache, report, self._failed)
+        self._sender = KvSender(hello(config, "kv"), self.cache, connect.peers, self._sent, self._failed)
+        self._sending: set[str] = set()
+        self._runner = StageRunner(stage, self.cache, self.tables)
 
     def reconnect(self, connect: Connect) -> None:
         """Other replicas have come, gone or moved; the own one is as it was."""
@@ -62,59 +66,66 @@ class Member:
         """Whether KV can be sent to a replica."""
         return replica in self._replicas
 
-    def expect(self, message: Expect) -> bool:
-        """Make room for a request whose KV cache will arrive; False if the device has none."""
-        try:
-            self.receiver.expect(message.request_id, message.prompt_tokens, message.capacity_tokens)
-        except RuntimeError as error:  # out of memory, on a GPU or not
-            log.warning(
-                "worker %s: no room for request %s: %s", self.config.worker, message.request_id, error
-            )
-            return False
-        return True
+    def expect(self, message: Arrival) -> None:
+        """A request's KV cache will arrive for these blocks."""
+        self.receiver.expect(message.request_id, message.table, message.first_token, message.end_token)
+
+    def silence(self, request_id: str) -> None:
+        """Write nothing more of a request that was to arrive: its blocks may go to others now."""
+        self.receiver.forget(request_id)
 
     def execute(self, step: Step) -> StepResult | None:
-        """Run this worker's share of a step; the tokens, if it is the one that samples.
-
-        A prefill with a target is forgotten at once: its cache lives on until it is sent.
-        """
-        queues = []
-        if step.phase == "prefill":
-            for sequence in step.sequences:
-                cache = self.caches.create(sequence.request_id, sequence.capacity_tokens)
-                if sequence.target:
-                    plan = self._plan(sequence)
-                    tokens = len(sequence.tokens)
-                    queues.append(self._sender.begin(sequence.request_id, cache, tokens, plan))
+        """Run this worker's share of a step; the tokens, if it is the one that samples."""
+        for request_id in step.drops:
+            self._forget(request_id)
+        for start in step.starts:
+            self.tables[start.request_id] = []
+            if start.target:
+                self._sending.add(start.request_id)
+                plan = self._plan(start)
+                self._sender.begin(start.request_id, plan, start.target_tokens, start.end_token)
+        for sequence in step.sequences:
+            self.tables[sequence.request_id] += sequence.blocks
+        self._runner.begin(step)
+        sent = [
+            (each.request_id, self.tables[each.request_id], each.position + len(each.tokens))
+            for each in step.sequences
+            if each.request_id in self._sending
+        ]
 
         def on_layer(layer: int) -> None:
+            if not sent:
+                return
             ready = None
-            if queues and self.stage.device.type == "cuda":
+            if self.stage.device.type == "cuda":
                 ready = torch.cuda.Event()
                 ready.record()
-            for layer_ready in queues:
-                layer_ready(layer, ready)
+            for request_id, table, upto in sent:
+                self._sender.layer_ready(request_id, layer, table, upto, ready)
 
-        result = self._runner.run(step, on_layer)
-        for sequence in step.sequences:
-            if sequence.target:
-                self.caches.drop(sequence.request_id)
-        return result
+        return self._runner.run(step, on_layer)
 
     def release(self, request_id: str) -> None:
-        """Drop all that this worker has of a request."""
-        self.receiver.forget(request_id)
-        self._sender.give_up(request_id)
-        self.caches.drop(request_id)
+        """Forget a request; nothing of it is written from now on, and what is still to be sent is given
+        up."""
+        self.silence(request_id)
+        if request_id in self._sending:
+            self._sending.discard(request_id)
+            self._sender.give_up(request_id)
+        self._forget(request_id)
 
-    def _plan(self, sequence: SequenceStep) -> tuple[KvTransfer, ...]:
+    def _forget(self, request_id: str) -> None:
+        self.tables.pop(request_id, None)
+        self._runner.forget(request_id)
+
+    def _plan(self, start: SequenceStart) -> tuple[KvTransfer, ...]:
         """What this worker sends to the request's target; nothing, and the request fails, if the target
         is gone since the lead accepted it."""
         try:
-            target = self._replicas[sequence.target]
+            target = self._replicas[start.target]
             return outgoing(self.config.stages, self.config.worker, target, self.stage.spec.kv_heads)
         except (KeyError, ValueError) as error:
-            self._failed(sequence.request_id, f"no way to the replica {sequence.target}: {error}")
+            self._failed(start.request_id, f"no way to the replica {start.target}: {error}")
             return ()
 
     def _sent(self, request_id: str) -> None:

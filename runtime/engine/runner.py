@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from runtime.engine.attention import Batch
-from runtime.engine.cache import CacheTable
+from runtime.engine.cache import PagedCache
 from runtime.engine.models.base import DecoderStage
-from runtime.engine.sampler import sample
+from runtime.engine.sampler import Sampler
 from runtime.messages import Step, StepResult
 
 
 class StageRunner:
-    """Runs steps in the order given; every worker of the replica must be given the same ones."""
+    """Runs steps in the order given; every worker of the replica must be given the same ones.
 
-    def __init__(self, stage: DecoderStage, caches: CacheTable) -> None:
-        self._stage = stage
-        self._caches = caches
+    Parameters
+    ----------
+    tables : blocks of each request, kept up to date by the owner
+    """
+
+    def __init__(self, stage: DecoderStage, cache: PagedCache, tables: Mapping[str, Sequence[int]]) -> None:
+        self._stage, self._cache, self._tables = stage, cache, tables
+        self._sampler = Sampler() if stage.links.place.samples else None
+
+    def begin(self, step: Step) -> None:
+        """Take note of the requests that begin with a step."""
+        if self._sampler is not None:
+            for start in step.starts:
+                history = start.history[: start.prompt_tokens], start.history[start.prompt_tokens :]
+                self._sampler.start(start.request_id, start.sampling, history)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended, or was preempted."""
+        if self._sampler is not None:
+            self._sampler.forget(request_id)
 
     @torch.inference_mode()
     def run(self, step: Step, on_layer: Callable[[int], None]) -> StepResult | None:
-        """Run a step whose requests have their caches.
+        """Run a step whose requests have their blocks.
 
         Parameters
         ----------
-        on_layer : called with each global layer number once its keys and values are in the caches
+        on_layer : called with each global layer number once its keys and values are in the cache
 
         Returns
         -------
@@ -42,24 +58,24 @@ class StageRunner:
         if not links.place.is_last:
             links.send(hidden)
             return None
+        chosen = [sequence for sequence in step.sequences if sequence.samples]
+        if not chosen:
+            return StepResult(step=step.step, tokens=()) if links.place.samples else None
         logits = stage.logits(hidden, batch)
-        if logits is None:
+        if logits is None or self._sampler is None:
             return None
-        samplings = [sequence.sampling for sequence in step.sequences]
-        tokens, logprobs = sample(logits, samplings, [sequence.index for sequence in step.sequences])
+        tokens, logprobs = self._sampler.sample(
+            logits, [sequence.request_id for sequence in chosen], [sequence.index for sequence in chosen]
+        )
         wanted = any(detail is not None for detail in logprobs)
-        return StepResult(step=step.step, tokens=tokens, logprobs=logprobs if wanted else ())
+        return StepResult(step=step.step, tokens=tuple(tokens), logprobs=tuple(logprobs) if wanted else ())
 
     def _batch(self, step: Step) -> Batch:
-        sequences, device = step.sequences, self._stage.device
-        tokens = list(chain.from_iterable(s.tokens for s in sequences))
-        positions = list(
-            chain.from_iterable(range(s.position, s.position + len(s.tokens)) for s in sequences)
-        )
-        return Batch(
-            tokens=torch.tensor(tokens, device=device),
-            positions=torch.tensor(positions, device=device),
-            lengths=tuple(len(s.tokens) for s in sequences),
-            offsets=tuple(s.position for s in sequences),
-            caches=tuple(self._caches[s.request_id] for s in sequences),
+        sequences = step.sequences
+        return Batch.make(
+            self._cache,
+            [sequence.tokens for sequence in sequences],
+            [sequence.position for sequence in sequences],
+            [self._tables[sequence.request_id] for sequence in sequences],
+            [sequence.samples for sequence in sequences],
         )

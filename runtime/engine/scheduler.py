@@ -1,52 +1,78 @@
-"""What a replica runs next: continuous batching of prefills and decodes over a pipeline.
+"""What a replica runs next: decodes and chunks of prompts together, over a paged KV cache and a pipeline.
 
-Pure bookkeeping, owned by the lead's main thread; only the token budget is shared with others.
+Every request is a list of tokens, the first `computed` of which have their keys and values in its blocks, or
+will have once the steps in flight are done. A step runs some of the rest; the one that runs the last token
+samples the next. So a decode is a request with one token to run, a prompt one with many, and a request that
+was preempted (it gave its blocks up, and is recomputed) is a prompt again.
+
+Pure bookkeeping, owned by the lead's main thread; only the block pool is shared with others.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.engine.budget import TokenBudget
-from runtime.messages import Decode, Expect, Prefill, Sampling, SequenceStep, Step, TokenLogprobs, TokenOutput
+from runtime.engine.blocks import BlockPool, Digest, prefix_digests
+from runtime.messages import (
+    Decode,
+    Prefill,
+    Sampling,
+    SequenceStart,
+    SequenceStep,
+    Step,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 
 class _State(enum.Enum):
     EXPECTED = "KV cache or Decode still to come"
-    WAITING = "prompt waits to be run"
+    WAITING = "has no blocks yet, or gave them up"
     JOINING = "could decode, waits for room in the batch"
-    RUNNING = "decodes"
-    PREFILLING = "prompt is in a step"
+    RUNNING = "is in the steps"
     SENDING = "prompt has run, KV cache is being sent"
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks taken for a prompt whose KV cache arrives; that of the first `cached_tokens` is here."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    blocks: list[int]
+    cached_tokens: int
+    digests: list[Digest]
 
 
 @dataclass(slots=True)
 class _Request:
     request_id: str
     state: _State
-    capacity_tokens: int
-    position: int = 0
-    tokens: tuple[int, ...] = ()
+    tokens: list[int]
+    prompt_tokens: int
+    arrival: int
     index: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     target: str = ""
-    step: int | None = None
+    target_tokens: int = 0
+    computed: int = 0
+    cached_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    digests: list[Digest] = field(default_factory=list)
+    published: int = 0
+    told: int = 0
+    introduced: bool = False
+    steps: int = 0
     landed: bool = False
     sent: bool = False
     cancelled: bool = False
 
-    def as_sequence(self) -> SequenceStep:
-        return SequenceStep(
-            request_id=self.request_id,
-            tokens=self.tokens,
-            position=self.position,
-            index=self.index,
-            capacity_tokens=self.capacity_tokens,
-            sampling=self.sampling,
-            target=self.target,
-        )
+    @property
+    def to_run(self) -> int:
+        return len(self.tokens) - self.computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +89,32 @@ class Scheduler:
     Parameters
     ----------
     max_batch : requests that decode together, over all steps in flight
-    max_prefill_tokens : prompt tokens in one step (a longer prompt runs alone), of however many prompts
-    stages : pipeline depth; as many steps are in flight, over disjoint requests
-    budget : KV cache room; prefills take theirs here, expected requests have taken it already
+    max_prefill_tokens : prompt tokens in one step
+    max_mixed_tokens : prompt tokens in one step while requests decode, which wait for them
+    stages : pipeline depth; as many steps are in flight. A request decodes in one of them; chunks of a prompt
+        follow each other
+    pool : blocks of the KV cache; expected requests have taken theirs already
 
     Notes
     -----
-    A waiting prefill goes before decodes, but never twice in a row while some could decode: neither
-    phase starves the other. Prefills keep their order: one that finds no room holds back the rest.
+    First come, first served: a prompt that finds no blocks holds back those behind it. When a decode finds
+    none, the request that came last gives its own up and goes to the head of the queue.
     """
 
-    def __init__(self, *, max_batch: int, max_prefill_tokens: int, stages: int, budget: TokenBudget) -> None:
+    def __init__(
+        self, *, max_batch: int, max_prefill_tokens: int, max_mixed_tokens: int, stages: int, pool: BlockPool
+    ) -> None:
         self._max_batch = max_batch
-        self._max_prefill_tokens = max_prefill_tokens
-        self._stages = stages
-        self._budget = budget
+        self._max_prefill_tokens, self._max_mixed_tokens = max_prefill_tokens, max_mixed_tokens
+        self._stages, self._pool = stages, pool
         self._requests: dict[str, _Request] = {}
-        self._waiting: deque[str] = deque()
-        self._joining: deque[str] = deque()
+        self._waiting: deque[_Request] = deque()
+        self._joining: deque[_Request] = deque()
         self._running: dict[str, _Request] = {}
-        self._in_flight: dict[int, list[_Request]] = {}
-        self._next_step = 0
-        self._last_was_prefill = False
+        self._in_flight: dict[int, list[tuple[_Request, bool]]] = {}
+        self._preempted: list[str] = []
+        self._next_step = self._arrivals = 0
+        self.preemptions = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -92,40 +122,38 @@ class Scheduler:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    @property
+    def growing(self) -> int:
+        """Requests that take more blocks as they go on: so many should stay free. Safe from any thread."""
+        return len(self._running)
+
     # -- arrivals
 
-    def expect(self, message: Expect) -> None:
-        """A request whose room is taken and whose KV cache will arrive."""
-        self._requests[message.request_id] = _Request(
-            message.request_id, _State.EXPECTED, message.capacity_tokens, message.prompt_tokens
-        )
+    def expect(self, reservation: Reservation) -> None:
+        """A request whose blocks are taken and whose KV cache will arrive."""
+        request = self._add(reservation.request_id, _State.EXPECTED, reservation.prompt)
+        request.computed = len(reservation.prompt)
+        request.cached_tokens = reservation.cached_tokens
+        request.blocks, request.digests = reservation.blocks, reservation.digests
+        request.published = reservation.cached_tokens // self._pool.block_tokens
 
     def prefill(self, message: Prefill) -> None:
         """A prompt to run. Without a second token there is nothing to send to a target."""
-        last = message.index + 1 >= message.sampling.max_tokens
-        target = "" if last else message.target
-        more = 0 if target or last else message.sampling.max_tokens - message.index
-        self._requests[message.request_id] = _Request(
-            message.request_id,
-            _State.WAITING,
-            len(message.prompt) + more,
-            tokens=message.prompt,
-            index=message.index,
-            sampling=message.sampling,
-            target=target,
-        )
-        self._waiting.append(message.request_id)
+        request = self._add(message.request_id, _State.WAITING, message.prompt)
+        request.prompt_tokens -= message.index
+        request.index, request.sampling = message.index, message.sampling
+        if message.index + 1 < message.sampling.max_tokens:
+            request.target, request.target_tokens = message.target, message.target_tokens
+        self._waiting.append(request)
 
     def decode(self, message: Decode) -> str:
         """The rest of an expected request; why it can't be run, or ""."""
         request = self._requests.get(message.request_id)
-        if request is None or request.state is not _State.EXPECTED:
+        if request is None or request.state is not _State.EXPECTED or request.to_run:
             return "no room was reserved for its KV cache"
-        needed = request.position + message.sampling.max_tokens - message.index
-        if needed > request.capacity_tokens:
-            return f"it may grow to {needed} tokens, room for {request.capacity_tokens} was reserved"
-        request.tokens, request.index = (message.last_token,), message.index
-        request.sampling = message.sampling
+        request.tokens.append(message.last_token)
+        request.prompt_tokens -= message.index - 1
+        request.index, request.sampling = message.index, message.sampling
         self._join_if_complete(request)
         return ""
 
@@ -134,6 +162,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None and request.state is _State.EXPECTED:
             request.landed = True
+            self._publish(request, request.computed)
             self._join_if_complete(request)
 
     def sent(self, request_id: str) -> bool:
@@ -142,7 +171,8 @@ class Scheduler:
         if request is None:
             return False
         request.sent = True
-        return request.state is _State.SENDING and self._forget(request)
+        over = request.state is _State.SENDING or request.cancelled
+        return over and not request.steps and self._forget(request)
 
     def cancel(self, request_id: str) -> bool:
         """Forget a request; True if it can be freed now, else a step or a transfer still uses it."""
@@ -150,9 +180,14 @@ class Scheduler:
         if request is None:
             return False
         request.cancelled = True
-        if request.step is not None or request.state is _State.SENDING:
+        sending = request.state is _State.SENDING or (request.target and request.introduced)
+        if request.steps or (sending and not request.sent):
             return False
         return self._forget(request)
+
+    def tokens_of(self, request_id: str) -> Sequence[int]:
+        """All tokens of a request so far."""
+        return self._requests[request_id].tokens
 
     # -- steps
 
@@ -160,112 +195,217 @@ class Scheduler:
         """The next step to run, or None while the pipeline is full or nobody is ready."""
         if len(self._in_flight) >= self._stages:
             return None
-        self._admit()
-        idle = [request for request in self._running.values() if request.step is None]
-        batch = [] if idle and self._last_was_prefill else self._prefill_batch()
-        self._last_was_prefill = bool(batch)
-        if batch:
-            return self._issue("prefill", batch)
-        if idle:
-            share = -(-len(self._running) // self._stages)
-            return self._issue("decode", idle[:share])
-        return None
+        self._admit_landed()
+        batch = [(request, 1) for request in self._decodes()]
+        decoding = any(request.to_run <= 1 and not request.target for request in self._running.values())
+        batch += self._chunks(self._max_mixed_tokens if decoding else self._max_prefill_tokens)
+        return self._issue(batch) if batch else None
 
     def complete(
-        self, step: int, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs | None, ...] = ()
+        self, step: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = ()
     ) -> Completed:
-        """Take in the tokens of a step, one per request in its order."""
+        """Take in the tokens of a step, one per request that sampled, in its order."""
         outputs: list[TokenOutput] = []
         released: list[str] = []
-        batch = self._in_flight.pop(step)
-        for request, token, detail in zip(batch, tokens, logprobs or (None,) * len(tokens), strict=True):
-            request.step = None
-            reason = _finish_reason(request, token)
-            if not request.cancelled:
-                outputs.append(
-                    TokenOutput(
-                        request_id=request.request_id,
-                        index=request.index,
-                        token=token,
-                        finish_reason=reason,
-                        logprobs=detail,
-                    )
-                )
-            if request.target:
-                request.state = _State.SENDING
-                done = request.sent
-            else:
-                done = bool(reason) or request.cancelled
-            if done:
+        drawn = iter(zip(tokens, logprobs or (None,) * len(tokens), strict=True))
+        for request, samples in self._in_flight.pop(step):
+            request.steps -= 1
+            reason = ""
+            if samples:
+                token, detail = next(drawn)
+                reason = self._take(request, token, detail, outputs)
+            if self._is_over(request, samples, reason):
                 self._forget(request)
                 released.append(request.request_id)
-            elif not request.target:
-                self._advance(request, token)
         return Completed(tuple(outputs), tuple(released))
 
-    def _issue(self, phase: str, batch: list[_Request]) -> Step:
-        step, self._next_step = self._next_step, self._next_step + 1
-        self._in_flight[step] = batch
-        for request in batch:
-            request.step = step
-        return Step(step=step, phase=phase, sequences=tuple(request.as_sequence() for request in batch))
+    # -- internals
 
-    def _admit(self) -> None:
+    def _add(self, request_id: str, state: _State, prompt: tuple[int, ...]) -> _Request:
+        self._arrivals += 1
+        request = _Request(request_id, state, list(prompt), len(prompt), self._arrivals)
+        self._requests[request_id] = request
+        return request
+
+    def _take(
+        self, request: _Request, token: int, detail: TokenLogprobs | None, outputs: list[TokenOutput]
+    ) -> str:
+        """A request's next token, and why it is the last one, or ""."""
+        reason = _finish_reason(request, token)
+        if not request.cancelled:
+            first = len(request.tokens) == request.prompt_tokens
+            output = TokenOutput(
+                request_id=request.request_id,
+                index=request.index,
+                token=token,
+                finish_reason=reason,
+                logprobs=detail,
+                cached_tokens=request.cached_tokens if first else 0,
+            )
+            outputs.append(output)
+        request.tokens.append(token)
+        request.index += 1
+        # To the back of the queue, so that all requests go at the same pace.
+        if self._running.pop(request.request_id, None) and not request.target:
+            self._running[request.request_id] = request
+        return reason
+
+    def _is_over(self, request: _Request, samples: bool, reason: str) -> bool:
+        if request.target:
+            if samples:
+                request.state = _State.SENDING
+            over = samples or request.cancelled
+            return over and request.sent and not request.steps
+        return bool(reason) or (request.cancelled and not request.steps)
+
+    def _admit_landed(self) -> None:
         while self._joining and self._occupied() < self._max_batch:
-            request = self._requests[self._joining.popleft()]
+            request = self._joining.popleft()
             request.state = _State.RUNNING
             self._running[request.request_id] = request
 
     def _occupied(self) -> int:
         """Requests that decode here, or will as soon as their prompt has run."""
-        prefilling = sum(
-            request.state is _State.PREFILLING and not request.target
-            for batch in self._in_flight.values()
-            for request in batch
-        )
-        return len(self._running) + prefilling
+        return sum(not request.target for request in self._running.values())
 
-    def _prefill_batch(self) -> list[_Request]:
-        batch: list[_Request] = []
-        prompt_tokens, room = 0, self._max_batch - self._occupied()
-        while self._waiting:
-            request = self._requests[self._waiting[0]]
-            prompt_tokens += len(request.tokens)
-            if batch and prompt_tokens > self._max_prefill_tokens:
-                break
-            if not request.target and room <= 0:
-                break
-            if not self._budget.take(request.request_id, request.capacity_tokens):
-                break
-            room -= not request.target
-            self._waiting.popleft()
-            request.state = _State.PREFILLING
-            batch.append(request)
-        return batch
+    def _decodes(self) -> list[_Request]:
+        """A stage's share of the requests that have one token to run, each with a slot for it."""
+        ready = [
+            r for r in self._running.values() if r.to_run == 1 and not (r.steps or r.target or r.cancelled)
+        ]
+        share = -(-self._occupied() // self._stages)
+        chosen: list[_Request] = []
+        for request in ready[:share]:
+            if request.state is _State.RUNNING and self._grow(request):
+                chosen.append(request)
+        return [request for request in chosen if request.state is _State.RUNNING]
 
-    def _advance(self, request: _Request, token: int) -> None:
-        """To the next token; to the back of the queue, so that all requests go at the same pace."""
-        request.position += len(request.tokens)
-        request.tokens = (token,)
-        request.index += 1
+    def _grow(self, request: _Request) -> bool:
+        """Make room for one more token; False if the request had to give way itself."""
+        while request.computed >= len(request.blocks) * self._pool.block_tokens:
+            if block := self._pool.allocate(1):
+                request.blocks += block
+                continue
+            movable = (r for r in self._running.values() if not r.steps and not r.target)
+            youngest = max(movable, key=lambda r: r.arrival)
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _preempt(self, request: _Request) -> None:
+        """A request gives its blocks up, to be recomputed when there is room again."""
+        del self._running[request.request_id]
+        self._pool.release(request.blocks)
+        request.state, request.blocks = _State.WAITING, []
+        request.computed = request.told = request.published = 0
+        if request.introduced:
+            request.introduced = False
+            self._preempted.append(request.request_id)
+        self._waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _chunks(self, limit: int) -> list[tuple[_Request, int]]:
+        """Prompts, or parts of them, of at most `limit` tokens together."""
+        chunks: list[tuple[_Request, int]] = []
+        for request in self._running.values():
+            unfinished = request.to_run > 1 or (request.target and request.to_run)
+            if unfinished and limit > 0 and not request.cancelled:
+                count = min(request.to_run, limit)
+                chunks.append((request, count))
+                limit -= count
+        while self._waiting and limit > 0 and self._begin(self._waiting[0]):
+            request = self._waiting.popleft()
+            count = min(request.to_run, limit)
+            chunks.append((request, count))
+            limit -= count
+        return chunks
+
+    def _begin(self, request: _Request) -> bool:
+        """Take blocks for all of a request's tokens, sharing those that are computed already; False if there
+        is no room for it now."""
+        if not request.target and self._occupied() >= self._max_batch:
+            return False
+        size = self._pool.block_tokens
+        if self._pool.reuse:
+            request.digests = prefix_digests(request.tokens, size, request.digests)
+        shared = request.digests[: (len(request.tokens) - 1) // size]
+        begun = self._pool.begin(len(request.tokens), shared, self._occupied())
+        if begun is None:
+            return False
+        request.blocks, request.computed = begun
+        request.published = request.computed // size
+        if not request.index:
+            request.cached_tokens = request.computed
         request.state = _State.RUNNING
-        self._running.pop(request.request_id, None)
         self._running[request.request_id] = request
+        return True
+
+    def _issue(self, batch: list[tuple[_Request, int]]) -> Step:
+        step, self._next_step = self._next_step, self._next_step + 1
+        starts: list[SequenceStart] = []
+        sequences: list[SequenceStep] = []
+        flight: list[tuple[_Request, bool]] = []
+        for request, count in batch:
+            if not request.introduced:
+                starts.append(_introduction(request))
+                request.introduced = True
+            first, end = request.computed, request.computed + count
+            samples = end == len(request.tokens)
+            sequences.append(
+                SequenceStep(
+                    request_id=request.request_id,
+                    tokens=tuple(request.tokens[first:end]),
+                    position=first,
+                    index=request.index,
+                    samples=samples,
+                    blocks=tuple(request.blocks[request.told :]),
+                )
+            )
+            flight.append((request, samples))
+            request.told, request.computed = len(request.blocks), end
+            request.steps += 1
+            self._publish(request, end)
+        drops, self._preempted = tuple(self._preempted), []
+        self._in_flight[step] = flight
+        return Step(step=step, drops=drops, starts=tuple(starts), sequences=tuple(sequences))
+
+    def _publish(self, request: _Request, computed: int) -> None:
+        """Let others share the blocks that are full now: steps run in the order they are made."""
+        full = computed // self._pool.block_tokens
+        if not self._pool.reuse or full == request.published:
+            return
+        request.digests = prefix_digests(request.tokens, self._pool.block_tokens, request.digests)
+        for number in range(request.published, full):
+            self._pool.publish(request.blocks[number], request.digests[number])
+        request.published = full
 
     def _join_if_complete(self, request: _Request) -> None:
-        if request.landed and request.tokens:
+        if request.landed and request.to_run:
             request.state = _State.JOINING
-            self._joining.append(request.request_id)
+            self._joining.append(request)
 
     def _forget(self, request: _Request) -> bool:
         if request.state is _State.WAITING:
-            self._waiting.remove(request.request_id)
+            self._waiting.remove(request)
         elif request.state is _State.JOINING:
-            self._joining.remove(request.request_id)
+            self._joining.remove(request)
         self._running.pop(request.request_id, None)
         del self._requests[request.request_id]
-        self._budget.give_back(request.request_id)
+        self._pool.release(request.blocks)
         return True
+
+
+def _introduction(request: _Request) -> SequenceStart:
+    return SequenceStart(
+        request_id=request.request_id,
+        sampling=request.sampling,
+        history=tuple(request.tokens) if request.sampling.needs_history else (),
+        prompt_tokens=request.prompt_tokens,
+        target=request.target,
+        target_tokens=request.target_tokens,
+        end_token=len(request.tokens),
+    )
 
 
 def _finish_reason(request: _Request, token: int) -> str:

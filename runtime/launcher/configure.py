@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from cost_model.base import PREFILL_TOKENS
 from hexgen2.placement import Placement, Replica
 from runtime.messages import PROTOCOL_VERSION, Configure, StageShape
 from runtime.room import kv_budgets
+
+BLOCK_TOKENS = 16
+MIXED_PREFILL_TOKENS = 512
 
 
 def accelerator_of(placement: Placement, gpu: str) -> str:
@@ -50,6 +55,15 @@ def stage_shapes(replica: Replica) -> tuple[StageShape, ...]:
     )
 
 
+def shares_of(cores: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Cores for the CPU workers of this machine: as many for each, neighbours together; none if there are not
+    two for each, so that the system may move them about."""
+    count = len(cores) // max(len(workers), 1)
+    if count < 2:
+        return {}
+    return {worker: tuple(cores[k * count : (k + 1) * count]) for k, worker in enumerate(workers)}
+
+
 def configurations(placement: Placement, checkpoint: Path, gpu_dtype: str) -> dict[str, Configure]:
     """The first message of every worker, by worker, in the placement's order.
 
@@ -58,6 +72,7 @@ def configurations(placement: Placement, checkpoint: Path, gpu_dtype: str) -> di
     """
     secret, budgets = secrets.token_hex(32), kv_budgets(placement)
     gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
+    cores = shares_of(sorted(os.sched_getaffinity(0)), [gpu for gpu in gpus if is_cpu(placement, gpu)])
     dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype
     return {
         gpu: Configure(
@@ -70,11 +85,15 @@ def configurations(placement: Placement, checkpoint: Path, gpu_dtype: str) -> di
             device=device_of(placement, gpu),
             dtype=dtype,
             kv_budget_tokens=budgets[replica.id],
+            block_tokens=BLOCK_TOKENS,
             max_batch=replica.max_batch,
             max_prefill_tokens=PREFILL_TOKENS,
+            max_mixed_tokens=MIXED_PREFILL_TOKENS,
+            reuse_prefixes=True,
             host="127.0.0.1",
             secret=secret,
-            threads=1,
+            threads=len(cores.get(gpu, (0,))),
+            cores=cores.get(gpu, ()),
         )
         for replica in placement.replicas
         for gpu in replica.gpus

@@ -115,8 +115,9 @@ class DecoderStage(ABC):
         return hidden
 
     def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
-        """[sequences, vocab] of each request's last token, on rank 0 of the last stage; None elsewhere."""
-        local = F.linear(self._final_norm(hidden[batch.last_rows]), self._head)
+        """[samples, vocab] of the rows after which a token is chosen, on rank 0 of the last stage; None
+        elsewhere."""
+        local = F.linear(self._final_norm(hidden[batch.sampled]), self._head)
         whole = self.links.gather_columns(local)
         return None if whole is None else whole[:, : self.spec.vocab]
 
