@@ -241,6 +241,7 @@ def _group(cache: PagedCache, group: list[tuple[int, int, Sequence[int]]], windo
     slots = np.zeros((len(group), longest), dtype=np.int64)
     for line, (_, context, table), reach in zip(slots, group, reaches, strict=True):
         line[:reach] = cache.slots(table, context - int(reach), context)
+        line[reach:] = line[0]  # what nobody has written may be NaN, which a weight of zero does not hide
     mask = None
     if reaches.min() < longest:
         seen = torch.from_numpy(np.arange(longest) < reaches[:, None])
