@@ -35,15 +35,21 @@ class Batch:
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, batch: Batch
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    batch: Batch,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Store the new keys and values, then attend to everything up to each token.
+    """Store the new keys and values, then attend to everything up to each token, itself included.
 
     Parameters
     ----------
     query : [total, heads, head_dim]
     key, value : [total, kv_heads, head_dim]; heads is a multiple of kv_heads
     layer : global layer number
+    window : tokens that each one attends to at most, the latest ones
 
     Returns
     -------
@@ -56,13 +62,15 @@ def attend(
         stored = cache.layer(layer)
         stored[0, :, offset:context] = key[start:end].transpose(0, 1)
         stored[1, :, offset:context] = value[start:end].transpose(0, 1)
-        output[start:end] = _attend_one(query[start:end], stored[:, :, :context], offset)
+        output[start:end] = _attend_one(query[start:end], stored[:, :, :context], offset, window)
         start = end
     return output.flatten(1)
 
 
-def _attend_one(query: torch.Tensor, stored: torch.Tensor, offset: int) -> torch.Tensor:
-    """query [n, heads, head_dim], stored [2, kv_heads, context, head_dim] -> [n, heads, head_dim]."""
+def _attend_one(query: torch.Tensor, stored: torch.Tensor, offset: int, window: int | None) -> torch.Tensor:
+    """query [n, heads, head_dim], stored [2, kv_heads, offset + n, head_dim] -> [n, heads, head_dim]."""
+    if window is not None and (unseen := offset + 1 - window) > 0:
+        stored, offset = stored[:, :, unseen:], offset - unseen
     length, heads, head_dim = query.shape
     kv_heads, context = stored.shape[1:3]
     group = heads // kv_heads
@@ -73,8 +81,11 @@ def _attend_one(query: torch.Tensor, stored: torch.Tensor, offset: int) -> torch
     keys, values = stored.unsqueeze(2).expand(2, kv_heads, group, context, head_dim)
     grouped = query.view(length, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     mask = None
-    if offset:
-        rows = torch.arange(offset, context, device=query.device)
-        mask = torch.arange(context, device=query.device) <= rows[:, None]
+    if offset or (window is not None and window < context):
+        rows = torch.arange(offset, context, device=query.device)[:, None]
+        columns = torch.arange(context, device=query.device)
+        mask = columns <= rows
+        if window is not None:
+            mask &= columns > rows - window
     answer = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
     return answer.permute(2, 0, 1, 3).reshape(length, heads, head_dim)
