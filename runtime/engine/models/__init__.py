@@ -32,7 +32,7 @@ def load_stage(folder: str, dtype: str, device: torch.device, links: Links) -> D
     """
     config = CheckpointConfig.load(folder)
     name = config.get("model_type", "")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise config.error(
             "model_type", f"{name!r} is unknown", f"choose one of {', '.join(sorted(FAMILIES))}"
         )
