@@ -196,12 +196,20 @@ def _bloom(config: _Config) -> dict[str, Any]:
 
 
 def _sliding_window(config: _Config) -> int | None:
-    """Tokens that attention looks back, where it is limited."""
-    if config.raw["model_type"] not in {"mistral", "mixtral"} and not config.flag(
-        "use_sliding_window", False
-    ):
+    """Tokens that attention looks back, where it is limited in every layer. Where it is in some only (Qwen),
+    none counts as limited, so that cost and memory are upper bounds."""
+    raw, kind = config.raw, config.raw["model_type"]
+    if kind in {"mistral", "mixtral"}:
+        if kind == "mistral" and "sliding_window" not in raw:
+            return 4096  # the family's default
+        return None if raw.get("sliding_window") is None else config.integer("sliding_window")
+    if not kind.startswith("qwen") or not config.flag("use_sliding_window", default=False):
         return None
-    return None if config.raw.get("sliding_window") is None else config.integer("sliding_window")
+    kinds = raw.get("layer_types")
+    everywhere = (
+        set(kinds) == {"sliding_attention"} if isinstance(kinds, list) else raw.get("max_window_layers") == 0
+    )
+    return config.integer("sliding_window") if everywhere else None
 
 
 def _dtype(config: _Config) -> WeightType:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,12 @@ from cost_model.errors import InputError
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _REMEDY = "download the checkpoint again"
+_STORED = ("F32", "F16", "BF16", "F64")
+_CHUNK_BYTES = 16 << 20
+
+Cut = tuple[int, int, int]
+"""Part of a dimension: its whole size, first and end."""
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -30,11 +39,11 @@ class CheckpointConfig:
         values = _read_json(path, "name a folder with a Hugging Face checkpoint")
         return cls(str(path), values)
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive whole number."""
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of `least` or more."""
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self.error(key, f"is {value!r}, not a positive whole number", _REMEDY)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.error(key, f"is {value!r}, not a whole number from {least}", _REMEDY)
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -71,11 +80,11 @@ class Checkpoint:
         self.device = device
         self.bytes_read = 0
         self._prefixes = prefixes
-        self._open_files: dict[Path, Any] = {}
         self._files = self._locate()
 
-    def has(self, name: str) -> bool:
-        return self._stored(name) is not None
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Room for a tensor, of the checkpoint's type on its device."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def read(
         self,
@@ -84,35 +93,46 @@ class Checkpoint:
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """A tensor, or the slice [rows first:end, columns first:end] of it.
+        """A tensor, or the slice [rows first:end, columns first:end] of it; see `read_into`."""
+        cuts = (rows, columns)[: len(shape)]
+        sizes = (cut[1] - cut[0] if cut else size for cut, size in zip(cuts, shape, strict=True))
+        target = self.empty(*sizes)
+        self.read_into(target, name, shape, rows, columns)
+        return target
+
+    def read_into(
+        self,
+        target: torch.Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> None:
+        """Fill `target` with a tensor, or with the slice [rows first:end, columns first:end] of it.
 
         Raises
         ------
         InputError : missing, of another shape than `shape` (the whole tensor's), or unreadable
+
+        Notes
+        -----
+        Values go from the mapped file straight to where they stay. Each chunk maps the file anew, as mapped
+        pages count as memory of this process until they are unmapped.
         """
         stored = self._stored(name)
         if stored is None:
             raise InputError(str(self.folder), name, "the checkpoint has no such tensor", _REMEDY)
         path = self._files[stored]
-        try:
-            part = self._file(path).get_slice(stored)
-            found = tuple(part.get_shape())
-            if found == shape:
-                tensor = part[
-                    tuple(slice(*cut) if cut else slice(None) for cut in (rows, columns)[: len(shape)])
-                ]
-        except (SafetensorError, OSError) as error:
-            raise InputError(str(path), stored, f"cannot be read ({error})", _REMEDY) from error
-        if found != shape:
-            problem = f"has the shape {found}, config.json implies {shape}"
-            raise InputError(str(path), stored, problem, "make config.json and weights match")
-        tensor = tensor.to(device=self.device, dtype=self.dtype).contiguous()
-        self.bytes_read += tensor.nbytes
-        return tensor
-
-    def close(self) -> None:
-        """Unmap the files."""
-        self._open_files.clear()
+        first = rows[0] if rows else 0
+        tail = (slice(*columns),) if columns else ()
+        step = max(1, _CHUNK_BYTES // (math.prod(shape[1:]) * self.dtype.itemsize))
+        for start in range(0, len(target), step):
+            end = min(start + step, len(target))
+            with _opened(path) as file, _reading(path, stored):
+                part = file.get_slice(stored)
+                _check(path, stored, part, shape)
+                target[start:end].copy_(part[(slice(first + start, first + end), *tail)])
+        self.bytes_read += target.nbytes
 
     def _resolve_dtype(self, name: str) -> torch.dtype:
         if name == "auto":
@@ -139,16 +159,36 @@ class Checkpoint:
         if not path.exists():
             remedy = "convert the weights to safetensors"
             raise InputError(str(self.folder), "", f"has neither {_SINGLE} nor {_INDEX}", remedy)
-        return dict.fromkeys(self._file(path).keys(), path)
+        with _opened(path) as file:
+            return dict.fromkeys(file.keys(), path)
 
-    def _file(self, path: Path) -> Any:
-        if path not in self._open_files:
-            try:
-                self._open_files[path] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                problem = f"is missing, truncated or damaged ({error})"
-                raise InputError(str(path), "", problem, _REMEDY) from error
-        return self._open_files[path]
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, mapped until the end of the block."""
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(str(path), "", f"is missing, truncated or damaged ({error})", _REMEDY) from error
+    with file:
+        yield file
+
+
+@contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise InputError(str(path), name, f"cannot be read ({error})", _REMEDY) from error
+
+
+def _check(path: Path, name: str, part: Any, shape: tuple[int, ...]) -> None:
+    if (found := tuple(part.get_shape())) != shape:
+        problem = f"has the shape {found}, config.json implies {shape}"
+        raise InputError(str(path), name, problem, "make config.json and weights match")
+    if part.get_dtype() not in _STORED:
+        problem = f"holds {part.get_dtype()}, the engine reads {', '.join(_STORED)}"
+        raise InputError(str(path), name, problem, "choose a checkpoint that is not quantised")
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:

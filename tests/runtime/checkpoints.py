@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,31 +10,48 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 VOCAB = 251  # odd, so that no tensor-parallel degree splits it evenly
 LAYERS = 5
 
 
-def write_llama(folder: Path, *, kv_heads: int = 4, tied: bool = False, **overrides: object) -> Path:
-    """A Llama with grouped-query attention: 5 layers, hidden 64, 8 heads of 8."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=512,
-        initializer_range=0.15,
-        tie_word_embeddings=tied,
-        dtype="float32",
-        **overrides,
-    )
-    return _save(LlamaForCausalLM, config, folder)
+def write_llama(folder: Path, **overrides: object) -> Path:
+    """A Llama with grouped-query attention: 5 layers, hidden 64, 8 heads of 8, 4 of them for keys."""
+    return _write(LlamaForCausalLM, LlamaConfig, folder, **overrides)
+
+
+def write_mistral(folder: Path, **overrides: object) -> Path:
+    """The same with a window of 9 tokens."""
+    return _write(MistralForCausalLM, MistralConfig, folder, **{"sliding_window": 9, **overrides})
+
+
+def write_mixtral(folder: Path, **overrides: object) -> Path:
+    """The same without a window, and 2 of 4 experts for each token."""
+    return _write(MixtralForCausalLM, MixtralConfig, folder, **{"num_local_experts": 4, **overrides})
+
+
+def write_qwen2(folder: Path, **overrides: object) -> Path:
+    """The same with a window of 9 tokens from layer 2 on."""
+    windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+    return _write(Qwen2ForCausalLM, Qwen2Config, folder, **{**windows, **overrides})
+
+
+def write_qwen3(folder: Path, **overrides: object) -> Path:
+    """The same without a window, and heads of 16."""
+    return _write(Qwen3ForCausalLM, Qwen3Config, folder, **{"head_dim": 16, **overrides})
 
 
 def write_opt(folder: Path) -> Path:
@@ -50,6 +68,16 @@ def write_opt(folder: Path) -> Path:
         dtype="float32",
     )
     return _save(OPTForCausalLM, config, folder)
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "llama": write_llama,
+    "mistral": write_mistral,
+    "mixtral": write_mixtral,
+    "opt": write_opt,
+    "qwen2": write_qwen2,
+    "qwen3": write_qwen3,
+}
 
 
 @torch.inference_mode()
@@ -72,7 +100,32 @@ def greedy(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]
     return answers
 
 
-def _save(model_class: type[PreTrainedModel], config: LlamaConfig | OPTConfig, folder: Path) -> Path:
+def _write(
+    model_class: type[PreTrainedModel],
+    config_class: type[PreTrainedConfig],
+    folder: Path,
+    *,
+    kv_heads: int = 4,
+    tied: bool = False,
+    **overrides: object,
+) -> Path:
+    config = config_class(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+        dtype="float32",
+        **overrides,
+    )
+    return _save(model_class, config, folder)
+
+
+def _save(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: Path) -> Path:
     torch.manual_seed(7)
     model = model_class(config)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from checkpoints import LAYERS, VOCAB, greedy, write_llama, write_opt
+from checkpoints import LAYERS, VOCAB, WRITERS, greedy, write_llama, write_mixtral, write_opt
 from engine_harness import Cluster, Shape
 
 from runtime.kv_layout import replica_cells
@@ -84,6 +84,27 @@ def test_a_colocated_replica_gives_the_reference_tokens(
         cluster.submit(f"colocated {shape} {number}", prompt, sampling, f"d-{shape}", f"d-{shape}")
     for number in range(len(LENGTHS)):
         assert cluster.finish(f"colocated {shape} {number}").tokens == reference[number]
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "mixtral, 3 experts", "qwen2", "qwen3"])
+def test_further_families_give_the_reference_tokens(tmp_path: Path, family: str) -> None:
+    """Whole experts on each of two ranks; of three, the columns of all."""
+    folder = tmp_path / "model"
+    if family in WRITERS:
+        WRITERS[family](folder)
+    else:
+        write_mixtral(folder, num_local_experts=3)
+    expected = greedy(folder, prompts(), TOKENS)
+    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+    shapes = {name: SHAPES[name] for name in ("tp2-tp1", "pp2")}
+    with Cluster(folder, shapes) as cluster:
+        for source, target in product(shapes, shapes):
+            for number, prompt in enumerate(prompts()):
+                cluster.submit(f"{source}>{target}#{number}", prompt, sampling, source, target)
+        for source, target in product(shapes, shapes):
+            for number in range(len(LENGTHS)):
+                outcome = cluster.finish(f"{source}>{target}#{number}")
+                assert outcome.tokens == expected[number], (source, target, number)
 
 
 def test_a_seeded_request_is_the_same_on_every_shape_and_in_any_company(cluster: Cluster) -> None:

@@ -7,10 +7,20 @@ import torch
 from runtime.engine.loader import Checkpoint, CheckpointConfig
 from runtime.engine.models.base import DecoderStage
 from runtime.engine.models.llama import LlamaStage
+from runtime.engine.models.mistral import MistralStage
+from runtime.engine.models.mixtral import MixtralStage
 from runtime.engine.models.opt import OptStage
+from runtime.engine.models.qwen import Qwen2Stage, Qwen3Stage
 from runtime.engine.parallel import Links
 
-FAMILIES: dict[str, type[DecoderStage]] = {"llama": LlamaStage, "opt": OptStage}
+FAMILIES: dict[str, type[DecoderStage]] = {
+    "llama": LlamaStage,
+    "mistral": MistralStage,
+    "mixtral": MixtralStage,
+    "opt": OptStage,
+    "qwen2": Qwen2Stage,
+    "qwen3": Qwen3Stage,
+}
 
 
 def load_stage(folder: str, dtype: str, device: torch.device, links: Links) -> DecoderStage:
@@ -18,16 +28,15 @@ def load_stage(folder: str, dtype: str, device: torch.device, links: Links) -> D
 
     Raises
     ------
-    InputError : the checkpoint is of an unknown family, incomplete or damaged
+    InputError : the checkpoint is of an unknown family, quantised, incomplete or damaged
     """
     config = CheckpointConfig.load(folder)
     name = config.get("model_type", "")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise config.error(
             "model_type", f"{name!r} is unknown", f"choose one of {', '.join(sorted(FAMILIES))}"
         )
+    if config.get("quantization_config") is not None:
+        raise config.error("quantization_config", "is not computed", "choose weights of 16 or 32 bits")
     family = FAMILIES[name]
-    checkpoint = Checkpoint(folder, dtype, device, family.prefixes)
-    stage = family(checkpoint, links)
-    checkpoint.close()
-    return stage
+    return family(Checkpoint(folder, dtype, device, family.prefixes), links)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from runtime.engine.attention import Batch
-from runtime.engine.loader import Checkpoint
+from runtime.engine.linear import Linear
+from runtime.engine.loader import Checkpoint, Cut
 from runtime.engine.parallel import Links
 from runtime.kv_layout import even_share, held
 
@@ -29,16 +31,7 @@ class ModelSpec:
     vocab: int
     position_limit: int | None
     tied: bool
-
-
-class Linear:
-    """A weight [out, in] and maybe a bias [out]."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    experts: int = 1
 
 
 class DecoderStage(ABC):
@@ -61,12 +54,13 @@ class DecoderStage(ABC):
         self._embedding = self._vocabulary(self._embedding_name) if self.place.is_first else None
         if self.place.is_first:
             self._load_first()
-        self.layers = {
-            layer: self._load_layer(layer) for layer in range(self.part.first_layer, self.part.end_layer)
-        }
         if self.place.is_last:
             self._load_last()
             self._head = self._load_head()
+        # Layers come last: packing the head needs room for two of it, a layer's matrices are smaller.
+        self.layers = {
+            layer: self._load_layer(layer) for layer in range(self.part.first_layer, self.part.end_layer)
+        }
 
     @abstractmethod
     def _parse(self) -> ModelSpec:
@@ -117,48 +111,41 @@ class DecoderStage(ABC):
     def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
         """[samples, vocab] of the rows after which a token is chosen, on rank 0 of the last stage; None
         elsewhere."""
-        local = F.linear(self._final_norm(hidden[batch.sampled]), self._head)
+        local = self._head(self._final_norm(hidden[batch.sampled]))
         whole = self.links.gather_columns(local)
         return None if whole is None else whole[:, : self.spec.vocab]
 
     # -- slices of weights
 
-    def fused_columns(self, names: Iterable[str], rows: Iterable[tuple[int, int, int]], bias: bool) -> Linear:
-        """Matrices cut by output rows (whole rows, first, end), stacked into one."""
-        weights, biases = [], []
-        for name, (whole, first, end) in zip(names, rows, strict=True):
-            shape = (whole, self.spec.hidden)
-            weights.append(self.checkpoint.read(f"{name}.weight", shape, rows=(first, end)))
-            if bias:
-                biases.append(self.checkpoint.read(f"{name}.bias", (whole,), rows=(first, end)))
-        return Linear(torch.cat(weights), torch.cat(biases) if bias else None)
+    def cut(self, size: int) -> Cut:
+        """This rank's part of a dimension: its whole size, first and end."""
+        return (size, *even_share(self.place.tp_rank, self.place.tp, size))
 
-    def row_parallel(self, name: str, whole: int, bias: bool) -> Linear:
+    def fused_columns(self, names: Sequence[str], rows: Sequence[Cut], bias: bool) -> Linear:
+        """Matrices cut by output rows, stacked into one."""
+        ends = list(accumulate(end - first for _, first, end in rows))
+        weight = self.checkpoint.empty(ends[-1], self.spec.hidden)
+        added = self.checkpoint.empty(ends[-1]) if bias else None
+        for name, cut, start, stop in zip(names, rows, [0, *ends], ends, strict=False):
+            whole = (cut[0], self.spec.hidden)
+            self.checkpoint.read_into(weight[start:stop], f"{name}.weight", whole, rows=cut[1:])
+            if added is not None:
+                self.checkpoint.read_into(added[start:stop], f"{name}.bias", whole[:1], rows=cut[1:])
+        return Linear(weight, added)
+
+    def row_parallel(self, name: str, columns: Cut, bias: bool) -> Linear:
         """A matrix cut by input columns; its products are summed over ranks, so rank 0 has the bias."""
-        cut = self._share(whole)
-        weight = self.checkpoint.read(f"{name}.weight", (self.spec.hidden, whole), columns=cut)
-        add = bias and self.place.tp_rank == 0
-        return Linear(weight, self.checkpoint.read(f"{name}.bias", (self.spec.hidden,)) if add else None)
+        whole = (self.spec.hidden, columns[0])
+        added = None
+        if bias and self.place.tp_rank == 0:
+            added = self.checkpoint.read(f"{name}.bias", whole[:1])
+        return Linear(self.checkpoint.read(f"{name}.weight", whole, columns=columns[1:]), added)
 
     def qkv(self, names: tuple[str, str, str], bias: bool) -> Linear:
         """Query, key and value projections of this rank's heads in one matrix."""
-        dim, kv_width = self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim
-        query = (self.spec.heads * dim, *self._share(self.spec.heads * dim))
-        key = (kv_width, self.part.first_head * dim, self.part.end_head * dim)
-        return self.fused_columns(names, (query, key, key), bias)
-
-    def split_qkv(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[tokens, all local heads x head_dim] to three of [tokens, heads, head_dim]."""
-        heads = (self.local_heads, self.local_kv_heads, self.local_kv_heads)
-        query, key, value = fused.view(len(fused), -1, self.spec.head_dim).split(heads, dim=1)
-        return query, key, value
-
-    def ffn_share(self) -> tuple[int, int, int]:
-        """Whole rows, first and end of this rank's part of the feed-forward width."""
-        return (self.spec.ffn, *self._share(self.spec.ffn))
-
-    def _share(self, size: int) -> tuple[int, int]:
-        return even_share(self.place.tp_rank, self.place.tp, size)
+        dim = self.spec.head_dim
+        key = (self.spec.kv_heads * dim, self.part.first_head * dim, self.part.end_head * dim)
+        return self.fused_columns(names, (self.cut(self.spec.heads * dim), key, key), bias)
 
     def _check_split(self) -> None:
         tp, spec, config = self.place.tp, self.spec, self.checkpoint.config
@@ -171,23 +158,29 @@ class DecoderStage(ABC):
             raise config.error(
                 "num_key_value_heads", f"{spec.kv_heads} heads don't split over {tp} GPUs", remedy
             )
-        if spec.ffn % tp:
+        if spec.heads % spec.kv_heads:
+            problem = f"{spec.kv_heads} doesn't divide {spec.heads} query heads"
+            raise config.error("num_key_value_heads", problem, "download the checkpoint again")
+        if spec.ffn % tp and spec.experts % tp:
             raise config.error("intermediate_size", f"{spec.ffn} columns don't split over {tp} GPUs", remedy)
         if self.place.stages[-1].end_layer != spec.layers:
             problem = f"is {spec.layers}, the placement has {self.place.stages[-1].end_layer} layers"
             raise config.error("num_hidden_layers", problem, "search a placement for this model")
 
     def _vocabulary(self, name: str) -> torch.Tensor:
-        """This rank's rows of a [vocab, hidden] table, padded to equal size on all ranks."""
-        first, end = even_share(self.place.tp_rank, self.place.tp, self.spec.vocab)
-        rows = self.checkpoint.read(name, (self.spec.vocab, self.spec.hidden), rows=(first, end))
-        size = even_share(0, self.place.tp, self.spec.vocab)[1]
-        return rows if len(rows) == size else F.pad(rows, (0, 0, 0, size - len(rows)))
+        """This rank's rows of a [vocab, hidden] table, padded with zeros to equal size on all ranks."""
+        vocab, first, end = self.cut(self.spec.vocab)
+        table = self.checkpoint.empty(even_share(0, self.place.tp, vocab)[1], self.spec.hidden)
+        self.checkpoint.read_into(table[: end - first], name, (vocab, self.spec.hidden), rows=(first, end))
+        table[end - first :].zero_()
+        return table
 
-    def _load_head(self) -> torch.Tensor:
+    def _load_head(self) -> Linear:
         if not self.spec.tied:
-            return self._vocabulary("lm_head.weight")
-        return self._vocabulary(self._embedding_name) if self._embedding is None else self._embedding
+            return Linear(self._vocabulary("lm_head.weight"))
+        if self._embedding is not None:
+            return Linear(self._embedding)
+        return Linear(self._vocabulary(self._embedding_name))
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         table = self._embedding

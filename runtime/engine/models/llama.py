@@ -1,69 +1,124 @@
-"""The Llama family: RMSNorm, rotary positions, grouped-query attention, gated feed-forward."""
+"""The Llama family, which most others vary: RMSNorm, rotary positions, grouped-query attention, gated
+feed-forward."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from runtime.engine.attention import Batch, attend
-from runtime.engine.loader import CheckpointConfig
+from runtime.engine.loader import CheckpointConfig, Cut
 from runtime.engine.models.base import DecoderStage, ModelSpec
+from runtime.engine.models.rope import Rotary
+
+Attention = Callable[[torch.Tensor, Batch], torch.Tensor]
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+"""Both from normalised [tokens, hidden] to this rank's summand of [tokens, hidden]."""
 
 
 class LlamaStage(DecoderStage):
-    """One worker's part of a Llama model."""
+    """One worker's part of a Llama model. Families alike override what is different."""
 
     prefixes = ("model.",)
+    kv_heads_required: ClassVar[bool] = False
+    default_theta: ClassVar[float] = 10000.0
+    default_eps: ClassVar[float] = 1e-6
 
     def _parse(self) -> ModelSpec:
         config = self.checkpoint.config
         config.require("hidden_act", "silu", "silu")
         hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
-        self._eps = float(config.get("rms_norm_eps", 1e-6))
-        self._attention_bias = bool(config.get("attention_bias", False))
-        self._mlp_bias = bool(config.get("mlp_bias", False))
+        self._eps = float(config.get("rms_norm_eps", self.default_eps))
+        self._qkv_bias, self._out_bias, self._mlp_bias = self._biases(config)
         spec = ModelSpec(
             layers=config.count("num_hidden_layers"),
             hidden=hidden,
             heads=heads,
-            kv_heads=config.count("num_key_value_heads", heads),
-            head_dim=config.count("head_dim", hidden // heads),
+            kv_heads=config.count("num_key_value_heads", None if self.kv_heads_required else heads),
+            head_dim=config.count("head_dim", self._default_head_dim(hidden, heads)),
             ffn=config.count("intermediate_size"),
             vocab=config.count("vocab_size"),
             position_limit=None,
             tied=bool(config.get("tie_word_embeddings", False)),
+            experts=self._experts(config),
         )
-        self._frequencies = rope_frequencies(config, spec.head_dim).to(self.device)
+        self._windows = self._parse_windows(config, spec.layers)
+        self._rotary = Rotary(config, spec.head_dim, self.dtype, self.device, self.default_theta)
         return spec
 
+    # -- what families vary
+
+    def _biases(self, config: CheckpointConfig) -> tuple[bool, bool, bool]:
+        """Whether query, key and value have biases, the output projection has one, the feed-forward has."""
+        attention = bool(config.get("attention_bias", False))
+        return attention, attention, bool(config.get("mlp_bias", False))
+
+    def _default_head_dim(self, hidden: int, heads: int) -> int:
+        return hidden // heads
+
+    def _experts(self, config: CheckpointConfig) -> int:
+        """Feed-forwards of a layer."""
+        return 1
+
+    def _parse_windows(self, config: CheckpointConfig, layers: int) -> list[int | None]:
+        """By layer: how many tokens each one attends to, None for all before it."""
+        return [None] * layers
+
+    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What happens to [tokens, query and key heads, head_dim] before it turns."""
+        return lambda heads: heads
+
+    def _load_feed_forward(self, name: str) -> FeedForward:
+        names = (f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj", f"{name}.mlp.down_proj")
+        return self.gated(names, self.cut(self.spec.ffn), self._mlp_bias)
+
+    # -- what they share
+
     def _begin(self, batch: Batch) -> None:
-        angles = batch.positions.float()[:, None] * self._frequencies
-        self._cos = angles.cos().to(self.dtype).unsqueeze(1)
-        self._sin = angles.sin().to(self.dtype).unsqueeze(1)
+        self._rotary.begin(batch.positions)
 
     def _load_layer(self, layer: int) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
         name = f"layers.{layer}"
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        input_norm = self._norm(f"{name}.input_layernorm")
-        post_norm = self._norm(f"{name}.post_attention_layernorm")
-        projections = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
-        qkv = self.qkv(projections, self._attention_bias)
-        width = self.spec.heads * self.spec.head_dim
-        out = self.row_parallel(f"{attention}.o_proj", width, self._attention_bias)
-        share = self.ffn_share()
-        gate_up = self.fused_columns((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (share, share), self._mlp_bias)
-        down = self.row_parallel(f"{mlp}.down_proj", self.spec.ffn, self._mlp_bias)
+        attention_norm = self._norm(f"{name}.input_layernorm")
+        feed_forward_norm = self._norm(f"{name}.post_attention_layernorm")
+        attention = self._load_attention(f"{name}.self_attn", layer)
+        feed_forward = self._load_feed_forward(name)
 
         def run(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-            query, key, value = self.split_qkv(qkv(self._rms(hidden, input_norm)))
-            attended = attend(self._rotate(query), self._rotate(key), value, layer, batch)
-            hidden = hidden + self.links.all_reduce(out(attended))
-            gate, up = gate_up(self._rms(hidden, post_norm)).chunk(2, dim=-1)
-            return hidden + self.links.all_reduce(down(F.silu(gate) * up))
+            attended = attention(self._rms(hidden, attention_norm), batch)
+            hidden = self.links.all_reduce(attended).add_(hidden)
+            return self.links.all_reduce(feed_forward(self._rms(hidden, feed_forward_norm))).add_(hidden)
+
+        return run
+
+    def _load_attention(self, name: str, layer: int) -> Attention:
+        qkv = self.qkv((f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"), self._qkv_bias)
+        head_norm = self._load_head_norm(name)
+        out = self.row_parallel(
+            f"{name}.o_proj", self.cut(self.spec.heads * self.spec.head_dim), self._out_bias
+        )
+        split = (self.local_heads, self.local_kv_heads)
+        window = self._windows[layer]
+
+        def run(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+            fused = qkv(x).unflatten(1, (-1, self.spec.head_dim))
+            turning, value = fused.split((sum(split), self.local_kv_heads), dim=1)
+            query, key = self._rotary(head_norm(turning)).split(split, dim=1)
+            return out(attend(query, key, value, layer, batch, window))
+
+        return run
+
+    def gated(self, names: tuple[str, str, str], cut: Cut, bias: bool) -> FeedForward:
+        """A feed-forward of gate, up and down projections, or the part of its width that `cut` says."""
+        gate_up = self.fused_columns(names[:2], (cut, cut), bias)
+        down = self.row_parallel(names[2], cut, bias)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up(x).chunk(2, dim=-1)
+            return down(F.silu(gate).mul_(up))
 
         return run
 
@@ -77,39 +132,6 @@ class LlamaStage(DecoderStage):
         return self.checkpoint.read(f"{name}.weight", (self.spec.hidden,))
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
-        return weight * wide.to(x.dtype)
-
-    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate the halves of [tokens, heads, head_dim] by each token's position."""
-        left, right = x.chunk(2, dim=-1)
-        turned = (left * self._cos - right * self._sin, right * self._cos + left * self._sin)
-        return torch.cat(turned, dim=-1)
-
-
-def rope_frequencies(config: CheckpointConfig, head_dim: int) -> torch.Tensor:
-    """Rotation per position, [head_dim / 2], with the checkpoint's scaling applied."""
-    scaling: dict[str, Any] = config.get("rope_parameters", config.get("rope_scaling", {}))
-    theta = float(scaling.get("rope_theta", config.get("rope_theta", 10000.0)))
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    try:
-        if kind == "default":
-            return frequencies
-        if kind == "linear":
-            return frequencies / float(scaling["factor"])
-        if kind == "llama3":
-            return _llama3(frequencies, scaling)
-    except KeyError as error:
-        raise config.error("rope_scaling", f"lacks {error}", "download the checkpoint again") from error
-    raise config.error("rope_scaling", f"{kind!r} is unknown", "choose one of default, linear, llama3")
-
-
-def _llama3(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
-    """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones kept, a blend between."""
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    trained = float(scaling["original_max_position_embeddings"])
-    turns = trained * frequencies / (2 * math.pi)
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * frequencies / factor + blend * frequencies
+        """Scale the last dimension to a root mean square of one, round, then weigh, as these families were
+        trained."""
+        return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)

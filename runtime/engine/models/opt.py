@@ -55,16 +55,17 @@ class OptStage(DecoderStage):
         attention_norm = self._norm(f"{name}.self_attn_layer_norm")
         final_norm = self._norm(f"{name}.final_layer_norm")
         qkv = self.qkv((f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"), bias=True)
-        out = self.row_parallel(f"{attention}.out_proj", self.spec.hidden, bias=True)
-        up = self.fused_columns((f"{name}.fc1",), (self.ffn_share(),), bias=True)
-        down = self.row_parallel(f"{name}.fc2", self.spec.ffn, bias=True)
+        out = self.row_parallel(f"{attention}.out_proj", self.cut(self.spec.hidden), bias=True)
+        up = self.fused_columns((f"{name}.fc1",), (self.cut(self.spec.ffn),), bias=True)
+        down = self.row_parallel(f"{name}.fc2", self.cut(self.spec.ffn), bias=True)
 
         def run(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-            query, key, value = self.split_qkv(qkv(self._layer_norm(hidden, attention_norm)))
+            fused = qkv(self._layer_norm(hidden, attention_norm)).unflatten(1, (-1, self.spec.head_dim))
+            query, key, value = fused.split((self.local_heads, *(2 * [self.local_kv_heads])), dim=1)
             attended = attend(query, key, value, layer, batch)
-            hidden = hidden + self.links.all_reduce(out(attended))
+            hidden = self.links.all_reduce(out(attended)).add_(hidden)
             inner = up(self._layer_norm(hidden, final_norm)).relu_()
-            return hidden + self.links.all_reduce(down(inner))
+            return self.links.all_reduce(down(inner)).add_(hidden)
 
         return run
 
