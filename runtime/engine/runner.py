@@ -10,8 +10,8 @@ import torch
 from runtime.engine.attention import Batch
 from runtime.engine.cache import CacheTable
 from runtime.engine.models.base import DecoderStage
-from runtime.engine.sampler import sample
-from runtime.messages import Step, StepResult
+from runtime.engine.sampler import Sampler
+from runtime.messages import Step, StepResult, TokenLogprobs
 
 
 class StageRunner:
@@ -20,6 +20,7 @@ class StageRunner:
     def __init__(self, stage: DecoderStage, caches: CacheTable) -> None:
         self._stage = stage
         self._caches = caches
+        self._sampler = Sampler()
 
     @torch.inference_mode()
     def run(self, step: Step, on_layer: Callable[[int], None]) -> StepResult | None:
@@ -45,10 +46,20 @@ class StageRunner:
         logits = stage.logits(hidden, batch)
         if logits is None:
             return None
-        samplings = [sequence.sampling for sequence in step.sequences]
-        tokens, logprobs = sample(logits, samplings, [sequence.index for sequence in step.sequences])
+        tokens, logprobs = self._sample(step, logits)
         wanted = any(detail is not None for detail in logprobs)
         return StepResult(step=step.step, tokens=tokens, logprobs=logprobs if wanted else ())
+
+    def _sample(
+        self, step: Step, logits: torch.Tensor
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
+        names = [sequence.request_id for sequence in step.sequences]
+        for sequence in step.sequences:
+            self._sampler.start(sequence.request_id, sequence.sampling)
+        chosen = self._sampler.sample(logits, names, [sequence.index for sequence in step.sequences])
+        for name in names:
+            self._sampler.forget(name)
+        return chosen
 
     def _batch(self, step: Step) -> Batch:
         sequences, device = step.sequences, self._stage.device
