@@ -1,9 +1,8 @@
-"""Models, loader and sampler inside one process."""
+"""Models and loader inside one process."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from checkpoints import (
     LAYERS,
-    VOCAB,
     WRITERS,
     write_llama,
     write_mistral,
@@ -31,9 +29,8 @@ from runtime.engine.cache import CacheShape, PagedCache
 from runtime.engine.models import load_stage
 from runtime.engine.models.base import DecoderStage
 from runtime.engine.parallel import Links, Place
-from runtime.engine.sampler import sample
 from runtime.kv_layout import Part
-from runtime.messages import Sampling, StageShape
+from runtime.messages import StageShape
 
 CPU = torch.device("cpu")
 PROMPTS = [[3, 17, 99, 250, 42, 7], [8], [120] * 40]
@@ -251,53 +248,3 @@ def test_a_cache_holds_its_part_only() -> None:
     cache.heads(3, 3, 4).fill_(1.0)
     assert cache.layer(3)[:, :, 1].eq(1).all()
     assert cache.pool.sum() == 2 * 12 * 8
-
-
-# -- sampler
-
-
-def draws(logits: torch.Tensor, count: int, **rule: Any) -> Counter[int]:
-    rules = [Sampling(seed=seed, **rule) for seed in range(count)]
-    tokens, _ = sample(logits.expand(count, -1), rules, [0] * count)
-    return Counter(tokens)
-
-
-def test_draws_follow_the_distribution() -> None:
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    counts = draws(logits, 4000, temperature=0.7)
-    shares = torch.tensor([counts[token] / 4000 for token in range(4)])
-    torch.testing.assert_close(shares, (logits / 0.7).softmax(-1), atol=0.03, rtol=0)
-
-
-def test_top_k_and_top_p_rule_out_the_rest() -> None:
-    logits = torch.tensor([1.0, 4.0, 3.0, 2.0, 0.0])
-    assert set(draws(logits, 400, temperature=2.0, top_k=2)) == {1, 2}
-    assert set(draws(logits, 400, temperature=1.0, top_p=0.85)) == {1, 2}
-    assert set(draws(logits, 50, temperature=1.0, top_p=0.01)) == {1}
-    assert set(draws(logits, 50, temperature=0.0)) == {1}
-
-
-def test_a_token_depends_on_its_logits_seed_and_index_alone() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(6, VOCAB)
-    rules = [Sampling(temperature=1.0, seed=seed) for seed in (1, 1, 2, 3, 3, 4)]
-    indices = [0, 1, 0, 5, 6, 7]
-    together, _ = sample(logits, rules, indices)
-    alone = [sample(logits[n : n + 1], rules[n : n + 1], indices[n : n + 1])[0][0] for n in range(6)]
-    assert list(together) == alone
-    same = sample(logits[:1].expand(200, -1), [rules[0]] * 200, list(range(200)))[0]
-    assert len(set(same)) > 20
-    torch.rand(3)
-    assert sample(logits, rules, indices)[0] == together
-
-
-def test_logprobs_are_of_the_raw_distribution() -> None:
-    logits = torch.tensor([[1.0, 4.0, 3.0, 2.0]])
-    _, (detail,) = sample(logits, [Sampling(temperature=0.1, top_k=1, logprobs=2)], [0])
-    expected = logits[0].log_softmax(-1)
-    assert detail is not None
-    assert detail.chosen == pytest.approx(float(expected[1]))
-    assert [token for token, _ in detail.top] == [1, 2]
-    assert [value for _, value in detail.top] == pytest.approx([float(expected[1]), float(expected[2])])
-    _, (none,) = sample(logits, [Sampling()], [0])
-    assert none is None

@@ -15,7 +15,13 @@ SIZE = 4
 
 
 def make(
-    *, blocks: int = 250, max_batch: int = 8, chunk: int = 64, mixed: int = 16, stages: int = 1, reuse: bool = True
+    *,
+    blocks: int = 250,
+    max_batch: int = 8,
+    chunk: int = 64,
+    mixed: int = 16,
+    stages: int = 1,
+    reuse: bool = True,
 ) -> tuple[Scheduler, BlockPool]:
     pool = BlockPool(blocks, SIZE, reuse)
     scheduler = Scheduler(
@@ -339,9 +345,7 @@ def test_every_history_gives_the_tokens_of_the_model_and_frees_everything(seed: 
             outputs[name].append(output.token)
             workers.texts[name].append(output.token)
             assert output.token == next_token(tuple(workers.texts[name][:-1]))
-            assert (output.finish_reason != "") == (
-                output.token == 2 or output.index + 1 == limits[name]
-            )
+            assert (output.finish_reason != "") == (output.token == 2 or output.index + 1 == limits[name])
         released.extend(done.released)
 
     while arriving or alive:
