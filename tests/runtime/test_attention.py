@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -88,5 +89,5 @@ def test_slots_and_runs_name_the_same_places() -> None:
             assert slots == [table[token // 4] * 4 + token % 4 for token in range(first, end)]
             runs = cache.runs(table, first, end)
             assert [slot for run in runs for slot in range(*run)] == slots
-            assert all(a[1] != b[0] for a, b in zip(runs, runs[1:], strict=False))
+            assert all(a[1] != b[0] for a, b in pairwise(runs))
     assert cache.runs(table, 2, 9) == [(30, 36), (8, 9)]
