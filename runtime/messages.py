@@ -147,10 +147,14 @@ class Shutdown(Message, frozen=True):
 
 
 class Expect(Message, frozen=True):
-    """Take blocks for a prompt whose KV cache will arrive; answered by Reserved."""
+    """Take blocks for a prompt whose KV cache will arrive; answered by Reserved.
+
+    capacity_tokens is prompt + output at most: what must fit if nothing else is here.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
+    capacity_tokens: int
 
 
 class Prefill(Message, frozen=True):

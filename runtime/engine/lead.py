@@ -72,7 +72,7 @@ class Lead:
         request_id, prompt = message.request_id, message.prompt
         digests = prefix_digests(prompt, self._pool.block_tokens) if self._pool.reuse else []
         begun = None
-        if prompt and not self._excess(len(prompt) + 1):
+        if 0 < len(prompt) < message.capacity_tokens and not self._excess(message.capacity_tokens):
             begun = self._pool.begin(len(prompt), digests, self._scheduler.growing)
         if begun is None:
             self._front_end.send(Reserved(request_id=request_id, ok=False))

@@ -53,6 +53,10 @@ class Outcome:
     finish_reason: str = ""
     moved: KvMoved | None = None
     reserved: bool | None = None
+    already_there: int = 0
+    cached: int = 0
+    free_blocks: dict[str, int] = field(default_factory=dict)
+    preemptions: dict[str, int] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
     failures: list[RequestFailed] = field(default_factory=list)
 
@@ -79,8 +83,11 @@ class Cluster:
             "device": "cpu",
             "dtype": "auto",
             "kv_budget_tokens": 20_000,
+            "block_tokens": 8,
             "max_batch": 32,
             "max_prefill_tokens": 128,
+            "max_mixed_tokens": 64,
+            "reuse_prefixes": True,
             "host": "127.0.0.1",
             "threads": 1,
             "role": "colocated",
@@ -216,7 +223,7 @@ class Cluster:
             self.prefill(request_id)
         else:
             capacity = len(prompt) + sampling.max_tokens
-            expect = Expect(request_id=request_id, prompt_tokens=len(prompt), capacity_tokens=capacity)
+            expect = Expect(request_id=request_id, prompt=tuple(prompt), capacity_tokens=capacity)
             self.send(decode, expect)
 
     def cancel(self, request_id: str, replica: str) -> None:
@@ -245,6 +252,7 @@ class Cluster:
             prompt=route.prompt,
             sampling=route.sampling,
             target="" if route.prefill == route.decode else route.decode,
+            target_tokens=self.outcomes[request_id].already_there,
             index=route.index,
         )
         self.send(route.prefill, message)
@@ -266,6 +274,7 @@ class Cluster:
         match message:
             case Reserved(request_id=request_id, ok=ok):
                 self.outcomes[request_id].reserved = ok
+                self.outcomes[request_id].already_there = message.cached_tokens
                 if ok and not self._routes[request_id].hold:
                     self.prefill(request_id)
             case StepOutput(outputs=outputs):
@@ -275,13 +284,17 @@ class Cluster:
                     outcome.indices.append(output.index)
                     outcome.logprobs.append(output.logprobs)
                     outcome.finish_reason = output.finish_reason
+                    outcome.cached = max(outcome.cached, output.cached_tokens)
                     route = self._routes[output.request_id]
                     if output.index == 0 and route.prefill != route.decode:
                         self._hand_over(route, output.token, output.finish_reason)
             case KvMoved(request_id=request_id):
                 self.outcomes[request_id].moved = message
             case Released(request_id=request_id):
-                self.outcomes[request_id].released.add(replica)
+                outcome = self.outcomes[request_id]
+                outcome.released.add(replica)
+                outcome.free_blocks[replica] = message.free_blocks
+                outcome.preemptions[replica] = message.preemptions
             case RequestFailed(request_id=request_id):
                 self.outcomes[request_id].failures.append(message)
             case Failed():
