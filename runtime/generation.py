@@ -116,9 +116,7 @@ class Generation:
 
     def expect(self) -> Expect:
         """To the decode replica, first."""
-        return Expect(
-            request_id=self.request_id, prompt=self.prompt, capacity_tokens=self.capacity_tokens
-        )
+        return Expect(request_id=self.request_id, prompt=self.prompt, capacity_tokens=self.capacity_tokens)
 
     def prefill(self, target: str, target_tokens: int = 0) -> Prefill:
         """To the prefill replica; target is the replica that decodes, "" for the same one. The target has the

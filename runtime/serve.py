@@ -29,6 +29,7 @@ from runtime.launcher.base import Launcher, make_launcher
 from runtime.launcher.configure import configurations
 from runtime.launcher.link import Link
 from runtime.messages import Configure
+from runtime.options import DEFAULTS, EngineOptions
 from runtime.replica import Replica
 from runtime.room import growth_tokens
 from runtime.router import Router, routes_of
@@ -50,6 +51,7 @@ def serve(
     launcher: str = "local",
     engine: str = "torch",
     source: str = "placement",
+    options: EngineOptions = DEFAULTS,
 ) -> int:
     """Launch a placement and serve it until SIGINT or SIGTERM.
 
@@ -80,7 +82,7 @@ def serve(
     starter.check(placement, source)
     folder = _model_folder(placement, model_path, source)
     with _bound(host, port) as listener:
-        return asyncio.run(_serve(placement, folder, listener, api_key, starter))
+        return asyncio.run(_serve(placement, folder, listener, api_key, starter, options))
 
 
 def _model_folder(placement: Placement, model_path: Path | None, source: str) -> Path:
@@ -136,10 +138,15 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 async def _serve(
-    placement: Placement, folder: Path, listener: socket.socket, api_key: str | None, launcher: Launcher
+    placement: Placement,
+    folder: Path,
+    listener: socket.socket,
+    api_key: str | None,
+    launcher: Launcher,
+    options: EngineOptions,
 ) -> int:
     stopping = _stop_signals(launcher)
-    told = configurations(placement, folder, _gpu_dtype(folder))
+    told = configurations(placement, folder, _gpu_dtype(folder), options)
     try:
         started = await _unless(stopping, _start(launcher, told, folder))
         if started is not None:

@@ -18,6 +18,26 @@ from cost_model.errors import InputError
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
 @click.option("--api-key", envvar="HEXGEN2_API_KEY", help="Clients must send it as a bearer token.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Of weights and KV cache. auto: float32 if a worker is a CPU, else the checkpoint's.",
+)
+@click.option(
+    "--chunk-tokens",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="Prompt tokens in a step in which requests decode, too.",
+)
+@click.option(
+    "--prefix-caching/--no-prefix-caching",
+    default=True,
+    show_default=True,
+    help="Let prompts share the KV cache of a common beginning.",
+)
 def launch(
     placement: Path,
     model_path: Path | None,
@@ -26,16 +46,21 @@ def launch(
     host: str,
     port: int,
     api_key: str | None,
+    dtype: str,
+    chunk_tokens: int,
+    prefix_caching: bool,
 ) -> None:
     """Start a placement's replicas on this machine and serve the OpenAI API."""
     from hexgen2.placement import Placement
 
     loaded = Placement.load(placement)
     try:
+        from runtime.options import EngineOptions
         from runtime.serve import serve
     except ModuleNotFoundError as error:
         raise InputError(
             "hexgen2 launch", "", f"needs {error.name}", "pip install 'hexgen2[runtime]'"
         ) from error
-    options = {"launcher": launcher, "engine": engine, "source": str(placement)}
-    sys.exit(serve(loaded, model_path, host, port, api_key, **options))
+    options = EngineOptions(dtype=dtype, chunk_tokens=chunk_tokens, reuse_prefixes=prefix_caching)
+    where = {"launcher": launcher, "engine": engine, "source": str(placement)}
+    sys.exit(serve(loaded, model_path, host, port, api_key, **where, options=options))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from runtime.coordinator import Coordinator
@@ -27,6 +27,9 @@ class Metrics:
             "hexgen2_requests_refused", "Requests never queued", ["reason"], registry=registry
         )
         self._prompt = Counter("hexgen2_prompt_tokens", "Prompt tokens", registry=registry)
+        self._cached = Counter(
+            "hexgen2_prompt_tokens_cached", "Prompt tokens computed before", registry=registry
+        )
         self._output = Counter("hexgen2_output_tokens", "Output tokens", registry=registry)
         self._route_requests = Counter(
             "hexgen2_route_requests", "Requests by route", ROUTE, registry=registry
@@ -55,6 +58,7 @@ class Metrics:
             return
         route = (record.prefill_replica, record.decode_replica)
         self._prompt.inc(record.prompt_tokens)
+        self._cached.inc(record.cached_tokens)
         self._route_requests.labels(*route).inc()
         self._queue.observe(record.routed_s - record.arrived_s)
         if record.kv_bytes:
@@ -83,19 +87,24 @@ class _Gauges(Collector):
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         coordinator = self._coordinator
         yield GaugeMetricFamily("hexgen2_requests_waiting", "Requests in the queue", coordinator.waiting)
         running = GaugeMetricFamily("hexgen2_requests_running", "Requests on a replica", labels=["replica"])
         used = GaugeMetricFamily("hexgen2_kv_tokens", "KV cache tokens accounted for", labels=["replica"])
         budget = GaugeMetricFamily("hexgen2_kv_tokens_budget", "KV cache tokens at most", labels=["replica"])
+        free = GaugeMetricFamily("hexgen2_kv_blocks_free", "KV cache blocks nobody holds", labels=["replica"])
+        preempted = CounterMetricFamily("hexgen2_preemptions", "Requests recomputed", labels=["replica"])
         up = GaugeMetricFamily("hexgen2_replica_up", "1 while the replica serves", labels=["replica"])
         for replica_id, replica in coordinator.replicas.items():
             running.add_metric([replica_id], len(replica.held))
             used.add_metric([replica_id], replica.held_tokens)
             budget.add_metric([replica_id], replica.kv_budget_tokens)
             up.add_metric([replica_id], replica_id not in coordinator.lost)
-        yield from (running, used, budget, up)
+            preempted.add_metric([replica_id], replica.preemptions)
+            if replica.free_blocks is not None:
+                free.add_metric([replica_id], replica.free_blocks)
+        yield from (running, used, budget, free, preempted, up)
 
 
 def _histogram(

@@ -10,10 +10,8 @@ from pathlib import Path
 from cost_model.base import PREFILL_TOKENS
 from hexgen2.placement import Placement, Replica
 from runtime.messages import PROTOCOL_VERSION, Configure, StageShape
+from runtime.options import DEFAULTS, EngineOptions
 from runtime.room import kv_budgets
-
-BLOCK_TOKENS = 16
-MIXED_PREFILL_TOKENS = 512
 
 
 def accelerator_of(placement: Placement, gpu: str) -> str:
@@ -64,16 +62,20 @@ def shares_of(cores: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[i
     return {worker: tuple(cores[k * count : (k + 1) * count]) for k, worker in enumerate(workers)}
 
 
-def configurations(placement: Placement, checkpoint: Path, gpu_dtype: str) -> dict[str, Configure]:
+def configurations(
+    placement: Placement, checkpoint: Path, gpu_dtype: str, options: EngineOptions = DEFAULTS
+) -> dict[str, Configure]:
     """The first message of every worker, by worker, in the placement's order.
 
-    All workers hold the KV cache in one type: float32 as soon as one of them is a CPU (its fast type),
-    else `gpu_dtype`.
+    All workers hold the KV cache in one type: the one in `options`, or float32 as soon as one of them is a
+    CPU (its fast type), else `gpu_dtype`.
     """
     secret, budgets = secrets.token_hex(32), kv_budgets(placement)
     gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
     cores = shares_of(sorted(os.sched_getaffinity(0)), [gpu for gpu in gpus if is_cpu(placement, gpu)])
-    dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype
     return {
         gpu: Configure(
             protocol=PROTOCOL_VERSION,
@@ -85,11 +87,11 @@ def configurations(placement: Placement, checkpoint: Path, gpu_dtype: str) -> di
             device=device_of(placement, gpu),
             dtype=dtype,
             kv_budget_tokens=budgets[replica.id],
-            block_tokens=BLOCK_TOKENS,
+            block_tokens=options.block_tokens,
             max_batch=replica.max_batch,
             max_prefill_tokens=PREFILL_TOKENS,
-            max_mixed_tokens=MIXED_PREFILL_TOKENS,
-            reuse_prefixes=True,
+            max_mixed_tokens=options.chunk_tokens,
+            reuse_prefixes=options.reuse_prefixes,
             host="127.0.0.1",
             secret=secret,
             threads=len(cores.get(gpu, (0,))),
