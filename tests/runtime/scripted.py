@@ -84,16 +84,15 @@ class FakeLead:
 
 
 @asynccontextmanager
-async def serving(routes, budget=100, max_batch=4, lead=FakeLead, **options):
+async def serving(routes, budget=100, max_batch=4, lead=FakeLead, growth_tokens=3, **options):
     """A coordinator over fake leads for every replica that the routes name."""
     leads, replicas, tasks = {}, {}, []
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
         ours, theirs = socket.socketpair()
         leads[name] = lead(name, await Link.over(theirs))
         role = "colocated" if name.startswith("c") else "prefill" if name.startswith("p") else "decode"
-        replicas[name] = Replica(
-            name, role, f"n/{name}", {f"n/{name}": await Link.over(ours)}, budget, max_batch
-        )
+        links = {f"n/{name}": await Link.over(ours)}
+        replicas[name] = Replica(name, role, f"n/{name}", links, budget, max_batch, growth_tokens)
         tasks.append(asyncio.create_task(leads[name].run()))
     coordinator = Coordinator(Router(routes), replicas, **options)
     coordinator.start()
