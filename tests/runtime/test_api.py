@@ -108,7 +108,8 @@ def test_streams_carry_the_same_text(client, options):
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
     assert len({chunk.id for chunk in chunks}) == 1 and len(chunks) > 4
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
-    assert chunks[-1].hexgen2["kv_bytes"] == whole.hexgen2["kv_bytes"]
+    most = len(texts) * whole.usage.prompt_tokens * KV_BYTES_PER_TOKEN
+    assert 0 < chunks[-1].hexgen2["kv_bytes"] <= most
 
 
 def test_chat_streams_carry_the_same_text(client):

@@ -29,7 +29,7 @@ def test_a_client_that_leaves_its_stream_frees_the_cache(http):
     until_idle(http)
     counter = 'hexgen2_requests_total{outcome="cancelled"}'
     before = gauge(http, counter)
-    body = {"model": MODEL, "prompt": "the", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 4}
+    body = {"model": MODEL, "prompt": "the", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 32}
     with http.stream("POST", "/v1/completions", json=body) as response:
         assert response.headers["x-hexgen2-decode-replica"].startswith("decode-")
         next(response.iter_lines())
