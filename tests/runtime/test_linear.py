@@ -30,9 +30,9 @@ def test_products_are_those_of_exact_arithmetic(
             exact = x.double() @ weight.double().T
             for answer, expected in ((plain(x), exact), (biased(x), exact + bias.double())):
                 assert answer.dtype == dtype
-                    torch.testing.assert_close(
-                        answer, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=width * EPS
-                    )
+                torch.testing.assert_close(
+                    answer, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=width * EPS
+                )
 
 
 def test_a_weight_is_copied_when_packed() -> None:
