@@ -114,9 +114,10 @@ def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Te
 
 
 def amend(folder: Path, **values: object) -> None:
-    """Change values of a checkpoint's config.json; None is as good as no value."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
+    """Change values of a checkpoint's config.json, or take them out with None."""
+    config = {**json.loads((folder / "config.json").read_text()), **values}
+    kept = {key: value for key, value in config.items() if key not in values or value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
 
 
 def reference(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
@@ -162,6 +163,36 @@ def test_the_cost_model_knows_windows_of_all_layers(
     assert architecture_from_folder(folder).sliding_window == window
     amend(folder, layer_types=None)
     assert architecture_from_folder(folder).sliding_window == window
+
+
+OPTIONAL = (
+    "rope_parameters",
+    "rms_norm_eps",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+)
+
+
+@pytest.mark.parametrize("family", sorted(set(WRITERS) - {"opt"}))
+def test_what_a_file_leaves_out_is_the_familys_default(tmp_path: Path, family: str) -> None:
+    folder = WRITERS[family](tmp_path / "model")
+    amend(folder, **dict.fromkeys(OPTIONAL))
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            run(whole_model(folder), PROMPTS), reference(folder, PROMPTS), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_scaling_in_the_words_of_older_files(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "model")
+    amend(folder, rope_parameters=None, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0})
+    with torch.inference_mode():
+        torch.testing.assert_close(run(whole_model(folder), PROMPTS), reference(folder, PROMPTS))
 
 
 def test_a_file_that_names_no_layer_types_means_the_same_windows(tmp_path: Path) -> None:
