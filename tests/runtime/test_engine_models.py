@@ -120,8 +120,8 @@ def amend(folder: Path, **values: object) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
-def reference(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def reference(folder: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.inference_mode():
         return torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
 
@@ -163,6 +163,17 @@ def test_the_cost_model_knows_windows_of_all_layers(
     assert architecture_from_folder(folder).sliding_window == window
     amend(folder, layer_types=None)
     assert architecture_from_folder(folder).sliding_window == window
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_half_precision_is_as_exact_as_in_transformers(tmp_path: Path, family: str) -> None:
+    folder = WRITERS[family](tmp_path / "model")
+    prompts = [*PROMPTS, *([(n * step) % VOCAB for n in range(1, 50)] for step in range(1, 8))]
+    with torch.inference_mode():
+        exact = reference(folder, prompts)
+        theirs = reference(folder, prompts, torch.bfloat16)
+        ours = run(whole_model(folder, "bfloat16"), prompts)
+    assert (ours - exact).abs().mean() < 1.3 * (theirs - exact).abs().mean()
 
 
 OPTIONAL = (
