@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
+from runtime.engine import linear
 from runtime.engine.attention import Batch
 from runtime.engine.cache import CacheShape, CacheTable
 from runtime.engine.models import load_stage
@@ -87,6 +88,12 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "mixtral, all": (write_mixtral, {"num_experts_per_tok": 4, "sliding_window": 11}),
     "opt": (write_opt, {}),
 }
+
+
+@pytest.fixture(autouse=True)
+def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in models of a useful size; the worker processes of other tests keep their small matrices plain."""
+    monkeypatch.setattr(linear, "_SMALL", 0)
 
 
 def whole_model(folder: Path, dtype: str = "auto") -> DecoderStage:
