@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import (
     LAYERS,
+    VOCAB,
     WRITERS,
     write_llama,
     write_mistral,
