@@ -319,6 +319,8 @@ class Scheduler:
             count = min(request.to_run, limit)
             chunks.append((request, count))
             limit -= count
+            # The next one may share it: a layer stores all keys and values of a step before it reads any.
+            self._publish(request, request.computed + count)
         return chunks
 
     def _begin(self, request: _Request) -> bool:

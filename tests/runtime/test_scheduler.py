@@ -225,6 +225,16 @@ def test_the_second_prompt_with_the_same_beginning_runs_only_the_rest() -> None:
     assert output.cached_tokens == 28
 
 
+def test_equal_prompts_of_one_step_run_once() -> None:
+    scheduler, _ = make()
+    rule = Sampling(max_tokens=4)
+    for name in "ab":
+        scheduler.prefill(Prefill(request_id=name, prompt=tuple(range(18)), sampling=rule, target=""))
+    step = scheduler.next_step()
+    assert parts(step) == [("a", 0, 18), ("b", 16, 2)]
+    assert step.sequences[0].blocks[:4] == step.sequences[1].blocks[:4]
+
+
 def test_the_youngest_gives_way_and_comes_back_with_all_its_tokens() -> None:
     scheduler, pool = make(blocks=6, reuse=False)
     for name in "ab":
