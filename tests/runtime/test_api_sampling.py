@@ -3,9 +3,8 @@
 import pytest
 import torch
 from served import MODEL
-from tokenizer_files import SENTENCES
 
-PROMPT = SENTENCES[0]
+PROMPT = "what a token depends on: the prompt, the answer of a request, and one seed 0123"
 COUNT = 40
 END, START = 0, 1
 
