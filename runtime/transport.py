@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import select
 import socket
 import threading
 from collections.abc import Sequence
@@ -45,10 +46,10 @@ class Connection:
         with self._lock:
             self.stream.sendall(frame)
 
-    def send_with_payload(self, message: Message, payload: Sequence[memoryview]) -> None:
-        """Send one frame and the raw bytes that follow it, straight from their buffers."""
+    def send_buffers(self, buffers: Sequence[memoryview]) -> None:
+        """Send raw bytes, straight from where they are: a frame, say, and what follows it."""
         with self._lock:
-            _send_buffers(self.stream, [memoryview(encode(message)), *payload])
+            _send_buffers(self.stream, list(buffers))
 
     def receive(self, limit_bytes: int = MAX_FRAME_BYTES) -> Message | None:
         """The next message; None when the peer has closed the stream between two frames."""
@@ -68,6 +69,27 @@ class Connection:
             if count == 0:
                 raise ConnectionError("the peer closed the stream inside a frame")
             buffer = buffer[count:]
+
+    def wait_readable(self) -> None:
+        """Wait for bytes or the end of the stream, as long as its timeout.
+
+        Raises
+        ------
+        TimeoutError : nothing came
+        """
+        timeout_s = self.stream.gettimeout()
+        poll = select.poll()
+        poll.register(self.stream, select.POLLIN)
+        if not poll.poll(None if timeout_s is None else timeout_s * 1000):
+            raise TimeoutError(f"nothing came for {timeout_s:g} s")
+
+    def receive_some(self, buffers: list[memoryview]) -> int:
+        """Fill buffers with what is here, at least a byte; full ones leave the list."""
+        count = self.stream.recvmsg_into(buffers[:_MAX_BUFFERS])[0]
+        if count == 0:
+            raise ConnectionError("the peer closed the stream inside a frame")
+        _skip(buffers, count)
+        return count
 
     def close(self) -> None:
         """Close at once; a thread that waits in receive wakes up."""
@@ -113,11 +135,16 @@ def _is_ours(hello: Hello, secret: str) -> bool:
 
 
 def _send_buffers(stream: socket.socket, buffers: list[memoryview]) -> None:
-    position = 0
-    while position < len(buffers):
-        sent = stream.sendmsg(buffers[position : position + _MAX_BUFFERS])
-        while position < len(buffers) and sent >= len(buffers[position]):
-            sent -= len(buffers[position])
-            position += 1
-        if sent:
-            buffers[position] = buffers[position][sent:]
+    while buffers:
+        _skip(buffers, stream.sendmsg(buffers[:_MAX_BUFFERS]))
+
+
+def _skip(buffers: list[memoryview], count: int) -> None:
+    """Take the first bytes off a list of buffers."""
+    full = 0
+    while full < len(buffers) and count >= len(buffers[full]):
+        count -= len(buffers[full])
+        full += 1
+    del buffers[:full]
+    if count:
+        buffers[0] = buffers[0][count:]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,14 +174,15 @@ def landed(receiving: Receiving) -> KvLanded:
 # -- in processes of their own
 
 
-def start(target: Callable[..., None], *arguments: Any) -> tuple[multiprocessing.Process, Pipe]:
+def start(target: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Pipe]:
     """A process that runs `target(pipe, *arguments)`."""
     ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["runtime.engine.kv"])
     process = context.Process(target=_child, args=(target, theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
-    return process, ours  # type: ignore[return-value]
+    return process, ours
 
 
 def _child(target: Callable[..., None], pipe: Pipe, *arguments: Any) -> None:
@@ -240,9 +244,6 @@ def send_process(pipe: Pipe, worker: str, pool: Pool, peers: dict[str, Any], opt
 
 def usage() -> tuple[int, int, int]:
     """Open descriptors, threads and mapped pools of this process."""
-    import os
-    from pathlib import Path
-
     maps = Path("/proc/self/maps").read_text().count("memfd:hexgen2-kv-")
     return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
 

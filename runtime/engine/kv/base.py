@@ -34,7 +34,14 @@ def next_message(connection: Connection) -> Message | None:
 
 
 class Outgoing(ABC):
-    """The sender's end for one receiver. One thread uses it."""
+    """The sender's end for one receiver. One thread uses it.
+
+    Attributes
+    ----------
+    handle : what the receiver needs to know to be the other end
+    """
+
+    handle: str = ""
 
     @abstractmethod
     def send(self, header: KvSlice, runs: Runs) -> None:
@@ -84,17 +91,13 @@ class Transport(ABC):
         self.cache, self.deadline_s, self.shared = cache, deadline_s, shared
 
     @abstractmethod
-    def offer(self, connection: Connection) -> str:
-        """A handle for the receiver at the other end.
+    def outgoing(self, connection: Connection) -> Outgoing:
+        """The sender's end, to be offered.
 
         Raises
         ------
         Unavailable : not with this worker's pool
         """
-
-    @abstractmethod
-    def outgoing(self, connection: Connection, handle: str) -> Outgoing:
-        """The sender's end, of an offer that was taken."""
 
     @abstractmethod
     def incoming(self, connection: Connection, opening: KvOpen, handle: str) -> Incoming:

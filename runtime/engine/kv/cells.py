@@ -17,7 +17,8 @@ import torch
 from runtime.engine.cache import PagedCache
 from runtime.messages import KvSlice
 
-PIECE_BYTES = 256 * 1024  # fits a core's own cache: a staged copy then costs little
+PIECE_BYTES = 1024 * 1024  # fits a core's own cache: a staged copy then costs little
+_VIEW_BYTES = 8 * 1024  # copying less is faster than naming it
 
 _LIMIT_BYTES = 16 * 1024 * 1024  # one token of one layer is never as large
 
@@ -96,25 +97,39 @@ def slice_bytes(header: KvSlice, cell_bytes: int) -> int:
 
 
 class Staging:
-    """A contiguous buffer in host memory, through which pieces leave a pool or come into it.
+    """A contiguous buffer, through which pieces leave a pool or come into it.
 
-    Pages are locked if the pool is a GPU's; its copies then run on a stream of their own, and each call
-    returns when they are done.
+    If the pool is a GPU's, copies run on a stream of their own, and each call returns when they are done; a
+    buffer in host memory then has locked pages.
+
+    Parameters
+    ----------
+    device : where the buffer is; host memory without
     """
 
-    def __init__(self, cache: PagedCache, size_bytes: int = PIECE_BYTES) -> None:
-        self._cache = cache
+    def __init__(
+        self, cache: PagedCache, size_bytes: int = PIECE_BYTES, device: torch.device | None = None
+    ) -> None:
+        self._cache, self._device = cache, device
         self._is_gpu = cache.pool.device.type == "cuda"
         self._stream = torch.cuda.Stream(cache.pool.device) if self._is_gpu else None
-        self.resize(size_bytes)
+        self._tensor = self._allocate(size_bytes)
 
-    def resize(self, size_bytes: int) -> None:
-        """Make room for a piece of this size."""
-        self.tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._is_gpu)
-        self.buffer = self.tensor.numpy().data
+    def in_place(self, header: KvSlice, piece: Piece, runs: Runs) -> list[memoryview]:
+        """The bytes of a piece where they lie in the pool's `runs`, if that is in large stretches of CPU
+        memory; else nothing: take `load` or `store`."""
+        heads = header.end_head - header.first_head
+        if self._stream is not None or heads != self._cache.shape.heads:
+            return []
+        sides = 2 * (piece.end_layer - piece.first_layer)
+        if piece.bytes < _VIEW_BYTES * sides * len(runs.runs):
+            return []
+        layers = as_bytes(pool_view(self._cache, header, piece))
+        rows = layers.reshape(sides, layers.shape[2], -1)
+        return [side[first:end].data.cast("B") for side in rows for first, end in runs.runs]
 
-    def load(self, header: KvSlice, piece: Piece, runs: Runs) -> memoryview:
-        """The bytes of a piece, from the pool's `runs`."""
+    def load(self, header: KvSlice, piece: Piece, runs: Runs) -> torch.Tensor:
+        """The bytes of a piece, copied from the pool's `runs`."""
         view, staged = self._views(header, piece)
         if self._stream is None:
             copy_tokens(as_bytes(staged), _whole(piece), as_bytes(view), runs)
@@ -122,7 +137,7 @@ class Staging:
             with torch.cuda.stream(self._stream):
                 staged.copy_(view.index_select(2, self._index(runs)), non_blocking=True)
             self._stream.synchronize()
-        return self.buffer[: piece.bytes]
+        return self.room(piece)
 
     def store(self, header: KvSlice, piece: Piece, runs: Runs) -> None:
         """Put the staged bytes of a piece into the pool's `runs`."""
@@ -134,8 +149,8 @@ class Staging:
                 view.index_copy_(2, self._index(runs), staged.to(view.device, non_blocking=True))
             self._stream.synchronize()
 
-    def room(self, piece: Piece) -> memoryview:
-        """Where the bytes of a piece are to be put before `store`.
+    def room(self, piece: Piece) -> torch.Tensor:
+        """Where the bytes of a piece are, after `load` or before `store`: [bytes], uint8.
 
         Raises
         ------
@@ -143,15 +158,18 @@ class Staging:
         """
         if piece.bytes > _LIMIT_BYTES:
             raise ConnectionError(f"a piece of {piece.bytes} bytes")
-        if piece.bytes > len(self.buffer):
-            self.resize(piece.bytes)
-        return self.buffer[: piece.bytes]
+        if piece.bytes > len(self._tensor):
+            self._tensor = self._allocate(piece.bytes)
+        return self._tensor[: piece.bytes]
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        is_pinned = self._is_gpu and self._device is None
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device, pin_memory=is_pinned)
 
     def _views(self, header: KvSlice, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
         view = pool_view(self._cache, header, piece)
         size = (*view.shape[:2], piece.end_token - piece.first_token, *view.shape[3:])
-        self.room(piece)
-        return view, self.tensor[: piece.bytes].view(view.dtype).view(size)
+        return view, self.room(piece).view(view.dtype).view(size)
 
     def _index(self, runs: Runs) -> torch.Tensor:
         return torch.from_numpy(runs.slots()).to(self._cache.pool.device)

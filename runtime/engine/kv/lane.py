@@ -169,11 +169,11 @@ class Lane:
         if self._pair is None:
             connection = connect(address, self._hello, self._deadline_s)
             try:
-                transport, handle = self._agree(connection)
-                pair = _Pair(address, connection, transport.outgoing(connection, handle), transport)
+                transport, outgoing = self._agree(connection)
             except BaseException:
                 connection.close()
                 raise
+            pair = _Pair(address, connection, outgoing, transport)
             with self._changed:
                 self._pair = pair
                 if self._stop:
@@ -183,36 +183,39 @@ class Lane:
             pair.reader.start()
         return self._pair
 
-    def _agree(self, connection: Connection) -> tuple[Transport, str]:
-        """Which transport the other side takes of those that this one has, and the handle it was offered."""
-        handles, problems = dict[str, str](), list[str]()
+    def _agree(self, connection: Connection) -> tuple[Transport, Outgoing]:
+        """Which transport the other side takes of those that this one has, and the end of it here."""
+        offers, problems = dict[str, tuple[Transport, Outgoing]](), list[str]()
         for transport in self._transports:
             try:
-                handles[transport.name] = transport.offer(connection)
+                offers[transport.name] = transport, transport.outgoing(connection)
             except Unavailable as error:
                 problems.append(f"{transport.name}: {error}")
+        try:
+            connection.send(self._opening(offers))
+            answer = connection.receive()
+            if isinstance(answer, KvOpened) and answer.transport in offers:
+                return offers.pop(answer.transport)
+            problems.append(answer.problem if isinstance(answer, KvOpened) else "no answer")
+            raise ConnectionError("no transport in common: " + "; ".join(problems))
+        finally:
+            for _, outgoing in offers.values():
+                outgoing.close()
+
+    def _opening(self, offers: dict[str, tuple[Transport, Outgoing]]) -> KvOpen:
         cache = self._transports[0].cache
         part = cache.shape.part
-        connection.send(
-            KvOpen(
-                host=host_identity(),
-                first_layer=part.first_layer,
-                end_layer=part.end_layer,
-                first_head=part.first_head,
-                end_head=part.end_head,
-                slots=cache.blocks * cache.block_tokens,
-                head_dim=cache.shape.head_dim,
-                dtype=str(cache.shape.dtype),
-                offers=tuple(KvOffer(transport=name, handle=handle) for name, handle in handles.items()),
-            )
+        return KvOpen(
+            host=host_identity(),
+            first_layer=part.first_layer,
+            end_layer=part.end_layer,
+            first_head=part.first_head,
+            end_head=part.end_head,
+            slots=cache.blocks * cache.block_tokens,
+            head_dim=cache.shape.head_dim,
+            dtype=str(cache.shape.dtype),
+            offers=tuple(KvOffer(transport=name, handle=end.handle) for name, (_, end) in offers.items()),
         )
-        answer = connection.receive()
-        if not isinstance(answer, KvOpened) or answer.transport not in handles:
-            if isinstance(answer, KvOpened):
-                problems.append(answer.problem)
-            raise ConnectionError("no transport in common: " + ("; ".join(problems) or "no answer"))
-        chosen = next(transport for transport in self._transports if transport.name == answer.transport)
-        return chosen, handles[chosen.name]
 
     def _read(self, pair: _Pair) -> None:
         """Answers on one connection, until it ends."""

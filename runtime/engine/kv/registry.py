@@ -5,13 +5,17 @@ from __future__ import annotations
 from cost_model.errors import InputError
 from runtime.engine.cache import PagedCache
 from runtime.engine.kv.base import Transport
+from runtime.engine.kv.cuda_ipc import CudaIpc
+from runtime.engine.kv.group import Gloo, Nccl
 from runtime.engine.kv.pool import SharedPool
 from runtime.engine.kv.shm import SharedMemory
 from runtime.engine.kv.tcp import Tcp
 
 AUTO = "auto"
-_TRANSPORTS: dict[str, type[Transport]] = {kind.name: kind for kind in (SharedMemory, Tcp)}
-_BEST_FIRST = ("shm", "tcp")
+_TRANSPORTS: dict[str, type[Transport]] = {
+    kind.name: kind for kind in (SharedMemory, CudaIpc, Tcp, Gloo, Nccl)
+}
+_BEST_FIRST = ("shm", "cuda_ipc", "tcp")
 
 
 def transport_names() -> list[str]:

@@ -20,15 +20,11 @@ class SharedMemory(Transport):
 
     name, pulls, window = "shm", True, 3
 
-    def offer(self, connection: Connection) -> str:
-        """Where the pool can be found."""
+    def outgoing(self, connection: Connection) -> Outgoing:
+        """Say where the pool can be found."""
         if self.shared is None:
             raise Unavailable("the sender's pool is not in shared memory")
-        return self.shared.handle
-
-    def outgoing(self, connection: Connection, handle: str) -> Outgoing:
-        """The sender's end."""
-        return HeaderOnly(connection)
+        return HeaderOnly(connection, self.shared.handle)
 
     def incoming(self, connection: Connection, opening: KvOpen, handle: str) -> Incoming:
         """Map the sender's pool."""
@@ -51,8 +47,8 @@ class SharedMemory(Transport):
 class HeaderOnly(Outgoing):
     """The sender's end of every transport that pulls."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, handle: str) -> None:
+        self._connection, self.handle = connection, handle
 
     def send(self, header: KvSlice, runs: Runs) -> None:
         """Say where the slice is."""
