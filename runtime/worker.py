@@ -7,6 +7,7 @@ ends at once on Shutdown or when the parent's end of the control socket closes, 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -127,6 +128,8 @@ class _Worker:
         else:
             self._start("lead", self._read_lead)
         weight_bytes = stage.checkpoint.bytes_read
+        gc.collect()
+        gc.freeze()  # what is here stays: looking through it again would stop a step for a tenth of a second
         self.control.send(Ready(worker=config.worker, load_s=load_s, weight_bytes=weight_bytes))
         if self.lead is not None:
             self.lead.run()

@@ -68,6 +68,7 @@ class Answer:
         self._coordinator, self._tokenizer, self._text_rules = coordinator, tokenizer, text_rules
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.generations: list[Generation] = []
+        self._choices = choices
         self._pieces: asyncio.Queue[Piece | HexGen2Error] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         try:
@@ -102,13 +103,17 @@ class Answer:
         for generation in self.generations:
             self._coordinator.cancel(generation)
 
-    def usage(self) -> dict[str, int]:
-        """OpenAI's usage object, up to now."""
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object, up to now. Cached are prompt tokens that first choices found."""
         output = sum(generation.record.output_tokens for generation in self.generations)
+        first_choices = self.generations[:: self._choices]
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": output,
             "total_tokens": self.prompt_tokens + output,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(generation.record.cached_tokens for generation in first_choices)
+            },
         }
 
     def trace(self) -> dict[str, Any]:

@@ -412,6 +412,6 @@ def _introduction(request: _Request) -> SequenceStart:
 
 def _finish_reason(request: _Request, token: int) -> str:
     sampling = request.sampling
-    if not sampling.ignore_eos and token in sampling.stop_token_ids:
+    if token in sampling.end_token_ids:
         return "stop"
     return "length" if request.index + 1 >= sampling.max_tokens else ""

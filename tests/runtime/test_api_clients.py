@@ -374,3 +374,20 @@ def test_models_placement_and_metrics(client, http, server, tmp_path):
     assert gauge(http, "hexgen2_requests_waiting") == 0 and gauge(http, "hexgen2_replica_up") == 4
     assert 'hexgen2_route_kv_bytes_total{decode_replica="decode-1",prefill_replica="prefill-1"}' in text
     assert json.loads(http.get("/health").text)["status"] == "ok"
+
+
+def test_a_prompt_asked_again_is_found_and_its_blocks_come_back(http):
+    body = {"model": MODEL, "prompt": [3 + k % 50 for k in range(100)], "max_tokens": 4, "temperature": 0}
+    answers = [http.post("/v1/completions", json=body).json() for _ in range(6)]
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    found = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert found[0] == 0 and set(found) == {0, 96}  # whole blocks of 16, on the replicas that had it
+    moved = [answer["hexgen2"]["kv_bytes"] for answer in answers]
+    assert 0 < min(moved) < max(moved)  # the decode replica had those blocks, too
+    until_idle(http)
+    lines = http.get("/metrics").text.splitlines()
+    free = [line for line in lines if line.startswith("hexgen2_kv_blocks_free{")]
+    budgets = [line for line in lines if line.startswith("hexgen2_kv_tokens_budget{")]
+    for own, budget in zip(sorted(free), sorted(budgets), strict=True):
+        assert float(own.split()[-1]) == float(budget.split()[-1]) // 16
+    assert any(line.startswith("hexgen2_prompt_tokens_cached_total") for line in lines)
