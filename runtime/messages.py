@@ -335,9 +335,9 @@ class Step(Message, frozen=True):
     """Lead to its replica: forget those that were preempted, learn of others, then run these sequences."""
 
     step: int
-    drops: tuple[str, ...]
     starts: tuple[SequenceStart, ...]
     sequences: tuple[SequenceStep, ...]
+    drops: tuple[str, ...] = ()
 
 
 class Arrival(Message, frozen=True):
