@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import select
 import socket
+import struct
 import threading
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from runtime.messages import (
 HELLO_LIMIT_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
 _MAX_BUFFERS = 512
+_SCRATCH_BYTES = 256 * 1024
 
 
 class Connection:
@@ -34,9 +36,19 @@ class Connection:
 
     def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
+        self.deadline_s: float | None = None
         self._lock = threading.Lock()
         if stream.family in (socket.AF_INET, socket.AF_INET6):
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def set_deadline(self, deadline_s: float) -> None:
+        """Let no call wait longer for the peer to take or give a byte. It is the kernel that waits: one call
+        takes a whole buffer."""
+        self.deadline_s = deadline_s
+        self.stream.settimeout(None)
+        limit = struct.pack("@ll", int(deadline_s), int(deadline_s % 1 * 1e6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self.stream.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def send(self, message: Message) -> None:
         """Send one frame."""
@@ -71,17 +83,24 @@ class Connection:
             buffer = buffer[count:]
 
     def wait_readable(self) -> None:
-        """Wait for bytes or the end of the stream, as long as its timeout.
+        """Wait for bytes or the end of the stream, as long as the deadline.
 
         Raises
         ------
         TimeoutError : nothing came
         """
-        timeout_s = self.stream.gettimeout()
         poll = select.poll()
         poll.register(self.stream, select.POLLIN)
-        if not poll.poll(None if timeout_s is None else timeout_s * 1000):
-            raise TimeoutError(f"nothing came for {timeout_s:g} s")
+        if not poll.poll(None if self.deadline_s is None else self.deadline_s * 1000):
+            raise TimeoutError("nothing came in time")
+
+    def drain(self, count: int) -> None:
+        """Read bytes that nobody wants."""
+        scratch = memoryview(bytearray(min(count, _SCRATCH_BYTES)))
+        while count > 0:
+            size = min(count, len(scratch))
+            self.receive_into(scratch[:size])
+            count -= size
 
     def receive_some(self, buffers: list[memoryview]) -> int:
         """Fill buffers with what is here, at least a byte; full ones leave the list."""

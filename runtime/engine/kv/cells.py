@@ -1,7 +1,7 @@
 """Cells of a KV cache on the move: which rows of a pool they are, and how they are copied.
 
-Every view here is [layers, 2, slots, heads, head_dim], as the pool is. Bytes on the way are pieces of at most
-some size, each contiguous as (layer, key/value, token, head, head_dim); both sides cut a slice the same way.
+Every view here is [layers, sides, slots, heads, head_dim], as the pool is; a side is keys or values. The bytes
+of a slice on its way are contiguous in that order, with tokens for slots. Each end cuts them as it likes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runtime.messages import KvSlice
 PIECE_BYTES = 1024 * 1024  # fits a core's own cache: a staged copy then costs little
 _VIEW_BYTES = 8 * 1024  # copying less is faster than naming it
 
-_LIMIT_BYTES = 16 * 1024 * 1024  # one token of one layer is never as large
+LIMIT_BYTES = 64 * 1024 * 1024  # no slice is as large
 
 Run = tuple[int, int]
 
@@ -56,31 +56,51 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Layers [first, end) x tokens [first, end) of a slice, all its heads; `bytes` in all."""
+    """Layers [first, end) x sides [first, end) x tokens [first, end) of a slice, all its heads."""
 
     first_layer: int
     end_layer: int
+    first_side: int
+    end_side: int
     first_token: int
     end_token: int
     bytes: int
 
 
 def pieces(header: KvSlice, limit_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
-    """Cut a slice: several layers at once where they are small, else some tokens of one layer."""
+    """Cut a slice in the order of its bytes: several layers at once where they are small, else some tokens of
+    one layer's keys or values."""
     layers, tokens = header.end_layer - header.first_layer, header.end_token - header.first_token
-    token_bytes = header.payload_bytes // (layers * tokens)
-    layer_step = max(1, limit_bytes // (token_bytes * tokens))
-    token_step = max(1, min(tokens, limit_bytes // token_bytes))
-    for layer in range(header.first_layer, header.end_layer, layer_step):
-        end_layer = min(layer + layer_step, header.end_layer)
-        for token in range(header.first_token, header.end_token, token_step):
-            end = min(token + token_step, header.end_token)
-            yield Piece(layer, end_layer, token, end, (end_layer - layer) * (end - token) * token_bytes)
+    row_bytes = header.payload_bytes // (2 * layers * tokens)
+    layer_bytes = 2 * tokens * row_bytes
+    if layer_bytes <= limit_bytes:
+        step = limit_bytes // layer_bytes
+        for layer in range(header.first_layer, header.end_layer, step):
+            end = min(layer + step, header.end_layer)
+            yield Piece(layer, end, 0, 2, header.first_token, header.end_token, (end - layer) * layer_bytes)
+        return
+    step = max(1, limit_bytes // row_bytes)
+    for layer in range(header.first_layer, header.end_layer):
+        for side in (0, 1):
+            for token in range(header.first_token, header.end_token, step):
+                end = min(token + step, header.end_token)
+                yield Piece(layer, layer + 1, side, side + 1, token, end, (end - token) * row_bytes)
 
 
-def as_bytes(view: torch.Tensor) -> np.ndarray:
-    """A view in CPU memory as bytes: [layers, 2, slots, heads, bytes of a head]."""
-    return view.view(torch.uint8).numpy()
+def whole(header: KvSlice) -> Piece:
+    """All of a slice as one piece."""
+    return next(pieces(header, header.payload_bytes))
+
+
+def word(head_bytes: int) -> np.dtype:
+    """The largest unit in which heads of so many bytes can be copied."""
+    return np.dtype(np.int64 if head_bytes % 8 == 0 else np.uint8)
+
+
+def as_words(view: torch.Tensor) -> np.ndarray:
+    """A view in CPU memory in words, whatever its values mean: [layers, 2, slots, heads, words of a head]."""
+    unit = word(view.shape[-1] * view.itemsize)
+    return view.view(torch.int64 if unit.itemsize == 8 else torch.uint8).numpy()
 
 
 def copy_tokens(into: np.ndarray, into_runs: Runs, source: np.ndarray, source_runs: Runs) -> None:
@@ -115,16 +135,16 @@ class Staging:
         self._stream = torch.cuda.Stream(cache.pool.device) if self._is_gpu else None
         self._tensor = self._allocate(size_bytes)
 
-    def in_place(self, header: KvSlice, piece: Piece, runs: Runs) -> list[memoryview]:
-        """The bytes of a piece where they lie in the pool's `runs`, if that is in large stretches of CPU
+    def in_place(self, header: KvSlice, runs: Runs) -> list[memoryview]:
+        """The bytes of a slice where they lie in the pool's `runs`, if that is in large stretches of CPU
         memory; else nothing: take `load` or `store`."""
         heads = header.end_head - header.first_head
         if self._stream is not None or heads != self._cache.shape.heads:
             return []
-        sides = 2 * (piece.end_layer - piece.first_layer)
-        if piece.bytes < _VIEW_BYTES * sides * len(runs.runs):
+        sides = 2 * (header.end_layer - header.first_layer)
+        if header.payload_bytes < _VIEW_BYTES * sides * len(runs.runs):
             return []
-        layers = as_bytes(pool_view(self._cache, header, piece))
+        layers = as_words(pool_view(self._cache, header, whole(header)))
         rows = layers.reshape(sides, layers.shape[2], -1)
         return [side[first:end].data.cast("B") for side in rows for first, end in runs.runs]
 
@@ -132,7 +152,7 @@ class Staging:
         """The bytes of a piece, copied from the pool's `runs`."""
         view, staged = self._views(header, piece)
         if self._stream is None:
-            copy_tokens(as_bytes(staged), _whole(piece), as_bytes(view), runs)
+            copy_tokens(as_words(staged), _whole(piece), as_words(view), runs)
         else:
             with torch.cuda.stream(self._stream):
                 staged.copy_(view.index_select(2, self._index(runs)), non_blocking=True)
@@ -143,21 +163,14 @@ class Staging:
         """Put the staged bytes of a piece into the pool's `runs`."""
         view, staged = self._views(header, piece)
         if self._stream is None:
-            copy_tokens(as_bytes(view), runs, as_bytes(staged), _whole(piece))
+            copy_tokens(as_words(view), runs, as_words(staged), _whole(piece))
         else:
             with torch.cuda.stream(self._stream):
                 view.index_copy_(2, self._index(runs), staged.to(view.device, non_blocking=True))
             self._stream.synchronize()
 
     def room(self, piece: Piece) -> torch.Tensor:
-        """Where the bytes of a piece are, after `load` or before `store`: [bytes], uint8.
-
-        Raises
-        ------
-        ConnectionError : no honest piece is so large
-        """
-        if piece.bytes > _LIMIT_BYTES:
-            raise ConnectionError(f"a piece of {piece.bytes} bytes")
+        """Where the bytes of a piece are, after `load` or before `store`: [bytes], uint8."""
         if piece.bytes > len(self._tensor):
             self._tensor = self._allocate(piece.bytes)
         return self._tensor[: piece.bytes]
@@ -176,10 +189,11 @@ class Staging:
 
 
 def pool_view(cache: PagedCache, header: KvSlice, piece: Piece) -> torch.Tensor:
-    """A piece's layers and heads in a worker's pool, all slots."""
+    """A piece's layers, sides and heads in a worker's pool, all slots."""
     part = cache.shape.part
     layers = cache.pool[piece.first_layer - part.first_layer : piece.end_layer - part.first_layer]
-    return layers[:, :, :, header.first_head - part.first_head : header.end_head - part.first_head]
+    sides = layers[:, piece.first_side : piece.end_side]
+    return sides[:, :, :, header.first_head - part.first_head : header.end_head - part.first_head]
 
 
 def _whole(piece: Piece) -> Runs:

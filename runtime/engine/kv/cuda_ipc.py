@@ -16,7 +16,7 @@ from runtime.engine.kv.base import Incoming, Outgoing, Transport, Unavailable
 from runtime.engine.kv.cells import pieces, pool_view
 from runtime.engine.kv.landing import Landing
 from runtime.engine.kv.pool import host_identity
-from runtime.engine.kv.shm import HeaderOnly, checked_runs, require_open
+from runtime.engine.kv.shm import HeaderOnly, checked_runs, require_open, source_part
 from runtime.messages import KvOpen, KvSlice
 from runtime.transport import Connection
 
@@ -72,9 +72,8 @@ class _Incoming(Incoming):
         if landing is None:
             return
         runs, opening = checked_runs(header, self._opening), self._opening
-        heads = slice(header.first_head - opening.first_head, header.end_head - opening.first_head)
         for piece in pieces(header, _PIECE_BYTES):
-            layers = slice(piece.first_layer - opening.first_layer, piece.end_layer - opening.first_layer)
+            part = source_part(header, piece, opening)
             at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
             source = torch.from_numpy(runs.between(at, end).slots())
             target = torch.from_numpy(landing.runs(piece.first_token, piece.end_token).slots())
@@ -82,7 +81,7 @@ class _Incoming(Incoming):
                 if not is_open:
                     return
                 view = pool_view(self._cache, header, piece)
-                rows = self._pool[layers, :, :, heads].index_select(2, source.to(self._pool.device))
+                rows = self._pool[part].index_select(2, source.to(self._pool.device))
                 view.index_copy_(2, target.to(view.device), rows.to(view.device, non_blocking=True))
                 self._stream.synchronize()
         require_open(self._connection)

@@ -156,7 +156,8 @@ class Lane:
         try:
             pair.outgoing.send(header, group[0].runs)
         except Exception as error:
-            self._break(str(error) or type(error).__name__, all_queued=isinstance(error, TimeoutError))
+            is_silent = isinstance(error, TimeoutError | BlockingIOError)
+            self._break(str(error) or type(error).__name__, all_queued=is_silent)
 
     # -- the connection
 
@@ -169,6 +170,7 @@ class Lane:
         if self._pair is None:
             connection = connect(address, self._hello, self._deadline_s)
             try:
+                connection.set_deadline(self._deadline_s)
                 transport, outgoing = self._agree(connection)
             except BaseException:
                 connection.close()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from runtime.engine.cache import CacheShape, PagedCache
+from runtime.engine.kv.cells import word
 
 _NAME = "hexgen2-kv-"
 
@@ -52,19 +53,23 @@ class SharedPool:
 class MappedPool:
     """Another process's pool, to read only.
 
+    Parameters
+    ----------
+    size : [layers, 2, slots, heads]
+
     Attributes
     ----------
-    bytes : [layers, 2, slots, heads, bytes of a head], uint8
+    words : [layers, 2, slots, heads, words of a head]
 
     Raises
     ------
     OSError : there is no such memory (any more), or not of this size
     """
 
-    def __init__(self, handle: str, size: tuple[int, int, int, int, int]) -> None:
+    def __init__(self, handle: str, size: tuple[int, int, int, int], head_bytes: int) -> None:
         process, descriptor, name = handle.split(":")
         path = f"/proc/{int(process)}/fd/{int(descriptor)}"
-        size_bytes = math.prod(size)
+        size_bytes, unit = math.prod(size) * head_bytes, word(head_bytes)
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if f"memfd:{name} " not in os.readlink(f"/proc/self/fd/{opened}") + " ":
@@ -74,7 +79,7 @@ class MappedPool:
             memory = mmap.mmap(opened, size_bytes, prot=mmap.PROT_READ)
         finally:
             os.close(opened)
-        self.bytes = np.frombuffer(memory, dtype=np.uint8).reshape(size)
+        self.words = np.frombuffer(memory, dtype=unit).reshape(*size, head_bytes // unit.itemsize)
 
 
 def shared_cache(shape: CacheShape, blocks: int, block_tokens: int) -> tuple[PagedCache, SharedPool | None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from runtime.engine.cache import PagedCache
 from runtime.engine.kv.base import Incoming, Unavailable, next_message
-from runtime.engine.kv.cells import slice_bytes
+from runtime.engine.kv.cells import LIMIT_BYTES, slice_bytes
 from runtime.engine.kv.landing import Landing
 from runtime.engine.kv.registry import make_transport
 from runtime.engine.kv.sender import DEADLINE_S
@@ -62,7 +62,7 @@ class KvReceiver:
         incoming: Incoming | None = None
         text = "the sender closed the connection"
         try:
-            connection.stream.settimeout(self._deadline_s)
+            connection.set_deadline(self._deadline_s)
             incoming = self._open(connection)
             while (message := next_message(connection)) is not None:
                 if not isinstance(message, KvSlice):
@@ -107,6 +107,8 @@ class KvReceiver:
         raise ConnectionError(f"no transport in common: {problem}")
 
     def _receive(self, incoming: Incoming, header: KvSlice, carried: set[Landing]) -> None:
+        if header.payload_bytes > LIMIT_BYTES:
+            raise ConnectionError(f"a slice of {header.payload_bytes} bytes")
         landing = self._landings.get(header.request_id)
         if landing is not None:
             if problem := landing.claim(header):

@@ -6,7 +6,7 @@ import select
 
 from runtime.engine.cache import PagedCache
 from runtime.engine.kv.base import Incoming, Outgoing, Transport, Unavailable
-from runtime.engine.kv.cells import Runs, as_bytes, copy_tokens, pieces, pool_view
+from runtime.engine.kv.cells import Piece, Runs, as_words, copy_tokens, pieces, pool_view
 from runtime.engine.kv.landing import Landing
 from runtime.engine.kv.pool import MappedPool, host_identity
 from runtime.messages import KvOpen, KvSlice
@@ -38,7 +38,7 @@ class SharedMemory(Transport):
         )
         head_bytes = opening.head_dim * self.cache.shape.dtype.itemsize
         try:
-            pool = MappedPool(handle, (part_layers, 2, opening.slots, part_heads, head_bytes))
+            pool = MappedPool(handle, (part_layers, 2, opening.slots, part_heads), head_bytes)
         except (OSError, ValueError) as error:
             raise Unavailable(f"the sender's memory can't be opened: {error}") from error
         return _Incoming(connection, self.cache, opening, pool)
@@ -63,20 +63,14 @@ class _Incoming(Incoming):
         if landing is None:
             return
         source_runs = checked_runs(header, self._opening)
-        first_head, end_head = (
-            head - self._opening.first_head for head in (header.first_head, header.end_head)
-        )
         for piece in pieces(header, _PIECE_BYTES):
-            layers = slice(
-                piece.first_layer - self._opening.first_layer, piece.end_layer - self._opening.first_layer
-            )
-            source = self._pool.bytes[layers, :, :, first_head:end_head]
+            source = self._pool.words[source_part(header, piece, self._opening)]
             at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
             with landing.writing() as is_open:
                 if not is_open:
                     return
                 runs = landing.runs(piece.first_token, piece.end_token)
-                view = as_bytes(pool_view(self._cache, header, piece))
+                view = as_words(pool_view(self._cache, header, piece))
                 copy_tokens(view, runs, source, source_runs.between(at, end))
         require_open(self._connection)
 
@@ -97,6 +91,16 @@ def checked_runs(header: KvSlice, opening: KvOpen) -> Runs:
     if not inside or runs.tokens != header.end_token - header.first_token:
         raise ConnectionError("the slice is not in the sender's pool")
     return runs
+
+
+def source_part(header: KvSlice, piece: Piece, opening: KvOpen) -> tuple[slice, slice, slice, slice]:
+    """A piece's layers, sides, slots (all) and heads in the sender's pool."""
+    return (
+        slice(piece.first_layer - opening.first_layer, piece.end_layer - opening.first_layer),
+        slice(piece.first_side, piece.end_side),
+        slice(None),
+        slice(header.first_head - opening.first_head, header.end_head - opening.first_head),
+    )
 
 
 def require_open(connection: Connection) -> None:

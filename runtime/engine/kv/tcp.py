@@ -29,14 +29,14 @@ class _Outgoing(Outgoing):
         self._connection, self._staging = connection, Staging(cache)
 
     def send(self, header: KvSlice, runs: Runs) -> None:
-        head = [memoryview(encode(header))]
+        frame = memoryview(encode(header))
+        if views := self._staging.in_place(header, runs):
+            self._connection.send_buffers([frame, *views])
+            return
+        self._connection.send_buffers([frame])
         for piece in pieces(header):
             part = runs.between(piece.first_token - header.first_token, piece.end_token - header.first_token)
-            data = self._staging.in_place(header, piece, part) or [
-                self._staging.load(header, piece, part).numpy().data
-            ]
-            self._connection.send_buffers([*head, *data])
-            head = []
+            self._connection.send_buffers([self._staging.load(header, piece, part).numpy().data])
 
 
 class _Incoming(Incoming):
@@ -44,26 +44,27 @@ class _Incoming(Incoming):
         self._connection, self._staging = connection, Staging(cache)
 
     def receive(self, header: KvSlice, landing: Landing | None) -> None:
-        for piece in pieces(header):
-            runs = landing.runs(piece.first_token, piece.end_token) if landing else None
-            views = self._staging.in_place(header, piece, runs) if runs else []
-            if landing and views:
-                rest = self._receive_in_place(views, landing)
-                self._connection.receive_into(self._staging.room(piece)[:rest].numpy().data)
-                continue
-            self._connection.receive_into(self._staging.room(piece).numpy().data)
-            if landing and runs:
-                with landing.writing() as is_open:
-                    if is_open:
-                        self._staging.store(header, piece, runs)
+        if landing is None:
+            self._connection.drain(header.payload_bytes)
+        elif views := self._staging.in_place(header, landing.runs(header.first_token, header.end_token)):
+            self._receive_in_place(views, landing)
+        else:
+            self._receive_staged(header, landing)
 
-    def _receive_in_place(self, views: list[memoryview], landing: Landing) -> int:
-        """Bytes go into the pool as they come; how many are still to come when the landing is closed."""
-        left = sum(len(view) for view in views)
-        while left:
+    def _receive_in_place(self, views: list[memoryview], landing: Landing) -> None:
+        """Bytes go into the pool as they come."""
+        while views:
             self._connection.wait_readable()
             with landing.writing() as is_open:
-                if not is_open:
-                    return left
-                left -= self._connection.receive_some(views)
-        return 0
+                if is_open:
+                    self._connection.receive_some(views)
+                    continue
+            self._connection.drain(sum(len(view) for view in views))
+            return
+
+    def _receive_staged(self, header: KvSlice, landing: Landing) -> None:
+        for piece in pieces(header):
+            self._connection.receive_into(self._staging.room(piece).numpy().data)
+            with landing.writing() as is_open:
+                if is_open:
+                    self._staging.store(header, piece, landing.runs(piece.first_token, piece.end_token))
