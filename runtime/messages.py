@@ -114,7 +114,7 @@ class Configure(Message, frozen=True):
     The KV cache has room for kv_budget_tokens, in whole blocks of block_tokens. A step runs at most
     max_prefill_tokens tokens, and at most max_mixed_tokens while requests decode along. threads and cores (of
     the CPU; none: any) are for the worker's own computation. kv_transport names the way of KV caches that
-    leave here; "auto" is the best that both sides have.
+    leave here, "auto" is the best that both sides have; kv_links are links of this worker to emulate.
     """
 
     protocol: int
@@ -136,19 +136,19 @@ class Configure(Message, frozen=True):
     threads: int
     cores: tuple[int, ...] = ()
     kv_transport: str = "auto"
+    kv_links: tuple[KvLink, ...] = ()
 
 
 class Connect(Message, frozen=True):
     """Where every worker listens (host, port), and every replica's stages: enough for any route.
 
     Sent again to workers that are ready, it tells them of replicas that have come, gone or moved.
-    store_port is the port of this replica's rendezvous store on its lead. kv_links are the emulated ones.
+    store_port is the port of this replica's rendezvous store on its lead.
     """
 
     peers: dict[str, tuple[str, int]]
     replicas: dict[str, tuple[StageShape, ...]]
     store_port: int
-    kv_links: tuple[KvLink, ...] = ()
 
 
 class Shutdown(Message, frozen=True):

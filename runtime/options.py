@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 512
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -21,6 +20,7 @@ class EngineOptions:
     chunk_tokens : prompt tokens in a step that decodes, too
     reuse_prefixes : let prompts share the KV cache of a common beginning
     kv_transport : the way of KV caches between workers; "auto": the best that both have
+    emulate_links : move KV caches no faster than the placement's links would
     """
 
     dtype: str = "auto"
@@ -28,6 +28,7 @@ class EngineOptions:
     chunk_tokens: int = CHUNK_TOKENS
     reuse_prefixes: bool = True
     kv_transport: str = "auto"
+    emulate_links: bool = False
 
 
 DEFAULTS = EngineOptions()

@@ -38,6 +38,14 @@ from cost_model.errors import InputError
     show_default=True,
     help="Let prompts share the KV cache of a common beginning.",
 )
+@click.option(
+    "--kv-transport",
+    type=click.Choice(["auto", "shm", "cuda_ipc", "tcp", "gloo", "nccl"]),
+    default="auto",
+    show_default=True,
+    help="The way of KV caches between workers. auto: the best that both have.",
+)
+@click.option("--emulate-links", is_flag=True, help="Move KV caches no faster than the placement's links.")
 def launch(
     placement: Path,
     model_path: Path | None,
@@ -49,6 +57,8 @@ def launch(
     dtype: str,
     chunk_tokens: int,
     prefix_caching: bool,
+    kv_transport: str,
+    emulate_links: bool,
 ) -> None:
     """Start a placement's replicas on this machine and serve the OpenAI API."""
     from hexgen2.placement import Placement
@@ -61,6 +71,12 @@ def launch(
         raise InputError(
             "hexgen2 launch", "", f"needs {error.name}", "pip install 'hexgen2[runtime]'"
         ) from error
-    options = EngineOptions(dtype=dtype, chunk_tokens=chunk_tokens, reuse_prefixes=prefix_caching)
+    options = EngineOptions(
+        dtype=dtype,
+        chunk_tokens=chunk_tokens,
+        reuse_prefixes=prefix_caching,
+        kv_transport=kv_transport,
+        emulate_links=emulate_links,
+    )
     where = {"launcher": launcher, "engine": engine, "source": str(placement)}
     sys.exit(serve(loaded, model_path, host, port, api_key, **where, options=options))

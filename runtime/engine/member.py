@@ -62,7 +62,7 @@ class Member:
             self._failed,
             shared=shared,
             transport=config.kv_transport,
-            links=connect.kv_links,
+            links=config.kv_links,
         )
         self._sending: set[str] = set()
         self._runner = StageRunner(stage, self.cache, self.tables)
@@ -70,7 +70,7 @@ class Member:
     def reconnect(self, connect: Connect) -> None:
         """Other replicas have come, gone or moved; the own one is as it was."""
         self._replicas = connect.replicas
-        self._sender.reconnect(connect.peers, connect.kv_links)
+        self._sender.reconnect(connect.peers, self.config.kv_links)
 
     def knows(self, replica: str) -> bool:
         """Whether KV can be sent to a replica."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
+from cluster_specs.loader import resolve
 from cost_model.base import PREFILL_TOKENS
+from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
-from runtime.messages import PROTOCOL_VERSION, Configure, StageShape
+from runtime.messages import PROTOCOL_VERSION, Configure, KvLink, StageShape
 from runtime.options import DEFAULTS, EngineOptions
 from runtime.room import kv_budgets
 
@@ -62,6 +65,25 @@ def shares_of(cores: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[i
     return {worker: tuple(cores[k * count : (k + 1) * count]) for k, worker in enumerate(workers)}
 
 
+def emulated_links(placement: Placement) -> dict[str, tuple[KvLink, ...]]:
+    """What the placement's cluster has between the ends of its routes, by the worker that sends."""
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    gpus = {replica.id: replica.gpus for replica in placement.replicas}
+    index = {gpu: number for number, gpu in enumerate(cluster.gpu_ids)}
+    links: dict[str, tuple[KvLink, ...]] = {}
+    for route in placement.routes:
+        for source, destination in product(gpus[route.from_], gpus[route.to]):
+            ends = index[source], index[destination]
+            link = KvLink(
+                source=source,
+                destination=destination,
+                bandwidth_bytes_s=float(cluster.bandwidth_bytes_s[ends]),
+                latency_s=float(cluster.latency_s[ends]),
+            )
+            links[source] = (*links.get(source, ()), link)
+    return links
+
+
 def configurations(
     placement: Placement, checkpoint: Path, gpu_dtype: str, options: EngineOptions = DEFAULTS
 ) -> dict[str, Configure]:
@@ -70,8 +92,10 @@ def configurations(
     All workers hold the KV cache in one type: the one in `options`, or float32 as soon as one of them is a
     CPU (its fast type), else `gpu_dtype`.
     """
-    secret, budgets = secrets.token_hex(32), kv_budgets(placement)
+    secret, block = secrets.token_hex(32), options.block_tokens
+    budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}
     gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
+    emulated = emulated_links(placement) if options.emulate_links else {}
     cores = shares_of(sorted(os.sched_getaffinity(0)), [gpu for gpu in gpus if is_cpu(placement, gpu)])
     dtype = options.dtype
     if dtype == "auto":
@@ -87,12 +111,13 @@ def configurations(
             device=device_of(placement, gpu),
             dtype=dtype,
             kv_budget_tokens=budgets[replica.id],
-            block_tokens=options.block_tokens,
+            block_tokens=block,
             max_batch=replica.max_batch,
             max_prefill_tokens=PREFILL_TOKENS,
             max_mixed_tokens=options.chunk_tokens,
             reuse_prefixes=options.reuse_prefixes,
             kv_transport=options.kv_transport,
+            kv_links=emulated.get(gpu, ()),
             host="127.0.0.1",
             secret=secret,
             threads=len(cores.get(gpu, (0,))),

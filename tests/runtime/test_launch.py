@@ -9,8 +9,11 @@ import httpx
 import pytest
 from served import Server, alive, listens, make_placement
 
+from cluster_specs.loader import accelerator_of
 from cost_model.architecture import ModelArchitecture
+from cost_model.hardware import interconnect_link
 from runtime.launcher.configure import configurations, device_of
+from runtime.options import EngineOptions
 from runtime.room import kv_budgets
 from runtime.router import Route, routes_of
 
@@ -186,6 +189,25 @@ def test_every_worker_is_told_its_replica_and_the_same_secret(model_folder):
     assert len({each.secret for each in told.values()}) == 1
     assert {each.dtype for each in told.values()} == {"float32"}
     assert told["box/4"].replica == "decode-0" and told["box/4"].stages[0].workers == ("box/3", "box/4")
+
+
+def test_emulated_links_are_those_of_the_cluster_between_the_ends_of_routes(model_folder):
+    placement = make_placement(model_folder)
+    told = configurations(placement, model_folder, "bfloat16", EngineOptions(emulate_links=True))
+    ends = {replica.id: replica.gpus for replica in placement.replicas}
+    wanted = {
+        (source, target)
+        for route in placement.routes
+        for source in ends[route.from_]
+        for target in ends[route.to]
+    }
+    links = [link for each in told.values() for link in each.kv_links]
+    assert {(link.source, link.destination) for link in links} == wanted
+    assert all(link.source == gpu for gpu, each in told.items() for link in each.kv_links)
+    shared_memory, _ = interconnect_link("shared-memory", accelerator_of(placement.cluster, "Core"))
+    speeds = (shared_memory.bandwidth_bytes_s, shared_memory.latency_s)
+    assert {(link.bandwidth_bytes_s, link.latency_s) for link in links} == {speeds}
+    assert not any(each.kv_links for each in configurations(placement, model_folder, "bfloat16").values())
 
 
 def test_routes_follow_the_flows_and_colocated_replicas_are_routes_to_themselves(model_folder):
