@@ -101,8 +101,11 @@ def whole_model(folder: Path, dtype: str = "auto") -> DecoderStage:
 
 def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Tensor:
     """Last-token logits [prompts, vocab], each prompt in two steps: before and from token `cut` on."""
-    cache = PagedCache(CacheShape(stage.part, stage.spec.head_dim, stage.dtype, CPU), 64, 4)
-    tables = [list(range(n * 20, n * 20 + 11)) for n in range(len(prompts))]
+    blocks = -(-max(map(len, prompts)) // 4)
+    cache = PagedCache(
+        CacheShape(stage.part, stage.spec.head_dim, stage.dtype, CPU), blocks * len(prompts), 4
+    )
+    tables = [list(range(n, blocks * len(prompts), len(prompts))) for n in range(len(prompts))]
     logits = None
     for first, end in ((0, cut), (cut, None)) if cut else ((0, None),):
         parts = [prompt[first:end] for prompt in prompts]
