@@ -1,7 +1,7 @@
 """Everything that crosses a process: one small set of typed messages, versioned, in msgpack.
 
 Grouped by direction. On a byte stream each message is one frame: 4 bytes little-endian length, then
-the msgpack of the tagged struct. `KvSlice` alone is followed by raw bytes (its `payload_bytes`).
+the msgpack of the tagged struct. `KvSlice` alone may be followed by raw bytes, if the pair agreed on that.
 The transport (a socket pair here, a network stream elsewhere) knows frames, never their content.
 """
 
@@ -73,6 +73,15 @@ class StageShape(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     end_layer: int
 
 
+class KvLink(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """An emulated link for KV caches from one worker to another: no faster, and each message so late."""
+
+    source: str
+    destination: str
+    bandwidth_bytes_s: float
+    latency_s: float = 0.0
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Log probability of the chosen token and of the most likely ones (id, logprob), best first."""
 
@@ -104,7 +113,8 @@ class Configure(Message, frozen=True):
 
     The KV cache has room for kv_budget_tokens, in whole blocks of block_tokens. A step runs at most
     max_prefill_tokens tokens, and at most max_mixed_tokens while requests decode along. threads and cores (of
-    the CPU; none: any) are for the worker's own computation.
+    the CPU; none: any) are for the worker's own computation. kv_transport names the way of KV caches that
+    leave here; "auto" is the best that both sides have.
     """
 
     protocol: int
@@ -125,18 +135,20 @@ class Configure(Message, frozen=True):
     secret: str
     threads: int
     cores: tuple[int, ...] = ()
+    kv_transport: str = "auto"
 
 
 class Connect(Message, frozen=True):
     """Where every worker listens (host, port), and every replica's stages: enough for any route.
 
     Sent again to workers that are ready, it tells them of replicas that have come, gone or moved.
-    store_port is the port of this replica's rendezvous store on its lead.
+    store_port is the port of this replica's rendezvous store on its lead. kv_links are the emulated ones.
     """
 
     peers: dict[str, tuple[str, int]]
     replicas: dict[str, tuple[StageShape, ...]]
     store_port: int
+    kv_links: tuple[KvLink, ...] = ()
 
 
 class Shutdown(Message, frozen=True):
@@ -374,9 +386,45 @@ class KvSent(Message, frozen=True):
     worker: str
 
 
+class KvOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A transport that a sender has, and what a receiver must know to use it (a name of memory, say)."""
+
+    transport: str
+    handle: str
+
+
+class KvOpen(Message, frozen=True):
+    """First frame after the Hello of a KV connection: the sender's pool, and its transports, best first.
+
+    The pool holds layers [first, end) x global KV heads [first, end) of `slots` tokens. host is equal for
+    processes that can share memory. Answered by KvOpened.
+    """
+
+    host: str
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+    slots: int
+    head_dim: int
+    dtype: str
+    offers: tuple[KvOffer, ...]
+
+
+class KvOpened(Message, frozen=True):
+    """The transport that the receiver takes; "" for none, and why."""
+
+    transport: str
+    problem: str = ""
+
+
 class KvSlice(Message, frozen=True):
     """Header of a part of a request's KV cache: layers [first, end) x global KV heads [first, end) x tokens
-    [first, end). `payload_bytes` in C order (layer, key/value, token, head, head_dim) follow."""
+    [first, end), of `payload_bytes`. The tokens of a (layer, head) cell come in order. Answered by KvTaken.
+
+    If the receiver pulls, `runs` are the slots [first, end) of these tokens in the sender's pool; they stay
+    as they are until the answer. Otherwise the payload follows.
+    """
 
     request_id: str
     first_layer: int
@@ -386,13 +434,21 @@ class KvSlice(Message, frozen=True):
     first_token: int
     end_token: int
     payload_bytes: int
+    runs: tuple[tuple[int, int], ...] = ()
+
+
+class KvTaken(Message, frozen=True):
+    """The receiver has, or has no use for, so many further slices, in the order they were sent."""
+
+    slices: int
 
 
 SupervisorToWorker = Configure | Connect | Shutdown | Expect | Prefill | Decode | Cancel | Ping
 WorkerToSupervisor = (
     Listening | Ready | Failed | Pong | Reserved | StepOutput | KvMoved | RequestFailed | Released
 )
-WorkerToWorker = Hello | Step | Arrival | Arranged | Release | StepResult | KvLanded | KvSent | KvSlice
+KvConnection = KvOpen | KvOpened | KvSlice | KvTaken
+WorkerToWorker = Hello | Step | Arrival | Arranged | Release | StepResult | KvLanded | KvSent | KvConnection
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SupervisorToWorker | WorkerToSupervisor | WorkerToWorker)

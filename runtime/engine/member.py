@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from runtime.engine.cache import CacheShape, PagedCache
-from runtime.engine.kv.receive import KvReceiver
-from runtime.engine.kv.send import KvSender
+from runtime.engine.cache import CacheShape
+from runtime.engine.kv import KvReceiver, KvSender, shared_cache
 from runtime.engine.models.base import DecoderStage
 from runtime.engine.runner import StageRunner
 from runtime.kv_layout import KvTransfer, outgoing
@@ -51,16 +50,27 @@ class Member:
         self._replicas = connect.replicas
         self._report = report
         shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
-        self.cache = PagedCache(shape, config.kv_budget_tokens // config.block_tokens, config.block_tokens)
+        blocks = config.kv_budget_tokens // config.block_tokens
+        self.cache, shared = shared_cache(shape, blocks, config.block_tokens)
         self.tables: dict[str, list[int]] = {}
         self.receiver = KvReceiver(config.worker, self.cache, report, self._failed)
-        self._sender = KvSender(hello(config, "kv"), self.cache, connect.peers, self._sent, self._failed)
+        self._sender = KvSender(
+            hello(config, "kv"),
+            self.cache,
+            connect.peers,
+            self._sent,
+            self._failed,
+            shared=shared,
+            transport=config.kv_transport,
+            links=connect.kv_links,
+        )
         self._sending: set[str] = set()
         self._runner = StageRunner(stage, self.cache, self.tables)
 
     def reconnect(self, connect: Connect) -> None:
         """Other replicas have come, gone or moved; the own one is as it was."""
-        self._replicas, self._sender.peers = connect.replicas, connect.peers
+        self._replicas = connect.replicas
+        self._sender.reconnect(connect.peers, connect.kv_links)
 
     def knows(self, replica: str) -> bool:
         """Whether KV can be sent to a replica."""

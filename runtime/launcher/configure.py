@@ -92,6 +92,7 @@ def configurations(
             max_prefill_tokens=PREFILL_TOKENS,
             max_mixed_tokens=options.chunk_tokens,
             reuse_prefixes=options.reuse_prefixes,
+            kv_transport=options.kv_transport,
             host="127.0.0.1",
             secret=secret,
             threads=len(cores.get(gpu, (0,))),

@@ -1,0 +1,117 @@
+"""KV payloads through shared memory: the receiver reads the sender's pool, one copy in all."""
+
+from __future__ import annotations
+
+import select
+
+from runtime.engine.cache import PagedCache
+from runtime.engine.kv.base import Incoming, Outgoing, Transport, Unavailable
+from runtime.engine.kv.cells import Runs, as_bytes, copy_tokens, pieces, pool_view
+from runtime.engine.kv.landing import Landing
+from runtime.engine.kv.pool import MappedPool, host_identity
+from runtime.messages import KvOpen, KvSlice
+from runtime.transport import Connection
+
+_PIECE_BYTES = 2 * 1024 * 1024  # how long a landing's close may have to wait: a fraction of a millisecond
+
+
+class SharedMemory(Transport):
+    """Two processes of a host, both with pools in CPU memory."""
+
+    name, pulls, window = "shm", True, 3
+
+    def offer(self, connection: Connection) -> str:
+        """Where the pool can be found."""
+        if self.shared is None:
+            raise Unavailable("the sender's pool is not in shared memory")
+        return self.shared.handle
+
+    def outgoing(self, connection: Connection, handle: str) -> Outgoing:
+        """The sender's end."""
+        return HeaderOnly(connection)
+
+    def incoming(self, connection: Connection, opening: KvOpen, handle: str) -> Incoming:
+        """Map the sender's pool."""
+        if opening.host != host_identity():
+            raise Unavailable("the sender is on another host")
+        if self.cache.pool.device.type != "cpu":
+            raise Unavailable("the receiver's pool is not in CPU memory")
+        part_heads, part_layers = (
+            opening.end_head - opening.first_head,
+            opening.end_layer - opening.first_layer,
+        )
+        head_bytes = opening.head_dim * self.cache.shape.dtype.itemsize
+        try:
+            pool = MappedPool(handle, (part_layers, 2, opening.slots, part_heads, head_bytes))
+        except (OSError, ValueError) as error:
+            raise Unavailable(f"the sender's memory can't be opened: {error}") from error
+        return _Incoming(connection, self.cache, opening, pool)
+
+
+class HeaderOnly(Outgoing):
+    """The sender's end of every transport that pulls."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, header: KvSlice, runs: Runs) -> None:
+        """Say where the slice is."""
+        self._connection.send(header)
+
+
+class _Incoming(Incoming):
+    def __init__(self, connection: Connection, cache: PagedCache, opening: KvOpen, pool: MappedPool) -> None:
+        self._connection, self._cache, self._opening, self._pool = connection, cache, opening, pool
+
+    def receive(self, header: KvSlice, landing: Landing | None) -> None:
+        if landing is None:
+            return
+        source_runs = checked_runs(header, self._opening)
+        first_head, end_head = (
+            head - self._opening.first_head for head in (header.first_head, header.end_head)
+        )
+        for piece in pieces(header, _PIECE_BYTES):
+            layers = slice(
+                piece.first_layer - self._opening.first_layer, piece.end_layer - self._opening.first_layer
+            )
+            source = self._pool.bytes[layers, :, :, first_head:end_head]
+            at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
+            with landing.writing() as is_open:
+                if not is_open:
+                    return
+                runs = landing.runs(piece.first_token, piece.end_token)
+                view = as_bytes(pool_view(self._cache, header, piece))
+                copy_tokens(view, runs, source, source_runs.between(at, end))
+        require_open(self._connection)
+
+
+def checked_runs(header: KvSlice, opening: KvOpen) -> Runs:
+    """The runs of a header, if all it names lies in the sender's pool.
+
+    Raises
+    ------
+    ConnectionError : it does not
+    """
+    inside = (
+        opening.first_layer <= header.first_layer < header.end_layer <= opening.end_layer
+        and opening.first_head <= header.first_head < header.end_head <= opening.end_head
+        and all(0 <= first < end <= opening.slots for first, end in header.runs)
+    )
+    runs = Runs(header.runs)
+    if not inside or runs.tokens != header.end_token - header.first_token:
+        raise ConnectionError("the slice is not in the sender's pool")
+    return runs
+
+
+def require_open(connection: Connection) -> None:
+    """A sender that gives its blocks to others before they are taken closes the connection first: what was
+    pulled from an open one is what was meant.
+
+    Raises
+    ------
+    ConnectionError : the sender has closed the connection
+    """
+    poll = select.poll()
+    poll.register(connection.stream, select.POLLRDHUP)
+    if poll.poll(0):
+        raise ConnectionError("the sender took its blocks back")
