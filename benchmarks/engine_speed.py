@@ -1,20 +1,20 @@
 """The torch engine beside transformers, vLLM on CPU and the limits of the machine.
 
-    python benchmarks/engine_speed.py [--dtypes float32,bfloat16] [--rounds 5] [--batches 1,8,32] [--attempts 1]
-        [--vllm-python PYTHON]
+    python benchmarks/engine_speed.py [--dtypes float32,bfloat16] [--rounds 5] [--batches 1,8,32]
+        [--attempts 1] [--vllm-python PYTHON]
 
 A random Llama of 82 million parameters on all cores of this machine: prompts of 128 tokens with 64 new ones,
 greedy, at each batch size; then prompts of 512 tokens with a single new one. Every side is a process of its
-own that has loaded once (speed_*.py); in every round each gets the same new random prompts, one side after the
-other. Ours is one colocated worker behind the coordinator, without HTTP. vLLM needs its python with
---vllm-python; transformers runs with either of its caches, vLLM compiled and eager: the better one counts, in
-every row.
+own that has loaded once (speed_*.py); in every round each gets the same new random prompts, one side after
+the other. Ours is one colocated worker behind the coordinator, without HTTP. vLLM needs its python with
+--vllm-python; transformers runs with either of its caches, vLLM compiled and eager: the better one counts,
+in every row.
 
-Printed are medians of rounds, in tokens/s: `overall` from handing the prompts over to the last token, `decode`
-from when all requests have their first token until one has its last, `prefill` of the prompts' tokens until
-all have their first. `least` and `most` are of the rounds' decode (or prefill). Where other programs took more
-than 2 % of the machine's time, a measurement is repeated up to --attempts times and the least disturbed counts;
-the last column has their share at worst.
+Printed are medians of rounds, in tokens/s: `overall` from handing the prompts over to the last token,
+`decode` from when all requests have their first token until one has its last, `prefill` of the prompts'
+tokens until all have their first. `least` and `most` are of the rounds' decode (or prefill). Where other
+programs took more than 2 % of the machine's time, a measurement is repeated up to --attempts times and the
+least disturbed counts; the last column has their share at worst.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Seen:
-    """Tokens/s of one run of a case; `rate` is that of decode steps, or of the prefill if nothing else runs."""
+    """Tokens/s of one run of a case; `rate` is that of decode steps, or of the prefill if there are none."""
 
     overall: float
     rate: float
@@ -176,9 +176,8 @@ def compare(sides: list[Side], cases: list[Case], options: argparse.Namespace) -
         answers: dict[str, list[dict[str, Any]]] = defaultdict(list)
         disturbed: dict[str, float] = defaultdict(float)
         for turn in range(options.rounds):
-            for k in range(len(sides)):
-                side = sides[(turn + k) % len(sides)]
-                seed = rng.random() if k == 0 else seed
+            seed, first = rng.random(), turn % len(sides)
+            for side in sides[first:] + sides[:first]:
                 answer, others = measure(side, case, seed, options.attempts)
                 answers[side.name].append(answer)
                 disturbed[side.name] = max(disturbed[side.name], others)

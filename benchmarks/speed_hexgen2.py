@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 from speed_side import Channel
 
 from hexgen2.placement import Placement
@@ -20,6 +19,7 @@ from runtime.generation import Generation
 from runtime.launcher.configure import configurations
 from runtime.launcher.local import LocalLauncher
 from runtime.messages import Sampling
+from runtime.options import EngineOptions
 from runtime.replica import Replica
 from runtime.room import growth_tokens
 from runtime.router import Router, routes_of
@@ -28,10 +28,7 @@ from runtime.router import Router, routes_of
 async def main(checkpoint: str, dtype: str, path: str) -> None:
     """Answer cases on the placement's replicas."""
     channel, placement, launcher = Channel(), Placement.load(Path(path)), LocalLauncher()
-    told = {
-        worker: msgspec.structs.replace(configuration, dtype=dtype)
-        for worker, configuration in configurations(placement, Path(checkpoint), dtype).items()
-    }
+    told = configurations(placement, Path(checkpoint), dtype, EngineOptions(dtype=dtype))
     try:
         links = await launcher.start(told, lambda line: print(line, file=sys.stderr))
         replicas = {

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import torch
 from speed_side import Channel
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 
 class Watch(StoppingCriteria):
@@ -29,7 +30,7 @@ class Watch(StoppingCriteria):
 def main(checkpoint: str, dtype: str, cache: str) -> None:
     """Answer cases; `cache` is "dynamic" or "static"."""
     channel = Channel()
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa")
+    model: Any = LlamaForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa")
     model.generation_config.eos_token_id = None
     channel.ready()
     for case in channel:
