@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import json
 import os
 import signal
@@ -158,11 +159,18 @@ async def _serve(
             metrics.watch(coordinator)
             app = create_app(Service(placement, coordinator, tokenizer, metrics), api_key)
             coordinator.start()
+            _freeze_what_stays()
             await _serve_http(app, listener, coordinator, stopping, _banner(placement, listener))
     finally:
         await launcher.stop()
     _report("stopped")
     return 0
+
+
+def _freeze_what_stays() -> None:
+    """Keep what was loaded out of later collections: one over all of it stops every stream for 0.2 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def _stop_signals(launcher: Launcher) -> asyncio.Event:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from cost_model.errors import HexGen2Error
 from runtime.api.text import Detokenizer, StopStrings
@@ -28,6 +31,16 @@ class Piece:
     finish_reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How tokens become the text of an answer: stop strings end it, and are shown only if `show_stop` (as are
+    the texts of end tokens)."""
+
+    stops: tuple[str, ...] = ()
+    show_stop: bool = False
+    skip_special_tokens: bool = True
+
+
 class Answer:
     """All choices of a request: n per prompt, prompt by prompt.
 
@@ -36,7 +49,7 @@ class Answer:
     prompts : token ids of each prompt
     sampling : of the first choice; the others of a prompt differ in their seed
     choices : per prompt
-    stops : stop strings
+    text_rules : of every choice
 
     Raises
     ------
@@ -50,9 +63,9 @@ class Answer:
         prompts: Sequence[list[int]],
         sampling: Sampling,
         choices: int,
-        stops: Sequence[str],
+        text_rules: TextRules,
     ) -> None:
-        self._coordinator, self._tokenizer, self._stops = coordinator, tokenizer, stops
+        self._coordinator, self._tokenizer, self._text_rules = coordinator, tokenizer, text_rules
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.generations: list[Generation] = []
         self._pieces: asyncio.Queue[Piece | HexGen2Error] = asyncio.Queue()
@@ -123,12 +136,15 @@ class Answer:
         }
 
     async def _follow(self, index: int, generation: Generation) -> None:
-        detokenizer = Detokenizer(self._tokenizer.decode, generation.prompt)
-        stop = StopStrings(self._stops)
+        rules, min_tokens = self._text_rules, generation.sampling.min_tokens
+        decode = partial(self._tokenizer.decode, skip_special_tokens=rules.skip_special_tokens)
+        detokenizer = Detokenizer(decode, generation.prompt)
+        stop = StopStrings(rules.stops, rules.show_stop)
         try:
             async for output in generation:
                 reason = output.finish_reason
-                text = stop.push("" if reason == "stop" else detokenizer.push(output.token))
+                hidden = reason == "stop" and not rules.show_stop
+                text = stop.push("" if hidden else detokenizer.push(output.token), output.index >= min_tokens)
                 if reason and not stop.met:
                     text += stop.push(detokenizer.finish())
                 if stop.met:
@@ -143,8 +159,4 @@ class Answer:
 
 
 def _reseeded(sampling: Sampling, number: int) -> Sampling:
-    if number == 0:
-        return sampling
-    fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
-    fields["seed"] = (sampling.seed + number * SEED_STRIDE) & SEED_MASK
-    return Sampling(**fields)
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + number * SEED_STRIDE) & SEED_MASK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,10 +36,22 @@ def completions_router(service: Service) -> APIRouter:
             raise bad_request(f"prompts times n must be from 1 to {MAX_CHOICES}", "prompt")
         logprobs = -1 if body.logprobs is None else body.logprobs
         answer = service.answer(body, prompts, body.max_tokens or DEFAULT_MAX_TOKENS, logprobs)
-        stream = partial(_chunks, service, body, answer) if body.stream else None
-        return await respond(request, answer, stream, partial(_whole, service, body, answer))
+        echoes = _echoes(service, body, prompts)
+        stream = partial(_chunks, service, body, answer, echoes) if body.stream else None
+        return await respond(request, answer, stream, partial(_whole, service, body, answer, echoes))
 
     return router
+
+
+def _echoes(service: Service, body: CompletionRequest, prompts: Sequence[list[int]]) -> list[str]:
+    """What each choice's text begins with: its prompt, if the client asks for that."""
+    if not body.echo:
+        return [""] * (len(prompts) * (body.n or 1))
+    texts = [
+        given if isinstance(given, str) else service.tokenizer.decode(given, body.skip_special_tokens)
+        for given in body.prompts
+    ]
+    return [text for text in texts for _ in range(body.n or 1)]
 
 
 def _envelope(service: Service) -> dict[str, Any]:
@@ -55,8 +67,10 @@ def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reaso
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason or None}
 
 
-async def _whole(service: Service, body: CompletionRequest, answer: Answer) -> Response:
-    texts = [""] * len(answer.generations)
+async def _whole(
+    service: Service, body: CompletionRequest, answer: Answer, echoes: Sequence[str]
+) -> Response:
+    texts = list(echoes)
     reasons = [""] * len(answer.generations)
     logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.generations]
     async for piece in answer.pieces():
@@ -73,7 +87,11 @@ async def _whole(service: Service, body: CompletionRequest, answer: Answer) -> R
 
 
 async def _chunks(
-    service: Service, body: CompletionRequest, answer: Answer, pieces: AsyncIterator[Piece]
+    service: Service,
+    body: CompletionRequest,
+    answer: Answer,
+    echoes: Sequence[str],
+    pieces: AsyncIterator[Piece],
 ) -> AsyncIterator[dict[str, Any]]:
     """A chunk for each token, so that a client can measure; some have no text, as in vLLM's answers."""
     envelope = _envelope(service)
@@ -83,6 +101,7 @@ async def _chunks(
         if body.logprobs is not None:
             logprobs[piece.choice].add(piece.output)
             details = logprobs[piece.choice].take()
-        yield {**envelope, "choices": [_choice(piece.choice, piece.text, details, piece.finish_reason)]}
+        text = piece.text if piece.output.index else echoes[piece.choice] + piece.text
+        yield {**envelope, "choices": [_choice(piece.choice, text, details, piece.finish_reason)]}
     if body.stream_options and body.stream_options.include_usage:
         yield {**envelope, "choices": [], "usage": answer.usage(), "hexgen2": answer.trace()}

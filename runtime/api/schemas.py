@@ -1,13 +1,53 @@
-"""OpenAI's request bodies, as far as they are served; what is not served is refused, never ignored."""
+"""OpenAI's request bodies with vLLM's extensions; what is not served is refused, never ignored."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
 TokenId = Annotated[int, Field(ge=0)]
+TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+
+
+def _off(*harmless: Any) -> AfterValidator:
+    """Of an option that is not served: null, or what changes nothing."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in harmless:
+            raise _refusal("is not supported")
+        return value
+
+    return AfterValidator(check)
+
+
+def _refusal(text: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", text)  # type: ignore[arg-type]
+
+
+class NotServed(BaseModel):
+    """Options of OpenAI and vLLM that would change the answer, and are refused."""
+
+    suffix: Annotated[Any, _off("")] = None
+    tools: Annotated[Any, _off([])] = None
+    tool_choice: Annotated[Any, _off("none", "auto")] = None
+    functions: Annotated[Any, _off([])] = None
+    response_format: Annotated[Any, _off({"type": "text"})] = None
+    structured_outputs: Annotated[Any, _off()] = None
+    guided_json: Annotated[Any, _off()] = None
+    guided_regex: Annotated[Any, _off()] = None
+    guided_choice: Annotated[Any, _off()] = None
+    guided_grammar: Annotated[Any, _off()] = None
+    prompt_logprobs: Annotated[Any, _off()] = None
+    allowed_token_ids: Annotated[Any, _off()] = None
+    bad_words: Annotated[Any, _off([])] = None
+    use_beam_search: Annotated[Any, _off(False)] = None
+    truncate_prompt_tokens: Annotated[Any, _off()] = None
+    add_special_tokens: Annotated[Any, _off(True)] = None
 
 
 class StreamOptions(BaseModel):
@@ -16,7 +56,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(NotServed):
     """What completions and chat completions have in common."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -27,41 +67,30 @@ class GenerateRequest(BaseModel):
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100, allow_inf_nan=False)
+    logit_bias: dict[TokenIdText, Bias] | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
     max_tokens: int | None = Field(default=None, ge=1)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     seed: int | None = None
     ignore_eos: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_not_served(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            raise ValueError("must be a JSON object")
-        for key, harmless in _NOT_SERVED.items():
-            if body.get(key) not in harmless:
-                raise ValueError(f"{key} is not supported")
-        return body
 
     @property
     def stop_strings(self) -> list[str]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
 
-
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
-    "suffix": (None, ""),
-    "echo": (None, False),
-    "tools": (None, []),
-    "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
-}
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """logit_bias with token ids as numbers."""
+        return tuple({int(token): bias for token, bias in (self.logit_bias or {}).items()}.items())
 
 
 class CompletionRequest(GenerateRequest):
@@ -70,12 +99,21 @@ class CompletionRequest(GenerateRequest):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: int | None = Field(default=None, ge=0, le=20)
     best_of: int | None = None
+    echo: bool | None = None
 
-    @model_validator(mode="after")
-    def _best_of_is_n(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n or 1):
-            raise ValueError("best_of is supported only where it equals n")
-        return self
+    @field_validator("best_of")
+    @classmethod
+    def _best_of_is_n(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        if best_of not in (None, info.data.get("n") or 1):
+            raise _refusal("is supported only where it equals n")
+        return best_of
+
+    @field_validator("echo")
+    @classmethod
+    def _echo_has_no_logprobs(cls, echo: bool | None, info: ValidationInfo) -> bool | None:
+        if echo and info.data.get("logprobs") is not None:
+            raise _refusal("is not supported with logprobs: those of the prompt are not known")
+        return echo
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -115,9 +153,13 @@ class ChatRequest(GenerateRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: Annotated[Any, _off(False)] = None
+    continue_final_message: Annotated[Any, _off(False)] = None
+    add_generation_prompt: Annotated[Any, _off(True)] = None
 
-    @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
-        return self
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs_need_logprobs(cls, top_logprobs: int | None, info: ValidationInfo) -> int | None:
+        if top_logprobs is not None and not info.data.get("logprobs"):
+            raise _refusal("needs logprobs to be true")
+        return top_logprobs

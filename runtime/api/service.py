@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hexgen2.placement import Placement
-from runtime.api.answer import SEED_MASK, Answer
+from runtime.api.answer import SEED_MASK, Answer, TextRules
 from runtime.api.errors import ApiError, bad_request
 from runtime.api.metrics import Metrics
 from runtime.api.schemas import GenerateRequest
@@ -74,13 +74,30 @@ class Service:
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=max(body.top_k or 0, 0),
+            min_p=body.min_p or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            logit_bias=body.biases,
             seed=secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK,
+            min_tokens=body.min_tokens or 0,
             max_tokens=max_tokens or self.context_tokens - longest,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-            ignore_eos=body.ignore_eos,
+            stop_token_ids=self._end_tokens(body),
             logprobs=logprobs,
         )
-        return Answer(self.coordinator, self.tokenizer, prompts, sampling, body.n or 1, body.stop_strings)
+        if sampling.min_tokens > sampling.max_tokens:
+            message = (
+                f"min_tokens is {sampling.min_tokens}, more than the {sampling.max_tokens} of the answer"
+            )
+            raise bad_request(message, "min_tokens")
+        self._check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
+        self._check_tokens(body.stop_token_ids or (), "stop_token_ids")
+        rules = TextRules(tuple(body.stop_strings), body.include_stop_str_in_output, body.skip_special_tokens)
+        return Answer(self.coordinator, self.tokenizer, prompts, sampling, body.n or 1, rules)
+
+    def _end_tokens(self, body: GenerateRequest) -> tuple[int, ...]:
+        own = () if body.ignore_eos else self.tokenizer.stop_token_ids
+        return tuple(sorted({*own, *(body.stop_token_ids or ())}))
 
     def _check_prompts(self, prompts: Sequence[list[int]], longest: int, max_tokens: int | None) -> None:
         if not all(prompts):
@@ -92,9 +109,13 @@ class Service:
                 f"{longest + (max_tokens or 1)} ({longest} in the prompt, {max_tokens or 1} in the answer)"
             )
             raise bad_request(message, "prompt", "context_length_exceeded")
+        for prompt in prompts:
+            self._check_tokens(prompt, "prompt")
+
+    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
         vocabulary = self.placement.model.vocab
-        if any(max(prompt) >= vocabulary for prompt in prompts):
-            raise bad_request(f"a token id is outside the vocabulary of {vocabulary}", "prompt")
+        if max(tokens, default=0) >= vocabulary:
+            raise bad_request(f"a token id is outside the vocabulary of {vocabulary}", param)
 
     def health(self) -> dict[str, Any]:
         """ "ok", or "degraded" and why."""

@@ -55,27 +55,40 @@ def _complete(text: str) -> str:
 
 
 class StopStrings:
-    """Passes text on until a stop string appears; holds back what may be the start of one."""
+    """Passes text on until a stop string ends; holds back what may be the start of one.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    Of several, the one that ends first counts. It is shown, as the last text, only if `show`.
+    """
+
+    def __init__(self, stops: Sequence[str], show: bool = False) -> None:
+        self._stops, self._show = tuple(stops), show
         self._held = ""
         self.met = False
 
-    def push(self, text: str) -> str:
-        """The text that is safe to show; after a stop string (`met`) there is none."""
+    def push(self, text: str, may_end: bool = True) -> str:
+        """The text that is safe to show; after a stop string (`met`) there is none. A stop string that ends
+        in a text that may not end the answer is text as any other."""
         if self.met:
             return ""
-        self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
+        before, self._held = len(self._held), self._held + text
+        if may_end and (found := self._first_end(before)):
+            end, start = found
             self.met = True
-            shown, self._held = self._held[: min(found)], ""
+            shown, self._held = self._held[: end if self._show else start], ""
             return shown
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
+
+    def _first_end(self, before: int) -> tuple[int, int] | None:
+        """End and start of the stop string that ends first, after the first `before` characters held."""
+        found = []
+        for stop in self._stops:
+            start = self._held.find(stop, max(0, before - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start))
+        return min(found, default=None)
 
     def finish(self) -> str:
         """What was held back and did not become a stop string."""

@@ -83,9 +83,9 @@ class ModelTokenizer:
         size = sum(len(message["content"]) for message in messages)
         return await self._run(size, lambda: self._encode_chat(messages))
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of token ids, special tokens left out."""
-        return self._core.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self._core.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token: int) -> str:
         """The text of one token alone, special tokens included."""

@@ -1,9 +1,11 @@
 """Products with weight matrices: as F.linear gives them, from a copy laid out for the processor where
 that is faster.
 
-oneDNN's packed layout makes products on CPUs two to three times as fast as the plain one, at every
-number of rows. torch's compiler uses it through operators that are not public, so a small product is
-tried first: without them, or where they give something else, F.linear stays.
+oneDNN's packed layout makes products on CPUs up to two and a half times as fast as the plain one in float32,
+and up to 1.7 times in bfloat16 (AVX-512, one thread). A call costs some 10 us more, so small matrices stay
+plain, and the first product of each shape and number of rows 1 ms more. torch's compiler uses it through
+operators that are not public, so a small product is tried first: without them, or where they give something
+else, F.linear stays.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 _PACKABLE = (torch.float32, torch.bfloat16)  # float16 needs instructions that few processors have
+_SMALL = 1 << 16  # values; about here both take the same time for a few rows
 
 
 class Linear:
@@ -26,8 +29,8 @@ class Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        on_cpu = weight.device.type == "cpu" and weight.numel() > 0
-        self._packed = on_cpu and weight.dtype in _PACKABLE and _packing_works(weight.dtype)
+        worth_it = weight.device.type == "cpu" and weight.numel() > _SMALL
+        self._packed = worth_it and weight.dtype in _PACKABLE and _packing_works(weight.dtype)
         self._weight = _pack(weight) if self._packed else weight
         self._bias = bias
 

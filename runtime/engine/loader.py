@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ _SINGLE = "model.safetensors"
 _REMEDY = "download the checkpoint again"
 _STORED = ("F32", "F16", "BF16", "F64")
 _CHUNK_BYTES = 16 << 20
+_LARGE_BYTES = 1 << 20
 
 Cut = tuple[int, int, int]
 """Part of a dimension: its whole size, first and end."""
@@ -83,8 +85,13 @@ class Checkpoint:
         self._files = self._locate()
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """Room for a tensor, of the checkpoint's type on its device."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        """Room for a tensor, of the checkpoint's type on its device. Large ones on a CPU have a mapping of
+        their own: once they are packed and given up they leave no holes in the heap."""
+        size = math.prod(shape)
+        if self.device.type != "cpu" or size * self.dtype.itemsize < _LARGE_BYTES:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        mapping = mmap.mmap(-1, size * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(mapping, dtype=self.dtype).view(shape)
 
     def read(
         self,

@@ -3,6 +3,7 @@
 import httpx
 import openai
 import pytest
+from reference import Reference
 from served import KEY, SECONDS, Server
 from tokenizer_files import write_model
 
@@ -13,6 +14,11 @@ def model_folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     write_model(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def reference(model_folder):
+    return Reference(model_folder)
 
 
 @pytest.fixture(scope="session")

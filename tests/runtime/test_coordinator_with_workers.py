@@ -92,7 +92,9 @@ def test_a_kv_transfer_that_breaks_fails_its_request_alone_and_frees_both_sides(
             tell_addresses(cluster, links, **{"d/1": 1})
             for _ in range(4):  # more in all than a replica has room for, unless it comes back
                 broken, beside = ask(coordinator, TO_D, 120), ask(coordinator, TO_E)
-                with pytest.raises(Unavailable, match=r"replica p gave up .* sending KV cache to d/1 failed"):
+                with pytest.raises(
+                    Unavailable, match=r"replica p gave up .* sending the KV cache to d/1 failed"
+                ):
                     await tokens_of(broken)
                 assert await tokens_of(beside) == answer
                 await settle(coordinator)

@@ -163,7 +163,7 @@ def test_a_follower_that_has_lost_sight_of_the_target_fails_the_request(folder: 
 
 
 def test_decode_beyond_its_room_fails_alone(cluster: Cluster, answer: list[int]) -> None:
-    for name, token, limit in (("outgrows", 5, 60), ("no such token", VOCAB, 4)):
+    for name, token, limit in (("outgrows", 5, BUDGET + 1), ("no such token", VOCAB, 4)):
         rule = Sampling(max_tokens=20)
         cluster.submit(name, PROMPT, rule, "p", "d", hold=True)
         cluster.wait(name, lambda o: o.reserved is True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import (
     LAYERS,
+    VOCAB,
     WRITERS,
     write_llama,
     write_mistral,
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
+from runtime.engine import linear
 from runtime.engine.attention import Batch
 from runtime.engine.cache import CacheShape, PagedCache
 from runtime.engine.models import load_stage
@@ -86,6 +88,12 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in models of a useful size; the worker processes of other tests keep their small matrices plain."""
+    monkeypatch.setattr(linear, "_SMALL", 0)
+
+
 def whole_model(folder: Path, dtype: str = "auto") -> DecoderStage:
     stages = (StageShape(workers=("w",), first_layer=0, end_layer=LAYERS),)
     return load_stage(str(folder), dtype, CPU, Links(Place.find(stages, "w"), CPU))
@@ -105,13 +113,14 @@ def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Te
 
 
 def amend(folder: Path, **values: object) -> None:
-    """Change values of a checkpoint's config.json; None is as good as no value."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
+    """Change values of a checkpoint's config.json, or take them out with None."""
+    config = {**json.loads((folder / "config.json").read_text()), **values}
+    kept = {key: value for key, value in config.items() if key not in values or value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
 
 
-def reference(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def reference(folder: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.inference_mode():
         return torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
 
@@ -153,6 +162,47 @@ def test_the_cost_model_knows_windows_of_all_layers(
     assert architecture_from_folder(folder).sliding_window == window
     amend(folder, layer_types=None)
     assert architecture_from_folder(folder).sliding_window == window
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_half_precision_is_as_exact_as_in_transformers(tmp_path: Path, family: str) -> None:
+    folder = WRITERS[family](tmp_path / "model")
+    prompts = [*PROMPTS, *([(n * step) % VOCAB for n in range(1, 50)] for step in range(1, 8))]
+    with torch.inference_mode():
+        exact = reference(folder, prompts)
+        theirs = reference(folder, prompts, torch.bfloat16)
+        ours = run(whole_model(folder, "bfloat16"), prompts)
+    assert (ours - exact).abs().mean() < 1.3 * (theirs - exact).abs().mean()
+
+
+OPTIONAL = (
+    "rope_parameters",
+    "rms_norm_eps",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+)
+
+
+@pytest.mark.parametrize("family", sorted(set(WRITERS) - {"opt"}))
+def test_what_a_file_leaves_out_is_the_familys_default(tmp_path: Path, family: str) -> None:
+    folder = WRITERS[family](tmp_path / "model")
+    amend(folder, **dict.fromkeys(OPTIONAL))
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            run(whole_model(folder), PROMPTS), reference(folder, PROMPTS), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_scaling_in_the_words_of_older_files(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "model")
+    amend(folder, rope_parameters=None, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0})
+    with torch.inference_mode():
+        torch.testing.assert_close(run(whole_model(folder), PROMPTS), reference(folder, PROMPTS))
 
 
 def test_a_file_that_names_no_layer_types_means_the_same_windows(tmp_path: Path) -> None:

@@ -53,5 +53,7 @@ def test_the_sum_is_that_of_the_parts(seed):
     rng, room = random.Random(seed), Room(kv_budget_tokens=500, max_batch=9)
     for _ in range(300):
         name = rng.randrange(12)
-        rng.choice([room.grow, room.release, lambda n: n in room.held or room.hold(n, rng.randrange(9))])(name)
+        rng.choice([room.grow, room.release, lambda n: n in room.held or room.hold(n, rng.randrange(9))])(
+            name
+        )
         assert room.held_tokens == sum(room.held.values())

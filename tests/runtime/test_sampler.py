@@ -404,6 +404,13 @@ def test_the_largest_noise_of_a_vocabulary_is_as_large_as_it_should_be() -> None
     assert stats.kstest(torch.cat(largest).numpy() - math.log(vocab), "gumbel_r").pvalue > 1e-3
 
 
+def test_no_two_draws_have_the_same_noise() -> None:
+    """Keys of 32 bits would give about ten pairs that have."""
+    keys = draw_keys([(seed, index) for seed in range(300) for index in range(1000)], CPU)
+    noise = gumbel(token_hashes(2, CPU), keys)
+    assert len(noise.unique(dim=0)) == len(keys)
+
+
 def test_winners_of_one_draw_say_nothing_of_the_next() -> None:
     noise = gumbel(token_hashes(8, CPU), draw_keys([(5, index) for index in range(40_000)], CPU))
     winners = noise.argmax(-1).numpy()

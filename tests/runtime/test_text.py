@@ -69,6 +69,29 @@ def test_a_stop_string_cuts_wherever_the_chunks_break(text, stop, data):
     assert shown == text.partition(stop)[0]
 
 
+SEVERAL = ["ab", "abba", "bb", "baa"]
+
+
+@given(text=st.text(alphabet="ab", max_size=30), show=st.booleans(), free=st.integers(0, 12), data=st.data())
+def test_of_several_stop_strings_the_first_to_end_counts(text, show, free, data):
+    """However the text comes, it is as if it came letter by letter; the first `free` may not end it."""
+    ends = [
+        (end, end - len(stop))
+        for end in range(free + 1, len(text) + 1)
+        for stop in SEVERAL
+        if text[:end].endswith(stop)
+    ]
+    expected = text if not ends else text[: min(ends)[0] if show else min(ends)[1]]
+    checker, shown, at = StopStrings(SEVERAL, show), "", 0
+    while at < len(text) and not checker.met:
+        most = (free if at < free else len(text)) - at
+        size = data.draw(st.integers(1, max(1, min(most, len(text) - at))))
+        shown += checker.push(text[at : at + size], may_end=at >= free)
+        at += size
+    assert checker.met == bool(ends)
+    assert shown + checker.finish() == expected
+
+
 def test_without_stop_strings_text_passes_at_once():
     checker = StopStrings([])
     assert checker.push("abc") == "abc" and checker.finish() == "" and not checker.met

@@ -57,7 +57,7 @@ class MixtralStage(MistralStage):
 
     def _share_of_experts(self) -> tuple[range, Cut]:
         """The experts that this rank holds, and the part of each one's width."""
-        _, first, end = self.cut(self.spec.experts)
-        if self.spec.experts % self.place.tp:
-            return range(self.spec.experts), self.cut(self.spec.ffn)
+        experts, first, end = self.cut(self.spec.experts)
+        if experts % self.place.tp:
+            return range(experts), self.cut(self.spec.ffn)
         return range(first, end), (self.spec.ffn, 0, self.spec.ffn)
