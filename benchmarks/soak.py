@@ -53,8 +53,6 @@ TITLES = (
     "ended",
     "left",
     "waiting",
-    "RSS MB",
-    "front MB",
     "threads",
     "files",
     "preempted",
