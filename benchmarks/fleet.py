@@ -26,7 +26,7 @@ name: {cores}-cores
 nodes:
   - {{name: box, accelerators: Core:{cores}, interconnect: shared-memory, price_per_gpu_hour: 0}}
 accelerators:
-  Core: {{memory_gib: 2, bf16_dense_tflops: 0.05, memory_bandwidth_gbyte_s: 8, kind: cpu}}
+  Core: {{memory_gib: {memory_gib}, bf16_dense_tflops: 0.05, memory_bandwidth_gbyte_s: 8, kind: cpu}}
 """
 
 
@@ -52,11 +52,14 @@ def make_model(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def make_placement(work: Path, model: Path, colocated: bool, isl: int, osl: int) -> Path:
-    """One prefill and one decode replica of a core each, or one colocated replica of a single core."""
+def make_placement(
+    work: Path, model: Path, colocated: bool, isl: int, osl: int, memory_gib: float = 2
+) -> Path:
+    """One prefill and one decode replica, each on half of the machine's cores, or one colocated replica on
+    all of them."""
     name = "colocated" if colocated else "pair"
     cluster, placement = work / f"{name}.yaml", work / f"{name}.json"
-    cluster.write_text(CLUSTER.format(cores=1 if colocated else 2))
+    cluster.write_text(CLUSTER.format(cores=1 if colocated else 2, memory_gib=memory_gib))
     lengths = ["--isl", str(isl), "--osl", str(osl), "--strategy", "vllm" if colocated else "hexgen2"]
     command = [COMMAND, "search", "--cluster", str(cluster), "--model", str(model), *lengths]
     subprocess.run([*command, "-o", str(placement)], check=True, capture_output=True)

@@ -1,0 +1,66 @@
+"""A side of benchmarks/engine_speed.py: workers as `hexgen2 launch` starts them, behind the coordinator,
+without HTTP.
+
+python speed_hexgen2.py CHECKPOINT DTYPE PLACEMENT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from speed_side import Channel
+
+from hexgen2.placement import Placement
+from runtime.coordinator import Coordinator
+from runtime.generation import Generation
+from runtime.launcher.configure import configurations
+from runtime.launcher.local import LocalLauncher
+from runtime.messages import Sampling
+from runtime.options import EngineOptions
+from runtime.replica import Replica
+from runtime.room import growth_tokens
+from runtime.router import Router, routes_of
+
+
+async def main(checkpoint: str, dtype: str, path: str) -> None:
+    """Answer cases on the placement's replicas."""
+    channel, placement, launcher = Channel(), Placement.load(Path(path)), LocalLauncher()
+    told = configurations(placement, Path(checkpoint), dtype, EngineOptions(dtype=dtype))
+    try:
+        links = await launcher.start(told, lambda line: print(line, file=sys.stderr))
+        replicas = {
+            replica.id: Replica(
+                replica_id=replica.id,
+                role=replica.role,
+                lead=replica.gpus[0],
+                links={gpu: links[gpu] for gpu in replica.gpus},
+                kv_budget_tokens=told[replica.gpus[0]].kv_budget_tokens,
+                max_batch=replica.max_batch,
+                growth_tokens=growth_tokens(placement),
+            )
+            for replica in placement.replicas
+        }
+        coordinator = Coordinator(Router(routes_of(placement)), replicas)
+        coordinator.start()
+        channel.ready()
+        while (case := await asyncio.to_thread(channel.receive)) is not None:
+            sampling = Sampling(max_tokens=case["new_tokens"], ignore_eos=True)
+            begun = time.perf_counter()
+            requests = [coordinator.submit(prompt, sampling) for prompt in case["prompts"]]
+            times_s = await asyncio.gather(*(watch(request, begun) for request in requests))
+            channel.send({"times_s": times_s})
+        await coordinator.stop()
+    finally:
+        await launcher.stop()
+
+
+async def watch(request: Generation, begun: float) -> list[float]:
+    """When each token came, in seconds since `begun`."""
+    return [time.perf_counter() - begun async for _ in request]
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
