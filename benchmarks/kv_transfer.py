@@ -4,9 +4,9 @@
 
 `rates`: each transport against the same bytes without any KV cache: a socket's sendall and recv_into, a copy
 between two shared mappings, gloo's isend and irecv of one flat tensor. `shapes`: replicas of unlike shapes
-against like ones, the same total bytes. `overlap`: how much of a transfer a prefill hides that hands over layers
-one by one; its layers are matrix products, on the same cores. Bfloat16, 8 heads of 128, blocks of 16 tokens,
-scattered. The sides of a comparison take turns, after one unmeasured turn each; figures are medians.
+against like ones, the same total bytes. `overlap`: how much of a transfer a prefill hides that hands over one
+layer after another; its layers are matrix products, on the same cores. Bfloat16, 8 heads of 128, blocks of 16
+tokens. The sides of a comparison take turns, after one unmeasured turn each; figures are medians.
 """
 
 from __future__ import annotations
