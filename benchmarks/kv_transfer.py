@@ -4,14 +4,15 @@
 
 `rates`: each transport against the same bytes without any KV cache: a socket's sendall and recv_into, a copy
 between two shared mappings, gloo's isend and irecv of one flat tensor. `shapes`: replicas of unlike shapes
-against like ones, the same total bytes. `overlap`: how much of a transfer a prefill hides that hands over layer
-by layer; its layers are matrix products, on the same cores. Bfloat16, 8 heads of 128, blocks of 16 tokens,
-scattered. The sides of a comparison take turns, after one unmeasured turn each; figures are medians.
+against like ones, the same total bytes. `overlap`: how much of a transfer a prefill hides that hands over one
+layer after another; its layers are matrix products, on the same cores. Bfloat16, 8 heads of 128, blocks of 16
+tokens. The sides of a comparison take turns, after one unmeasured turn each; figures are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import mmap
 import multiprocessing
 import os
@@ -80,7 +81,7 @@ class Setting:
     destination: Stages
     kv_heads: int
     tokens: int
-    seed: int = 0
+    scattered: bool = True
 
     def cache(self, replica: Stages, worker: str) -> Any:
         """A worker's pool, four times what the request takes, all of it touched."""
@@ -96,8 +97,10 @@ class Setting:
         return -(-self.tokens // BLOCK_TOKENS)
 
     def table(self, seed: int) -> list[int]:
-        """Scattered blocks."""
-        order = np.random.default_rng(self.seed + seed).permutation(4 * self.blocks)
+        """Blocks of the request: anywhere, or in a row."""
+        if not self.scattered:
+            return list(range(seed, seed + self.blocks))
+        order = np.random.default_rng(seed).permutation(4 * self.blocks)
         return [int(block) for block in order[: self.blocks]]
 
     @property
@@ -216,7 +219,7 @@ class Sides:
     def layers(
         self, transport: str, links: Sequence[KvLink] = ()
     ) -> Callable[[Callable[[int], None]], tuple[float, float]]:
-        """A function that computes layers and hands each over; seconds to the last one computed, and to all landed."""
+        """A function that computes layers and hands each over; seconds until all are computed, and landed."""
         setting, sent = self.setting, queue.SimpleQueue[str]()
         senders, plans = dict[str, KvSender](), dict[str, tuple[KvTransfer, ...]]()
         for worker, (cache, shared) in self.caches.items():
@@ -293,18 +296,18 @@ def in_turns(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, li
 
 def rates(rounds: int) -> None:
     """Each transport against its bare self."""
-    print(f"{'transport':12}{'bytes':>10}{'GB/s':>8}{'bare':>8}{'share':>8}")
+    print(f"{'transport':12}{'blocks':>10}{'bytes':>10}{'GB/s':>8}{'bare':>8}{'share':>8}")
     one = stages("p", [(1, 0, LAYERS)]), stages("d", [(1, 0, LAYERS)])
-    for size in (64 * KB, 512 * KB, 4 * MB, 8 * MB, 64 * MB):
+    for size, scattered in itertools.product((64 * KB, 512 * KB, 4 * MB, 8 * MB, 64 * MB), (True, False)):
         tokens = size // (LAYERS * HEADS * HEAD_DIM * 2 * DTYPE.itemsize)
-        with Sides(Setting(*one, HEADS, tokens)) as both:
+        blocks = "anywhere" if scattered else "in a row"
+        with Sides(Setting(*one, HEADS, tokens, scattered)) as both:
             for transport in ("shm", "tcp", "gloo"):
                 taken = in_turns({"kv": both.move(transport), "bare": both.bare(transport)}, rounds)
                 kv_s, bare_s = (statistics.median(taken[name]) for name in ("kv", "bare"))
                 share = statistics.median(b / k for k, b in zip(taken["kv"], taken["bare"], strict=True))
-                print(
-                    f"{transport:12}{size:>10}{size / kv_s / 1e9:>8.2f}{size / bare_s / 1e9:>8.2f}{share:>8.2f}"
-                )
+                speeds = f"{size / kv_s / 1e9:>8.2f}{size / bare_s / 1e9:>8.2f}"
+                print(f"{transport:12}{blocks:>10}{size:>10}{speeds}{share:>8.2f}")
 
 
 _ONE, _TWO, _FOUR = [(1, 0, LAYERS)], [(2, 0, LAYERS)], [(4, 0, LAYERS)]
@@ -338,7 +341,7 @@ def _sides(case: tuple[list, list, int], size: int) -> Sides:
 
 def overlap(rounds: int) -> None:
     """Share of a transfer that is over when the prefill is, beyond its last layer's."""
-    tokens = 512
+    tokens = 256
     work, weights = torch.ones(tokens, 1024), torch.ones(1024, 1024) / 1024
 
     def compute(layer: int) -> None:
@@ -352,13 +355,14 @@ def overlap(rounds: int) -> None:
     one = stages("p", _ONE), stages("d", _ONE)
     size = tokens * LAYERS * HEADS * HEAD_DIM * 2 * DTYPE.itemsize
     links = [KvLink(source="p/0.0", destination="d/0.0", bandwidth_bytes_s=size / LAYERS / (0.7 * layer_s))]
-    print(f"\n{'overlap, 16 MB':26}{'alone ms':>10}{'prefill':>9}{'beyond':>9}{'hidden':>8}")
+    print(f"\n{'overlap, 8 MB':26}{'alone ms':>10}{'prefill':>9}{'beyond':>9}{'hidden':>8}")
     with Sides(Setting(*one, HEADS, tokens)) as both:
-        for name, transport, shaped in (
+        ways: tuple[tuple[str, str, Sequence[KvLink]], ...] = (
             ("shm", "shm", ()),
             ("tcp", "tcp", ()),
             ("link, 0.7 of a layer", "auto", links),
-        ):
+        )
+        for name, transport, shaped in ways:
             run = both.layers(transport, shaped)
             alone, prefill, beyond = [], [], []
             for _ in range(rounds + 1):

@@ -571,13 +571,13 @@ def test_layers_that_wait_together_go_together(receiving: Receiving, transport: 
 
 
 @pytest.mark.parametrize("transport", RUNNABLE)
-def test_two_hundred_connections_leave_nothing_behind(transport: str) -> None:
+def test_many_connections_leave_nothing_behind(transport: str) -> None:
     process, pipe = start(receive_process, "d/0", Pool(HALF))
     address = pipe.recv()
     sending = Sending("p/0", Pool(WHOLE), {"d/0": address}, transport=transport)
     fill(sending.cache, sending.pool, 1, list(range(8)), 32)
     settled = None
-    for number in range(200):
+    for number in range(60 if transport == "gloo" else 200):  # gloo takes 0.15 s for each
         sending.sender.reconnect({"d/0": address})
         ask(pipe, "expect", "r", [0, 1, 2], 0, 11)
         sending.push("r", TO_D0, list(range(8)), [11])

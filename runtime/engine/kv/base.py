@@ -20,6 +20,8 @@ from runtime.engine.kv.pool import SharedPool
 from runtime.messages import KvOpen, KvSlice, Message
 from runtime.transport import Connection
 
+DEADLINE_S = 10.0
+
 
 class Unavailable(Exception):
     """This pair of workers can't use the transport; another may do."""

@@ -1,7 +1,7 @@
 """Cells of a KV cache on the move: which rows of a pool they are, and how they are copied.
 
-Every view here is [layers, sides, slots, heads, head_dim], as the pool is; a side is keys or values. The bytes
-of a slice on its way are contiguous in that order, with tokens for slots. Each end cuts them as it likes.
+Every view here is [layers, sides, slots, heads, head_dim], as the pool is; a side is keys or values. A slice
+on its way has its bytes in that order, with tokens for slots. Each end cuts them as it likes.
 """
 
 from __future__ import annotations

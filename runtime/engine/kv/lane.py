@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
-from runtime.engine.kv.base import Outgoing, Transport, Unavailable, next_message
-from runtime.engine.kv.pool import host_identity
+from runtime.engine.kv.base import Transport, next_message
+from runtime.engine.kv.pair import Address, Pair, open_pair
 from runtime.engine.kv.push import SLICE_BYTES, Item, Push
 from runtime.engine.kv.shaping import Shaper
-from runtime.messages import Hello, KvOffer, KvOpen, KvOpened, KvSlice, KvTaken
-from runtime.transport import Connection, connect
+from runtime.messages import Hello, KvSlice, KvTaken
 
 log = logging.getLogger(__name__)
 
-Address = tuple[str, int]
 Group = list[Item]
 """Neighbouring layers of the same cells: one slice."""
-
-
-@dataclass(slots=True)
-class _Pair:
-    """An open connection and its transport."""
-
-    address: Address
-    connection: Connection
-    outgoing: Outgoing
-    transport: Transport
-    reader: threading.Thread | None = None
-
-    def cut(self) -> None:
-        """End the stream, for whoever waits for it; the descriptor stays theirs."""
-        with contextlib.suppress(OSError):
-            self.connection.stream.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.cut()
-        if self.reader is not None:
-            self.reader.join()
-        self.outgoing.close()
-        self.connection.close()
 
 
 class Lane:
@@ -77,7 +49,7 @@ class Lane:
         self._deadline_s = transports[0].deadline_s
         self._queue, self._on_their_way = deque[Item](), deque[Group]()
         self._carried = set[Push]()
-        self._pair: _Pair | None = None
+        self._pair: Pair | None = None
         self._lost, self._silent, self._stop = "", False, False
         self._moved_s = 0.0
         self._changed = threading.Condition()
@@ -86,8 +58,12 @@ class Lane:
     def put(self, items: list[Item]) -> None:
         """Queue what is ready; never waits."""
         with self._changed:
-            self._queue.extend(items)
-            self._changed.notify_all()
+            stopped = self._stop
+            if not stopped:
+                self._queue.extend(items)
+                self._changed.notify_all()
+        if stopped:
+            self._give_back(items, {item.push for item in items}, "the worker is gone")
 
     def close(self) -> None:
         """Fail what is queued or on its way and end the thread."""
@@ -146,6 +122,9 @@ class Lane:
         except Exception as error:
             self._break(str(error), also=group, all_queued=True)
             return
+        if push.given_up:  # it went with the connection before
+            self._finish(group)
+            return
         header = _header(group, pair.transport.pulls)
         self.shaper.pass_through(header.payload_bytes, group[-1].ready_s)
         with self._changed:
@@ -161,21 +140,14 @@ class Lane:
 
     # -- the connection
 
-    def _open(self) -> _Pair:
+    def _open(self) -> Pair:
         address = self._address()
         if self._pair is not None and self._pair.address != address:
             self._lost = self._lost or "the destination has moved"
         if self._lost:
             self._break(self._lost)
         if self._pair is None:
-            connection = connect(address, self._hello, self._deadline_s)
-            try:
-                connection.set_deadline(self._deadline_s)
-                transport, outgoing = self._agree(connection)
-            except BaseException:
-                connection.close()
-                raise
-            pair = _Pair(address, connection, outgoing, transport)
+            pair = open_pair(address, self._hello, self._transports)
             with self._changed:
                 self._pair = pair
                 if self._stop:
@@ -185,41 +157,7 @@ class Lane:
             pair.reader.start()
         return self._pair
 
-    def _agree(self, connection: Connection) -> tuple[Transport, Outgoing]:
-        """Which transport the other side takes of those that this one has, and the end of it here."""
-        offers, problems = dict[str, tuple[Transport, Outgoing]](), list[str]()
-        for transport in self._transports:
-            try:
-                offers[transport.name] = transport, transport.outgoing(connection)
-            except Unavailable as error:
-                problems.append(f"{transport.name}: {error}")
-        try:
-            connection.send(self._opening(offers))
-            answer = connection.receive()
-            if isinstance(answer, KvOpened) and answer.transport in offers:
-                return offers.pop(answer.transport)
-            problems.append(answer.problem if isinstance(answer, KvOpened) else "no answer")
-            raise ConnectionError("no transport in common: " + "; ".join(problems))
-        finally:
-            for _, outgoing in offers.values():
-                outgoing.close()
-
-    def _opening(self, offers: dict[str, tuple[Transport, Outgoing]]) -> KvOpen:
-        cache = self._transports[0].cache
-        part = cache.shape.part
-        return KvOpen(
-            host=host_identity(),
-            first_layer=part.first_layer,
-            end_layer=part.end_layer,
-            first_head=part.first_head,
-            end_head=part.end_head,
-            slots=cache.blocks * cache.block_tokens,
-            head_dim=cache.shape.head_dim,
-            dtype=str(cache.shape.dtype),
-            offers=tuple(KvOffer(transport=name, handle=end.handle) for name, (_, end) in offers.items()),
-        )
-
-    def _read(self, pair: _Pair) -> None:
+    def _read(self, pair: Pair) -> None:
         """Answers on one connection, until it ends."""
         try:
             while (message := next_message(pair.connection)) is not None:
@@ -255,6 +193,9 @@ class Lane:
             self._carried.clear()
         if pair is not None:
             pair.close()
+        self._give_back(items, pushes, text)
+
+    def _give_back(self, items: Group, pushes: Iterable[Push], text: str) -> None:
         if items:
             log.warning("KV to %s: %s", self._destination, text)
         for push in pushes:

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from runtime.engine.cache import PagedCache
-from runtime.engine.kv.base import Incoming, Unavailable, next_message
+from runtime.engine.kv.base import DEADLINE_S, Incoming, Unavailable, next_message
 from runtime.engine.kv.cells import LIMIT_BYTES, slice_bytes
 from runtime.engine.kv.landing import Landing
 from runtime.engine.kv.registry import make_transport
-from runtime.engine.kv.sender import DEADLINE_S
 from runtime.messages import KvLanded, KvOpen, KvOpened, KvSlice, KvTaken
 from runtime.transport import Connection
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from runtime.engine.cache import PagedCache
-from runtime.engine.kv.lane import Address, Group, Lane
+from runtime.engine.kv.base import DEADLINE_S
+from runtime.engine.kv.lane import Group, Lane
+from runtime.engine.kv.pair import Address
 from runtime.engine.kv.pool import SharedPool
 from runtime.engine.kv.push import Item, Push
 from runtime.engine.kv.registry import AUTO, make_transport, offered
 from runtime.engine.kv.shaping import Shaper
 from runtime.kv_layout import KvTransfer
 from runtime.messages import Hello, KvLink
-
-DEADLINE_S = 10.0
 
 
 class KvSender:
@@ -70,12 +70,14 @@ class KvSender:
 
     def reconnect(self, peers: dict[str, Address], links: Iterable[KvLink] = ()) -> None:
         """Others have come, gone or moved: what is for a worker that is gone fails."""
-        self._peers = dict(peers)
-        self._links = {link.destination: link for link in links if link.source == self._hello.worker}
-        for destination in [name for name in self._lanes if name not in peers]:
-            self._lanes.pop(destination).close()
-        for destination, lane in self._lanes.items():
-            lane.shaper = self._shaper(destination)
+        with self._lock:
+            self._peers = dict(peers)
+            self._links = {link.destination: link for link in links if link.source == self._hello.worker}
+            gone = [self._lanes.pop(name) for name in list(self._lanes) if name not in peers]
+            for destination, lane in self._lanes.items():
+                lane.shaper = self._shaper(destination)
+        for lane in gone:
+            lane.close()
 
     def begin(self, request_id: str, plan: tuple[KvTransfer, ...], first_token: int, end_token: int) -> None:
         """Announce that tokens [first, end) of a request go out by a plan."""
@@ -121,17 +123,18 @@ class KvSender:
         self.reconnect({})
 
     def _lane(self, destination: str) -> Lane:
-        if destination not in self._lanes:
-            self._lanes[destination] = Lane(
-                self._hello,
-                destination,
-                self._transports,
-                lambda: self._address(destination),
-                self._shaper(destination),
-                self._finish,
-                self._fail,
-            )
-        return self._lanes[destination]
+        with self._lock:
+            if destination not in self._lanes:
+                self._lanes[destination] = Lane(
+                    self._hello,
+                    destination,
+                    self._transports,
+                    lambda: self._address(destination),
+                    self._shaper(destination),
+                    self._finish,
+                    self._fail,
+                )
+            return self._lanes[destination]
 
     def _address(self, destination: str) -> Address:
         if destination not in self._peers:

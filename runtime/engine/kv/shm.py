@@ -12,7 +12,7 @@ from runtime.engine.kv.pool import MappedPool, host_identity
 from runtime.messages import KvOpen, KvSlice
 from runtime.transport import Connection
 
-_PIECE_BYTES = 2 * 1024 * 1024  # how long a landing's close may have to wait: a fraction of a millisecond
+_PIECE_BYTES = 8 * 1024 * 1024  # for as long as this takes, a landing's close may have to wait: a millisecond
 
 
 class SharedMemory(Transport):
