@@ -7,6 +7,7 @@ import pytest
 from pytest import approx
 
 from cluster_specs.loader import resolve
+from cost_model.base import PREFILL_TOKENS
 from cost_model.calibrated import Calibrated
 from cost_model.errors import InputError
 from cost_model.registry import make_cost_model
@@ -147,17 +148,18 @@ def test_what_the_front_end_takes_delays_first_tokens_alone(pair):
 
 
 def test_a_prefill_replica_alone_is_an_m_d_1_queue(pair):
-    """Pollaczek and Khinchine; single-token requests, so long that each is a batch of its own."""
+    """Pollaczek and Khinchine; single-token requests, each as long as a step."""
     one = next(replica for replica in pair.replicas if replica.role == "prefill")
     flows = [route for route in pair.routes if route.from_ == one.id]
     alone = pair.model_copy(update={"routes": flows})
     times = times_of(pair, one.id)
     assert times.stages == 1
-    service = run(alone, requests_of((0.0, 2000, 1))).records.end_s[0]
+    service = run(alone, requests_of((0.0, PREFILL_TOKENS, 1))).records.end_s[0]
     rate = 0.7 / service
     rng = np.random.default_rng(0)
     arrivals = np.cumsum(rng.exponential(1 / rate, size=20_000))
-    requests = Requests(arrivals, np.full(20_000, 2000), np.ones(20_000, dtype=int), "poisson")
+    ones = np.ones(20_000, dtype=int)
+    requests = Requests(arrivals, PREFILL_TOKENS * ones, ones, "poisson")
     records = run(alone, requests).records
     waits = records.end_s - arrivals - service
     assert waits.mean() == approx(0.7 * service / (2 * (1 - 0.7)), rel=0.05)
@@ -181,7 +183,7 @@ def test_a_lost_replica_fails_its_requests_or_has_them_start_over(setting):
     assert all(room.held_tokens == 0 for room in recovered.rooms.values())
 
 
-@pytest.mark.parametrize("policy", ["alternate", "prefill-first", "chunked"])
+@pytest.mark.parametrize("policy", ["mixed", "prefill-first", "chunked"])
 def test_a_lost_colocated_replica_has_its_requests_start_over(colocated, policy):
     asked = online(Lengths(colocated.workload), 0.5 * colocated.throughput.req_s, 400, seed=1)
     middle = float(asked.arrival_s[200])
@@ -205,7 +207,7 @@ def test_with_its_last_prefill_replica_everything_ends_with_a_reason(pair):
         run(pair, asked, failures=[Failure(1.0, "nobody")])
 
 
-@pytest.mark.parametrize("policy", ["alternate", "prefill-first", "chunked"])
+@pytest.mark.parametrize("policy", ["mixed", "prefill-first", "chunked"])
 def test_colocated_replicas_serve_everything_under_every_policy(colocated, policy):
     asked = online(Lengths(colocated.workload), 0.6 * colocated.throughput.req_s, 500, seed=0)
     records = run(colocated, asked, policy=policy).records

@@ -1,0 +1,304 @@
+"""A replica that decodes, colocated or not: requests run as a batch, and prompts mix into its steps.
+
+On a decode replica requests join the batch at the next step after their KV cache has landed; prompts are only
+those of requests that were preempted there. On a colocated replica every request begins as a prompt.
+
+KV cache is counted as the runtime's scheduler does, by what requests hold now, but in tokens, not in blocks:
+when the next tokens do not fit, the youngest request gives its own up, and is recomputed from its prompt and
+the tokens that it has. Prefix caching plays no part: prompts of a trace or a workload are lengths, and share
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from cost_model.base import Work
+from hexgen2.simulator.policies import Policy, step_prompt_tokens, turn_prompt_tokens
+from hexgen2.simulator.prompts import Chunk, Prompt, Prompts, attended
+from hexgen2.simulator.records import Records, ReplicaRecord
+from hexgen2.simulator.running import Running
+from hexgen2.simulator.timing import ReplicaTimes
+from runtime.room import Room
+
+
+class Engine:
+    """One replica.
+
+    Parameters
+    ----------
+    isl, osl : prompt and output tokens of each request
+    room : the front end's account of the replica: how much it has of what, and what requests hold of it but
+        for the tokens that they made since they joined the batch
+    schedule : (time_s, call, argument) of the simulation
+    ended : called with (request, now) at its last token
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        times: ReplicaTimes,
+        isl: Sequence[int],
+        osl: Sequence[int],
+        room: Room,
+        records: Records,
+        record: ReplicaRecord,
+        schedule: Callable,
+        ended: Callable[[int, float], None],
+    ) -> None:
+        self._policy, self._times, self._isl, self._osl = policy, times, isl, osl
+        self._room, self._kv_tokens, self._places = room, room.kv_budget_tokens, room.max_batch
+        self._records, self._record = records, record
+        self._schedule, self._ended = schedule, ended
+        self._window = times.costs.model.sliding_window
+        self.running = Running(times.decode_turn, self._window)
+        self._prompts = Prompts(self._take_room)
+        self._computing: dict[int, Prompt] = {}
+        self._joining: deque[tuple[int, float]] = deque()
+        # Tokens in the pool, without those made since joining the batch.
+        self._held: dict[int, int] = {}
+        self._held_tokens = 0
+        self._made: dict[int, int] = {}
+        # Of requests in the batch whose last token came before the last step ended: when.
+        self._late: dict[int, float] = {}
+        self._busy = False
+        self._planned = self._version = 0
+        self.alive = True
+
+    # -- requests come and go
+
+    def expect(self, request: int, tokens: int, now: float) -> None:
+        """Keep room for a prompt whose KV cache will land."""
+        self._hold(request, tokens)
+        running = self.running
+        if running and not self._busy and self._planned > self._steps_with_room():
+            self._interrupt(now)
+
+    def forget(self, request: int, now: float) -> None:
+        """An expected request will not come."""
+        self._free(request)
+        if self._prompts:
+            self._interrupt(now)
+
+    def land(self, request: int, now: float, made: int = 1) -> None:
+        """The KV cache of an expected request is here, and so many of its tokens are made."""
+        self._made[request] = made
+        self._joining.append((request, now))
+        self._interrupt(now)
+
+    def submit(self, request: int, now: float, made: int = 0) -> None:
+        """A request arrives to be prefilled here; so many of its tokens were made elsewhere."""
+        self._made[request] = made
+        first = not self._prompts
+        self._prompts.add(Prompt(request, self._isl[request] + made, now))
+        if first:  # Else it waits behind one that finds no room, or is computed now.
+            self._interrupt(now)
+
+    def lose(self, now: float) -> list[tuple[int, int]]:
+        """The replica is gone: its requests, and how many tokens each has."""
+        running = self.running
+        if running and not self._busy:
+            self._decode(min(running.steps_before(now), self._planned))
+        self.alive = False
+        self._version += 1
+        for request in list(running):
+            self._records.last_s[request] = self._late.get(request, running.time_s)
+            self._made[request] += running.leave(request)
+        return list(self._made.items())
+
+    def grown(self, now: float) -> int:
+        """Tokens that the running requests have made since they joined the batch."""
+        running = self.running
+        if self._busy or not running:
+            return running.made
+        return running.made + min(running.steps_before(now), self._planned) * len(running)
+
+    # -- steps
+
+    def _interrupt(self, now: float) -> None:
+        """Something came up: the next step, after the one under way, is chosen anew."""
+        if self._busy:
+            return
+        running = self.running
+        if running:
+            steps = running.steps_until(now)
+            if steps >= self._planned:
+                return  # A change is due then anyway.
+            self._decode(steps)
+        self._go_on(running.time_s if running else max(now, running.time_s))
+
+    def _go_on(self, at_s: float) -> None:
+        """Choose what to do at a time. With prompts that waits until then: more of them may come."""
+        self._version += 1
+        if self._prompts:
+            self._busy = True
+            self._schedule(at_s, self._choose, self._version)
+        else:
+            self._choose(at_s, self._version)
+
+    def _choose(self, now: float, version: int) -> None:
+        if version != self._version or not self.alive:
+            return
+        running, record = self.running, self._record
+        running.time_s = now
+        self._busy = False
+        self._admit_landed(now)
+        self._make_room(now)
+        if len(running) > record.peak_running:
+            record.peak_running = len(running)
+        if self._prompts:
+            limit = turn_prompt_tokens(self._policy, len(running), self._times.in_flight)
+            if chunks := self._prompts.take(limit, whole=self._policy == "prefill-first"):
+                self._run(chunks, now)
+                return
+        running.settle()
+        if running:
+            self._planned = min(running.regime_steps, self._steps_with_room())
+            self._schedule(now + running.span_s(self._planned), self._change, self._version)
+
+    def _change(self, _: float, version: int) -> None:
+        if version == self._version and self.alive:
+            self._decode(self._planned)
+            self._go_on(self.running.time_s)
+
+    def _decode(self, steps: int) -> None:
+        """Run so many steps of decodes alone."""
+        if not steps:
+            return
+        running, record = self.running, self._record
+        count, span_s = len(running), running.span_s(steps)
+        self._note_gaps(running.time_s + running.step_s, span_s / steps, count * steps)
+        record.busy_s += span_s
+        record.running_s += span_s * count
+        for request in running.advance(steps):
+            self._end(request, running.time_s)
+
+    def _run(self, chunks: list[Chunk], now: float) -> None:
+        """A turn with these chunks and, where steps are mixed, all decodes."""
+        running = self.running
+        if self._policy == "prefill-first":
+            decodes, pieces = 0, len(chunks)
+            for request in running:
+                self._late.setdefault(request, now)
+        else:
+            decodes = len(running)
+            size = step_prompt_tokens(self._policy, decodes)
+            pieces = sum(-(-chunk.tokens // size) for chunk in chunks)
+        parts = min(self._times.in_flight, decodes + pieces)
+        ends = sum(chunk.last for chunk in chunks)
+        work = Work(
+            sum(chunk.tokens for chunk in chunks) / parts,
+            attended(chunks, self._window) / parts,
+            decodes / parts,
+            running.context / parts if decodes else 0.0,
+            (ends + decodes) / parts,
+        )
+        seconds = self._times.turn_s([work] * parts)
+        self._record.busy_s += seconds
+        self._record.running_s += seconds * len(running)
+        self._busy = True
+        self._schedule(now + seconds, self._ran, (chunks, decodes, self._version))
+
+    def _ran(self, now: float, turn: tuple[list[Chunk], int, int]) -> None:
+        chunks, decodes, version = turn
+        if version != self._version or not self.alive:
+            return
+        if decodes:
+            self._note_gaps(now, now - self.running.time_s, decodes)
+            for request in self.running.step_at(now):
+                self._end(request, now)
+        for chunk in chunks:
+            if chunk.last:
+                self._first(chunk.prompt.request, now)
+        self._go_on(now)
+
+    def _note_gaps(self, first_s: float, gap_s: float, tokens: int) -> None:
+        """So many tokens are made, so long after the one before; of requests that are late, the first comes
+        at first_s."""
+        late = self._late
+        if late:
+            for since_s, requests in Counter(late.values()).items():
+                self._records.gap(first_s - since_s, requests)
+            tokens -= len(late)
+            late.clear()
+        if tokens:
+            self._records.gap(gap_s, tokens)
+
+    # -- the batch
+
+    def _admit_landed(self, now: float) -> None:
+        while self._joining and len(self.running) + len(self._computing) < self._places:
+            request, since_s = self._joining.popleft()
+            self._record.waited_s += max(0.0, now - since_s)
+            self._late[request] = self._records.last_s[request]
+            self._hold(request, 1)
+            self._join(request)
+
+    def _first(self, request: int, now: float) -> None:
+        """A prompt is computed and a token made."""
+        del self._computing[request]
+        self._made[request] += 1
+        self._room.grow(request)
+        self._records.first(request, now)
+        if self._made[request] >= self._osl[request]:
+            self._end(request, now)
+        else:
+            self._join(request)
+
+    def _join(self, request: int) -> None:
+        made = self._made[request]
+        self.running.join(request, self._isl[request] + made, self._osl[request] - made)
+
+    def _end(self, request: int, now: float) -> None:
+        self._free(request)
+        del self._made[request]
+        self._record.requests += 1
+        self._ended(request, now)
+
+    # -- KV cache
+
+    def _hold(self, request: int, tokens: int) -> None:
+        self._held[request] = self._held.get(request, 0) + tokens
+        self._held_tokens += tokens
+
+    def _free(self, request: int) -> None:
+        self._held_tokens -= self._held.pop(request)
+
+    @property
+    def _used_tokens(self) -> int:
+        """With the tokens that the next step computes."""
+        return self._held_tokens + self.running.made
+
+    def _steps_with_room(self) -> int:
+        """Steps of the batch as it is until tokens do not fit; the next one does, or its request is alone."""
+        return 1 + max(0, self._kv_tokens - self._used_tokens) // len(self.running)
+
+    def _take_room(self, prompt: Prompt) -> bool:
+        """Where a prompt, its next token and one more of everybody fit."""
+        occupied = len(self.running) + len(self._computing)
+        if occupied >= self._places or self._used_tokens + prompt.tokens + 1 + occupied > self._kv_tokens:
+            return False
+        self._hold(prompt.request, prompt.tokens + 1)
+        self._computing[prompt.request] = prompt
+        self._record.waited_s += max(0.0, self.running.time_s - prompt.since_s)
+        return True
+
+    def _make_room(self, now: float) -> None:
+        """Where the next tokens do not fit, the youngest requests give way."""
+        while self.running and self._used_tokens > self._kv_tokens and len(self._held) > 1:
+            self._preempt(max(chain(self.running, self._computing)), now)
+
+    def _preempt(self, request: int, now: float) -> None:
+        self._record.preemptions += 1
+        self._free(request)
+        prompt = self._computing.pop(request, None)
+        if prompt is not None:
+            prompt.done, prompt.begun = 0, False
+            return  # It is the first in the queue, and stays there.
+        made = self.running.leave(request)
+        self._made[request] += made
+        self._room.grow(request, made)
+        self._records.last_s[request] = self._late.pop(request, now)
+        self._prompts.put_first(Prompt(request, self._isl[request] + self._made[request], now))
