@@ -49,8 +49,7 @@ class Engine:
         ended: Callable[[int, float], None],
     ) -> None:
         self._policy, self._times, self._isl, self._osl = policy, times, isl, osl
-        self._room, self._kv_tokens, self._places = room, room.kv_budget_tokens, room.max_batch
-        self._records, self._record = records, record
+        self._room, self._records, self._record = room, records, record
         self._schedule, self._ended = schedule, ended
         self._window = times.costs.model.sliding_window
         self.running = Running(times.decode_turn, self._window)
@@ -155,7 +154,8 @@ class Engine:
                 return
         running.settle()
         if running:
-            self._planned = min(running.regime_steps, self._steps_with_room())
+            joins = self._joining and self._has_place()  # In the place of one that was preempted just now.
+            self._planned = 1 if joins else min(running.regime_steps, self._steps_with_room())
             self._schedule(now + running.span_s(self._planned), self._change, self._version)
 
     def _change(self, _: float, version: int) -> None:
@@ -228,12 +228,15 @@ class Engine:
 
     # -- the batch
 
+    def _has_place(self) -> bool:
+        """Whether one more may decode, besides those that do or will once their prompt is computed."""
+        return len(self.running) + len(self._computing) < self._room.max_batch
+
     def _admit_landed(self, now: float) -> None:
-        while self._joining and len(self.running) + len(self._computing) < self._places:
+        while self._joining and self._has_place():
             request, since_s = self._joining.popleft()
             self._record.waited_s += max(0.0, now - since_s)
             self._late[request] = self._records.last_s[request]
-            self._hold(request, 1)
             self._join(request)
 
     def _first(self, request: int, now: float) -> None:
@@ -249,6 +252,7 @@ class Engine:
 
     def _join(self, request: int) -> None:
         made = self._made[request]
+        self._hold(request, 1)
         self.running.join(request, self._isl[request] + made, self._osl[request] - made)
 
     def _end(self, request: int, now: float) -> None:
@@ -273,21 +277,24 @@ class Engine:
 
     def _steps_with_room(self) -> int:
         """Steps of the batch as it is until tokens do not fit; the next one does, or its request is alone."""
-        return 1 + max(0, self._kv_tokens - self._used_tokens) // len(self.running)
+        return 1 + max(0, self._room.kv_budget_tokens - self._used_tokens) // len(self.running)
 
     def _take_room(self, prompt: Prompt) -> bool:
-        """Where a prompt, its next token and one more of everybody fit."""
+        """Where a prompt fits, and one more token of everybody else."""
         occupied = len(self.running) + len(self._computing)
-        if occupied >= self._places or self._used_tokens + prompt.tokens + 1 + occupied > self._kv_tokens:
+        if (
+            not self._has_place()
+            or self._used_tokens + prompt.tokens + occupied > self._room.kv_budget_tokens
+        ):
             return False
-        self._hold(prompt.request, prompt.tokens + 1)
+        self._hold(prompt.request, prompt.tokens)
         self._computing[prompt.request] = prompt
         self._record.waited_s += max(0.0, self.running.time_s - prompt.since_s)
         return True
 
     def _make_room(self, now: float) -> None:
         """Where the next tokens do not fit, the youngest requests give way."""
-        while self.running and self._used_tokens > self._kv_tokens and len(self._held) > 1:
+        while self.running and self._used_tokens > self._room.kv_budget_tokens and len(self._held) > 1:
             self._preempt(max(chain(self.running, self._computing)), now)
 
     def _preempt(self, request: int, now: float) -> None:

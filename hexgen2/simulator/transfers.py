@@ -92,7 +92,7 @@ class Transfers:
         done: Callable[[Any, float], None],
     ) -> None:
         """A chunk of a request's prompt that begins at begins_s, now or later, and has computed all layers at
-        computed_s sends the KV cache of so many tokens; done(request, time_s) is called when all of these have
+        computed_s sends the KV cache of so many tokens; done(request, time_s) is called when all that has
         landed."""
         busy = {resource: seconds * tokens for resource, seconds in cost.busy_s.items()}
         span = computed_s - begins_s
