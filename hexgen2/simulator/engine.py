@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from cost_model.base import Work
-from hexgen2.simulator.policies import Policy, step_prompt_tokens, turn_prompt_tokens
+from hexgen2.simulator.policies import Policy, step_prompt_tokens
 from hexgen2.simulator.prompts import Chunk, Prompt, Prompts, attended
 from hexgen2.simulator.records import Records, ReplicaRecord
 from hexgen2.simulator.running import Running
@@ -147,11 +147,9 @@ class Engine:
         self._make_room(now)
         if len(running) > record.peak_running:
             record.peak_running = len(running)
-        if self._prompts:
-            limit = turn_prompt_tokens(self._policy, len(running), self._times.in_flight)
-            if chunks := self._prompts.take(limit, whole=self._policy == "prefill-first"):
-                self._run(chunks, now)
-                return
+        if steps := self._chunks():
+            self._run(steps, now)
+            return
         running.settle()
         if running:
             joins = self._joining and self._has_place()  # In the place of one that was preempted just now.
@@ -175,31 +173,45 @@ class Engine:
         for request in running.advance(steps):
             self._end(request, running.time_s)
 
-    def _run(self, chunks: list[Chunk], now: float) -> None:
-        """A turn with these chunks and, where steps are mixed, all decodes."""
+    def _chunks(self) -> list[list[Chunk]]:
+        """Chunks for each of the steps that are under way at once, as far as there are any."""
+        in_flight, whole = self._times.in_flight, self._policy == "prefill-first"
+        decodes, steps = len(self.running), list[list[Chunk]]()
+        while self._prompts and len(steps) < in_flight:
+            chunks = self._prompts.take(step_prompt_tokens(self._policy, decodes, in_flight), whole)
+            if not chunks:
+                break
+            decodes += sum(chunk.last for chunk in chunks)
+            steps.append(chunks)
+        return steps
+
+    def _run(self, steps: list[list[Chunk]], now: float) -> None:
+        """A turn of steps with these chunks and, where they are mixed, all decodes, evenly divided."""
         running = self.running
+        decodes = 0
         if self._policy == "prefill-first":
-            decodes, pieces = 0, len(chunks)
             for request in running:
                 self._late.setdefault(request, now)
         else:
             decodes = len(running)
-            size = step_prompt_tokens(self._policy, decodes)
-            pieces = sum(-(-chunk.tokens // size) for chunk in chunks)
-        parts = min(self._times.in_flight, decodes + pieces)
-        ends = sum(chunk.last for chunk in chunks)
-        work = Work(
-            sum(chunk.tokens for chunk in chunks) / parts,
-            attended(chunks, self._window) / parts,
-            decodes / parts,
-            running.context / parts if decodes else 0.0,
-            (ends + decodes) / parts,
-        )
-        seconds = self._times.turn_s([work] * parts)
+        count = max(len(steps), min(self._times.in_flight, decodes))
+        own, context = decodes / count, running.context / count if decodes else 0.0
+        works = [
+            Work(
+                sum(chunk.tokens for chunk in chunks),
+                attended(chunks, self._window),
+                own,
+                context,
+                own + sum(chunk.last for chunk in chunks),
+            )
+            for chunks in steps
+        ]
+        works += [Work(0.0, 0.0, own, context, own)] * (count - len(steps))
+        seconds = self._times.turn_s(works)
         self._record.busy_s += seconds
         self._record.running_s += seconds * len(running)
         self._busy = True
-        self._schedule(now + seconds, self._ran, (chunks, decodes, self._version))
+        self._schedule(now + seconds, self._ran, (list(chain(*steps)), decodes, self._version))
 
     def _ran(self, now: float, turn: tuple[list[Chunk], int, int]) -> None:
         chunks, decodes, version = turn

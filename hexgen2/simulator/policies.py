@@ -18,12 +18,9 @@ Policy = Literal["mixed", "prefill-first", "chunked"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 
-def step_prompt_tokens(policy: Policy, decodes: int) -> int:
-    """Prompt tokens that go into one step at most, where so many requests decode."""
-    return CHUNK_TOKENS if policy == "mixed" and decodes else PREFILL_TOKENS
-
-
-def turn_prompt_tokens(policy: Policy, decodes: int, in_flight: int) -> int:
-    """The same of as many steps as are under way at once; vLLM's chunks leave room for the decodes."""
-    limit = step_prompt_tokens(policy, decodes) * in_flight
-    return limit - decodes if policy == "chunked" else limit
+def step_prompt_tokens(policy: Policy, decodes: int, in_flight: int) -> int:
+    """Prompt tokens that go into one step at most, where so many requests decode in as many steps as
+    `in_flight`. In vLLM the tokens of decodes count, too."""
+    if policy == "mixed":
+        return CHUNK_TOKENS if decodes else PREFILL_TOKENS
+    return PREFILL_TOKENS - (-(-decodes // in_flight) if policy == "chunked" else 0)

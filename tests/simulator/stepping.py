@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from cost_model.base import Work
 from hexgen2.simulator.engine import Engine
 from hexgen2.simulator.policies import Policy
 from hexgen2.simulator.records import Records, ReplicaRecord
@@ -29,11 +30,13 @@ class Times:
         return [own * (1 - 0.1 * j) for j in range(self.stages)], [HOP_S] * (self.stages - 1)
 
     def turn_s(self, works):
-        (work,) = works
-        return self.step(work)[0][0]
+        steps = [self.step(work) for work in works]
+        longest = max(sum(stage_s) + sum(hop_s) for stage_s, hop_s in steps)
+        return max(longest, sum(stage_s[0] for stage_s, _ in steps))
 
     def decode_turn(self, requests):
-        return ((STEP_S + TOKEN_S * requests, 0.0),)
+        count = min(self.stages, requests)
+        return ((self.turn_s([Work(0.0, 0.0, requests / count, 0.0, requests / count)] * count), 0.0),)
 
 
 class Clock:
@@ -51,20 +54,11 @@ class Clock:
             call(now, *arguments)
 
 
-def engine_of(rows, kv_tokens: int, places: int, policy: Policy = "mixed"):
+def engine_of(rows, kv_tokens: int, places: int, policy: Policy = "mixed", stages: int = 1):
     """An engine with its clock and records, for requests (arrival_s, isl, osl)."""
     arrival_s, isl, osl = (np.array(column) for column in zip(*rows, strict=True))
     records, clock = Records(Requests(arrival_s, isl, osl, "by hand")), Clock()
     room, record = Room(kv_tokens, places), ReplicaRecord()
     lengths = isl.tolist(), osl.tolist()
-    engine = Engine(
-        "mixed",
-        Times(),
-        *lengths,
-        room,
-        records,
-        record,
-        clock.schedule,
-        lambda k, now: records.ended(k, now),
-    )
+    engine = Engine(policy, Times(stages), *lengths, room, records, record, clock.schedule, records.ended)
     return engine, clock, records, record
