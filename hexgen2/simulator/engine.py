@@ -11,14 +11,14 @@ nothing.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 
 from cost_model.base import Work
 from hexgen2.simulator.policies import Policy, step_prompt_tokens
 from hexgen2.simulator.prompts import Chunk, Prompt, Prompts, attended
-from hexgen2.simulator.records import Records, ReplicaRecord
+from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
 from hexgen2.simulator.running import Running
 from hexgen2.simulator.timing import ReplicaTimes
 from runtime.room import Room
@@ -60,11 +60,9 @@ class Engine:
         self._held: dict[int, int] = {}
         self._held_tokens = 0
         self._made: dict[int, int] = {}
-        # Of requests in the batch whose last token came before the last step ended: when.
-        self._late: dict[int, float] = {}
+        self._gaps = BatchGaps(records)
         self._busy = False
         self._planned = self._version = 0
-        self.alive = True
 
     # -- requests come and go
 
@@ -100,10 +98,9 @@ class Engine:
         running = self.running
         if running and not self._busy:
             self._decode(min(running.steps_before(now), self._planned))
-        self.alive = False
         self._version += 1
         for request in list(running):
-            self._records.last_s[request] = self._late.get(request, running.time_s)
+            self._records.last_s[request] = self._gaps.leave(request, running.time_s)
             self._made[request] += running.leave(request)
         return list(self._made.items())
 
@@ -138,7 +135,7 @@ class Engine:
             self._choose(at_s, self._version)
 
     def _choose(self, now: float, version: int) -> None:
-        if version != self._version or not self.alive:
+        if version != self._version:
             return
         running, record = self.running, self._record
         running.time_s = now
@@ -157,7 +154,7 @@ class Engine:
             self._schedule(now + running.span_s(self._planned), self._change, self._version)
 
     def _change(self, _: float, version: int) -> None:
-        if version == self._version and self.alive:
+        if version == self._version:
             self._decode(self._planned)
             self._go_on(self.running.time_s)
 
@@ -167,7 +164,7 @@ class Engine:
             return
         running, record = self.running, self._record
         count, span_s = len(running), running.span_s(steps)
-        self._note_gaps(running.time_s + running.step_s, span_s / steps, count * steps)
+        self._gaps.note(running.time_s + running.step_s, span_s / steps, count * steps)
         record.busy_s += span_s
         record.running_s += span_s * count
         for request in running.advance(steps):
@@ -190,8 +187,7 @@ class Engine:
         running = self.running
         decodes = 0
         if self._policy == "prefill-first":
-            for request in running:
-                self._late.setdefault(request, now)
+            self._gaps.hold_up(running, now)
         else:
             decodes = len(running)
         count = max(len(steps), min(self._times.in_flight, decodes))
@@ -215,28 +211,16 @@ class Engine:
 
     def _ran(self, now: float, turn: tuple[list[Chunk], int, int]) -> None:
         chunks, decodes, version = turn
-        if version != self._version or not self.alive:
+        if version != self._version:
             return
         if decodes:
-            self._note_gaps(now, now - self.running.time_s, decodes)
+            self._gaps.note(now, now - self.running.time_s, decodes)
             for request in self.running.step_at(now):
                 self._end(request, now)
         for chunk in chunks:
             if chunk.last:
                 self._first(chunk.prompt.request, now)
         self._go_on(now)
-
-    def _note_gaps(self, first_s: float, gap_s: float, tokens: int) -> None:
-        """So many tokens are made, so long after the one before; of requests that are late, the first comes
-        at first_s."""
-        late = self._late
-        if late:
-            for since_s, requests in Counter(late.values()).items():
-                self._records.gap(first_s - since_s, requests)
-            tokens -= len(late)
-            late.clear()
-        if tokens:
-            self._records.gap(gap_s, tokens)
 
     # -- the batch
 
@@ -248,7 +232,7 @@ class Engine:
         while self._joining and self._has_place():
             request, since_s = self._joining.popleft()
             self._record.waited_s += max(0.0, now - since_s)
-            self._late[request] = self._records.last_s[request]
+            self._gaps.hold_up((request,), self._records.last_s[request])
             self._join(request)
 
     def _first(self, request: int, now: float) -> None:
@@ -319,5 +303,5 @@ class Engine:
         made = self.running.leave(request)
         self._made[request] += made
         self._room.grow(request, made)
-        self._records.last_s[request] = self._late.pop(request, now)
+        self._records.last_s[request] = self._gaps.leave(request, now)
         self._prompts.put_first(Prompt(request, self._isl[request] + self._made[request], now))
