@@ -13,8 +13,8 @@ or of --workload. Ours is shown with its own cost model, which has seen none of 
 profile as its cost model, so that what then differs is scheduling.
 
 Near saturation the two part by design: ours, as this project's runtime, begins a prefill only once the decode
-instance has room for all of the request's tokens, so that waiting shows in TTFT; DistServe's prefills at once
-and lets requests wait between their tokens.
+instance has room for the prompt and for all requests there to grow by half of a mean answer, so that waiting
+shows in TTFT; DistServe's prefills at once and lets requests wait between their tokens.
 
 With --measured, the requests of DistServe's measured runs (*.exp files, real A100s, in PATH under
 simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt) are replayed instead. Of a folder, the

@@ -18,7 +18,9 @@ MAY_IMPORT = {
     "runtime": {"cost_model", "cluster_specs", "hexgen2"},
 }
 
-SHARED_WITH_THE_SIMULATOR = {"runtime.router", "runtime.admission", "runtime.room", "runtime.refusals"}
+SHARED_WITH_THE_SIMULATOR = {
+    f"runtime.{name}" for name in ("router", "admission", "room", "refusals", "options")
+}
 
 
 def imported(path: Path) -> set[str]:

@@ -33,8 +33,8 @@ from hexgen2.commands.options import POSITIVE, check_folder
 @click.option("--tpot", type=POSITIVE, help="Target in ms; likewise.")
 @click.option(
     "--policy",
-    type=click.Choice(["alternate", "prefill-first", "chunked"]),
-    default="alternate",
+    type=click.Choice(["mixed", "prefill-first", "chunked"]),
+    default="mixed",
     show_default=True,
     help="How colocated replicas mix the phases: as `launch` does, or as vLLM does without or with chunked "
     "prefill.",

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from cost_model.errors import InputError
-from hexgen2.simulator.colocated import POLICIES, Policy
+from hexgen2.simulator.policies import POLICIES, Policy
 from hexgen2.strategies.registry import find_strategy
 
+RUNTIME: Policy = "mixed"
 ENGINES: dict[str, Policy] = {"hexgen": "prefill-first", "vllm": "chunked"}
 """What the engine of a colocated strategy does: HexGen's knows no chunks, vLLM's has them by default."""
 
@@ -24,7 +25,7 @@ class Contender:
     @property
     def name(self) -> str:
         """As it is written: strategy, policy if it is not the usual one, and cluster."""
-        usual = ENGINES.get(self.strategy, "alternate")
+        usual = ENGINES.get(self.strategy, RUNTIME)
         policy = f":{self.policy}" if self.policy != usual else ""
         return f"{self.strategy}{policy}@{self.cluster}"
 
@@ -45,7 +46,7 @@ def parse_contenders(text: str, cluster: str) -> list[Contender]:
         if policy and policy not in POLICIES:
             remedy = f"use one of {', '.join(get_args(Policy))}"
             raise InputError("--strategies", part[:100], f"unknown policy {policy[:40]!r}", remedy)
-        usual = ENGINES.get(strategy, "alternate")
+        usual = ENGINES.get(strategy, RUNTIME)
         found.append(Contender(strategy, policy or usual, own or cluster))  # type: ignore[arg-type]
     if not found:
         raise InputError("--strategies", "", "is empty", "name some, as in hexgen2,hexgen,vllm")

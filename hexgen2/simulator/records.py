@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -113,3 +114,33 @@ class Records:
                 outcome,
             )
         )
+
+
+class BatchGaps:
+    """Times between tokens of requests that get them together; those whose last token came before everybody's
+    last step, since they joined or were held up, are late."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._late: dict[int, float] = {}
+
+    def hold_up(self, requests: Iterable[int], last_s: float) -> None:
+        """Requests wait; those that did not before had their last token then."""
+        for request in requests:
+            self._late.setdefault(request, last_s)
+
+    def leave(self, request: int, last_s: float) -> float:
+        """A request leaves; when its last token came: unless it is late, then."""
+        return self._late.pop(request, last_s)
+
+    def note(self, first_s: float, gap_s: float, tokens: int) -> None:
+        """So many tokens are made, each so long after the one before; those that are late get their first at
+        first_s."""
+        late = self._late
+        if late:
+            for since_s, requests in Counter(late.values()).items():
+                self._records.gap(first_s - since_s, requests)
+            tokens -= len(late)
+            late.clear()
+        if tokens:
+            self._records.gap(gap_s, tokens)

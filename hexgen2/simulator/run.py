@@ -23,6 +23,7 @@ ASSUMPTIONS = [
     "times are those of the cost model; the front end and the network's own delays take none",
     "decode steps of a pipeline go round evenly, a request joins at the next turn",
     "transfers that share a link have equal shares of it",
+    "KV cache is counted in tokens, not in blocks; prompts have no common beginnings",
 ]
 
 

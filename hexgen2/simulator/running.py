@@ -47,6 +47,7 @@ class Running:
         self._ends: list[tuple[int, int]] = []
         self._stops: list[tuple[int, int]] = []
         self._growing = 0
+        self._joined_steps = 0
         self._first_s = self._more_s = 0.0
         self._regime = 0
 
@@ -56,12 +57,18 @@ class Running:
     def __iter__(self) -> Iterator[int]:
         return iter(self._own)
 
+    @property
+    def made(self) -> int:
+        """Tokens that those who run have made since they joined."""
+        return len(self._own) * self.steps - self._joined_steps
+
     def join(self, request: int, context: int, steps: int) -> None:
         """A request takes part from the next step on: it attends to `context` tokens then, and leaves after
         so many steps, at least one. Call `settle` when all have joined."""
         end = self.steps + steps
         stop = self.steps + self._window - context
         self._own[request] = _Own(context, self.steps, end)
+        self._joined_steps += self.steps
         heapq.heappush(self._ends, (end, request))
         if stop > self.steps:
             self._growing += 1
@@ -73,6 +80,7 @@ class Running:
         """Take a request out; the tokens that it made here."""
         own = self._own.pop(request)
         made = self.steps - own.joined
+        self._joined_steps -= own.joined
         self.context -= int(min(own.context + made, self._window))
         self._growing -= own.context + made < self._window
         return made

@@ -19,11 +19,12 @@ from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.simulator.changeover import Changeover
-from hexgen2.simulator.colocated import Colocated, Policy
-from hexgen2.simulator.decoding import Decoder
+from hexgen2.simulator.engine import Engine
+from hexgen2.simulator.policies import Policy
 from hexgen2.simulator.prefilling import Prefiller
+from hexgen2.simulator.prompts import Chunk
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.stand import Stand
+from hexgen2.simulator.stand import LiveRoom, Stand
 from hexgen2.simulator.transfers import RouteCost, Transfers
 from runtime.admission import Admission
 from runtime.refusals import Overloaded, TooLong, Unavailable
@@ -59,7 +60,7 @@ class Options:
     front_end_s : what a request takes besides, from the client to the queue of a replica and back
     """
 
-    policy: Policy = "alternate"
+    policy: Policy = "mixed"
     queue_limit: int | None = None
     failures: Sequence[Failure] = ()
     replans: Sequence[Replan] = ()
@@ -69,12 +70,14 @@ class Options:
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """A request as admission sees it; `made` tokens were made before it was prefilled anew."""
+    """A request as admission sees it; `made` tokens were made before it was prefilled anew, so many of its
+    chunks' KV caches are on their way."""
 
     index: int
     prompt_tokens: int
     capacity_tokens: int
     made: int = 0
+    on_their_way: int = 0
     pinned: Route | None = None
     prefill: str = ""
     decode: str = ""
@@ -120,7 +123,7 @@ class Simulation:
         self._active: dict[int, _Request] = {}
         self.transfers = Transfers(self.schedule)
         self.rooms: dict[str, Room] = {}
-        self._replicas: dict[str, Prefiller | Decoder | Colocated] = {}
+        self._replicas: dict[str, Prefiller | Engine] = {}
         self._running: dict[str, Replica] = {}
         self._routes: dict[tuple[str, str], RouteCost] = {}
         self._changeover: Changeover | None = None
@@ -179,20 +182,12 @@ class Simulation:
             calls = self.schedule, self._begun, self._computed
             self._replicas[name] = Prefiller(times, room.kv_budget_tokens, record, *calls)
             return
-        own = (self._isl, self._osl, room.max_batch)
-        if replica.role == "decode":
-            self._replicas[name] = Decoder(times, *own, self.records, record, self.schedule, self._ended)
-            return
-        self._replicas[name] = Colocated(
-            self.options.policy,
-            times,
-            *own,
-            room.kv_budget_tokens,
-            self.records,
-            record,
-            self.schedule,
-            self._ended,
-        )
+        policy: Policy = "mixed" if replica.role == "decode" else self.options.policy
+        lengths = self._isl, self._osl
+        engine = Engine(policy, times, *lengths, room, self.records, record, self.schedule, self._ended)
+        self._replicas[name] = engine
+        if isinstance(room, LiveRoom):
+            room.grown = lambda: engine.grown(self.now)
 
     def _open(self, stand: Stand, names: Mapping[str, str]) -> None:
         """The routes of a placement whose replicas have these names."""
@@ -228,50 +223,57 @@ class Simulation:
         index = request.index
         self._active[index] = request
         self.records.prefill[index], self.records.decode[index] = route.prefill, route.decode
-        tokens = request.capacity_tokens if route.colocated else request.prompt_tokens
+        tokens = request.prompt_tokens
         self.rooms[route.prefill].hold(index, tokens)
         replica = self._replicas[route.prefill]
-        if isinstance(replica, Colocated):
+        if isinstance(replica, Engine):
             request.phase = "decode"
             replica.submit(index, self.now, request.made)
             return
-        assert isinstance(replica, Prefiller)
         if not request.one_token:
-            self.rooms[route.decode].hold(index, request.capacity_tokens)
-        replica.submit(request, self.now)
+            self.rooms[route.decode].hold(index, tokens)
+            self._engine(request).expect(index, tokens, self.now)
+        replica.submit(request, tokens, self.now)
 
-    def _begun(self, batch: Sequence[_Request], begun_s: float, ends_s: float) -> None:
-        """A prefill replica computes a batch, and sends each layer as it is computed."""
-        for request in batch:
+    def _begun(self, chunks: Sequence[Chunk], begun_s: float, ends_s: float) -> None:
+        """A prefill replica begins a step, and sends each layer as it is computed."""
+        layers = self.placement.model.layers
+        for chunk in chunks:
+            request: _Request = chunk.prompt.request
             if not request.one_token:
                 cost = self._routes[request.prefill, request.decode]
-                tokens, layers = request.prompt_tokens, self.placement.model.layers
-                self.transfers.begin(request, cost, tokens, layers, begun_s, ends_s, self._moved)
+                request.on_their_way += 1
+                self.transfers.begin(request, cost, chunk.tokens, layers, begun_s, ends_s, self._landed)
 
-    def _computed(self, batch: Sequence[_Request], now: float) -> None:
-        """A prefill replica has computed a batch."""
-        for request in batch:
-            if self._active.get(request.index) is not request:
-                self._prefiller(request).release(request, now)
-                continue
-            request.phase, request.computed_s = "moving", now
-            self.records.first(request.index, now)
-            if request.one_token:
-                self._prefiller(request).release(request, now)
-                self._ended(request.index, now)
+    def _computed(self, request: _Request, now: float) -> None:
+        """A prefill replica has computed all of a prompt."""
+        if self._active.get(request.index) is not request:
+            self._prefiller(request).release(request.prompt_tokens, now)
+            return
+        request.phase, request.computed_s = "moving", now
+        self.records.first(request.index, now)
+        if request.one_token:
+            self._prefiller(request).release(request.prompt_tokens, now)
+            self._ended(request.index, now)
+        else:
+            self.rooms[request.decode].grow(request.index)
+
+    def _landed(self, request: _Request, now: float) -> None:
+        """The KV cache of a chunk has landed."""
+        request.on_their_way -= 1
+        if request.phase == "moving" and not request.on_their_way:
+            self._moved(request, now)
 
     def _moved(self, request: _Request, now: float) -> None:
         """All of a request's KV cache has landed."""
         request.phase = "decode"
-        self._prefiller(request).release(request, now)
+        self._prefiller(request).release(request.prompt_tokens, now)
         self.rooms[request.prefill].release(request.index)
         record = self.records.routes[request.prefill, request.decode]
         record.requests += 1
         record.bytes += self._routes[request.prefill, request.decode].bytes_per_token * request.prompt_tokens
         record.after_s += now - request.computed_s
-        decoder = self._replicas[request.decode]
-        assert isinstance(decoder, Decoder)
-        decoder.land(request.index, now, request.made + 1)
+        self._engine(request).land(request.index, now, request.made + 1)
         self._start_waiting()
 
     def _ended(self, index: int, now: float) -> None:
@@ -295,6 +297,11 @@ class Simulation:
     def _prefiller(self, request: _Request) -> Prefiller:
         replica = self._replicas[request.prefill]
         assert isinstance(replica, Prefiller)
+        return replica
+
+    def _engine(self, request: _Request) -> Engine:
+        replica = self._replicas[request.decode]
+        assert isinstance(replica, Engine)
         return replica
 
     # -- failures
@@ -326,10 +333,14 @@ class Simulation:
         del self._active[request.index]
         self.transfers.cancel(request, now)
         self._free(request)
-        if request.prefill != lost and request.phase in ("prefill", "moving"):
+        if request.phase == "decode":
+            return
+        if request.decode != lost and not request.one_token:
+            self._engine(request).forget(request.index, now)
+        if request.prefill != lost:
             prefiller = self._prefiller(request)
-            if not prefiller.withdraw(request) and request.phase == "moving":
-                prefiller.release(request, now)
+            if not prefiller.withdraw(request, now) and request.phase == "moving":
+                prefiller.release(request.prompt_tokens, now)
 
     def _begin_again(self, request: _Request, made: int) -> None:
         """Put a request first in the queue again, with the tokens that it has as part of its prompt."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from cost_model.base import CostModel
 from cost_model.pipeline import PipelineSemantics, under_way
 from cost_model.registry import make_cost_model
@@ -9,10 +12,10 @@ from hexgen2.cluster import Cluster
 from hexgen2.memory import kv_capacity_tokens
 from hexgen2.placement import Placement, Replica
 from hexgen2.shared_links import SharedLinks
-from hexgen2.simulator.colocated import Policy
+from hexgen2.simulator.policies import Policy
 from hexgen2.simulator.timing import ReplicaTimes
 from hexgen2.simulator.transfers import RouteCost, binding, route_cost
-from runtime.room import Room, kv_budgets
+from runtime.room import Room, growth_tokens, kv_budgets
 
 
 class Stand:
@@ -36,11 +39,12 @@ class Stand:
     def room(self, replica: Replica) -> Room:
         """Its room for KV cache and its places, all free."""
         places = replica.max_batch * self._at_once(replica)
-        if replica.role == "colocated" and self._policy != "alternate":
+        if replica.role == "colocated" and self._policy != "mixed":
             # Such an engine takes all that come and keeps the accounts itself; only what it could never
             # hold is refused.
             return _Endless(kv_capacity_tokens(replica, self._cluster, self.costs), places)
-        return Room(self._budgets[replica.id] * self._at_once(replica), places)
+        growth = growth_tokens(self.placement)
+        return LiveRoom(self._budgets[replica.id] * self._at_once(replica), places, growth)
 
     def times(self, replica: Replica) -> ReplicaTimes:
         """Seconds of its steps."""
@@ -65,6 +69,16 @@ class Stand:
     @property
     def _semantics(self) -> PipelineSemantics:
         return self.placement.cost_model.pipeline  # type: ignore[return-value]
+
+
+@dataclass(slots=True)
+class LiveRoom(Room):
+    """A room that need not be told of every token: `grown` says how many requests have made of late."""
+
+    grown: Callable[[], int] = int
+
+    def has_room(self, tokens: int, prefill_only: bool) -> bool:
+        return Room.has_room(self, tokens + self.grown(), prefill_only)
 
 
 class _Endless(Room):

@@ -1,8 +1,9 @@
 """KV caches on their way from prefill to decode replicas, over links that they share.
 
 A transfer takes the network cards, uplinks and links of its route and the ports of its GPUs; each of these
-serves all its transfers side by side, in equal shares of its time. Transfers begin with the prefill: until
-that ends they go no faster than layers are computed, and leave the rest of their shares to the others.
+serves all its transfers side by side, in equal shares of its time. Every chunk of a prompt is a transfer. It
+begins with the step that computes it: until that ends it goes no faster than layers are computed, and leaves
+the rest of its shares to the others.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Transfers:
         self._schedule = schedule
         self._users: dict[Resource, dict[_Transfer, None]] = defaultdict(dict)
         self._shares: dict[Resource, tuple[float, float]] = {}
-        self._under_way: dict[object, _Transfer] = {}
+        self._under_way: dict[object, list[_Transfer]] = defaultdict(list)
         self._changed: dict[_Transfer, None] = {}
 
     def begin(
@@ -90,13 +91,14 @@ class Transfers:
         computed_s: float,
         done: Callable[[Any, float], None],
     ) -> None:
-        """A prefill that begins at begins_s, now or later, and has computed all layers at computed_s sends
-        the KV cache of so many tokens; done(request, time_s) is called when all has landed."""
+        """A chunk of a request's prompt that begins at begins_s, now or later, and has computed all layers at
+        computed_s sends the KV cache of so many tokens; done(request, time_s) is called when all that has
+        landed."""
         busy = {resource: seconds * tokens for resource, seconds in cost.busy_s.items()}
         span = computed_s - begins_s
         early = (1 - 1 / layers) / span if span > 0 and layers > 1 else 0.0
         transfer = _Transfer(request, busy, begins_s + cost.latency_s, most=early, done=done)
-        self._under_way[request] = transfer
+        self._under_way[request].append(transfer)
         if not busy:
             self._schedule(computed_s + cost.latency_s, self._landed, transfer)
             return
@@ -105,9 +107,8 @@ class Transfers:
         self._schedule(computed_s + cost.latency_s, self._computed, transfer)
 
     def cancel(self, request: Hashable, now: float) -> None:
-        """Stop a transfer; nothing if it is not under way."""
-        transfer = self._under_way.pop(request, None)
-        if transfer is not None:
+        """Stop whatever is under way of a request."""
+        for transfer in self._under_way.pop(request, ()):
             transfer.version = -1
             self._leave(transfer, now)
 
@@ -172,7 +173,10 @@ class Transfers:
             return
         transfer.left = 0.0
         transfer.version = -1
-        del self._under_way[transfer.request]
+        others = self._under_way[transfer.request]
+        others.remove(transfer)
+        if not others:
+            del self._under_way[transfer.request]
         self._leave(transfer, now)
         transfer.done(transfer.request, now)
 

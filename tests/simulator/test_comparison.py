@@ -22,7 +22,7 @@ from hexgen2.simulator.requests import Lengths
 def test_contenders_have_the_engine_and_the_cluster_that_are_asked_for():
     found = parse_contenders("hexgen2, hexgen,vllm:prefill-first@b,vllm@b", "a")
     assert [(one.strategy, one.policy, one.cluster) for one in found] == [
-        ("hexgen2", "alternate", "a"),
+        ("hexgen2", "mixed", "a"),
         ("hexgen", "prefill-first", "a"),
         ("vllm", "prefill-first", "b"),
         ("vllm", "chunked", "b"),

@@ -7,8 +7,10 @@ import pytest
 from pytest import approx
 
 from cluster_specs.loader import resolve
+from cost_model.base import PREFILL_TOKENS, Work
 from cost_model.calibrated import Calibrated
 from cost_model.errors import InputError
+from cost_model.lengths import attended_tokens
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
@@ -118,6 +120,75 @@ def test_a_lone_request_takes_what_the_cost_model_says(pair):
     assert records.end_s[0] - records.first_s[0] == approx(landed + steps)
 
 
+def step_s(times: ReplicaTimes, chunks: list[tuple[int, int]], ends: int) -> float:
+    """Seconds of a prefill step of one stage, of chunks (first, tokens), so many of which are the last."""
+    attended = sum(attended_tokens(tokens, None, first) for first, tokens in chunks)
+    (seconds,), _ = times.step(Work(sum(tokens for _, tokens in chunks), attended, 0.0, 0.0, ends))
+    return seconds
+
+
+def test_a_prefill_replica_computes_prompts_in_chunks(pair):
+    one = next(r for r in pair.replicas if r.role == "prefill" and len(r.stages) == 1)
+    alone = pair.model_copy(update={"routes": [r for r in pair.routes if r.from_ == one.id][:1]})
+    records = run(alone, requests_of((0.0, 3000, 9), (0.0, 1500, 9), (0.0, 500, 9))).records
+    times = times_of(pair, one.id)
+    # The first arrives alone: 2048 of it, the rest with 1096 of the second, then what is left.
+    first = step_s(times, [(0, 2048)], 0)
+    second = first + step_s(times, [(2048, 952), (0, 1096)], 1)
+    third = second + step_s(times, [(1096, 404), (0, 500)], 2)
+    assert records.first_s == approx([second, third, third])
+
+
+def test_a_request_is_let_in_by_what_those_who_decode_hold_at_that_time(pair):
+    """One of 700 + 400 tokens decodes; another prompt of 700 fits beside it, with room for both to grow, as
+    long as it has made less than 100 tokens."""
+    long = (0.0, 700, 400)
+    lone = run(pair, requests_of(long)).records
+    prefill, decode = lone.prefill[0], lone.decode[0]
+    route = [r for r in pair.routes if (r.from_, r.to) == (prefill, decode)]
+    alone = pair.model_copy(update={"routes": route})
+    cluster = Cluster.from_spec(resolve(pair.cluster, "cluster", Path()))
+    turns = times_of(pair, decode).decode_turn(1)
+    landed = lone.first_s[0] + lone.routes[prefill, decode].after_s
+    steps = np.cumsum([max(a + b * (701 + step) for a, b in turns) for step in range(399)])
+    assert lone.end_s[0] == approx(landed + steps[-1])
+    hundredth = landed + steps[98]
+    for early_s, at_once in ((1e-4, True), (-1e-4, False)):
+        asked = requests_of(long, (hundredth - early_s, 700, 2))
+        simulation = Simulation(alone, cluster, Records(asked))
+        room = simulation.rooms[decode]
+        room.kv_budget_tokens = 700 + 99 + 700 + 2 * room.growth_tokens
+        simulation.run()
+        begun_s = simulation.records.first_s[1] - lone.first_s[0]
+        assert begun_s == approx(asked.arrival_s[1] if at_once else lone.end_s[0])
+
+
+@pytest.mark.parametrize("share", [0.02, 0.05])
+def test_where_answers_outgrow_their_room_requests_start_over_and_none_is_lost(setting, share):
+    """Rooms too small for the load, and nothing set aside for growth."""
+    asked = online(Lengths(setting.workload), 6.0, 400, seed=2)
+    cluster = Cluster.from_spec(resolve(setting.cluster, "cluster", Path()))
+    found = []
+    for _ in range(2):
+        simulation = Simulation(setting, cluster, Records(asked))
+        for replica in setting.replicas:
+            room = simulation.rooms[replica.id]
+            room.growth_tokens = 0
+            if replica.role == "decode":
+                room.kv_budget_tokens = max(1600, int(share * room.kv_budget_tokens))
+        simulation.run()
+        found.append(simulation)
+    records = found[0].records
+    assert sum(replica.preemptions for replica in records.replicas.values()) > 0
+    assert not records.failed and not np.isnan(records.end_s).any()
+    assert sum(records.gaps) == asked.osl.sum() - len(asked)
+    spans = (records.end_s - records.first_s).sum()
+    assert np.dot(records.gap_s, records.gaps) == approx(spans)
+    for room in found[0].rooms.values():
+        assert not room.held and room.held_tokens == 0 and room.grown() == 0
+    assert records.end_s.tolist() == found[1].records.end_s.tolist()
+
+
 class Scaled(Calibrated):
     """The default cost model, all times of layers and heads three times as long."""
 
@@ -147,17 +218,18 @@ def test_what_the_front_end_takes_delays_first_tokens_alone(pair):
 
 
 def test_a_prefill_replica_alone_is_an_m_d_1_queue(pair):
-    """Pollaczek and Khinchine; single-token requests, so long that each is a batch of its own."""
+    """Pollaczek and Khinchine; single-token requests, each as long as a step."""
     one = next(replica for replica in pair.replicas if replica.role == "prefill")
     flows = [route for route in pair.routes if route.from_ == one.id]
     alone = pair.model_copy(update={"routes": flows})
     times = times_of(pair, one.id)
     assert times.stages == 1
-    service = run(alone, requests_of((0.0, 2000, 1))).records.end_s[0]
+    service = run(alone, requests_of((0.0, PREFILL_TOKENS, 1))).records.end_s[0]
     rate = 0.7 / service
     rng = np.random.default_rng(0)
     arrivals = np.cumsum(rng.exponential(1 / rate, size=20_000))
-    requests = Requests(arrivals, np.full(20_000, 2000), np.ones(20_000, dtype=int), "poisson")
+    ones = np.ones(20_000, dtype=int)
+    requests = Requests(arrivals, PREFILL_TOKENS * ones, ones, "poisson")
     records = run(alone, requests).records
     waits = records.end_s - arrivals - service
     assert waits.mean() == approx(0.7 * service / (2 * (1 - 0.7)), rel=0.05)
@@ -181,7 +253,7 @@ def test_a_lost_replica_fails_its_requests_or_has_them_start_over(setting):
     assert all(room.held_tokens == 0 for room in recovered.rooms.values())
 
 
-@pytest.mark.parametrize("policy", ["alternate", "prefill-first", "chunked"])
+@pytest.mark.parametrize("policy", ["mixed", "prefill-first", "chunked"])
 def test_a_lost_colocated_replica_has_its_requests_start_over(colocated, policy):
     asked = online(Lengths(colocated.workload), 0.5 * colocated.throughput.req_s, 400, seed=1)
     middle = float(asked.arrival_s[200])
@@ -205,7 +277,7 @@ def test_with_its_last_prefill_replica_everything_ends_with_a_reason(pair):
         run(pair, asked, failures=[Failure(1.0, "nobody")])
 
 
-@pytest.mark.parametrize("policy", ["alternate", "prefill-first", "chunked"])
+@pytest.mark.parametrize("policy", ["mixed", "prefill-first", "chunked"])
 def test_colocated_replicas_serve_everything_under_every_policy(colocated, policy):
     asked = online(Lengths(colocated.workload), 0.6 * colocated.throughput.req_s, 500, seed=0)
     records = run(colocated, asked, policy=policy).records
@@ -230,8 +302,7 @@ def test_when_kv_cache_runs_out_the_youngest_start_over_and_all_end(colocated):
     tight = Simulation(
         small, cluster, Records(requests_of(*((0.0, 60, 400) for _ in range(8)))), Options("chunked")
     )
-    replica = tight._replicas[one.id]
-    replica._kv_tokens = 1500
+    tight.rooms[one.id].kv_budget_tokens = 1500
     tight.run()
     assert tight.records.replicas[one.id].preemptions > 0
     assert not np.isnan(tight.records.end_s).any()

@@ -1,0 +1,307 @@
+"""A replica that decodes, colocated or not: requests run as a batch, and prompts mix into its steps.
+
+On a decode replica requests join the batch at the next step after their KV cache has landed; prompts are only
+those of requests that were preempted there. On a colocated replica every request begins as a prompt.
+
+KV cache is counted as the runtime's scheduler does, by what requests hold now, but in tokens, not in blocks:
+when the next tokens do not fit, the youngest request gives its own up, and is recomputed from its prompt and
+the tokens that it has. Prefix caching plays no part: prompts of a trace or a workload are lengths, and share
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from cost_model.base import Work
+from hexgen2.simulator.policies import Policy, step_prompt_tokens
+from hexgen2.simulator.prompts import Chunk, Prompt, Prompts, attended
+from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
+from hexgen2.simulator.running import Running
+from hexgen2.simulator.timing import ReplicaTimes
+from runtime.room import Room
+
+
+class Engine:
+    """One replica.
+
+    Parameters
+    ----------
+    isl, osl : prompt and output tokens of each request
+    room : the front end's account of the replica: how much it has of what, and what requests hold of it but
+        for the tokens that they made since they joined the batch
+    schedule : (time_s, call, argument) of the simulation
+    ended : called with (request, now) at its last token
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        times: ReplicaTimes,
+        isl: Sequence[int],
+        osl: Sequence[int],
+        room: Room,
+        records: Records,
+        record: ReplicaRecord,
+        schedule: Callable,
+        ended: Callable[[int, float], None],
+    ) -> None:
+        self._policy, self._times, self._isl, self._osl = policy, times, isl, osl
+        self._room, self._records, self._record = room, records, record
+        self._schedule, self._ended = schedule, ended
+        self._window = times.costs.model.sliding_window
+        self.running = Running(times.decode_turn, self._window)
+        self._prompts = Prompts(self._take_room)
+        self._computing: dict[int, Prompt] = {}
+        self._joining: deque[tuple[int, float]] = deque()
+        # Tokens in the pool, without those made since joining the batch.
+        self._held: dict[int, int] = {}
+        self._held_tokens = 0
+        self._made: dict[int, int] = {}
+        self._gaps = BatchGaps(records)
+        self._busy = False
+        self._planned = self._version = 0
+
+    # -- requests come and go
+
+    def expect(self, request: int, tokens: int, now: float) -> None:
+        """Keep room for a prompt whose KV cache will land."""
+        self._hold(request, tokens)
+        running = self.running
+        if running and not self._busy and self._planned > self._steps_with_room():
+            self._interrupt(now)
+
+    def forget(self, request: int, now: float) -> None:
+        """An expected request will not come."""
+        self._free(request)
+        if self._prompts:
+            self._interrupt(now)
+
+    def land(self, request: int, now: float, made: int = 1) -> None:
+        """The KV cache of an expected request is here, and so many of its tokens are made."""
+        self._made[request] = made
+        self._joining.append((request, now))
+        self._interrupt(now)
+
+    def submit(self, request: int, now: float, made: int = 0) -> None:
+        """A request arrives to be prefilled here; so many of its tokens were made elsewhere."""
+        self._made[request] = made
+        first = not self._prompts
+        self._prompts.add(Prompt(request, self._isl[request] + made, now))
+        if first:  # Else it waits behind one that finds no room, or is computed now.
+            self._interrupt(now)
+
+    def lose(self, now: float) -> list[tuple[int, int]]:
+        """The replica is gone: its requests, and how many tokens each has."""
+        running = self.running
+        if running and not self._busy:
+            self._decode(min(running.steps_before(now), self._planned))
+        self._version += 1
+        for request in list(running):
+            self._records.last_s[request] = self._gaps.leave(request, running.time_s)
+            self._made[request] += running.leave(request)
+        return list(self._made.items())
+
+    def grown(self, now: float) -> int:
+        """Tokens that the running requests have made since they joined the batch."""
+        running = self.running
+        if self._busy or not running:
+            return running.made
+        return running.made + min(running.steps_before(now), self._planned) * len(running)
+
+    # -- steps
+
+    def _interrupt(self, now: float) -> None:
+        """Something came up: the next step, after the one under way, is chosen anew."""
+        if self._busy:
+            return
+        running = self.running
+        if running:
+            steps = running.steps_until(now)
+            if steps >= self._planned:
+                return  # A change is due then anyway.
+            self._decode(steps)
+        self._go_on(running.time_s if running else max(now, running.time_s))
+
+    def _go_on(self, at_s: float) -> None:
+        """Choose what to do at a time. With prompts that waits until then: more of them may come."""
+        self._version += 1
+        if self._prompts:
+            self._busy = True
+            self._schedule(at_s, self._choose, self._version)
+        else:
+            self._choose(at_s, self._version)
+
+    def _choose(self, now: float, version: int) -> None:
+        if version != self._version:
+            return
+        running, record = self.running, self._record
+        running.time_s = now
+        self._busy = False
+        self._admit_landed(now)
+        self._make_room(now)
+        if len(running) > record.peak_running:
+            record.peak_running = len(running)
+        if steps := self._chunks():
+            self._run(steps, now)
+            return
+        running.settle()
+        if running:
+            joins = self._joining and self._has_place()  # In the place of one that was preempted just now.
+            self._planned = 1 if joins else min(running.regime_steps, self._steps_with_room())
+            self._schedule(now + running.span_s(self._planned), self._change, self._version)
+
+    def _change(self, _: float, version: int) -> None:
+        if version == self._version:
+            self._decode(self._planned)
+            self._go_on(self.running.time_s)
+
+    def _decode(self, steps: int) -> None:
+        """Run so many steps of decodes alone."""
+        if not steps:
+            return
+        running, record = self.running, self._record
+        count, span_s = len(running), running.span_s(steps)
+        self._gaps.note(running.time_s + running.step_s, span_s / steps, count * steps)
+        record.busy_s += span_s
+        record.running_s += span_s * count
+        for request in running.advance(steps):
+            self._end(request, running.time_s)
+
+    def _chunks(self) -> list[list[Chunk]]:
+        """Chunks for each of the steps that are under way at once, as far as there are any."""
+        in_flight, whole = self._times.in_flight, self._policy == "prefill-first"
+        decodes, steps = len(self.running), list[list[Chunk]]()
+        while self._prompts and len(steps) < in_flight:
+            chunks = self._prompts.take(step_prompt_tokens(self._policy, decodes, in_flight), whole)
+            if not chunks:
+                break
+            decodes += sum(chunk.last for chunk in chunks)
+            steps.append(chunks)
+        return steps
+
+    def _run(self, steps: list[list[Chunk]], now: float) -> None:
+        """A turn of steps with these chunks and, where they are mixed, all decodes, evenly divided."""
+        running = self.running
+        decodes = 0
+        if self._policy == "prefill-first":
+            self._gaps.hold_up(running, now)
+        else:
+            decodes = len(running)
+        count = max(len(steps), min(self._times.in_flight, decodes))
+        own, context = decodes / count, running.context / count if decodes else 0.0
+        works = [
+            Work(
+                sum(chunk.tokens for chunk in chunks),
+                attended(chunks, self._window),
+                own,
+                context,
+                own + sum(chunk.last for chunk in chunks),
+            )
+            for chunks in steps
+        ]
+        works += [Work(0.0, 0.0, own, context, own)] * (count - len(steps))
+        seconds = self._times.turn_s(works)
+        self._record.busy_s += seconds
+        self._record.running_s += seconds * len(running)
+        self._busy = True
+        self._schedule(now + seconds, self._ran, (list(chain(*steps)), decodes, self._version))
+
+    def _ran(self, now: float, turn: tuple[list[Chunk], int, int]) -> None:
+        chunks, decodes, version = turn
+        if version != self._version:
+            return
+        if decodes:
+            self._gaps.note(now, now - self.running.time_s, decodes)
+            for request in self.running.step_at(now):
+                self._end(request, now)
+        for chunk in chunks:
+            if chunk.last:
+                self._first(chunk.prompt.request, now)
+        self._go_on(now)
+
+    # -- the batch
+
+    def _has_place(self) -> bool:
+        """Whether one more may decode, besides those that do or will once their prompt is computed."""
+        return len(self.running) + len(self._computing) < self._room.max_batch
+
+    def _admit_landed(self, now: float) -> None:
+        while self._joining and self._has_place():
+            request, since_s = self._joining.popleft()
+            self._record.waited_s += max(0.0, now - since_s)
+            self._gaps.hold_up((request,), self._records.last_s[request])
+            self._join(request)
+
+    def _first(self, request: int, now: float) -> None:
+        """A prompt is computed and a token made."""
+        del self._computing[request]
+        self._made[request] += 1
+        self._room.grow(request)
+        self._records.first(request, now)
+        if self._made[request] >= self._osl[request]:
+            self._end(request, now)
+        else:
+            self._join(request)
+
+    def _join(self, request: int) -> None:
+        made = self._made[request]
+        self._hold(request, 1)
+        self.running.join(request, self._isl[request] + made, self._osl[request] - made)
+
+    def _end(self, request: int, now: float) -> None:
+        self._free(request)
+        del self._made[request]
+        self._record.requests += 1
+        self._ended(request, now)
+
+    # -- KV cache
+
+    def _hold(self, request: int, tokens: int) -> None:
+        self._held[request] = self._held.get(request, 0) + tokens
+        self._held_tokens += tokens
+
+    def _free(self, request: int) -> None:
+        self._held_tokens -= self._held.pop(request)
+
+    @property
+    def _used_tokens(self) -> int:
+        """With the tokens that the next step computes."""
+        return self._held_tokens + self.running.made
+
+    def _steps_with_room(self) -> int:
+        """Steps of the batch as it is until tokens do not fit; the next one does, or its request is alone."""
+        return 1 + max(0, self._room.kv_budget_tokens - self._used_tokens) // len(self.running)
+
+    def _take_room(self, prompt: Prompt) -> bool:
+        """Where a prompt fits, and one more token of everybody else."""
+        occupied = len(self.running) + len(self._computing)
+        if (
+            not self._has_place()
+            or self._used_tokens + prompt.tokens + occupied > self._room.kv_budget_tokens
+        ):
+            return False
+        self._hold(prompt.request, prompt.tokens)
+        self._computing[prompt.request] = prompt
+        self._record.waited_s += max(0.0, self.running.time_s - prompt.since_s)
+        return True
+
+    def _make_room(self, now: float) -> None:
+        """Where the next tokens do not fit, the youngest requests give way."""
+        while self.running and self._used_tokens > self._room.kv_budget_tokens and len(self._held) > 1:
+            self._preempt(max(chain(self.running, self._computing)), now)
+
+    def _preempt(self, request: int, now: float) -> None:
+        self._record.preemptions += 1
+        self._free(request)
+        prompt = self._computing.pop(request, None)
+        if prompt is not None:
+            prompt.done, prompt.begun = 0, False
+            return  # It is the first in the queue, and stays there.
+        made = self.running.leave(request)
+        self._made[request] += made
+        self._room.grow(request, made)
+        self._records.last_s[request] = self._gaps.leave(request, now)
+        self._prompts.put_first(Prompt(request, self._isl[request] + self._made[request], now))

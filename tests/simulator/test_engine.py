@@ -1,0 +1,84 @@
+"""A replica that decodes, by hand: steps of 10 ms and 1 ms per token."""
+
+import numpy as np
+import pytest
+from pytest import approx
+from stepping import engine_of
+
+from hexgen2.simulator.policies import POLICIES
+
+
+def gaps_of(records) -> dict[float, int]:
+    found: dict[float, int] = {}
+    for seconds, count in zip(records.gap_s, records.gaps, strict=True):
+        found[round(seconds, 9)] = found.get(round(seconds, 9), 0) + count
+    return found
+
+
+def test_the_youngest_gives_way_and_is_recomputed_with_what_it_has():
+    engine, clock, records, record = engine_of([(0.0, 10, 6), (0.0, 10, 6)], kv_tokens=25, places=4)
+    for k in range(2):
+        engine.expect(k, 10, 0.0)
+        records.first(k, 0.0)
+        clock.schedule(0.0, lambda now, k: engine.land(k, now), k)
+    clock.run()
+    # Both have 11 tokens, 12, 13: that is one too many. The first goes on alone for three steps; then the
+    # second has its 13 computed in one, which makes its fourth token.
+    ends = [2 * 0.012 + 3 * 0.011, 2 * 0.012 + 3 * 0.011 + 0.023 + 2 * 0.011]
+    assert records.end_s.tolist() == approx(ends)
+    assert gaps_of(records) == {0.012: 4, 0.011: 5, round(3 * 0.011 + 0.023, 9): 1}
+    assert record.preemptions == 1 and record.peak_running == 2
+
+
+def test_a_prompt_goes_in_chunks_among_decodes_and_in_one_step_without():
+    engine, clock, records, _ = engine_of([(0.0, 700, 50), (0.8, 1100, 2)], kv_tokens=9999, places=4)
+    for k, at in enumerate((0.0, 0.8)):
+        clock.schedule(at, lambda now, k: engine.submit(k, now), k)
+    clock.run()
+    first = 0.710
+    begins = first + 9 * 0.011  # the step that ends next
+    chunks = begins + 2 * (0.010 + 0.513) + (0.010 + 0.077)
+    assert records.first_s.tolist() == approx([first, chunks])
+    assert records.end_s.tolist() == approx([chunks + 0.012 + (50 - 1 - 9 - 3 - 1) * 0.011, chunks + 0.012])
+
+
+def test_a_request_that_lands_joins_after_the_step_under_way():
+    engine, clock, records, record = engine_of([(0.0, 10, 11), (0.03, 10, 3)], kv_tokens=100, places=4)
+    for k, at in enumerate((0.0, 0.03)):
+        engine.expect(k, 10, 0.0)
+        clock.schedule(at, lambda now, k: (records.first(k, now), engine.land(k, now)), k)
+    clock.run()
+    assert records.end_s.tolist() == approx([3 * 0.011 + 2 * 0.012 + 5 * 0.011, 3 * 0.011 + 2 * 0.012])
+    assert gaps_of(records) == {0.011: 8, 0.012: 3, 0.015: 1}
+    assert record.running_s == approx(10 * 0.011 + 2 * 0.001 + 2 * 0.012)
+
+
+def test_reservations_cut_short_what_the_batch_may_grow_by():
+    """At 0.05 another prompt of 10 is expected: 30 tokens hold it, and one request's until it has 20."""
+    engine, clock, records, record = engine_of([(0.0, 10, 15), (0.0, 10, 2)], kv_tokens=30, places=4)
+    engine.expect(0, 10, 0.0)
+    records.first(0, 0.0)
+    clock.schedule(0.0, lambda now, _: engine.land(0, now), None)
+    clock.schedule(0.05, lambda now, _: engine.expect(1, 10, now), None)
+    clock.schedule(0.5, lambda now, _: engine.forget(1, now), None)
+    clock.run()
+    assert record.preemptions == 1
+    # 11 tokens at the start, 20 fit: ten steps; what it has, 21, is computed when the other is forgotten.
+    assert records.end_s[0] == approx(0.5 + 0.031 + (15 - 12) * 0.011)
+    assert gaps_of(records) == {0.011: 13, round(0.5 + 0.031 - 0.11, 9): 1}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_and_times_add_up_whatever_is_short(policy):
+    rng = np.random.default_rng(0)
+    for places, kv_tokens in ((2, 4000), (8, 1500), (8, 9000)):
+        arrival_s = np.sort(rng.uniform(0, 20, size=60))
+        rows = [(at, int(rng.integers(1, 1200)), int(rng.integers(1, 200))) for at in arrival_s]
+        engine, clock, records, record = engine_of(rows, kv_tokens, places, policy)
+        for k, (at, *_) in enumerate(rows):
+            clock.schedule(at, lambda now, k, engine=engine: engine.submit(k, now), k)
+        clock.run()
+        assert sum(records.gaps) == records.requests.osl.sum() - len(rows)
+        assert np.dot(records.gap_s, records.gaps) == approx((records.end_s - records.first_s).sum())
+        assert record.requests == len(rows) and record.peak_running <= places
+        assert (kv_tokens > 1500) or record.preemptions
