@@ -224,11 +224,12 @@ def plot(under_load: dict[float, Results], interference: dict[str, list[Interfer
             axis.axvline(at_s, color="tab:red", linewidth=0.8, alpha=0.6)
         title = f"{name}: {DECODES} decodes while prompts of {LONG_ISL} tokens arrive (red)"
         axis.set(title=title, xlabel="seconds since the first of them", ylabel="ITL, ms", ylim=(0, top))
-    for axis, key in zip(axes[1], ("mean_ttft_ms", "mean_tpot_ms"), strict=True):
+    for axis, figure_name in zip(axes[1], ("TTFT", "TPOT"), strict=True):
         for name in interference:
+            key = f"mean_{figure_name.lower()}_ms"
             values = [median(results[name], key) for results in under_load.values()]
             axis.plot([100 * load for load in under_load], values, "o-", label=name)
-        axis.set(xlabel="load, %", ylabel=key.replace("_", " ").replace(" ms", ", ms"), ylim=(0, None))
+        axis.set(xlabel="load, %", ylabel=f"mean {figure_name}, ms", ylim=(0, None))
         axis.legend()
     figure.tight_layout()
     figure.savefig(path)
