@@ -62,7 +62,8 @@ class Engine:
         self._made: dict[int, int] = {}
         self._gaps = BatchGaps(records)
         self._busy = False
-        self._planned = self._version = 0
+        self._planned = self._version = self._grown = 0
+        self._grown_at = -1.0, 0
 
     # -- requests come and go
 
@@ -106,10 +107,13 @@ class Engine:
 
     def grown(self, now: float) -> int:
         """Tokens that the running requests have made since they joined the batch."""
-        running = self.running
-        if self._busy or not running:
-            return running.made
-        return running.made + min(running.steps_before(now), self._planned) * len(running)
+        asked = now, self._version
+        if self._grown_at != asked:  # Every route that ends here asks.
+            running = self.running
+            self._grown_at, self._grown = asked, running.made
+            if running and not self._busy:
+                self._grown += min(running.steps_before(now), self._planned) * len(running)
+        return self._grown
 
     # -- steps
 

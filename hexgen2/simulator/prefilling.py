@@ -69,7 +69,7 @@ class Prefiller:
 
     def _begin(self, now: float, _: object = None) -> None:
         self._now = now
-        while self._prompts and self._in_flight < self._times.in_flight:
+        while self._in_flight < self._times.in_flight and self._prompts:
             if self._stage_free_s[0] > now:
                 return  # It begins as soon as the first stage is free: that is scheduled.
             chunks = self._prompts.take(PREFILL_TOKENS)

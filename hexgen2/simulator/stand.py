@@ -43,8 +43,10 @@ class Stand:
             # Such an engine takes all that come and keeps the accounts itself; only what it could never
             # hold is refused.
             return _Endless(kv_capacity_tokens(replica, self._cluster, self.costs), places)
-        growth = growth_tokens(self.placement)
-        return LiveRoom(self._budgets[replica.id] * self._at_once(replica), places, growth)
+        budget = self._budgets[replica.id] * self._at_once(replica)
+        if replica.role == "prefill":
+            return Room(budget, places)
+        return LiveRoom(budget, places, growth_tokens(self.placement))
 
     def times(self, replica: Replica) -> ReplicaTimes:
         """Seconds of its steps."""
