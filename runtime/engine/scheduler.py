@@ -74,6 +74,11 @@ class _Request:
     def to_run(self) -> int:
         return len(self.tokens) - self.computed
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it has tokens and takes one a step: what a long prompt beside it would slow down."""
+        return self.to_run <= 1 and not self.target and len(self.tokens) > self.prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Completed:
@@ -197,7 +202,7 @@ class Scheduler:
             return None
         self._admit_landed()
         batch = [(request, 1) for request in self._decodes()]
-        decoding = any(request.to_run <= 1 and not request.target for request in self._running.values())
+        decoding = any(request.decodes for request in self._running.values())
         batch += self._chunks(self._max_mixed_tokens if decoding else self._max_prefill_tokens)
         return self._issue(batch) if batch else None
 

@@ -29,10 +29,15 @@ class Unavailable(Exception):
 
 def next_message(connection: Connection) -> Message | None:
     """The next message, however long it takes to begin; its end has the stream's timeout."""
+    is_readable(connection, None)
+    return connection.receive()
+
+
+def is_readable(connection: Connection, wait_ms: float | None = 0) -> bool:
+    """Whether more has come, within so long; None: however long it takes."""
     poll = select.poll()
     poll.register(connection.stream, select.POLLIN)
-    poll.poll()
-    return connection.receive()
+    return bool(poll.poll(wait_ms))
 
 
 class Outgoing(ABC):

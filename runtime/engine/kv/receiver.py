@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from runtime.engine.cache import PagedCache
-from runtime.engine.kv.base import DEADLINE_S, Incoming, Unavailable, next_message
+from runtime.engine.kv.base import DEADLINE_S, Incoming, Unavailable, is_readable, next_message
 from runtime.engine.kv.cells import LIMIT_BYTES, slice_bytes
 from runtime.engine.kv.landing import Landing
 from runtime.engine.kv.registry import make_transport
@@ -14,6 +14,9 @@ from runtime.messages import KvLanded, KvOpen, KvOpened, KvSlice, KvTaken
 from runtime.transport import Connection
 
 log = logging.getLogger(__name__)
+
+_ANSWER_EVERY = 4
+"""Slices answered at once at most, while more of them wait: an answer costs as much as a small slice."""
 
 
 class KvReceiver:
@@ -63,11 +66,15 @@ class KvReceiver:
         try:
             connection.set_deadline(self._deadline_s)
             incoming = self._open(connection)
+            taken = 0
             while (message := next_message(connection)) is not None:
                 if not isinstance(message, KvSlice):
                     raise ConnectionError(f"a {type(message).__name__} is not for a KV connection")
                 self._receive(incoming, message, carried)
-                connection.send(KvTaken(slices=1))
+                taken += 1
+                if taken == _ANSWER_EVERY or not carried or not is_readable(connection):
+                    connection.send(KvTaken(slices=taken))
+                    taken = 0
         except (OSError, RuntimeError, ValueError) as error:
             text = str(error) or type(error).__name__
             log.warning("worker %s: KV from %s broke off: %s", self._worker, peer, text)

@@ -18,7 +18,7 @@ _PIECE_BYTES = 8 * 1024 * 1024  # for as long as this takes, a landing's close m
 class SharedMemory(Transport):
     """Two processes of a host, both with pools in CPU memory."""
 
-    name, pulls, window = "shm", True, 3
+    name, pulls, window = "shm", True, 8
 
     def outgoing(self, connection: Connection) -> Outgoing:
         """Say where the pool can be found."""
