@@ -70,9 +70,9 @@ def make_placement(
 
 
 @contextmanager
-def launched(placement: Path, model: Path) -> Iterator[tuple[str, psutil.Process]]:
+def launched(placement: Path, model: Path, *options: str) -> Iterator[tuple[str, psutil.Process]]:
     """The URL of a running `hexgen2 launch`, and its process."""
-    command = [COMMAND, "launch", str(placement), "--model-path", str(model), "--port", "0"]
+    command = [COMMAND, "launch", str(placement), "--model-path", str(model), "--port", "0", *options]
     with tempfile.TemporaryFile("w+") as log:
         server = psutil.Popen(command, stderr=log, start_new_session=True)
         try:

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
         make_model(model)
         for colocated in (False, True):
             path = make_placement(work, model, colocated, ISL, OSL)
-            with launched(path, model) as (url, server):
+            with launched(path, model, "--no-prefix-caching") as (url, server):
                 compare(Placement.load(path), url, server, options)
 
 

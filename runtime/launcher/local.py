@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import signal
 import socket
 import threading
@@ -23,6 +24,13 @@ from runtime.messages import Configure, Shutdown
 START_TIMEOUT_S = 600.0
 STOP_GRACE_S = 3.0
 PRELOAD = ["torch", "runtime.worker"]
+WORKER_ENVIRONMENT = {
+    # Threads wait awake for the next kernel of a step, and asleep for the next step.
+    "GOMP_SPINCOUNT": "20000",
+    # A product is prepared, and kept, for each number of rows: half a MB each, and rows come in any number.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+}
 
 
 def _run_worker(control: socket.socket) -> None:
@@ -99,6 +107,8 @@ class LocalLauncher(Launcher):
             process.kill()
 
     def _spawn(self, sockets: Mapping[str, socket.socket]) -> None:
+        for name, value in WORKER_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)  # read when torch is loaded, which the fork server does
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         for worker, end in sockets.items():
