@@ -52,6 +52,8 @@ class Member:
         shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
         blocks = config.kv_budget_tokens // config.block_tokens
         self.cache, shared = shared_cache(shape, blocks, config.block_tokens)
+        if shared is not None:
+            shared.populate()
         self.tables: dict[str, list[int]] = {}
         self.receiver = KvReceiver(config.worker, self.cache, report, self._failed)
         self._sender = KvSender(

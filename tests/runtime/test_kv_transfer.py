@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 import msgspec
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,6 +35,8 @@ from kv_pairs import (
 )
 
 from cost_model.errors import InputError
+from runtime.engine.cache import CacheShape
+from runtime.engine.kv import shared_cache
 from runtime.engine.kv.pool import host_identity
 from runtime.kv_layout import KvTransfer, Part, held, outgoing
 from runtime.messages import KvLanded, KvLink, KvOffer, KvOpen, KvOpened, KvSlice, KvTaken, StageShape, Step
@@ -606,3 +609,15 @@ def test_the_queue_of_events_is_empty_when_nothing_happens(receiving: Receiving)
     sending.sender.layer_ready("nobody", 1, [0], 4)
     with pytest.raises(queue.Empty):
         sending.events.get(timeout=0.05)
+
+
+def test_a_pool_gets_its_pages_and_keeps_what_it_holds():
+    shape = CacheShape(Part(0, 2, 0, 2), 8, torch.float32, torch.device("cpu"))
+    cache, shared = shared_cache(shape, 8192, 16)
+    assert shared is not None and cache.pool.nbytes == 32 * 2**20
+    cache.pool[1, 1, 7] = 3.0
+    before = psutil.Process().memory_info().rss
+    shared.populate(16 * 2**20).join(20)
+    assert cache.pool[1, 1, 7].sum() == 3.0 * 2 * 8
+    grown = psutil.Process().memory_info().rss - before
+    assert grown == 0 or 15 * 2**20 < grown < 24 * 2**20  # 0: a kernel that does not know how

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import mmap
 import os
 import secrets
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,10 @@ import torch
 from runtime.engine.cache import CacheShape, PagedCache
 from runtime.engine.kv.cells import word
 
+POPULATED_BYTES = 2**30
 _NAME = "hexgen2-kv-"
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
+_STEP_BYTES = 2**20
 
 
 def host_identity() -> str:
@@ -43,11 +49,31 @@ class SharedPool:
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8).view(shape.dtype).view(size)
         self.handle = f"{os.getpid()}:{descriptor}:{name}"
 
+    def populate(self, limit_bytes: int = POPULATED_BYTES) -> threading.Thread:
+        """Have the kernel find pages for the beginning of the pool, beside whatever runs: where they come one
+        by one, as requests first write to them, they cost a prefill a tenth of its time."""
+        thread = threading.Thread(
+            target=_populate, args=(self.tensor, limit_bytes), name="kv pages", daemon=True
+        )
+        thread.start()
+        return thread
+
     def close(self) -> None:
         """Let nobody new map it; the memory goes with the last view of it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
+
+
+def _populate(pool: torch.Tensor, limit_bytes: int) -> None:
+    """Best effort: kernels before 5.14 don't know how."""
+    advise = ctypes.CDLL(None).madvise
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    for first in range(0, min(pool.nbytes, limit_bytes), _STEP_BYTES):
+        count = min(_STEP_BYTES, pool.nbytes - first)
+        if advise(ctypes.c_void_p(pool.data_ptr() + first), ctypes.c_size_t(count), _POPULATE_WRITE):
+            return
 
 
 class MappedPool:
