@@ -329,7 +329,7 @@ def test_a_lost_receiver_fails_its_requests_within_the_deadline(
     sending.push("well", TO_D0, table, [11])
     assert landed(receiving).request_id == "well"
     assert holds(receiving.cache, receiving.pool, 1, [0, 1, 2], 0, 11)
-    events = [next_event(sending.events, 10.0) for _ in range(3)]
+    events = [next_event(sending.events) for _ in range(3)]
     events.remove("well")
     assert events[0][0] == "lost" and events[1] == "lost"
     if how == signal.SIGSTOP:
