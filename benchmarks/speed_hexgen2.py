@@ -20,9 +20,8 @@ from runtime.launcher.configure import configurations
 from runtime.launcher.local import LocalLauncher
 from runtime.messages import Sampling
 from runtime.options import EngineOptions
-from runtime.replica import Replica
-from runtime.room import growth_tokens
 from runtime.router import Router, routes_of
+from runtime.serve import make_replicas
 
 
 async def main(checkpoint: str, dtype: str, path: str) -> None:
@@ -31,18 +30,7 @@ async def main(checkpoint: str, dtype: str, path: str) -> None:
     told = configurations(placement, Path(checkpoint), dtype, EngineOptions(dtype=dtype))
     try:
         links = await launcher.start(told, lambda line: print(line, file=sys.stderr))
-        replicas = {
-            replica.id: Replica(
-                replica_id=replica.id,
-                role=replica.role,
-                lead=replica.gpus[0],
-                links={gpu: links[gpu] for gpu in replica.gpus},
-                kv_budget_tokens=told[replica.gpus[0]].kv_budget_tokens,
-                max_batch=replica.max_batch,
-                growth_tokens=growth_tokens(placement),
-            )
-            for replica in placement.replicas
-        }
+        replicas = make_replicas(placement, told, links)
         coordinator = Coordinator(Router(routes_of(placement)), replicas)
         coordinator.start()
         channel.ready()

@@ -154,7 +154,7 @@ async def _serve(
             links, tokenizer = started
             metrics = Metrics()
             coordinator = Coordinator(
-                Router(routes_of(placement)), _replicas(placement, told, links), metrics
+                Router(routes_of(placement)), make_replicas(placement, told, links), metrics
             )
             metrics.watch(coordinator)
             app = create_app(Service(placement, coordinator, tokenizer, metrics), api_key)
@@ -216,7 +216,9 @@ async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, Result]) ->
     return None
 
 
-def _replicas(placement: Placement, told: dict[str, Configure], links: dict[str, Link]) -> dict[str, Replica]:
+def make_replicas(
+    placement: Placement, told: dict[str, Configure], links: dict[str, Link]
+) -> dict[str, Replica]:
     """Every replica with the links to its workers; the first GPU of the first stage leads."""
     return {
         replica.id: Replica(
