@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 512
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+GPU_TRANSPORTS, CPU_TRANSPORTS = ("cuda_ipc", "nccl"), ("shm",)
+KV_TRANSPORTS = ("auto", *CPU_TRANSPORTS, "tcp", "gloo", *GPU_TRANSPORTS)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from cost_model.errors import InputError
+from runtime.options import DEFAULTS, DTYPES, KV_TRANSPORTS, EngineOptions
 
 
 @click.command()
@@ -20,15 +21,15 @@ from cost_model.errors import InputError
 @click.option("--api-key", envvar="HEXGEN2_API_KEY", help="Clients must send it as a bearer token.")
 @click.option(
     "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="auto",
+    type=click.Choice(DTYPES),
+    default=DEFAULTS.dtype,
     show_default=True,
     help="Of weights and KV cache. auto: float32 if a worker is a CPU, else the checkpoint's.",
 )
 @click.option(
     "--chunk-tokens",
     type=click.IntRange(1),
-    default=512,
+    default=DEFAULTS.chunk_tokens,
     show_default=True,
     help="Prompt tokens in a step in which requests decode, too.",
 )
@@ -40,8 +41,8 @@ from cost_model.errors import InputError
 )
 @click.option(
     "--kv-transport",
-    type=click.Choice(["auto", "shm", "cuda_ipc", "tcp", "gloo", "nccl"]),
-    default="auto",
+    type=click.Choice(KV_TRANSPORTS),
+    default=DEFAULTS.kv_transport,
     show_default=True,
     help="The way of KV caches between workers. auto: the best that both have.",
 )
@@ -65,7 +66,6 @@ def launch(
 
     loaded = Placement.load(placement)
     try:
-        from runtime.options import EngineOptions
         from runtime.serve import serve
     except ModuleNotFoundError as error:
         raise InputError(

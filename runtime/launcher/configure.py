@@ -10,10 +10,11 @@ from pathlib import Path
 
 from cluster_specs.loader import resolve
 from cost_model.base import PREFILL_TOKENS
+from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from runtime.messages import PROTOCOL_VERSION, Configure, KvLink, StageShape
-from runtime.options import DEFAULTS, EngineOptions
+from runtime.options import CPU_TRANSPORTS, DEFAULTS, GPU_TRANSPORTS, KV_TRANSPORTS, EngineOptions
 from runtime.room import kv_budgets
 
 
@@ -84,6 +85,15 @@ def emulated_links(placement: Placement) -> dict[str, tuple[KvLink, ...]]:
     return links
 
 
+def _check_transport(name: str, on_cpu: list[bool]) -> None:
+    """Refuse at the launch what every request would fail with."""
+    if (name in GPU_TRANSPORTS and any(on_cpu)) or (name in CPU_TRANSPORTS and not all(on_cpu)):
+        kind = "GPUs" if name in GPU_TRANSPORTS else "CPUs"
+        others = ", ".join(each for each in KV_TRANSPORTS if each not in GPU_TRANSPORTS + CPU_TRANSPORTS)
+        problem = f"is between {kind} only, and the placement has others"
+        raise InputError("--kv-transport", name, problem, f"use one of {others}")
+
+
 def configurations(
     placement: Placement, checkpoint: Path, gpu_dtype: str, options: EngineOptions = DEFAULTS
 ) -> dict[str, Configure]:
@@ -91,12 +101,17 @@ def configurations(
 
     All workers hold the KV cache in one type: the one in `options`, or float32 as soon as one of them is a
     CPU (its fast type), else `gpu_dtype`.
+
+    Raises
+    ------
+    InputError : the transport in `options` is not for these devices
     """
     secret, block = secrets.token_hex(32), options.block_tokens
     budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}
     gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
     emulated = emulated_links(placement) if options.emulate_links else {}
     cores = shares_of(sorted(os.sched_getaffinity(0)), [gpu for gpu in gpus if is_cpu(placement, gpu)])
+    _check_transport(options.kv_transport, [is_cpu(placement, gpu) for gpu in gpus])
     dtype = options.dtype
     if dtype == "auto":
         dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype

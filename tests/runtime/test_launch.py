@@ -11,9 +11,11 @@ from served import Server, alive, listens, make_placement
 
 from cluster_specs.loader import accelerator_of
 from cost_model.architecture import ModelArchitecture
+from cost_model.errors import InputError
 from cost_model.hardware import interconnect_link
+from runtime.engine.kv.registry import AUTO, transport_names
 from runtime.launcher.configure import configurations, device_of
-from runtime.options import EngineOptions
+from runtime.options import GPU_TRANSPORTS, KV_TRANSPORTS, EngineOptions
 from runtime.room import kv_budgets
 from runtime.router import Route, routes_of
 
@@ -208,6 +210,16 @@ def test_emulated_links_are_those_of_the_cluster_between_the_ends_of_routes(mode
     speeds = (shared_memory.bandwidth_bytes_s, shared_memory.latency_s)
     assert {(link.bandwidth_bytes_s, link.latency_s) for link in links} == {speeds}
     assert not any(each.kv_links for each in configurations(placement, model_folder, "bfloat16").values())
+
+
+def test_a_transport_that_the_devices_do_not_have_is_refused(model_folder):
+    placement = make_placement(model_folder)
+    for name in GPU_TRANSPORTS:
+        with pytest.raises(InputError, match="use one of auto, tcp, gloo"):
+            configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport=name))
+    told = configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport="shm"))
+    assert {each.kv_transport for each in told.values()} == {"shm"}
+    assert set(KV_TRANSPORTS) == {AUTO, *transport_names()}
 
 
 def test_routes_follow_the_flows_and_colocated_replicas_are_routes_to_themselves(model_folder):
