@@ -3,20 +3,29 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := runtime,dev
+VLLM := .venv-vllm
+EXTRAS := runtime,p2p,dev
 
 # Many small processes share few cores here; one thread each is fastest.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test check clean schema
+.PHONY: demo test test-vllm check clean schema
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: check
 	$(BIN)/python -m pytest tests
+
+# `--engine vllm` with the real vLLM, on CPUs, from an environment of its own.
+test-vllm: $(STAMP) $(VLLM)/.installed
+	PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(BIN)/python -m pytest tests/runtime/test_vllm_engine.py -rs
+
+$(VLLM)/.installed: tests/vllm_environment.py constraints.txt
+	$(PYTHON) tests/vllm_environment.py $(VLLM)
+	touch $@
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -26,10 +35,10 @@ check: $(STAMP)
 schema: $(STAMP)
 	$(BIN)/python -c "import json; from hexgen2.placement import json_schema; print(json.dumps(json_schema(), indent=1))" > docs/placement.schema.json
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard runtime/engine/native/*.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) $(VLLM) .demo

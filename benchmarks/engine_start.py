@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 
 from runtime.engine.loader import DTYPES
 from runtime.engine.models import load_stage
-from runtime.engine.parallel import Links, Place
+from runtime.engine.parallel import Links
+from runtime.engine.place import Place
 from runtime.messages import StageShape
 
 HEAD_DIM = 128

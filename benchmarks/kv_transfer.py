@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.engine.cache import CacheShape
-from runtime.engine.kv import KvReceiver, KvSender, shared_cache
+from runtime.engine.kv import KvReceiver, KvSender
+from runtime.engine.kv.pool import shared_cache
 from runtime.engine.parallel import connect_store, open_store
 from runtime.kv_layout import KvTransfer, held, outgoing
 from runtime.messages import PROTOCOL_VERSION, Hello, KvLink, StageShape
@@ -341,7 +342,12 @@ def _sides(case: tuple[list, list, int], size: int) -> Sides:
 
 def overlap(rounds: int) -> None:
     """Share of a transfer that is over when the prefill is, beyond its last layer's."""
-    tokens = 256
+    print(f"\n{'overlap':26}{'bytes':>10}{'alone ms':>10}{'prefill':>9}{'beyond':>9}{'hidden':>8}")
+    for tokens in (256, 1024):
+        _overlap(tokens, rounds)
+
+
+def _overlap(tokens: int, rounds: int) -> None:
     work, weights = torch.ones(tokens, 1024), torch.ones(1024, 1024) / 1024
 
     def compute(layer: int) -> None:
@@ -355,7 +361,6 @@ def overlap(rounds: int) -> None:
     one = stages("p", _ONE), stages("d", _ONE)
     size = tokens * LAYERS * HEADS * HEAD_DIM * 2 * DTYPE.itemsize
     links = [KvLink(source="p/0.0", destination="d/0.0", bandwidth_bytes_s=size / LAYERS / (0.7 * layer_s))]
-    print(f"\n{'overlap, 8 MB':26}{'alone ms':>10}{'prefill':>9}{'beyond':>9}{'hidden':>8}")
     with Sides(Setting(*one, HEADS, tokens)) as both:
         ways: tuple[tuple[str, str, Sequence[KvLink]], ...] = (
             ("shm", "shm", ()),
@@ -373,9 +378,8 @@ def overlap(rounds: int) -> None:
             alone_s, prefill_s, beyond_s = (statistics.median(each[1:]) for each in (alone, prefill, beyond))
             last_s = alone_s / LAYERS
             hidden = 1 - max(0.0, beyond_s - last_s) / (alone_s - last_s)
-            print(
-                f"{name:26}{1e3 * alone_s:>10.2f}{1e3 * prefill_s:>9.1f}{1e3 * beyond_s:>9.2f}{hidden:>8.2f}"
-            )
+            times = f"{1e3 * alone_s:>10.2f}{1e3 * prefill_s:>9.1f}{1e3 * beyond_s:>9.2f}"
+            print(f"{name:26}{size:>10}{times}{hidden:>8.2f}")
 
 
 if __name__ == "__main__":

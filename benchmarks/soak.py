@@ -75,11 +75,12 @@ class Sample:
 
 @dataclass
 class Clients:
-    """Random requests to a fleet, and how they ended."""
+    """Random requests to a fleet, none longer than it can hold, and how they ended."""
 
     server: Server
     model: str
     rng: random.Random
+    longest_tokens: int
     ended: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
 
@@ -92,6 +93,7 @@ class Clients:
         shared = rng.choice(self._shared) if rng.random() < SHARES else []
         prompt = [*shared, *rng.choices(TOKEN_IDS, k=_skewed(rng, PROMPTS))]
         wanted, streamed = _skewed(rng, OUTPUTS), rng.random() < STREAMS
+        prompt = prompt[: self.longest_tokens - wanted]
         body = {"model": self.model, "prompt": prompt, "max_tokens": wanted, "ignore_eos": True}
         body |= {"temperature": rng.choice((0, 1)), "stream": streamed}
         if streamed:
@@ -164,7 +166,8 @@ async def sample(server: Server, processes: list[psutil.Process], begun: float) 
 async def soak(url: str, fleet: psutil.Process, options: argparse.Namespace) -> bool:
     """Load a fleet; whether it is as good at the end as it was at the beginning."""
     server = Server(Address.parse(url))
-    clients = Clients(server, await find_model(server, None), random.Random(options.seed))
+    room = min((await read_metrics(server))["hexgen2_kv_tokens_budget"].values())
+    clients = Clients(server, await find_model(server, None), random.Random(options.seed), int(room))
     rate = options.load * await capacity(clients)
     await rest(server)
     print(f"{options.fleet}: {rate:.3g} requests/s")

@@ -3,8 +3,8 @@
 python speed_limits.py CHECKPOINT DTYPE
 
 Of a decode step, bytes over bandwidth: weights and KV cache at the fastest rate that memory was read at; and
-the time of its matrix products alone, by the fastest library call, with the KV cache read at that rate. Of a
-prefill, the products; attention, which is a product too, is left out.
+the time of its matrix products alone, by the fastest library call or our kernel, with the KV cache read at
+that rate. Of a prefill, the products; attention, which is a product too, is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from speed_side import Channel
 
-from runtime.engine.linear import Linear
+from runtime.engine.linear import Linear, by_onednn
 
 READ_BYTES = 1 << 30
 AT_LEAST_S = 0.5
@@ -28,7 +28,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Products:
-    """All products of a step with weights, in order, by one library call."""
+    """All products of a step with weights, in order, by one kind of call."""
 
     def __init__(self, config: dict[str, int], dtype: torch.dtype, call: Callable[[torch.Tensor], Product]):
         hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -93,7 +93,8 @@ def main(checkpoint: str, dtype_name: str) -> None:
     calls: dict[str, Callable[[torch.Tensor], Product]] = {
         "F.linear": plain,
         "mm": transposed,
-        "oneDNN packed": Linear,
+        "oneDNN packed": by_onednn,
+        "ours": Linear,
     }
     ways = {name: Products(config, dtype, call) for name, call in calls.items()}
     kv_width = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]

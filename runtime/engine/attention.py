@@ -1,6 +1,7 @@
 """Attention of a ragged batch, decodes and chunks of prompts together, over the paged KV cache.
 
-The kernels are torch's (scaled_dot_product_attention). What all layers of a step share, slots and masks, is
+Where `native` serves, its kernels read the cache block by block. Elsewhere it is torch's
+scaled_dot_product_attention, over slots gathered first. What all layers of a step share, slots and masks, is
 worked out once, in a `Plan`.
 """
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from runtime.engine import native
 from runtime.engine.cache import PagedCache
 
 _PADDING = 1.25  # decodes that attend together are padded to at most so many times their context
@@ -51,11 +53,30 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Paged:
+    """A part of a prompt for the compiled kernel: rows [first, end) of the batch, from a position on."""
+
+    first: int
+    end: int
+    offset: int
+    table: np.ndarray
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Who attends to what, for layers that reach back equally far."""
 
     decodes: tuple[Decodes, ...]
     chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """The same for the compiled kernels."""
+
+    spans: native.Spans | None
+    chunks: tuple[Paged, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +100,7 @@ class Batch:
     lengths: tuple[int, ...]
     offsets: tuple[int, ...]
     tables: tuple[Sequence[int], ...]
-    _plans: dict[int | None, Plan] = field(default_factory=dict)
+    _plans: dict[int | None, Plan | NativePlan] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -117,23 +138,34 @@ class Batch:
             tables=tuple(tables),
         )
 
-    def plan(self, window: int | None) -> Plan:
+    def plan(self, window: int | None) -> Plan | NativePlan:
         """For layers in which a token sees the last `window` tokens, itself included; None: all."""
         if window not in self._plans:
             self._plans[window] = self._make_plan(window)
         return self._plans[window]
 
-    def _make_plan(self, window: int | None) -> Plan:
+    def _make_plan(self, window: int | None) -> Plan | NativePlan:
         singles: list[tuple[int, int, Sequence[int]]] = []
-        chunks: list[Chunk] = []
+        parts: list[tuple[int, int, int, Sequence[int]]] = []
         first = 0
         for length, offset, table in zip(self.lengths, self.offsets, self.tables, strict=True):
             if length == 1:
                 singles.append((first, offset + 1, table))
             else:
-                chunks.append(_chunk(self.cache, first, length, offset, table, window))
+                parts.append((first, length, offset, table))
             first += length
-        return Plan(_decodes(self.cache, singles, window), tuple(chunks))
+        shape = self.cache.shape
+        if native.serves(shape.dtype, shape.device) and native.attends_to(shape.head_dim):
+            return _native_plan(singles, parts, window)
+        chunks = tuple(_chunk(self.cache, *part, window) for part in parts)
+        return Plan(_decodes(self.cache, singles, window), chunks)
+
+
+def store(key: torch.Tensor, value: torch.Tensor, layer: int, batch: Batch) -> None:
+    """Write a step's keys and values, [total, kv_heads, head_dim], to a layer of the cache."""
+    keys, values = batch.cache.layer(layer)
+    keys.index_copy_(0, batch.slots, key)
+    values.index_copy_(0, batch.slots, value)
 
 
 def attend(
@@ -144,7 +176,7 @@ def attend(
     batch: Batch,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Store the new keys and values, then attend to everything up to each token.
+    """Attend to everything up to each token, once its keys and values are stored.
 
     Parameters
     ----------
@@ -158,9 +190,9 @@ def attend(
     [total, heads x head_dim]
     """
     keys, values = batch.cache.layer(layer)
-    keys.index_copy_(0, batch.slots, key)
-    values.index_copy_(0, batch.slots, value)
     plan = batch.plan(window)
+    if isinstance(plan, NativePlan):
+        return _attend_natively(query, keys, values, plan, batch.cache.block_tokens).flatten(1)
     if len(plan.decodes) == 1 and not plan.chunks:
         return _attend_decodes(query, keys, values, plan.decodes[0]).flatten(1)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -174,6 +206,20 @@ def attend(
             seen = keys.index_select(0, chunk.slots), values.index_select(0, chunk.slots)
         output[first:end] = _attend_chunk(query[first:end], *seen, chunk.mask)
     return output.flatten(1)
+
+
+def _attend_natively(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: NativePlan, block_tokens: int
+) -> torch.Tensor:
+    """query [total, heads, head_dim], keys and values [slots, kv_heads, head_dim] -> like query."""
+    output = torch.empty(query.shape, dtype=query.dtype)
+    if plan.spans is not None:
+        native.attend_paged(query, keys, values, plan.spans, block_tokens, output)
+    for part in plan.chunks:
+        rows = slice(part.first, part.end)
+        cut = part.table, part.offset, part.window, block_tokens
+        native.attend_chunk(query[rows], keys, values, *cut, output[rows])
+    return output
 
 
 def _attend_decodes(
@@ -214,6 +260,20 @@ def _attend_chunk(
     return answer.permute(2, 0, 1, 3).reshape(length, heads, head_dim)
 
 
+def _native_plan(
+    singles: list[tuple[int, int, Sequence[int]]],
+    parts: list[tuple[int, int, int, Sequence[int]]],
+    window: int | None,
+) -> NativePlan:
+    """From (row, context, table) of single tokens and (first row, length, position, table) of longer ones."""
+    spans = native.Spans.make([(row, end - _reach(end, window), end, table) for row, end, table in singles])
+    chunks = (
+        Paged(first, first + length, offset, np.array(table, dtype=np.int32), window)
+        for first, length, offset, table in parts
+    )
+    return NativePlan(spans if singles else None, tuple(chunks))
+
+
 def _decodes(
     cache: PagedCache, singles: list[tuple[int, int, Sequence[int]]], window: int | None
 ) -> tuple[Decodes, ...]:
@@ -237,7 +297,7 @@ def _group(cache: PagedCache, group: list[tuple[int, int, Sequence[int]]], windo
         _, context, table = group[0]
         runs = cache.runs(table, context - longest, context)
         if len(runs) == 1:
-            return Decodes(rows, slice(*runs[0]), longest, None)
+            return Decodes(rows, slice(*runs[0].tolist()), longest, None)
     slots = np.zeros((len(group), longest), dtype=np.int64)
     for line, (_, context, table), reach in zip(slots, group, reaches, strict=True):
         line[:reach] = cache.slots(table, context - int(reach), context)

@@ -6,11 +6,14 @@ import logging
 import queue
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NoReturn
 
 from runtime.engine.blocks import BlockPool, prefix_digests
+from runtime.engine.leases import Leases
 from runtime.engine.member import Member
 from runtime.engine.scheduler import Completed, Reservation, Scheduler
+from runtime.logs import about
 from runtime.messages import (
     Arrival,
     Cancel,
@@ -64,6 +67,8 @@ class Lead:
         self._lock = threading.Lock()
         self._landed: dict[str, list[KvLanded]] = {}
         self._sent: dict[str, int] = {}
+        self._leases = Leases(config.kv_lease_s)
+        self._known_as: dict[str, str] = {}
 
     # -- reader threads
 
@@ -78,6 +83,8 @@ class Lead:
             self._front_end.send(Reserved(request_id=request_id, ok=False))
             return
         blocks, cached = begun
+        self._known_as[request_id] = message.known_as
+        log.info("takes a KV cache of %d tokens", len(prompt), extra=about(message.known_as, request_id))
         self._inbox.put(Reservation(request_id, prompt, blocks, cached, digests))
         with self._lock:
             self._unacknowledged[request_id] = {self._member.config.worker, *self._followers}, cached
@@ -107,23 +114,26 @@ class Lead:
         while True:
             step = self._scheduler.next_step()
             if step is None:
-                self._handle(self._inbox.get())
+                with suppress(queue.Empty):
+                    self._handle(self._inbox.get(timeout=self._leases.next_s()))
             else:
                 self._broadcast(step)
                 if result := self._member.execute(step):
                     self._complete(result)
             while not self._inbox.empty():
                 self._handle(self._inbox.get())
+            for request_id in self._leases.over():
+                self._expire(request_id)
 
     def _handle(self, message: Message | Reservation) -> None:
         match message:
             case Reservation():
                 self._scheduler.expect(message)
+                self._leases.begin(message.request_id)
             case Prefill():
                 self._prefill(message)
             case Decode():
-                if problem := self._decode(message):
-                    self._fail(message.request_id, problem)
+                self._decode(message)
             case Cancel():
                 self._cancel(message.request_id)
             case StepResult():
@@ -134,7 +144,7 @@ class Lead:
                 self._count_sent(message.request_id)
             case RequestFailed():
                 if message.request_id in self._scheduler:
-                    self._fail(message.request_id, message.text)
+                    self._fail(message.request_id, message.text, message.fault)
             case _:
                 log.warning("replica %s: unexpected %s", self._replica, type(message).__name__)
 
@@ -142,41 +152,55 @@ class Lead:
         if message.request_id in self._scheduler:
             log.warning("replica %s: request %s is here already", self._replica, message.request_id)
             return
+        self._known_as[message.request_id] = message.known_as
+        extra = about(message.known_as, message.request_id)
+        log.info("prefills %d tokens", len(message.prompt), extra=extra)
         if problem := self._refusal(message):
-            self._fail(message.request_id, problem)
-            return
-        self._scheduler.prefill(message)
+            self._fail(message.request_id, problem, fault=False)
+        elif message.target and not self._member.knows(message.target):
+            self._fail(message.request_id, f"the replica {message.target} is unknown", fault=True)
+        else:
+            self._scheduler.prefill(message)
 
-    def _decode(self, message: Decode) -> str:
-        """Why an expected request can't be continued, or ""."""
-        vocab = self._member.stage.spec.vocab
+    def _decode(self, message: Decode) -> None:
+        """Continue an expected request, or give it up."""
+        request_id, vocab = message.request_id, self._member.spec.vocab
         if not 0 <= message.last_token < vocab:
-            return f"the last token is outside [0, {vocab})"
-        problem = self._scheduler.decode(message)
-        if problem:
-            return problem
-        known = len(self._scheduler.tokens_of(message.request_id))
-        return self._excess(known + message.sampling.max_tokens - message.index)
+            self._fail(request_id, f"the last token is outside [0, {vocab})", fault=False)
+        elif problem := self._scheduler.decode(message):
+            self._fail(request_id, problem, fault=True)
+        else:
+            known = len(self._scheduler.tokens_of(request_id))
+            if problem := self._excess(known + message.sampling.max_tokens - message.index):
+                self._fail(request_id, problem, fault=False)
 
     def _refusal(self, message: Prefill) -> str:
         """Why a prompt can never run here, or ""."""
-        spec, count = self._member.stage.spec, len(message.prompt)
+        spec, count = self._member.spec, len(message.prompt)
         if not message.prompt or not all(0 <= token < spec.vocab for token in message.prompt):
             return f"the prompt is empty or has tokens outside [0, {spec.vocab})"
-        if message.target and not self._member.knows(message.target):
-            return f"the replica {message.target} is unknown"
         here = 0 if message.target else message.sampling.max_tokens - message.index
         total = count + max(message.sampling.max_tokens - message.index, 0)
         return self._excess(total, count + max(here, 0))
 
     def _excess(self, total: int, here: int | None = None) -> str:
         """What a request of so many tokens, so many of them on this replica, is too long for, or ""."""
-        limit = self._member.stage.spec.position_limit
+        limit = self._member.spec.position_limit
         if limit is not None and total > limit:
             return f"{total} tokens are over the model's limit of {limit}"
         if self._pool.blocks_for(total if here is None else here) > self._pool.blocks:
             return f"{total} tokens are over the replica's {self._pool.blocks} blocks of KV cache"
         return ""
+
+    def _expire(self, request_id: str) -> None:
+        """Free the blocks of a request whose KV cache, or Decode, has not come: its prefill replica may be
+        gone, and the Cancel with it. One whose KV cache still arrives has its time again."""
+        if not self._scheduler.is_expected(request_id):
+            return
+        if self._member.receiver.silent_s(request_id) < self._leases.lease_s:
+            self._leases.begin(request_id)
+        else:
+            self._fail(request_id, f"nothing came for it in {self._leases.lease_s:g} s", fault=True)
 
     def _complete(self, result: StepResult) -> None:
         done: Completed = self._scheduler.complete(result.step, result.tokens, result.logprobs)
@@ -194,9 +218,11 @@ class Lead:
         if self._scheduler.cancel(request_id):
             self._released([request_id])
 
-    def _fail(self, request_id: str, text: str) -> None:
+    def _fail(self, request_id: str, text: str, fault: bool) -> None:
         """Give a request up; Released follows, at once if the replica has nothing of it."""
-        failure = RequestFailed(request_id=request_id, replica=self._replica, text=text)
+        known_as = self._known_as.get(request_id, "")
+        log.warning("gives a request up: %s", text, extra=about(known_as, request_id))
+        failure = RequestFailed(request_id=request_id, replica=self._replica, text=text, fault=fault)
         self._front_end.send(failure)
         if request_id in self._scheduler:
             self._cancel(request_id)
@@ -244,6 +270,8 @@ class Lead:
         for request_id in request_ids:
             self._landed.pop(request_id, None)
             self._sent.pop(request_id, None)
+            known_as = self._known_as.pop(request_id, "")
+            log.info("has freed a request's memory", extra=about(known_as, request_id))
             released = Released(
                 request_id=request_id,
                 replica=self._replica,

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-
-from runtime.engine.cache import CacheShape
-from runtime.engine.kv import KvReceiver, KvSender, shared_cache
-from runtime.engine.models.base import DecoderStage
-from runtime.engine.runner import StageRunner
+from runtime.engine.base import Engine
+from runtime.engine.kv import KvReceiver, KvSender
 from runtime.kv_layout import KvTransfer, outgoing
 from runtime.messages import (
     PROTOCOL_VERSION,
@@ -27,6 +24,9 @@ from runtime.messages import (
     StepResult,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 log = logging.getLogger(__name__)
 
 
@@ -35,6 +35,7 @@ class Member:
 
     Parameters
     ----------
+    engine : computes; it is loaded
     report : takes what the lead must know (KvLanded, KvSent, RequestFailed), from any thread
 
     Notes
@@ -44,16 +45,12 @@ class Member:
     """
 
     def __init__(
-        self, config: Configure, connect: Connect, stage: DecoderStage, report: Callable[[Message], None]
+        self, config: Configure, connect: Connect, engine: Engine, report: Callable[[Message], None]
     ) -> None:
-        self.config, self.stage = config, stage
+        self.config, self.spec, self.cache = config, engine.spec, engine.cache
+        self._engine = engine
         self._replicas = connect.replicas
         self._report = report
-        shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
-        blocks = config.kv_budget_tokens // config.block_tokens
-        self.cache, shared = shared_cache(shape, blocks, config.block_tokens)
-        if shared is not None:
-            shared.populate()
         self.tables: dict[str, list[int]] = {}
         self.receiver = KvReceiver(config.worker, self.cache, report, self._failed)
         self._sender = KvSender(
@@ -62,12 +59,11 @@ class Member:
             connect.peers,
             self._sent,
             self._failed,
-            shared=shared,
+            shared=engine.shared,
             transport=config.kv_transport,
             links=config.kv_links,
         )
         self._sending: set[str] = set()
-        self._runner = StageRunner(stage, self.cache, self.tables)
 
     def reconnect(self, connect: Connect) -> None:
         """Other replicas have come, gone or moved; the own one is as it was."""
@@ -98,24 +94,18 @@ class Member:
                 self._sender.begin(start.request_id, plan, start.target_tokens, start.end_token)
         for sequence in step.sequences:
             self.tables[sequence.request_id] += sequence.blocks
-        self._runner.begin(step)
+        self._engine.begin(step)
         sent = [
             (each.request_id, self.tables[each.request_id], each.position + len(each.tokens))
             for each in step.sequences
             if each.request_id in self._sending
         ]
 
-        def on_layer(layer: int) -> None:
-            if not sent:
-                return
-            ready = None
-            if self.stage.device.type == "cuda":
-                ready = torch.cuda.Event()
-                ready.record()
+        def on_layer(layer: int, ready: torch.cuda.Event | None) -> None:
             for request_id, table, upto in sent:
                 self._sender.layer_ready(request_id, layer, table, upto, ready)
 
-        return self._runner.run(step, on_layer)
+        return self._engine.run(step, self.tables, on_layer if sent else None)
 
     def release(self, request_id: str) -> None:
         """Forget a request; nothing of it is written from now on, and what is still to be sent is given
@@ -128,14 +118,14 @@ class Member:
 
     def _forget(self, request_id: str) -> None:
         self.tables.pop(request_id, None)
-        self._runner.forget(request_id)
+        self._engine.forget(request_id)
 
     def _plan(self, start: SequenceStart) -> tuple[KvTransfer, ...]:
         """What this worker sends to the request's target; nothing, and the request fails, if the target
         is gone since the lead accepted it."""
         try:
             target = self._replicas[start.target]
-            return outgoing(self.config.stages, self.config.worker, target, self.stage.spec.kv_heads)
+            return outgoing(self.config.stages, self.config.worker, target, self.spec.kv_heads)
         except (KeyError, ValueError) as error:
             self._failed(start.request_id, f"no way to the replica {start.target}: {error}")
             return ()
@@ -144,7 +134,8 @@ class Member:
         self._report(KvSent(request_id=request_id, worker=self.config.worker))
 
     def _failed(self, request_id: str, text: str) -> None:
-        self._report(RequestFailed(request_id=request_id, replica=self.config.replica, text=text))
+        failure = RequestFailed(request_id=request_id, replica=self.config.replica, text=text, fault=True)
+        self._report(failure)
 
 
 def hello(config: Configure, purpose: str) -> Hello:

@@ -1,5 +1,5 @@
-"""A worker's place in its replica, and what it exchanges with the others: tensor-parallel
-collectives inside a stage, activations between stages."""
+"""What a worker exchanges with the others of its replica: tensor-parallel collectives inside a stage,
+activations between stages."""
 
 from __future__ import annotations
 
@@ -8,68 +8,16 @@ import os
 import socket
 import struct
 from collections import deque
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from runtime.messages import StageShape
+from runtime.engine.place import Place
 
 _TIMEOUT = timedelta(seconds=120)
 _SIOCGIFADDR = 0x8915
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a worker stands in its replica. Ranks count stage by stage, in tensor-parallel order."""
-
-    stages: tuple[StageShape, ...]
-    stage_index: int
-    tp_rank: int
-
-    @classmethod
-    def find(cls, stages: tuple[StageShape, ...], worker: str) -> Place:
-        """The place of a worker; KeyError if no stage has it."""
-        for index, stage in enumerate(stages):
-            if worker in stage.workers:
-                return cls(stages, index, stage.workers.index(worker))
-        raise KeyError(worker)
-
-    @property
-    def stage(self) -> StageShape:
-        return self.stages[self.stage_index]
-
-    @property
-    def tp(self) -> int:
-        return len(self.stage.workers)
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage_index == len(self.stages) - 1
-
-    @property
-    def is_lead(self) -> bool:
-        return self.is_first and self.tp_rank == 0
-
-    @property
-    def samples(self) -> bool:
-        """Whether this worker gets the logits and chooses tokens."""
-        return self.is_last and self.tp_rank == 0
-
-    @property
-    def workers(self) -> tuple[str, ...]:
-        """All workers of the replica by rank."""
-        return tuple(worker for stage in self.stages for worker in stage.workers)
-
-    def ranks(self, stage_index: int) -> list[int]:
-        first = sum(len(stage.workers) for stage in self.stages[:stage_index])
-        return list(range(first, first + len(self.stages[stage_index].workers)))
 
 
 class Links:
@@ -154,13 +102,15 @@ def connect_store(host: str, port: int, world_size: int) -> dist.TCPStore:
 
 
 def interface_of(host: str) -> str:
-    """Name of the network interface that has an IPv4 address, so that process groups bind to it alone.
+    """Name of the network interface that has an IPv4 address, so that process groups bind to it alone. All of
+    127.0.0.0/8 is the loopback interface's, which names one address only.
 
     Raises
     ------
     OSError : no interface has it
     """
-    wanted = socket.inet_aton(socket.gethostbyname(host))
+    address = socket.gethostbyname(host)
+    wanted = socket.inet_aton("127.0.0.1" if address.startswith("127.") else address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

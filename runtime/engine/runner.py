@@ -14,15 +14,10 @@ from runtime.messages import Step, StepResult
 
 
 class StageRunner:
-    """Runs steps in the order given; every worker of the replica must be given the same ones.
+    """Runs steps in the order given; every worker of the replica must be given the same ones."""
 
-    Parameters
-    ----------
-    tables : blocks of each request, kept up to date by the owner
-    """
-
-    def __init__(self, stage: DecoderStage, cache: PagedCache, tables: Mapping[str, Sequence[int]]) -> None:
-        self._stage, self._cache, self._tables = stage, cache, tables
+    def __init__(self, stage: DecoderStage, cache: PagedCache) -> None:
+        self._stage, self._cache = stage, cache
         self._sampler = Sampler() if stage.links.place.samples else None
 
     def begin(self, step: Step) -> None:
@@ -38,11 +33,14 @@ class StageRunner:
             self._sampler.forget(request_id)
 
     @torch.inference_mode()
-    def run(self, step: Step, on_layer: Callable[[int], None]) -> StepResult | None:
+    def run(
+        self, step: Step, tables: Mapping[str, Sequence[int]], on_layer: Callable[[int], None]
+    ) -> StepResult | None:
         """Run a step whose requests have their blocks.
 
         Parameters
         ----------
+        tables : blocks of each request
         on_layer : called with each global layer number once its keys and values are in the cache
 
         Returns
@@ -50,7 +48,7 @@ class StageRunner:
         the tokens, on the worker that samples; None elsewhere
         """
         stage, links = self._stage, self._stage.links
-        batch = self._batch(step)
+        batch = self._batch(step, tables)
         hidden = None
         if not links.place.is_first:
             hidden = links.receive((len(batch.tokens), stage.spec.hidden), stage.dtype)
@@ -70,12 +68,12 @@ class StageRunner:
         wanted = any(detail is not None for detail in logprobs)
         return StepResult(step=step.step, tokens=tuple(tokens), logprobs=tuple(logprobs) if wanted else ())
 
-    def _batch(self, step: Step) -> Batch:
+    def _batch(self, step: Step, tables: Mapping[str, Sequence[int]]) -> Batch:
         sequences = step.sequences
         return Batch.make(
             self._cache,
             [sequence.tokens for sequence in sequences],
             [sequence.position for sequence in sequences],
-            [self._tables[sequence.request_id] for sequence in sequences],
+            [tables[sequence.request_id] for sequence in sequences],
             [sequence.samples for sequence in sequences],
         )

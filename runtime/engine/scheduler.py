@@ -127,6 +127,11 @@ class Scheduler:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    def is_expected(self, request_id: str) -> bool:
+        """Whether a request's KV cache or Decode is still to come."""
+        request = self._requests.get(request_id)
+        return request is not None and request.state is _State.EXPECTED
+
     @property
     def growing(self) -> int:
         """Requests that take more blocks as they go on: so many should stay free. Safe from any thread."""

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import select
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from runtime.engine.cache import PagedCache
-from runtime.engine.kv.cells import Runs
 from runtime.engine.kv.landing import Landing
-from runtime.engine.kv.pool import SharedPool
+from runtime.engine.kv.runs import Runs
 from runtime.messages import KvOpen, KvSlice, Message
 from runtime.transport import Connection
+
+if TYPE_CHECKING:
+    from runtime.engine.kv.pool import SharedPool
 
 DEADLINE_S = 10.0
 
@@ -86,6 +87,7 @@ class Transport(ABC):
 
     Attributes
     ----------
+    cache : the worker's pages, of the kind that the transport moves
     pulls : the receiver reads the sender's pool by itself, so headers carry slots
     window : slices on their way at a time; what waits meanwhile is merged into fewer, larger ones
     """
@@ -94,7 +96,7 @@ class Transport(ABC):
     pulls: ClassVar[bool]
     window: ClassVar[int]
 
-    def __init__(self, cache: PagedCache, deadline_s: float, shared: SharedPool | None = None) -> None:
+    def __init__(self, cache: Any, deadline_s: float, shared: SharedPool | None = None) -> None:
         self.cache, self.deadline_s, self.shared = cache, deadline_s, shared
 
     @abstractmethod

@@ -13,10 +13,11 @@ import torch
 
 from runtime.engine.cache import PagedCache
 from runtime.engine.kv.base import Incoming, Outgoing, Transport, Unavailable
-from runtime.engine.kv.cells import pieces, pool_view
+from runtime.engine.kv.cells import Piece, pieces
+from runtime.engine.kv.host import host_identity
 from runtime.engine.kv.landing import Landing
-from runtime.engine.kv.pool import host_identity
-from runtime.engine.kv.shm import HeaderOnly, checked_runs, require_open, source_part
+from runtime.engine.kv.shm import HeaderOnly, checked_runs, require_open
+from runtime.engine.kv.staging import pool_view
 from runtime.messages import KvOpen, KvSlice
 from runtime.transport import Connection
 
@@ -73,7 +74,7 @@ class _Incoming(Incoming):
             return
         runs, opening = checked_runs(header, self._opening), self._opening
         for piece in pieces(header, _PIECE_BYTES):
-            part = source_part(header, piece, opening)
+            part = _source_part(header, piece, opening)
             at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
             source = torch.from_numpy(runs.between(at, end).slots())
             target = torch.from_numpy(landing.runs(piece.first_token, piece.end_token).slots())
@@ -85,3 +86,13 @@ class _Incoming(Incoming):
                 view.index_copy_(2, target.to(view.device), rows.to(view.device, non_blocking=True))
                 self._stream.synchronize()
         require_open(self._connection)
+
+
+def _source_part(header: KvSlice, piece: Piece, opening: KvOpen) -> tuple[slice, slice, slice, slice]:
+    """A piece's layers, sides, slots (all) and heads in the sender's pool."""
+    return (
+        slice(piece.first_layer - opening.first_layer, piece.end_layer - opening.first_layer),
+        slice(piece.first_side, piece.end_side),
+        slice(None),
+        slice(header.first_head - opening.first_head, header.end_head - opening.first_head),
+    )

@@ -15,8 +15,10 @@ from typing import Any
 import torch.distributed as dist
 
 from runtime.engine.kv.base import Incoming, Outgoing, Transport, Unavailable
-from runtime.engine.kv.cells import Runs, Staging, pieces
+from runtime.engine.kv.cells import pieces
 from runtime.engine.kv.landing import Landing
+from runtime.engine.kv.runs import Runs
+from runtime.engine.kv.staging import Staging
 from runtime.engine.parallel import connect_store, open_store
 from runtime.messages import KvOpen, KvSlice
 from runtime.transport import Connection

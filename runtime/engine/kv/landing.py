@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from runtime.engine.cache import PagedCache
-from runtime.engine.kv.cells import Runs, slice_bytes
+from runtime.engine.kv.cells import slice_bytes
+from runtime.engine.kv.runs import Runs
+from runtime.engine.pages import Pages
 from runtime.messages import KvSlice
 
 
@@ -22,7 +23,7 @@ class Landing:
     """
 
     def __init__(
-        self, cache: PagedCache, request_id: str, table: Sequence[int], first_token: int, end_token: int
+        self, cache: Pages, request_id: str, table: Sequence[int], first_token: int, end_token: int
     ) -> None:
         self.request_id = request_id
         self.bytes_received = 0

@@ -214,5 +214,5 @@ def _header(group: Group, pulls: bool) -> KvSlice:
         first_token=item.first_token,
         end_token=item.end_token,
         payload_bytes=sum(item.bytes for item in group),
-        runs=item.runs.runs if pulls else (),
+        runs=item.runs.to_bytes() if pulls else b"",
     )

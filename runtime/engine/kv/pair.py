@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass
 
 from runtime.engine.kv.base import Outgoing, Transport, Unavailable
-from runtime.engine.kv.pool import host_identity
+from runtime.engine.kv.host import host_identity
 from runtime.messages import Hello, KvOffer, KvOpen, KvOpened
 from runtime.transport import Connection, connect
 
@@ -88,6 +88,6 @@ def _opening(transport: Transport, handles: dict[str, str]) -> KvOpen:
         end_head=part.end_head,
         slots=cache.blocks * cache.block_tokens,
         head_dim=cache.shape.head_dim,
-        dtype=str(cache.shape.dtype),
+        dtype=cache.shape.dtype_name,
         offers=tuple(KvOffer(transport=name, handle=handle) for name, handle in handles.items()),
     )

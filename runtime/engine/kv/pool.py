@@ -9,24 +9,16 @@ import mmap
 import os
 import secrets
 import threading
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from runtime.engine.cache import CacheShape, PagedCache
-from runtime.engine.kv.cells import word
 
 POPULATED_BYTES = 2**30
 _NAME = "hexgen2-kv-"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
 _STEP_BYTES = 2**20
-
-
-def host_identity() -> str:
-    """Equal for processes that can open each other's memory: the same boot, process namespace and user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.geteuid()}"
 
 
 class SharedPool:
@@ -35,7 +27,7 @@ class SharedPool:
     Attributes
     ----------
     tensor : the pool, for `PagedCache`
-    handle : what `MappedPool` needs to find it
+    handle : what `map_pool` needs to find it
     """
 
     def __init__(self, shape: CacheShape, blocks: int, block_tokens: int) -> None:
@@ -76,36 +68,26 @@ def _populate(pool: torch.Tensor, limit_bytes: int) -> None:
             return
 
 
-class MappedPool:
-    """Another process's pool, to read only.
-
-    Parameters
-    ----------
-    size : [layers, 2, slots, heads]
-
-    Attributes
-    ----------
-    words : [layers, 2, slots, heads, words of a head]
+def map_pool(handle: str, size_bytes: int) -> np.ndarray:
+    """Another process's pool, to read only: [bytes], uint8.
 
     Raises
     ------
     OSError : there is no such memory (any more), or not of this size
+    ValueError : this is no handle
     """
-
-    def __init__(self, handle: str, size: tuple[int, int, int, int], head_bytes: int) -> None:
-        process, descriptor, name = handle.split(":")
-        path = f"/proc/{int(process)}/fd/{int(descriptor)}"
-        size_bytes, unit = math.prod(size) * head_bytes, word(head_bytes)
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if f"memfd:{name} " not in os.readlink(f"/proc/self/fd/{opened}") + " ":
-                raise OSError(f"{path} is not the memory {name}")
-            if os.fstat(opened).st_size != size_bytes:
-                raise OSError(f"{path} has {os.fstat(opened).st_size} bytes, not {size_bytes}")
-            memory = mmap.mmap(opened, size_bytes, prot=mmap.PROT_READ)
-        finally:
-            os.close(opened)
-        self.words = np.frombuffer(memory, dtype=unit).reshape(*size, head_bytes // unit.itemsize)
+    process, descriptor, name = handle.split(":")
+    path = f"/proc/{int(process)}/fd/{int(descriptor)}"
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if f"memfd:{name} " not in os.readlink(f"/proc/self/fd/{opened}") + " ":
+            raise OSError(f"{path} is not the memory {name}")
+        if os.fstat(opened).st_size != size_bytes:
+            raise OSError(f"{path} has {os.fstat(opened).st_size} bytes, not {size_bytes}")
+        memory = mmap.mmap(opened, size_bytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(opened)
+    return np.frombuffer(memory, np.uint8)
 
 
 def shared_cache(shape: CacheShape, blocks: int, block_tokens: int) -> tuple[PagedCache, SharedPool | None]:

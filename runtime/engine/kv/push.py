@@ -6,12 +6,14 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-
-from runtime.engine.cache import PagedCache
-from runtime.engine.kv.cells import Runs
+from runtime.engine.kv.runs import Runs
+from runtime.engine.pages import Pages
 from runtime.kv_layout import KvTransfer
+
+if TYPE_CHECKING:
+    import torch
 
 SLICE_BYTES = 8 * 1024 * 1024
 
@@ -70,7 +72,7 @@ class Push:
 
     def advance(
         self,
-        cache: PagedCache,
+        cache: Pages,
         layer: int,
         table: Sequence[int],
         upto_token: int,
@@ -104,7 +106,7 @@ class Push:
         """An item is taken, or dropped."""
         self._under_way -= 1
 
-    def _runs(self, cache: PagedCache, table: Sequence[int], first: int, end: int) -> Runs:
+    def _runs(self, cache: Pages, table: Sequence[int], first: int, end: int) -> Runs:
         """The same for every layer of a step."""
         if self._latest is None or self._latest[:2] != (first, end):
             self._latest = (first, end, Runs(cache.runs(table, first, end)))

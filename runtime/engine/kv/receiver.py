@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 
-from runtime.engine.cache import PagedCache
 from runtime.engine.kv.base import DEADLINE_S, Incoming, Unavailable, is_readable, next_message
 from runtime.engine.kv.cells import LIMIT_BYTES, slice_bytes
 from runtime.engine.kv.landing import Landing
 from runtime.engine.kv.registry import make_transport
+from runtime.engine.pages import Pages
 from runtime.messages import KvLanded, KvOpen, KvOpened, KvSlice, KvTaken
 from runtime.transport import Connection
 
@@ -35,7 +37,7 @@ class KvReceiver:
     def __init__(
         self,
         worker: str,
-        cache: PagedCache,
+        cache: Pages,
         on_landed: Callable[[KvLanded], None],
         on_failed: Callable[[str, str], None],
         *,
@@ -52,6 +54,11 @@ class KvReceiver:
             self._report(landing)
         else:
             self._landings[request_id] = landing
+
+    def silent_s(self, request_id: str) -> float:
+        """Seconds since the last slice of a request that still arrives; infinite if none has come."""
+        landing = self._landings.get(request_id)
+        return time.monotonic() - landing.last_s if landing and landing.last_s else math.inf
 
     def forget(self, request_id: str) -> None:
         """Drop what arrives of a request; once this returns, nothing is written to its blocks any more."""
@@ -93,9 +100,9 @@ class KvReceiver:
         if not isinstance(opening, KvOpen):
             raise ConnectionError(f"a {type(opening).__name__} does not open a KV connection")
         shape, problems = self._cache.shape, list[str]()
-        if (opening.head_dim, opening.dtype) != (shape.head_dim, str(shape.dtype)):
+        if (opening.head_dim, opening.dtype) != (shape.head_dim, shape.dtype_name):
             problems.append(
-                f"heads are {opening.head_dim} x {opening.dtype}, not {shape.head_dim} x {shape.dtype}"
+                f"heads are {opening.head_dim} x {opening.dtype}, not {shape.head_dim} x {shape.dtype_name}"
             )
         for offer in () if problems else opening.offers:
             transport = make_transport(offer.transport, self._cache, self._deadline_s, None)

@@ -1,26 +1,34 @@
-"""Which transports there are, by name, and which of them a worker tries."""
+"""Which transports there are, by name, and which of them a worker tries. Each is loaded when it is needed."""
 
 from __future__ import annotations
 
-from cost_model.errors import InputError
-from runtime.engine.cache import PagedCache
-from runtime.engine.kv.base import Transport
-from runtime.engine.kv.cuda_ipc import CudaIpc
-from runtime.engine.kv.group import Gloo, Nccl
-from runtime.engine.kv.pool import SharedPool
-from runtime.engine.kv.shm import SharedMemory
-from runtime.engine.kv.tcp import Tcp
+import importlib
+from typing import TYPE_CHECKING
 
-AUTO = "auto"
-_TRANSPORTS: dict[str, type[Transport]] = {
-    kind.name: kind for kind in (SharedMemory, CudaIpc, Tcp, Gloo, Nccl)
+from cost_model.errors import InputError
+from runtime.engine.kv.base import Transport
+from runtime.engine.pages import Pages
+
+if TYPE_CHECKING:
+    from runtime.engine.kv.pool import SharedPool
+
+AUTO, EMULATED = "auto", "emulated"
+_OWN = "runtime.engine.kv"
+_CLASSES = {
+    "shm": (f"{_OWN}.shm", "SharedMemory"),
+    "cuda_ipc": (f"{_OWN}.cuda_ipc", "CudaIpc"),
+    "tcp": (f"{_OWN}.tcp", "Tcp"),
+    "gloo": (f"{_OWN}.group", "Gloo"),
+    "nccl": (f"{_OWN}.group", "Nccl"),
+    "nixl": (f"{_OWN}.nixl", "Nixl"),
+    EMULATED: ("runtime.engine.emulated.wire", "ScaledTcp"),
 }
 _BEST_FIRST = ("shm", "cuda_ipc", "tcp")
 
 
 def transport_names() -> list[str]:
-    """All names, sorted; "auto" aside."""
-    return sorted(_TRANSPORTS)
+    """All names of real ones, sorted; "auto" aside."""
+    return sorted(_CLASSES.keys() - {EMULATED})
 
 
 def offered(name: str) -> tuple[str, ...]:
@@ -32,15 +40,16 @@ def offered(name: str) -> tuple[str, ...]:
     """
     if name == AUTO:
         return _BEST_FIRST
-    if name not in _TRANSPORTS:
+    if name not in _CLASSES:
         names = ", ".join([AUTO, *transport_names()])
         raise InputError("KV transfer", "transport", f"{name} is unknown", f"use one of {names}")
     return (name,)
 
 
-def make_transport(
-    name: str, cache: PagedCache, deadline_s: float, shared: SharedPool | None
-) -> Transport | None:
+def make_transport(name: str, cache: Pages, deadline_s: float, shared: SharedPool | None) -> Transport | None:
     """A worker's end of a transport; None for a name that a newer peer may know."""
-    kind = _TRANSPORTS.get(name)
-    return kind(cache, deadline_s, shared) if kind else None
+    if name not in _CLASSES:
+        return None
+    module, kind = _CLASSES[name]
+    made: Transport = getattr(importlib.import_module(module), kind)(cache, deadline_s, shared)
+    return made

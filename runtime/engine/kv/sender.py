@@ -9,19 +9,22 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from runtime.engine.cache import PagedCache
 from runtime.engine.kv.base import DEADLINE_S
 from runtime.engine.kv.lane import Group, Lane
 from runtime.engine.kv.pair import Address
-from runtime.engine.kv.pool import SharedPool
 from runtime.engine.kv.push import Item, Push
 from runtime.engine.kv.registry import AUTO, make_transport, offered
 from runtime.engine.kv.shaping import Shaper
+from runtime.engine.pages import Pages
 from runtime.kv_layout import KvTransfer
 from runtime.messages import Hello, KvLink
+
+if TYPE_CHECKING:
+    import torch
+
+    from runtime.engine.kv.pool import SharedPool
 
 
 class KvSender:
@@ -47,7 +50,7 @@ class KvSender:
     def __init__(
         self,
         hello: Hello,
-        cache: PagedCache,
+        cache: Pages,
         peers: dict[str, Address],
         on_sent: Callable[[str], None],
         on_failed: Callable[[str, str], None],

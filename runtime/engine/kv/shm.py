@@ -6,13 +6,17 @@ import select
 
 from runtime.engine.cache import PagedCache
 from runtime.engine.kv.base import Incoming, Outgoing, Transport, Unavailable
-from runtime.engine.kv.cells import Piece, Runs, as_words, copy_tokens, pieces, pool_view
+from runtime.engine.kv.cells import token_pieces
+from runtime.engine.kv.host import host_identity
 from runtime.engine.kv.landing import Landing
-from runtime.engine.kv.pool import MappedPool, host_identity
+from runtime.engine.kv.pool import map_pool
+from runtime.engine.kv.rows import Rows, copy_tokens, pool_rows
+from runtime.engine.kv.runs import Runs
+from runtime.kv_layout import Part
 from runtime.messages import KvOpen, KvSlice
 from runtime.transport import Connection
 
-_PIECE_BYTES = 8 * 1024 * 1024  # for as long as this takes, a landing's close may have to wait: a millisecond
+_PIECE_BYTES = 8 * 1024 * 1024  # a cancelled request waits for one piece: half a millisecond
 
 
 class SharedMemory(Transport):
@@ -32,16 +36,13 @@ class SharedMemory(Transport):
             raise Unavailable("the sender is on another host")
         if self.cache.pool.device.type != "cpu":
             raise Unavailable("the receiver's pool is not in CPU memory")
-        part_heads, part_layers = (
-            opening.end_head - opening.first_head,
-            opening.end_layer - opening.first_layer,
-        )
+        part = Part(opening.first_layer, opening.end_layer, opening.first_head, opening.end_head)
         head_bytes = opening.head_dim * self.cache.shape.dtype.itemsize
         try:
-            pool = MappedPool(handle, (part_layers, 2, opening.slots, part_heads), head_bytes)
+            memory = map_pool(handle, 2 * part.cells * opening.slots * head_bytes)
         except (OSError, ValueError) as error:
             raise Unavailable(f"the sender's memory can't be opened: {error}") from error
-        return _Incoming(connection, self.cache, opening, pool)
+        return _Incoming(connection, self.cache, opening, Rows(memory, part, opening.slots, head_bytes))
 
 
 class HeaderOnly(Outgoing):
@@ -56,23 +57,23 @@ class HeaderOnly(Outgoing):
 
 
 class _Incoming(Incoming):
-    def __init__(self, connection: Connection, cache: PagedCache, opening: KvOpen, pool: MappedPool) -> None:
-        self._connection, self._cache, self._opening, self._pool = connection, cache, opening, pool
+    def __init__(self, connection: Connection, cache: PagedCache, opening: KvOpen, theirs: Rows) -> None:
+        self._connection, self._opening = connection, opening
+        self._ours, self._theirs = pool_rows(cache), theirs
 
     def receive(self, header: KvSlice, landing: Landing | None) -> None:
         if landing is None:
             return
         source_runs = checked_runs(header, self._opening)
-        for piece in pieces(header, _PIECE_BYTES):
-            source = self._pool.words[source_part(header, piece, self._opening)]
+        for piece in token_pieces(header, _PIECE_BYTES):
             at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
+            ours, theirs = self._ours.of(header, piece), self._theirs.of(header, piece)
+            runs = landing.runs(piece.first_token, piece.end_token)
             with landing.writing() as is_open:
                 if not is_open:
                     return
-                runs = landing.runs(piece.first_token, piece.end_token)
-                view = as_words(pool_view(self._cache, header, piece))
-                copy_tokens(view, runs, source, source_runs.between(at, end))
-        require_open(self._connection)
+                copy_tokens(ours, runs, theirs, source_runs.between(at, end))
+            require_open(self._connection)
 
 
 def checked_runs(header: KvSlice, opening: KvOpen) -> Runs:
@@ -82,25 +83,18 @@ def checked_runs(header: KvSlice, opening: KvOpen) -> Runs:
     ------
     ConnectionError : it does not
     """
+    try:
+        runs = Runs.from_bytes(header.runs)
+    except ValueError as error:
+        raise ConnectionError(f"the slice has no runs: {error}") from error
     inside = (
         opening.first_layer <= header.first_layer < header.end_layer <= opening.end_layer
         and opening.first_head <= header.first_head < header.end_head <= opening.end_head
-        and all(0 <= first < end <= opening.slots for first, end in header.runs)
+        and runs.are_within(opening.slots)
     )
-    runs = Runs(header.runs)
     if not inside or runs.tokens != header.end_token - header.first_token:
         raise ConnectionError("the slice is not in the sender's pool")
     return runs
-
-
-def source_part(header: KvSlice, piece: Piece, opening: KvOpen) -> tuple[slice, slice, slice, slice]:
-    """A piece's layers, sides, slots (all) and heads in the sender's pool."""
-    return (
-        slice(piece.first_layer - opening.first_layer, piece.end_layer - opening.first_layer),
-        slice(piece.first_side, piece.end_side),
-        slice(None),
-        slice(header.first_head - opening.first_head, header.end_head - opening.first_head),
-    )
 
 
 def require_open(connection: Connection) -> None:

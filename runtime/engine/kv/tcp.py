@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from runtime.engine.cache import PagedCache
 from runtime.engine.kv.base import Incoming, Outgoing, Transport
-from runtime.engine.kv.cells import Runs, Staging, pieces
+from runtime.engine.kv.cells import pieces
 from runtime.engine.kv.landing import Landing
+from runtime.engine.kv.runs import Runs
+from runtime.engine.kv.staging import Staging
 from runtime.messages import KvOpen, KvSlice, encode
 from runtime.transport import Connection
 

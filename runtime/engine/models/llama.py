@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from runtime.engine.attention import Batch, attend
+from runtime.engine import native
+from runtime.engine.attention import Batch, attend, store
 from runtime.engine.loader import CheckpointConfig, Cut
 from runtime.engine.models.base import DecoderStage, ModelSpec
 from runtime.engine.models.rope import Rotary
@@ -46,6 +47,7 @@ class LlamaStage(DecoderStage):
             experts=self._experts(config),
         )
         self._windows = self._parse_windows(config, spec.layers)
+        self._native = native.serves(self.dtype, self.device)
         self._rotary = Rotary(config, spec.head_dim, self.dtype, self.device, self.default_theta)
         return spec
 
@@ -67,9 +69,9 @@ class LlamaStage(DecoderStage):
         """By layer: how many tokens each one attends to, None for all before it."""
         return [None] * layers
 
-    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What happens to [tokens, query and key heads, head_dim] before it turns."""
-        return lambda heads: heads
+    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What happens to [tokens, query and key heads, head_dim] before it turns, if anything."""
+        return None
 
     def _load_feed_forward(self, name: str) -> FeedForward:
         names = (f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj", f"{name}.mlp.down_proj")
@@ -100,13 +102,21 @@ class LlamaStage(DecoderStage):
         out = self.row_parallel(
             f"{name}.o_proj", self.cut(self.spec.heads * self.spec.head_dim), self._out_bias
         )
-        split = (self.local_heads, self.local_kv_heads)
+        split = (self.local_heads, self.local_kv_heads, self.local_kv_heads)
         window = self._windows[layer]
 
         def run(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-            fused = qkv(x).unflatten(1, (-1, self.spec.head_dim))
-            turning, value = fused.split((sum(split), self.local_kv_heads), dim=1)
-            query, key = self._rotary(head_norm(turning)).split(split, dim=1)
+            heads = qkv(x).view(len(x), -1, self.spec.head_dim)
+            query, key, value = heads.split(split, dim=1)
+            turning = heads[:, : -self.local_kv_heads]
+            if head_norm is not None:
+                turning.copy_(head_norm(turning))
+            if self._native:
+                cosines, sines = self._rotary.cosines, self._rotary.sines
+                native.turn_and_store(heads, cosines, sines, batch.slots, *batch.cache.layer(layer))
+            else:
+                self._rotary.turn(turning)
+                store(key, value, layer, batch)
             return out(attend(query, key, value, layer, batch, window))
 
         return run
@@ -117,6 +127,8 @@ class LlamaStage(DecoderStage):
         down = self.row_parallel(names[2], cut, bias)
 
         def run(x: torch.Tensor) -> torch.Tensor:
+            if self._native:
+                return down(native.gate(gate_up(x)))
             gate, up = gate_up(x).chunk(2, dim=-1)
             return down(F.silu(gate).mul_(up))
 
@@ -134,4 +146,6 @@ class LlamaStage(DecoderStage):
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Scale the last dimension to a root mean square of one, round, then weigh, as these families were
         trained."""
+        if self._native and weight.dim() == 1:
+            return native.rms_norm(x, weight, self._eps)
         return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)

@@ -15,6 +15,10 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 class Rotary:
     """Turns heads by their tokens' positions; `begin` prepares the angles that all layers of a step share.
 
+    Attributes
+    ----------
+    cosines, sines : of those angles, [tokens, head_dim / 2]
+
     Parameters
     ----------
     theta : base of the frequencies where config.json names none
@@ -31,20 +35,22 @@ class Rotary:
         if head_dim % 2:
             raise config.error("head_dim", f"{head_dim} is odd", "choose another checkpoint")
         frequencies, self._scale = rope_frequencies(config, head_dim, theta)
-        self._frequencies = torch.cat((frequencies, frequencies)).to(device)
-        self._sine_scale = torch.full((head_dim,), self._scale, device=device)
-        self._sine_scale[: head_dim // 2] *= -1
+        self._frequencies = frequencies.to(device)
         self._dtype = dtype
 
     def begin(self, positions: torch.Tensor) -> None:
         """Angles of a step's tokens, [tokens]."""
-        angles = positions.float()[:, None, None] * self._frequencies
-        self._cos = (angles.cos() * self._scale).to(self._dtype)
-        self._sin = (angles.sin() * self._sine_scale).to(self._dtype)
+        angles = positions.float()[:, None] * self._frequencies
+        self.cosines = angles.cos().mul_(self._scale).to(self._dtype)
+        self.sines = angles.sin().mul_(self._scale).to(self._dtype)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, head_dim] with each head's first half turned against its second."""
-        return torch.addcmul(x * self._cos, x.roll(x.shape[-1] // 2, -1), self._sin)
+    def turn(self, x: torch.Tensor) -> None:
+        """Turn the first half of each head of [tokens, heads, head_dim] against its second, in place."""
+        low, high = x.chunk(2, dim=-1)
+        cosines, sines = self.cosines.unsqueeze(1), self.sines.unsqueeze(1)
+        turned = torch.addcmul(high * cosines, low, sines)
+        low.mul_(cosines).addcmul_(high, sines, value=-1)
+        high.copy_(turned)
 
 
 def rope_frequencies(config: CheckpointConfig, head_dim: int, theta: float) -> tuple[torch.Tensor, float]:

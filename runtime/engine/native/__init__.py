@@ -1,0 +1,285 @@
+"""Compiled kernels: for what a step computes in float32 on CPUs (kernels.cpp), and for copies of KV caches
+(copies.cpp).
+
+setup.py builds them per instruction set where it finds a compiler. Where `serves` says no, the callers use
+torch's operators, which give the same values up to rounding; where `copies` does, numpy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+_SPAN = 4
+_LANES = 16  # as in kernels.cpp
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Which part of whose KV cache some tokens attend to.
+
+    Attributes
+    ----------
+    tables : blocks of all requests, one after the other, int32
+    spans : [n, 4] int32: a token's row of the batch, the first and the end of the tokens it attends to, where
+        its request's blocks begin in `tables`
+    """
+
+    tables: np.ndarray
+    spans: np.ndarray
+
+    @classmethod
+    def make(cls, singles: Sequence[tuple[int, int, int, Sequence[int]]]) -> Spans:
+        """From (row, first token, end, block table)."""
+        spans, tables = np.empty((len(singles), _SPAN), dtype=np.int32), list[int]()
+        for line, (row, first, end, table) in zip(spans, singles, strict=True):
+            line[:] = row, first, end, len(tables)
+            tables += table
+        return cls(np.array(tables, dtype=np.int32), spans)
+
+
+def serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels compute this."""
+    return dtype == torch.float32 and device.type == "cpu" and _library() is not None
+
+
+def copies() -> bool:
+    """Whether `copy_tokens` is there."""
+    return _library() is not None
+
+
+def attends_to(head_dim: int) -> bool:
+    """Whether attention is compiled for heads of this size."""
+    library = _library()
+    return library is not None and bool(library.attends_to(head_dim))
+
+
+def attend_paged(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    spans: Spans,
+    block_tokens: int,
+    output: torch.Tensor,
+) -> None:
+    """Attention of single tokens over the paged KV cache, into their rows of the output.
+
+    Parameters
+    ----------
+    query : [total, heads, head_dim]; rows may be apart
+    keys, values : [slots, kv_heads, head_dim], contiguous
+    output : [total, heads, head_dim], contiguous
+    """
+    kv_heads, dim = keys.shape[1:]
+    _call(
+        "attend_paged",
+        query.data_ptr(),
+        query.stride(0),
+        keys.data_ptr(),
+        values.data_ptr(),
+        spans.tables.ctypes.data,
+        spans.spans.ctypes.data,
+        len(spans.spans),
+        kv_heads,
+        query.shape[1] // kv_heads,
+        dim,
+        block_tokens,
+        output.data_ptr(),
+    )
+
+
+def attend_chunk(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: np.ndarray,
+    offset: int,
+    window: int | None,
+    block_tokens: int,
+    output: torch.Tensor,
+) -> None:
+    """Attention of a part of a prompt over the paged KV cache, its own part included.
+
+    Parameters
+    ----------
+    query : [length, heads, head_dim]; rows may be apart
+    keys, values : [slots, kv_heads, head_dim], contiguous
+    table : the request's blocks, int32
+    offset : position of the part's first token
+    window : a token sees the last `window` tokens, itself included; None: all
+    output : [length, heads, head_dim], contiguous
+    """
+    kv_heads, dim = keys.shape[1:]
+    length, end = len(query), offset + len(query)
+    window = window or end
+    packed = query.new_empty(kv_heads * dim * (end - max(0, offset + 1 - window) + _LANES - 1))
+    _call(
+        "attend_chunk",
+        query.data_ptr(),
+        query.stride(0),
+        keys.data_ptr(),
+        values.data_ptr(),
+        table.ctypes.data,
+        offset,
+        length,
+        window,
+        kv_heads,
+        query.shape[1] // kv_heads,
+        dim,
+        block_tokens,
+        packed.data_ptr(),
+        output.data_ptr(),
+    )
+
+
+def turn_and_store(
+    heads: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Turn query and key heads by their positions, in place, and store keys and values in the cache.
+
+    Parameters
+    ----------
+    heads : [tokens, query heads + 2 x kv_heads, head_dim], contiguous: queries, keys, values
+    cosines, sines : [tokens, head_dim / 2], contiguous
+    slots : [tokens], int64
+    keys, values : [slots, kv_heads, head_dim], contiguous
+    """
+    kv_heads, dim = keys.shape[1:]
+    _call(
+        "turn_and_store",
+        heads.data_ptr(),
+        cosines.data_ptr(),
+        sines.data_ptr(),
+        slots.data_ptr(),
+        len(heads),
+        heads.shape[1] - 2 * kv_heads,
+        kv_heads,
+        dim,
+        keys.data_ptr(),
+        values.data_ptr(),
+    )
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] -> panels [out / width, in, width], the last one filled with zeros."""
+    return _in_panels(weight).transpose(1, 2).contiguous()
+
+
+def pack_bias(bias: torch.Tensor) -> torch.Tensor:
+    """[out], filled with zeros to whole panels."""
+    return _in_panels(bias).flatten()
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+    """x [n, in], contiguous, times packed weights, plus packed bias -> [n, out].
+
+    A row's result does not depend on the others.
+    """
+    output = x.new_empty(len(x), outputs)
+    address = None if bias is None else bias.data_ptr()
+    _call("multiply_packed", x.data_ptr(), *x.shape, packed.data_ptr(), address, outputs, output.data_ptr())
+    return output
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., width], contiguous -> scaled to a root mean square of one, times the weight [width]."""
+    output, width = torch.empty_like(x), x.shape[-1]
+    _call("rms_norm", x.data_ptr(), weight.data_ptr(), eps, x.numel() // width, width, output.data_ptr())
+    return output
+
+
+def gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """[tokens, 2 x width], contiguous -> SiLU of the first half times the second, [tokens, width]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    output = gate_up.new_empty(rows, width)
+    _call("gate", gate_up.data_ptr(), rows, width, output.data_ptr())
+    return output
+
+
+def copy_tokens(
+    into: np.ndarray, into_runs: np.ndarray, source: np.ndarray, source_runs: np.ndarray, past_caches: bool
+) -> None:
+    """Copy tokens from the slots of one array to those of another, run after run, in all planes alike.
+
+    Parameters
+    ----------
+    into, source : [planes, slots] items of equal size, each a token's; slots may be apart
+    into_runs, source_runs : [runs, 2] int64: slots [first, end), as many in all on both sides
+    past_caches : the copy is not read soon
+    """
+    _call(
+        "copy_tokens",
+        into.ctypes.data,
+        *into.strides,
+        source.ctypes.data,
+        *source.strides,
+        len(into),
+        into.itemsize,
+        into_runs.ctypes.data,
+        len(into_runs),
+        source_runs.ctypes.data,
+        len(source_runs),
+        past_caches,
+    )
+
+
+_ARGUMENTS = {
+    # p: address, l: count, f: float
+    "attend_paged": "plpppplllllp",
+    "attend_chunk": "plppplllllllpp",
+    "turn_and_store": "ppppllllpp",
+    "multiply_packed": "pllpplp",
+    "rms_norm": "ppfllp",
+    "gate": "pllp",
+    "copy_tokens": "pllpllllplpll",
+    "attends_to": "l",
+    "panel_width": "",
+}
+_RESULTS = {"attends_to": ctypes.c_int, "panel_width": ctypes.c_long}
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
+
+
+def _in_panels(weight: torch.Tensor) -> torch.Tensor:
+    """[out, ...] -> [out / width, width, ...], with zeros behind the last."""
+    library = _library()
+    assert library is not None
+    width = library.panel_width()
+    missing = -len(weight) % width
+    if missing:
+        weight = torch.cat((weight, weight.new_zeros(missing, *weight.shape[1:])))
+    return weight.view(len(weight) // width, width, *weight.shape[1:])
+
+
+def _call(name: str, *arguments: float | None) -> None:
+    """Without Python's lock, as ctypes calls do."""
+    getattr(_library(), name)(*arguments)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The build for this processor's instructions, None if there is none that loads."""
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    wanted = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",)}.get(capability, ("default",))
+    for name in wanted:
+        for path in Path(__file__).parent.glob(f"_{name}.*.so"):
+            try:
+                library = ctypes.CDLL(str(path))
+            except OSError:
+                continue
+            for function, arguments in _ARGUMENTS.items():
+                entry = getattr(library, function)
+                entry.argtypes = [_TYPES[letter] for letter in arguments]
+                entry.restype = _RESULTS.get(function)
+            return library
+    return None

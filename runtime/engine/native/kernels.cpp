@@ -1,0 +1,438 @@
+// What a step computes, in float32 on CPUs: products with weights that keep up with memory for few rows, one
+// pass over each value where torch's operators take several, and attention straight from the paged KV cache.
+// `__init__.py` says what each function is given. All arrays are row-major; sizes are counts of values.
+//
+// OpenMP's threads are torch's own: its library is loaded first, so its symbols are the ones found.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr long PARALLEL_FROM = 1 << 15; // values; below, waking a thread takes longer than it saves
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+inline Floats load(const float *from) {
+    Floats values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
+}
+
+inline void store(float *to, const Floats &values) { std::memcpy(to, &values, sizeof values); }
+
+inline Floats all(float value) { return Floats{} + value; }
+
+inline float sum(const Floats &values) {
+    float total = 0;
+    for (int lane = 0; lane < LANES; ++lane) total += values[lane];
+    return total;
+}
+
+// e^x to 1e-7 of itself between -87 and 88, where it stays beyond; not a number stays that.
+inline Floats exponential(Floats x) {
+    x = x < all(-87.f) ? all(-87.f) : x;
+    x = x > all(88.f) ? all(88.f) : x;
+    Floats turns = x * 1.44269504f;
+    Ints power = __builtin_convertvector(turns + (turns < 0.f ? all(-.5f) : all(.5f)), Ints);
+    turns = __builtin_convertvector(power, Floats);
+    // ln 2 in two parts, the first with few enough digits that the product is exact
+    Floats rest = x - turns * 0.693359375f + turns * 2.12194440e-4f;
+    Floats series = all(1.f / 5040);
+    const float terms[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f};
+    for (float term : terms) series = series * rest + term;
+    Ints bits = (power + 127) << 23;
+    Floats scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return series * scale;
+}
+
+// Scores [padded], of which `count` are meant, become weights that add up to one.
+void softmax(float *scores, long count, long padded) {
+    std::fill(scores + count, scores + padded, -INFINITY);
+    Floats most = all(-INFINITY);
+    for (long at = 0; at < padded; at += LANES) {
+        Floats each = load(scores + at);
+        most = each > most ? each : most;
+    }
+    float top = -INFINITY;
+    for (int lane = 0; lane < LANES; ++lane) top = std::max(top, most[lane]);
+    Floats total = {};
+    for (long at = 0; at < padded; at += LANES) {
+        Floats weight = exponential(load(scores + at) - top);
+        store(scores + at, weight);
+        total += weight;
+    }
+    const float share = 1 / sum(total);
+    for (long at = 0; at < padded; at += LANES) store(scores + at, load(scores + at) * share);
+}
+
+struct Context {
+    const int32_t *table;
+    long first, end, block_tokens;
+
+    // Calls do_run(token, slot, count) for each block's part of the context.
+    template <typename Run> void runs(Run do_run) const {
+        for (long token = first; token < end;) {
+            const long within = token % block_tokens;
+            const long count = std::min(block_tokens - within, end - token);
+            do_run(token - first, table[token / block_tokens] * block_tokens + within, count);
+            token += count;
+        }
+    }
+};
+
+// HEADS query heads that share a KV head. keys and values point at that head of slot 0, rows are `row` apart.
+template <int VECTORS, int HEADS>
+void attend(const float *query, const float *keys, const float *values, long row, const Context &context,
+            float scale, float *scores, long padded, float *output) {
+    constexpr int DIM = VECTORS * LANES;
+    Floats asked[HEADS][VECTORS], answer[HEADS][VECTORS];
+    for (int head = 0; head < HEADS; ++head)
+        for (int part = 0; part < VECTORS; ++part) {
+            asked[head][part] = load(query + head * DIM + part * LANES) * scale;
+            answer[head][part] = Floats{};
+        }
+    context.runs([&](long token, long slot, long count) {
+        for (long each = 0; each < count; ++each) {
+            const float *key = keys + (slot + each) * row;
+            for (int head = 0; head < HEADS; ++head) {
+                Floats product = asked[head][0] * load(key);
+                for (int part = 1; part < VECTORS; ++part)
+                    product += asked[head][part] * load(key + part * LANES);
+                scores[head * padded + token + each] = sum(product);
+            }
+        }
+    });
+    for (int head = 0; head < HEADS; ++head)
+        softmax(scores + head * padded, context.end - context.first, padded);
+    context.runs([&](long token, long slot, long count) {
+        for (long each = 0; each < count; ++each) {
+            const float *value = values + (slot + each) * row;
+            for (int part = 0; part < VECTORS; ++part) {
+                const Floats seen = load(value + part * LANES);
+                for (int head = 0; head < HEADS; ++head)
+                    answer[head][part] += scores[head * padded + token + each] * seen;
+            }
+        }
+    });
+    for (int head = 0; head < HEADS; ++head)
+        for (int part = 0; part < VECTORS; ++part)
+            store(output + head * DIM + part * LANES, answer[head][part]);
+}
+
+// Rows of a chunk, a token and one of its heads each, that attend together: as many as registers hold.
+#ifdef __AVX512F__
+constexpr int TILE = 12;
+#else
+constexpr int TILE = 6;
+#endif
+
+// How many rows take their values together: so that answers stay in registers too.
+constexpr int together(int vectors) {
+    const int fits = std::max(1, TILE * 4 / 3 / vectors);
+    for (int rows = std::min(fits, TILE);; --rows)
+        if (TILE % rows == 0) return rows;
+}
+
+struct Row {
+    const float *query;
+    long first, end; // of the tokens it attends to, from the chunk's first one on
+    float *output;
+};
+
+// TILE rows over keys packed in [tokens / LANES, dim, LANES]. `values` is as in `attend`.
+template <int VECTORS>
+void attend_tile(const Row *rows, const float *packed, const float *values, long row, const Context &context,
+                 float scale, float *scores, long padded) {
+    constexpr int DIM = VECTORS * LANES, SOME = together(VECTORS);
+    const long low = rows[0].first / LANES * LANES, high = rows[TILE - 1].end;
+    for (long token = low; token < high; token += LANES) {
+        Floats product[TILE] = {};
+        const float *key = packed + token * DIM;
+        for (int at = 0; at < DIM; ++at, key += LANES) {
+            const Floats each = load(key);
+            for (int n = 0; n < TILE; ++n) product[n] += rows[n].query[at] * each;
+        }
+        for (int n = 0; n < TILE; ++n) store(scores + n * padded + token, product[n] * scale);
+    }
+    for (int n = 0; n < TILE; ++n) {
+        float *own = scores + n * padded;
+        std::fill(own + low, own + rows[n].first, -INFINITY);
+        const long end = (high - low + LANES - 1) / LANES * LANES;
+        softmax(own + low, rows[n].end - low, end);
+        std::fill(own + low, own + rows[n].first, 0.f);
+        std::fill(own + rows[n].end, own + low + end, 0.f);
+    }
+    const Context seen{context.table, context.first + low, context.first + high, context.block_tokens};
+    for (int n = 0; n < TILE; n += SOME) {
+        Floats answer[SOME][VECTORS] = {};
+        seen.runs([&](long token, long slot, long count) {
+            const float *value = values + slot * row, *weight = scores + n * padded + low + token;
+            for (long each = 0; each < count; ++each, value += row, ++weight)
+                for (int part = 0; part < VECTORS; ++part) {
+                    const Floats held = load(value + part * LANES);
+                    for (int m = 0; m < SOME; ++m) answer[m][part] += weight[m * padded] * held;
+                }
+        });
+        for (int m = 0; m < SOME; ++m)
+            for (int part = 0; part < VECTORS; ++part)
+                store(rows[n + m].output + part * LANES, answer[m][part]);
+    }
+}
+
+// Keys of one head in the layout of `attend_tile`: `block` of LANES tokens, zeros behind the last.
+void pack(const float *keys, long row, const Context &context, long dim, long block, float *packed) {
+    float *const to = packed + block * LANES * dim;
+    const long first = context.first + block * LANES, end = std::min(context.end, first + LANES);
+    if (end < first + LANES) std::fill(to, to + LANES * dim, 0.f);
+    Context{context.table, first, end, context.block_tokens}.runs([&](long token, long slot, long count) {
+        for (long each = 0; each < count; ++each) {
+            const float *key = keys + (slot + each) * row;
+            for (long at = 0; at < dim; ++at) to[at * LANES + token + each] = key[at];
+        }
+    });
+}
+
+typedef void (*Attend)(const float *, const float *, const float *, long, const Context &, float, float *,
+                       long, float *);
+
+template <int VECTORS> Attend by_heads(long heads) {
+    switch (heads) {
+    case 1: return attend<VECTORS, 1>;
+    case 2: return attend<VECTORS, 2>;
+    case 3: return attend<VECTORS, 3>;
+    default: return attend<VECTORS, 4>;
+    }
+}
+
+// For one to four heads of `dim` values; null for sizes that are not compiled.
+Attend attend_for(long dim, long heads) {
+    switch (dim) {
+    case 16: return by_heads<1>(heads);
+    case 32: return by_heads<2>(heads);
+    case 64: return by_heads<4>(heads);
+    case 80: return by_heads<5>(heads);
+    case 96: return by_heads<6>(heads);
+    case 128: return by_heads<8>(heads);
+    case 256: return by_heads<16>(heads);
+    default: return nullptr;
+    }
+}
+
+typedef void (*AttendTile)(const Row *, const float *, const float *, long, const Context &, float, float *,
+                           long);
+
+AttendTile attend_tile_for(long dim) {
+    switch (dim) {
+    case 16: return attend_tile<1>;
+    case 32: return attend_tile<2>;
+    case 64: return attend_tile<4>;
+    case 80: return attend_tile<5>;
+    case 96: return attend_tile<6>;
+    case 128: return attend_tile<8>;
+    case 256: return attend_tile<16>;
+    default: return nullptr;
+    }
+}
+
+constexpr int PANEL_VECTORS = 2, PANEL = PANEL_VECTORS * LANES;
+#ifdef __AVX512F__
+constexpr int PRODUCT_ROWS = 12; // rows of x whose results stay in registers
+#else
+constexpr int PRODUCT_ROWS = 3;
+#endif
+constexpr long AHEAD = 64;            // inputs of a panel between what is fetched and what is used
+constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the second cache while all panels pass
+
+// ROWS rows of x times one panel [inputs, PANEL]; `ahead` is fetched meanwhile. Every row is summed in the
+// same order whatever ROWS is, so that a token's result does not depend on its batch.
+template <int ROWS>
+void multiply(const float *x, long inputs, const float *panel, const float *bias, const float *ahead,
+              float *output, long output_row, long width) {
+    Floats result[ROWS][PANEL_VECTORS];
+    for (int row = 0; row < ROWS; ++row)
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            result[row][part] = bias ? load(bias + part * LANES) : Floats{};
+    for (long at = 0; at < inputs; ++at, panel += PANEL, ahead += PANEL) {
+        Floats weights[PANEL_VECTORS];
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            weights[part] = load(panel + part * LANES);
+            __builtin_prefetch(ahead + part * LANES, 0, 2);
+        }
+        for (int row = 0; row < ROWS; ++row)
+            for (int part = 0; part < PANEL_VECTORS; ++part)
+                result[row][part] += x[row * inputs + at] * weights[part];
+    }
+    for (int row = 0; row < ROWS; ++row)
+        std::memcpy(output + row * output_row, result[row], width * sizeof(float));
+}
+
+typedef void (*Multiply)(const float *, long, const float *, const float *, const float *, float *, long,
+                         long);
+
+template <int ROWS> void fill(Multiply *by_rows) {
+    by_rows[ROWS] = multiply<ROWS>;
+    if constexpr (ROWS > 1) fill<ROWS - 1>(by_rows);
+}
+
+struct Multiplies {
+    Multiply by_rows[PRODUCT_ROWS + 1];
+    Multiplies() { fill<PRODUCT_ROWS>(by_rows); }
+};
+
+const Multiplies multiplies;
+
+} // namespace
+
+extern "C" {
+
+long panel_width() { return PANEL; }
+
+void multiply_packed(const float *x, long rows, long inputs, const float *packed, const float *bias,
+                     long outputs, float *output) {
+    const long panels = (outputs + PANEL - 1) / PANEL, size = inputs * PANEL;
+    const long block = std::max(1L, BLOCK_VALUES / std::max(1L, inputs) / PRODUCT_ROWS) * PRODUCT_ROWS;
+#pragma omp parallel
+    {
+        const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const long first_panel = panels * thread / threads, end_panel = panels * (thread + 1) / threads;
+        for (long first = 0; first < rows; first += block) {
+            const long count = std::min(block, rows - first);
+            const long groups = (count + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+            for (long panel = first_panel; panel < end_panel; ++panel) {
+                const float *const own = packed + panel * size;
+                const float *const added = bias ? bias + panel * PANEL : nullptr;
+                const long width = std::min<long>(PANEL, outputs - panel * PANEL);
+                for (long group = 0; group < groups; ++group) {
+                    const long from = first + count * group / groups;
+                    const long to = first + count * (group + 1) / groups;
+                    // what of this panel is used soon, or the next panel while this one is at hand
+                    const float *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
+                    multiplies.by_rows[to - from](x + from * inputs, inputs, own, added, ahead,
+                                                  output + from * outputs + panel * PANEL, outputs, width);
+                }
+            }
+        }
+    }
+}
+
+int attends_to(long dim) { return attend_for(dim, 1) != nullptr; }
+
+void attend_paged(const float *query, long query_row, const float *keys, const float *values,
+                  const int32_t *tables, const int32_t *spans, long count, long kv_heads, long group, long dim,
+                  long block_tokens, float *output) {
+    const long row = kv_heads * dim;
+    const float scale = 1 / std::sqrt(static_cast<float>(dim));
+#pragma omp parallel
+    {
+        std::vector<float> scores;
+#pragma omp for schedule(dynamic, 1)
+        for (long item = 0; item < count * kv_heads; ++item) {
+            const int32_t *span = spans + item / kv_heads * 4;
+            const long kv_head = item % kv_heads;
+            const Context context{tables + span[3], span[1], span[2], block_tokens};
+            const long padded = (context.end - context.first + LANES - 1) / LANES * LANES;
+            scores.resize(std::max<size_t>(scores.size(), 4 * padded));
+            for (long head = 0; head < group; head += 4) {
+                const long at = (kv_head * group + head) * dim;
+                attend_for(dim, std::min(4L, group - head))(
+                    query + span[0] * query_row + at, keys + kv_head * dim, values + kv_head * dim, row, context,
+                    scale, scores.data(), padded, output + span[0] * row * group + at);
+            }
+        }
+    }
+}
+
+void attend_chunk(const float *query, long query_row, const float *keys, const float *values,
+                  const int32_t *table, long offset, long length, long window, long kv_heads, long group,
+                  long dim, long block_tokens, float *packed, float *output) {
+    const long row = kv_heads * dim, rows = length * group, tiles = (rows + TILE - 1) / TILE;
+    const Context context{table, std::max(0L, offset + 1 - window), offset + length, block_tokens};
+    const long blocks = (context.end - context.first + LANES - 1) / LANES, padded = blocks * LANES;
+    const float scale = 1 / std::sqrt(static_cast<float>(dim));
+    const AttendTile attend_rows = attend_tile_for(dim);
+#pragma omp parallel
+    {
+        std::vector<float> scores(TILE * padded);
+#pragma omp for
+        for (long item = 0; item < kv_heads * blocks; ++item) {
+            const long head = item / blocks;
+            pack(keys + head * dim, row, context, dim, item % blocks, packed + head * padded * dim);
+        }
+        // the last tiles see most, so they come first
+#pragma omp for schedule(dynamic, 1)
+        for (long item = 0; item < kv_heads * tiles; ++item) {
+            const long head = item % kv_heads, tile = tiles - 1 - item / kv_heads;
+            Row some[TILE];
+            for (int n = 0; n < TILE; ++n) {
+                const long at = std::min(tile * TILE + n, rows - 1); // the last again, to fill the tile
+                const long token = at / group, within = (head * group + at % group) * dim;
+                const long end = offset + token + 1;
+                some[n] = {query + token * query_row + within, std::max(0L, end - window) - context.first,
+                           end - context.first, output + token * row * group + within};
+            }
+            attend_rows(some, packed + head * padded * dim, values + head * dim, row, context, scale,
+                        scores.data(), padded);
+        }
+    }
+}
+
+void turn_and_store(float *heads, const float *cosines, const float *sines, const int64_t *slots, long count,
+                    long query_heads, long kv_heads, long dim, float *keys, float *values) {
+    const long half = dim / 2, width = (query_heads + 2 * kv_heads) * dim;
+#pragma omp parallel for if (count * width >= PARALLEL_FROM)
+    for (long token = 0; token < count; ++token) {
+        float *const own = heads + token * width;
+        const float *const cosine = cosines + token * half, *const sine = sines + token * half;
+        for (long head = 0; head < query_heads + kv_heads; ++head) {
+            float *__restrict__ const low = own + head * dim, *__restrict__ const high = low + half;
+            for (long at = 0; at < half; ++at) {
+                const float x = low[at], y = high[at];
+                low[at] = x * cosine[at] - y * sine[at];
+                high[at] = y * cosine[at] + x * sine[at];
+            }
+        }
+        const long size = kv_heads * dim;
+        std::memcpy(keys + slots[token] * size, own + query_heads * dim, size * sizeof(float));
+        std::memcpy(values + slots[token] * size, own + (query_heads + kv_heads) * dim, size * sizeof(float));
+    }
+}
+
+void rms_norm(const float *x, const float *weight, float eps, long rows, long width, float *output) {
+    const long whole = width / LANES * LANES;
+#pragma omp parallel for if (rows * width >= PARALLEL_FROM)
+    for (long row = 0; row < rows; ++row) {
+        const float *const from = x + row * width;
+        float *const to = output + row * width;
+        Floats squares = {};
+        for (long at = 0; at < whole; at += LANES) squares += load(from + at) * load(from + at);
+        float total = sum(squares);
+        for (long at = whole; at < width; ++at) total += from[at] * from[at];
+        const float scale = 1 / std::sqrt(total / width + eps);
+        for (long at = 0; at < whole; at += LANES)
+            store(to + at, load(from + at) * scale * load(weight + at));
+        for (long at = whole; at < width; ++at) to[at] = from[at] * scale * weight[at];
+    }
+}
+
+void gate(const float *gate_up, long rows, long width, float *output) {
+    const long whole = width / LANES * LANES;
+#pragma omp parallel for if (rows * width >= PARALLEL_FROM)
+    for (long row = 0; row < rows; ++row) {
+        const float *const gates = gate_up + 2 * row * width, *const ups = gates + width;
+        float *const to = output + row * width;
+        for (long at = 0; at < whole; at += LANES) {
+            const Floats x = load(gates + at);
+            store(to + at, x / (1.f + exponential(-x)) * load(ups + at));
+        }
+        for (long at = whole; at < width; ++at) to[at] = gates[at] / (1 + std::exp(-gates[at])) * ups[at];
+    }
+}
+}

@@ -1,0 +1,27 @@
+"""The engines by name. Each is loaded when it is needed: only one of them needs torch."""
+
+from __future__ import annotations
+
+import importlib
+
+from runtime.engine.base import Engine
+from runtime.engine.place import Place
+from runtime.messages import Configure
+from runtime.options import EMULATED, TORCH
+
+_CLASSES = {
+    TORCH: ("runtime.engine.torch_engine", "TorchEngine"),
+    EMULATED: ("runtime.engine.emulated.engine", "EmulatedEngine"),
+}
+
+
+def modules(engine: str) -> list[str]:
+    """What a process of this engine imports: worth loading once for all of them."""
+    return ["runtime.worker", _CLASSES[engine][0]]
+
+
+def make_engine(config: Configure, place: Place) -> Engine:
+    """The engine that a worker was configured for; KeyError if there is no such one."""
+    module, kind = _CLASSES[config.engine]
+    made: Engine = getattr(importlib.import_module(module), kind)(config, place)
+    return made

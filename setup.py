@@ -1,0 +1,28 @@
+"""Compiles the engine's CPU kernels, where there is a compiler; without them torch and numpy serve."""
+
+import platform
+import sys
+
+from setuptools import Extension, setup
+
+# As torch names what processors can do: each build serves those that can as much.
+INSTRUCTIONS = {"x86_64": {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"]}}
+
+
+def kernels() -> list[Extension]:
+    if sys.platform != "linux":
+        return []
+    return [
+        Extension(
+            f"runtime.engine.native._{name}",
+            [f"runtime/engine/native/{source}.cpp" for source in ("kernels", "copies")],
+            extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fopenmp", *flags],
+            extra_link_args=["-fopenmp"],
+            language="c++",
+            optional=True,
+        )
+        for name, flags in INSTRUCTIONS.get(platform.machine(), {"default": []}).items()
+    ]
+
+
+setup(ext_modules=kernels())
