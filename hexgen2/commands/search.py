@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -41,6 +42,13 @@ from hexgen2.goal import OBJECTIVES, make_goal
     type=click.Choice(["shared", "pairwise"]),
     help="Traffic shares links, network cards and uplinks, or each KV route has its links to itself. "
     "[default: shared; with --from: the placement's]",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["any", "vllm"]),
+    default="any",
+    show_default=True,
+    help="vllm: only replicas that vLLM runs.",
 )
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="throughput", show_default=True)
 @click.option("--request-rate", type=POSITIVE, help="Requests/s that arrive, at random.")
@@ -79,6 +87,7 @@ def search(
     cost_model: str | None,
     pipeline: str | None,
     links: str | None,
+    engine: Literal["any", "vllm"],
     objective: str,
     request_rate: float | None,
     ttft: float | None,
@@ -98,6 +107,7 @@ def search(
 ) -> None:
     """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow."""
     from hexgen2.checks import violations
+    from hexgen2.export.vllm_command import check_vllm
     from hexgen2.report import make_console, print_placement
     from hexgen2.search.problem import make_problem
     from hexgen2.strategies.base import SearchOptions
@@ -108,6 +118,9 @@ def search(
     goal = make_goal(objective, request_rate, ttft, tpot, budget, frontier)
     if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency" or previous):
         raise InputError("--certify", "", "goes with the plain search of hexgen2 alone", "leave it out here")
+    if engine != "any" and previous is not None:
+        remedy = "leave it out, or search a new placement"
+        raise InputError("--engine", engine, "does not go with --from", remedy)
     changes = {"--lost": lost, "--added": added, "--horizon": horizon, "--load-gbyte-s": load_gbyte_s}
     if previous is not None:
         from hexgen2.replanning import replanned
@@ -130,8 +143,10 @@ def search(
             raise InputError(option, "", "is missing", "name one, or re-plan a placement with --from")
         costs = cost_model or "calibrated", pipeline or "pipelined"
         placement = run(
-            make_problem(cluster, model, workload, isl, osl, *costs, goal, links or "shared"), options
+            make_problem(cluster, model, workload, isl, osl, *costs, goal, links or "shared", engine), options
         )
+        if engine == "vllm":
+            check_vllm(placement, f"the placement of {strategy}")
     wrong = violations(placement)
     if wrong:
         raise HexGen2Error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hexgen2.kv_parts import route_links
 from hexgen2.placement import (
     CostModelName,
     Goodput,
@@ -11,7 +12,6 @@ from hexgen2.placement import (
     Placement,
     Replica,
     Route,
-    RouteLink,
     SearchRecord,
     Stage,
     Throughput,
@@ -23,7 +23,6 @@ from hexgen2.search.naming import Name, fresh_names
 from hexgen2.search.plan import Planner
 from hexgen2.search.prediction import LoadedPlacement
 from hexgen2.search.problem import Problem
-from hexgen2.search.routes import layer_overlaps
 from hexgen2.traffic import traffic_of
 
 FULL = 1 - 1e-6
@@ -127,25 +126,6 @@ def _route(problem: Problem, source: Replica, target: Replica, flow: float, capa
             "links": route_links(source, target, problem.costs.kv_bytes_per_layer),
         }
     )
-
-
-def route_links(source: Replica, target: Replica, layer_bytes: float) -> list[RouteLink]:
-    """The GPU pairs between which a request's KV cache moves, and the bytes on each: the layers that
-    both stages hold, the share of heads that both ranks hold."""
-    sides = [[stage.layer_count for stage in replica.stages] for replica in (source, target)]
-    links = []
-    for i, j, layers in layer_overlaps(*sides):
-        senders, receivers = source.stages[i].gpus, target.stages[j].gpus
-        for a, sender in enumerate(senders):
-            for b, receiver in enumerate(receivers):
-                low = max(a / len(senders), b / len(receivers))
-                high = min((a + 1) / len(senders), (b + 1) / len(receivers))
-                if high - low > 1e-12:
-                    moved = layers * layer_bytes * (high - low)
-                    links.append(
-                        RouteLink.model_validate({"from": sender, "to": receiver, "bytes_per_req": moved})
-                    )
-    return links
 
 
 def _latency(evaluation: ev.Evaluation, routes: np.ndarray) -> Latency:

@@ -17,7 +17,7 @@ from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.search.classes import node_classes, widest_span
 from hexgen2.search.pipelines import Pipeline, Pipelines, Timing
 from hexgen2.search.problem import Blocks, Problem
-from hexgen2.search.shapes import Shapes
+from hexgen2.search.shapes import Shapes, vllm_runs
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 """Shares of the largest batch tried: a smaller one leaves room for layers on the faster stages."""
@@ -113,9 +113,18 @@ class Planner:
         stages = tuple(PlannedStage(at[s.node], s.degree, s.layers) for s in plan.stages)
         return replace(plan, stages=stages)
 
+    def _shapes_of(self, role: str, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
+        """The shapes that the engine runs."""
+        shapes = self._shapes.of(blocks)
+        if self.problem.engine == "vllm":
+            return (shape for shape in shapes if vllm_runs(role, shape))
+        return shapes
+
     def _best(self, role: str, blocks: Blocks) -> GroupPlan | None:
         """The best of all shapes, the most promising first, until no other can be better."""
-        pipelines = [p for p in (self._pipelines.of(role, shape) for shape in self._shapes.of(blocks)) if p]
+        pipelines = [
+            p for p in (self._pipelines.of(role, shape) for shape in self._shapes_of(role, blocks)) if p
+        ]
         best: GroupPlan | None = None
         for pipeline in sorted(pipelines, key=lambda p: -p.limit_req_s):
             if best and pipeline.limit_req_s <= best.capacity_req_s * (1 + 1e-12):
@@ -134,7 +143,9 @@ class Planner:
         """Seconds to the first token, or per output token, of one request alone, at best; infinite if the
         model does not fit. A prompt takes as long as the mean one."""
         semantics, best = self.problem.pipeline, float("inf")
-        for pipeline in filter(None, (self._pipelines.of(role, shape) for shape in self._shapes.of(blocks))):
+        for pipeline in filter(
+            None, (self._pipelines.of(role, shape) for shape in self._shapes_of(role, blocks))
+        ):
             held = self._batches_held(pipeline) if role == "prefill" else 1
             limits = [m.max_layers(held) for m in pipeline.memory]
             timing = self._pipelines.timing(pipeline, "prefill" if role == "prefill" else "decode", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from hexgen2.shared_links import Links, SharedLinks
 from hexgen2.workload import Workload
 from hexgen2.workloads import load_workload
 
+Engine = Literal["any", "vllm"]
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -33,6 +36,8 @@ class Problem:
     names them only in the placement. Where a measured matrix differs inside a node, the slowest pair
     stands for all: a capacity is never overstated. Under links "pairwise" every KV route has the links
     between its nodes to itself, as in the paper.
+
+    `engine` is what the placement is for: under "vllm" plans are limited to those that it runs.
 
     `lost` are ids of GPUs that are out of service: no group has them, but they keep their place in the
     cluster, so that ids and links stay as they are.
@@ -47,6 +52,7 @@ class Problem:
     goal: Goal = field(default_factory=Goal)
     lost: frozenset[str] = frozenset()
     links: Links = "shared"
+    engine: Engine = "any"
 
     @cached_property
     def usable(self) -> np.ndarray:
@@ -155,6 +161,7 @@ def make_problem(
     pipeline: str = "pipelined",
     goal: Goal | None = None,
     links: str = "shared",
+    engine: Engine = "any",
 ) -> Problem:
     """A problem from names or files, as the command line gives them.
 
@@ -173,4 +180,5 @@ def make_problem(
     architecture, load = find_model(model), load_workload(workload, isl, osl)
     costs = make_cost_model(cost_model, architecture, load.lengths)
     arrays = Cluster.from_spec(spec)
-    return Problem(spec, arrays, architecture, load, costs, pipeline, goal, links=links)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"pipeline": pipeline, "goal": goal, "links": links, "engine": engine}
+    return Problem(spec, arrays, architecture, load, costs, **options)

@@ -83,5 +83,6 @@ class Relaxed:
         return (
             "no plan of a group is faster than the planner's best",
             "tensor-parallel groups stay inside a node",
+            *(("replicas are such as vLLM runs",) if problem.engine == "vllm" else ()),
             *((f"a replica spans at most {span} nodes",) if limited else ()),
         )

@@ -9,31 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hexgen2.kv_parts import layer_overlaps
 from hexgen2.search.plan import PlannedStage
 from hexgen2.search.problem import Problem
-
-
-def layer_overlaps(prefill: Sequence[int], decode: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(prefill stage, decode stage, layers that both hold), from the layer counts of both sides."""
-    i = j = at = 0
-    p_end, d_end = prefill[0], decode[0]
-    while True:
-        end = min(p_end, d_end)
-        yield i, j, end - at
-        at = end
-        if p_end == end:
-            i += 1
-            if i == len(prefill):
-                return
-            p_end += prefill[i]
-        if d_end == end:
-            j += 1
-            d_end += decode[j]
 
 
 def transfer_s(problem: Problem, prefill: Sequence[PlannedStage], decode: Sequence[PlannedStage]) -> float:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from hexgen2.search.problem import Blocks, Problem
@@ -31,6 +32,14 @@ def partitions(count: int, degrees: tuple[int, ...]) -> tuple[tuple[int, ...], .
 def _even(choices: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
     """Of a block's partitions, those of one degree, or of one degree and its remainder's largest."""
     return tuple(p for p in choices if len(set(p[:-1])) <= 1)
+
+
+def vllm_runs(role: str, shape: Sequence[tuple[int, int]]) -> bool:
+    """Whether vLLM runs a replica of these stages (node, degree): one tensor-parallel degree, nodes with
+    equal shares, and, as its NixlConnector has it, one stage where KV caches come or go."""
+    stages = Counter(node for node, _ in shape)
+    uniform = len({degree for _, degree in shape}) == 1 and len(set(stages.values())) == 1
+    return uniform and (role == "colocated" or len(shape) == 1)
 
 
 class Shapes:

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import problem_from
 
+from hexgen2.kv_parts import layer_overlaps
 from hexgen2.search.flow import FlowNetwork, balance, solve
 from hexgen2.search.plan import PlannedStage
-from hexgen2.search.routes import layer_overlaps, transfer_s
+from hexgen2.search.routes import transfer_s
 
 rates = st.floats(0.001, 100)
 

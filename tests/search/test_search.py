@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -17,6 +18,7 @@ from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 from hexgen2.checks import violations
 from hexgen2.cluster import Cluster
+from hexgen2.export.vllm_command import check_vllm
 from hexgen2.placement import Placement, json_schema
 from hexgen2.search.bound import rates_limit
 from hexgen2.search.evaluate import Evaluator
@@ -89,6 +91,33 @@ def test_hexgen2_finds_a_placement_where_there_is_one_and_never_beats_exact(prob
         return
     found = run("hexgen2", problem)
     assert 0.98 * best.throughput.req_s <= found.throughput.req_s <= best.throughput.req_s * (1 + 1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(max_gpus=5))
+def test_plans_for_vllm_are_the_best_of_those_that_it_runs(problem):
+    """Replicas of one stage; the brute force, over groups of one stage, limits the answer from both sides."""
+    limited = replace(problem, engine="vllm")
+    best = brute_force(limited)
+    assert best <= brute_force(problem) * (1 + 1e-9)
+    for strategy in ("exact", "hexgen2"):
+        if best == 0:
+            with pytest.raises(InfeasibleError):
+                run(strategy, limited)
+            continue
+        found = run(strategy, limited)
+        check_vllm(found, strategy)
+        assert all(len(replica.stages) == 1 for replica in found.replicas)
+        assert 0.98 * best <= found.throughput.req_s <= best * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["vllm", "hexgen"])
+def test_colocated_plans_for_vllm_may_be_pipelines_of_one_degree(strategy):
+    free = make_problem("hexgen2-setting-1", "llama-2-70b", "HPHD")
+    found = run(strategy, replace(free, engine="vllm"))
+    check_vllm(found, strategy)
+    assert any(len(replica.stages) > 1 for replica in found.replicas)
+    assert found.throughput.req_s <= run(strategy, free).throughput.req_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("cost_model,pipeline", [("calibrated", "pipelined"), ("table1", "paper_optimistic")])

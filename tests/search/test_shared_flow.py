@@ -14,6 +14,7 @@ from test_flow_and_routes import check_flow, networks, with_networkx
 
 from cost_model.errors import InfeasibleError
 from hexgen2.checks import violations
+from hexgen2.kv_parts import layer_overlaps
 from hexgen2.placement import SearchRecord
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluate import Evaluator
@@ -21,7 +22,7 @@ from hexgen2.search.flow import FlowNetwork, balance, solve, without_sharing
 from hexgen2.search.plan import PlannedStage
 from hexgen2.search.problem import Group, Solution, make_problem
 from hexgen2.search.refine import guided_steps
-from hexgen2.search.routes import layer_overlaps, route_use
+from hexgen2.search.routes import route_use
 from hexgen2.search.shared_use import SharedUse
 from hexgen2.shared_links import LINKS
 from hexgen2.strategies.base import SearchOptions

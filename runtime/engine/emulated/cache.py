@@ -1,0 +1,40 @@
+"""The emulated KV cache: a state for each token, and the size that the real one would have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.engine.pages import Pages, PageShape
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedShape(PageShape):
+    """Sizes of a cache that is not there."""
+
+    value_bytes: float
+
+    @property
+    def dtype_name(self) -> str:
+        return f"emulated, {self.value_bytes:g} bytes"
+
+    @property
+    def bytes_per_token_cell(self) -> int:
+        return round(2 * self.head_dim * self.value_bytes)
+
+
+class EmulatedCache(Pages):
+    """A state in each slot. It is what keys and values are to a model: all that it knows of the tokens so
+    far. One that was overwritten, mixed up or not sent shows in the next token.
+
+    Attributes
+    ----------
+    states : [slots], uint64
+    kv_scale : one byte in so many is moved
+    """
+
+    def __init__(self, shape: EmulatedShape, blocks: int, block_tokens: int, kv_scale: float) -> None:
+        super().__init__(shape, blocks, block_tokens)
+        self.kv_scale = kv_scale
+        self.states = np.zeros(blocks * block_tokens, np.uint64)

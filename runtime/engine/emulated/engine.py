@@ -1,0 +1,162 @@
+"""An engine that takes the time a model would take, by the placement's cost model, and computes nothing.
+
+All else is real: scheduler, blocks, pipeline, KV transfers over links as fast as the placement's. Of sampling
+rules only the seed counts, and no token is an end of text by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster_specs.loader import resolve
+from cost_model.base import Work
+from cost_model.lengths import attended_tokens
+from cost_model.pipeline import PipelineSemantics
+from cost_model.registry import make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.placement import Placement
+from hexgen2.simulator.timing import ReplicaTimes
+from runtime.engine.base import Engine, OnLayer
+from runtime.engine.emulated.cache import EmulatedCache, EmulatedShape
+from runtime.engine.emulated.hops import PURPOSE, Hops
+from runtime.engine.emulated.tokens import choose, seed_of, states
+from runtime.engine.place import Place
+from runtime.kv_layout import held
+from runtime.messages import Configure, Connect, Hello, Step, StepResult, TokenLogprobs
+from runtime.transport import Connection
+
+_SHORTEST_S = 0.001
+"""Layers that take less are not waited for one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedSpec:
+    """Sizes of the model."""
+
+    kv_heads: int
+    vocab: int
+    position_limit: int | None
+
+
+class EmulatedEngine(Engine):
+    """One GPU's place in a replica. Tensor-parallel ranks do not wait for each other: they take as long."""
+
+    def __init__(self, config: Configure, place: Place) -> None:
+        self._config, self._place = config, place
+        self._hops = Hops(config, place)
+        self._seeds: dict[str, tuple[int, bool]] = {}
+
+    def load(self) -> None:
+        config, place, emulation = self._config, self._place, self._config.emulation
+        if emulation is None:
+            raise RuntimeError("the emulated engine was not told what to emulate")
+        placement = Placement.model_validate_json(emulation.placement)
+        model = placement.model
+        self._window = model.sliding_window
+        self.spec = EmulatedSpec(model.kv_heads, model.vocab, model.max_position)
+        shape = EmulatedShape(
+            held(place.stages, config.worker, model.kv_heads), model.head_dim, model.kv_value_bytes
+        )
+        blocks = config.kv_budget_tokens // config.block_tokens
+        self.cache = self._pages = EmulatedCache(shape, blocks, config.block_tokens, emulation.kv_scale)
+        self._times = _times(placement, config.replica)
+
+    def join(self, addresses: Connect) -> None:
+        self._hops.join(addresses)
+
+    def welcome(self, connection: Connection, introduced: Hello) -> bool:
+        if introduced.purpose != PURPOSE or introduced.worker not in self._place.workers:
+            return False
+        self._hops.serve(connection)
+        return True
+
+    def begin(self, step: Step) -> None:
+        if self._place.samples:
+            for start in step.starts:
+                self._seeds[start.request_id] = seed_of(start.sampling), start.sampling.logprobs >= 0
+
+    def forget(self, request_id: str) -> None:
+        self._seeds.pop(request_id, None)
+
+    def run(self, step: Step, tables: Mapping[str, list[int]], on_layer: OnLayer | None) -> StepResult | None:
+        stage_s, hop_s = self._times.step(work_of(step, self._window))
+        index = self._place.stage_index
+        begun_s = time.monotonic()
+        if not self._place.is_first:
+            begun_s = max(self._hops.wait(step.step) + hop_s[index - 1], time.monotonic())
+        last = [self._write(each.tokens, each.position, tables[each.request_id]) for each in step.sequences]
+        self._pass_layers(begun_s, stage_s[index], on_layer)
+        if not self._place.is_last:
+            self._hops.pass_on(step.step)
+            return None
+        if not self._place.samples:
+            return None
+        return self._sample(step, last)
+
+    def _write(self, tokens: tuple[int, ...], position: int, table: list[int]) -> int:
+        """Put the states of some tokens of a request into their slots; the last of them."""
+        pages = self._pages
+        before = int(pages.states[_slot(table, position - 1, pages.block_tokens)]) if position else 0
+        after = states(before, tokens)
+        if len(after) == 1:
+            pages.states[_slot(table, position, pages.block_tokens)] = after[0]
+        else:
+            pages.states[pages.slots(table, position, position + len(tokens))] = after
+        return after[-1]
+
+    def _pass_layers(self, begun_s: float, stage_s: float, on_layer: OnLayer | None) -> None:
+        """Let the time of a stage pass, from `begun_s` on; `on_layer` hears of each layer at its time."""
+        part = self._pages.shape.part
+        if on_layer is not None:
+            layer_s = stage_s / (part.end_layer - part.first_layer)
+            for layer in range(part.first_layer, part.end_layer):
+                _sleep_until(begun_s + (layer + 1 - part.first_layer) * layer_s, _SHORTEST_S)
+                on_layer(layer, None)
+        _sleep_until(begun_s + stage_s)
+
+    def _sample(self, step: Step, last: list[int]) -> StepResult:
+        tokens, logprobs = list[int](), list[TokenLogprobs | None]()
+        for sequence, state in zip(step.sequences, last, strict=True):
+            if not sequence.samples:
+                continue
+            seed, wanted = self._seeds[sequence.request_id]
+            token = choose(state, seed, self.spec.vocab)
+            tokens.append(token)
+            logprobs.append(TokenLogprobs(chosen=0.0, top=((token, 0.0),)) if wanted else None)
+        return StepResult(
+            step=step.step, tokens=tuple(tokens), logprobs=tuple(logprobs) if any(logprobs) else ()
+        )
+
+
+def work_of(step: Step, window: int | None) -> Work:
+    """What a step does, as the cost model counts it; `window` is that of the model's attention."""
+    prompt_tokens = attended = decodes = context = sampled = 0.0
+    for sequence in step.sequences:
+        count, position = len(sequence.tokens), sequence.position
+        sampled += sequence.samples
+        if count == 1 and sequence.index:
+            decodes, context = decodes + 1, context + min(position + 1, window or position + 1)
+        else:
+            prompt_tokens += count
+            attended += attended_tokens(count, window, position)
+    return Work(prompt_tokens, attended, decodes, context, sampled)
+
+
+def _times(placement: Placement, replica: str) -> ReplicaTimes:
+    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
+    return ReplicaTimes(placement.replica(replica), cluster, costs, semantics)
+
+
+def _slot(table: list[int], position: int, block_tokens: int) -> int:
+    return table[position // block_tokens] * block_tokens + position % block_tokens
+
+
+def _sleep_until(at_s: float, shortest_s: float = 0.0) -> None:
+    rest_s = at_s - time.monotonic()
+    if rest_s > shortest_s:
+        time.sleep(rest_s)

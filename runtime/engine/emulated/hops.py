@@ -1,0 +1,63 @@
+"""From one emulated pipeline stage to the next: a small frame per step, in place of activations."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+from runtime.engine.place import Place
+from runtime.messages import PROTOCOL_VERSION, Configure, Connect, Hello, Passed
+from runtime.transport import Connection, connect
+
+PURPOSE = "stage"
+_CONNECT_S = 30.0
+
+
+class Hops:
+    """Connections of one worker to those of the next stage that take their activations from it, and from the
+    one of the stage before. Who is connected to whom is as with torch (`parallel.py`)."""
+
+    def __init__(self, config: Configure, place: Place) -> None:
+        self._config, self._place = config, place
+        self._next: list[Connection] = []
+        self._arrived: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
+
+    def join(self, addresses: Connect) -> None:
+        """Connect to the next stage."""
+        place = self._place
+        if place.is_last:
+            return
+        targets = place.stages[place.stage_index + 1].workers[place.tp_rank :: place.tp]
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            secret=self._config.secret,
+            worker=self._config.worker,
+            purpose=PURPOSE,
+        )
+        for target in targets:
+            connection = connect(addresses.peers[target], hello, _CONNECT_S)
+            connection.stream.settimeout(None)
+            self._next.append(connection)
+
+    def serve(self, connection: Connection) -> None:
+        """Take what the stage before sends.
+
+        Raises
+        ------
+        ConnectionError : it is gone, and the replica with it
+        """
+        while isinstance(message := connection.receive(), Passed):
+            self._arrived.put((message.step, time.monotonic()))
+        raise ConnectionError("the pipeline stage before is gone")
+
+    def wait(self, step: int) -> float:
+        """When a step's activations came from the stage before (time.monotonic); waits for them."""
+        found, arrived_s = self._arrived.get()
+        if found != step:
+            raise ConnectionError(f"step {found} came from the stage before, not {step}")
+        return arrived_s
+
+    def pass_on(self, step: int) -> None:
+        """A step's activations leave for the next stage."""
+        for connection in self._next:
+            connection.send(Passed(step=step))

@@ -1,0 +1,1 @@
+"""vLLM as the engine: a `vllm serve` for each replica, behind links that speak this project's messages."""
