@@ -1,0 +1,68 @@
+"""A node of a network: its place among the peers and its agent, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from cost_model.errors import InputError
+from runtime.operator import report, stop_signals
+from runtime.p2p.agent import NodeAgent
+from runtime.p2p.agent_messages import NODE_SERVICE, WORKERS_SERVICE
+from runtime.p2p.hardware import accelerators
+from runtime.p2p.member import Member
+from runtime.p2p.membership import Membership, host_of
+
+ANY_HOST = ("0.0.0.0", "::")
+
+
+def run_node(name: str, membership: Membership, address: str | None, model_path: Path | None) -> int:
+    """Be a node until SIGINT or SIGTERM.
+
+    Parameters
+    ----------
+    name : as placements call it
+    address : of this machine, for the workers of other nodes; None: that on which peers are heard
+    model_path : folder of the checkpoint; None: the folder that the head names
+
+    Returns
+    -------
+    0 after a stop by signal, with no process left
+
+    Raises
+    ------
+    InputError : an option is wrong
+    """
+    if not name or "/" in name or any(letter.isspace() for letter in name):
+        raise InputError(
+            "--name", "", f"{name!r} is not the name of a node", "write it as the cluster has it"
+        )
+    if model_path is not None and not model_path.is_dir():
+        raise InputError("--model-path", "", f"{model_path} is not a folder", "give the model's folder")
+    heard_on = host_of(membership.listen, "--listen")
+    if address is None and heard_on in ANY_HOST:
+        problem = f"{heard_on} is no address that other nodes can reach"
+        raise InputError("--listen", "", problem, "give this machine's own with --address")
+    hardware = accelerators()
+    member = membership.member(name, "worker", (NODE_SERVICE, WORKERS_SERVICE), hardware)
+    return asyncio.run(_run(name, member, address or heard_on, model_path, len(hardware)))
+
+
+async def _run(name: str, member: Member, address: str, model_path: Path | None, devices: int) -> int:
+    def on_workers(count: int) -> None:
+        member.announce(load=min(count / devices, 1.0))
+
+    agent = NodeAgent(name, member.peers, address, model_path, on_workers, report)
+    stopping = stop_signals(agent.kill)
+    agent.start()
+    try:
+        await member.start()
+        for heard_on in member.peers.addresses:
+            report(f"node {name} listening on {heard_on}")
+        await stopping.wait()
+        member.announce(status="draining")
+    finally:
+        await agent.stop()
+        await member.stop()
+    report("stopped")
+    return 0

@@ -1,0 +1,225 @@
+"""Peers: the node's place among the others, for asyncio. libp2p itself runs in one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from cost_model.errors import InputError
+from runtime.p2p.channel import Channel
+from runtime.p2p.identity import Identity
+from runtime.p2p.network import Gate, one_line
+from runtime.p2p.node_thread import NodeThread, peer_of
+from runtime.p2p.stream_channel import StreamChannel
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Channel], Awaitable[None]]
+
+
+class Peers:
+    """One node of the network: it listens, keeps to its bootstrap peers, serves and opens channels.
+
+    Parameters
+    ----------
+    identity : who this node is
+    listen : multiaddrs, such as /ip4/0.0.0.0/tcp/7400; port 0 for any
+    network_key : 32 bytes that all nodes of the private network share; None for no private network
+    allowed : the peer ids that may connect; None for whoever has the network key
+    bootstrap : multiaddrs with /p2p/PEER_ID that this node stays connected to
+    mdns : also find peers on the local network
+
+    Raises
+    ------
+    InputError : neither a network key nor a list, or a bad bootstrap address
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        listen: Sequence[str],
+        network_key: bytes | None,
+        allowed: Collection[str] | None,
+        bootstrap: Sequence[str],
+        mdns: bool = False,
+    ) -> None:
+        if network_key is None and allowed is None:
+            problem = "anybody could connect"
+            raise InputError("peers", "", problem, "give a network key, or a list of allowed peers")
+        for address in bootstrap:
+            peer_of(address)
+        self.peer_id = identity.peer_id
+        self.addresses: list[str] = []
+        self.connected: set[str] = set()
+        self.latency_ms: dict[str, float] = {}
+        self._listen, self._bootstrap, self._mdns = listen, bootstrap, mdns
+        self._gate = Gate(allowed)
+        self._thread = NodeThread(identity, network_key, self._gate, self)
+        self._handlers: dict[str, Handler] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._channels: set[StreamChannel] = set()
+        self._opening: dict[int, asyncio.Future[Channel]] = {}
+        self._tickets = itertools.count()
+        self._known: dict[str, tuple[str, ...]] = {}
+        self._on_lost: list[Callable[[str], None]] = []
+        self._on_joined: list[Callable[[str], None]] = []
+        self._on_measured: list[Callable[[str, float], None]] = []
+        self._running = False
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How often each stranger was refused, by peer id, or by address if it did not get so far."""
+        return self._gate.refused
+
+    async def start(self) -> None:
+        """Listen and begin to connect.
+
+        Raises
+        ------
+        InputError : an address can't be listened on
+        """
+        loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[None] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self._thread.start(loop, self._listen, self._bootstrap, self._mdns)
+        await self._started
+
+    async def stop(self) -> None:
+        """Close every channel, with what was sent delivered, and end the thread; again is no harm."""
+        if not self._running:
+            return
+        self._running = False
+        for task in self._tasks:
+            task.cancel()
+        for channel in list(self._channels):
+            channel.close()
+        bridge = self._thread.bridge
+        bridge.to_trio(self._thread.stopping.set)
+        await self._ended
+        self._thread.join()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def serve(self, service: str, handler: Handler) -> None:
+        """Call this with each channel that a peer opens to this service; its return closes the channel."""
+        self._handlers[service] = handler
+        self._thread.serve(service)
+
+    def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Where a peer may be reached, for `open`."""
+        self._known[peer_id] = tuple(addresses)
+
+    def connect(self, peer_id: str) -> None:
+        """Try once to connect to a peer whose addresses are known; `on_peer_joined` tells if it worked."""
+        if self._running and peer_id in self._known and peer_id not in self.connected:
+            self._thread.bridge.to_trio(self._thread.found, peer_id, list(self._known[peer_id]))
+
+    async def open(self, target: str, service: str) -> Channel:
+        """A channel to a service of a peer: by its id, or by a multiaddr with /p2p/PEER_ID.
+
+        Raises
+        ------
+        ConnectionError : not reached, or it does not serve that, within some seconds; names the peer
+        InputError : the address is none
+        """
+        by_address = target.startswith("/")
+        peer_id = peer_of(target) if by_address else target
+        addresses = ((target,) if by_address else ()) + self._known.get(peer_id, ())
+        if not self._running:
+            raise ConnectionError(f"peer {peer_id}: this node is not connected to any network")
+        ticket, future = next(self._tickets), asyncio.get_running_loop().create_future()
+        self._opening[ticket] = future
+        self._thread.bridge.to_trio(self._thread.open, ticket, peer_id, addresses, service)
+        try:
+            return await future
+        except ConnectionError as error:
+            raise ConnectionError(f"peer {peer_id}: service {service} not reached: {error}") from None
+        finally:
+            self._opening.pop(ticket, None)
+
+    def on_peer_lost(self, callback: Callable[[str], None]) -> None:
+        """Call this with the id of each peer whose last connection is gone."""
+        self._on_lost.append(callback)
+
+    def on_peer_joined(self, callback: Callable[[str], None]) -> None:
+        """Call this with the id of each peer that is connected from now on."""
+        self._on_joined.append(callback)
+
+    def on_measured(self, callback: Callable[[str, float], None]) -> None:
+        """Call this with a peer id and milliseconds whenever a ping comes back."""
+        self._on_measured.append(callback)
+
+    # what the other thread tells
+
+    def started(self, addresses: list[str]) -> None:
+        """It listens."""
+        self.addresses, self._running = addresses, True
+        self._started.set_result(None)
+
+    def ended(self, error: BaseException | None) -> None:
+        """The thread is at its end; if by an error, so is every channel."""
+        if error is not None and self._started.done():
+            log.error("the peer-to-peer network ended: %s", one_line(error))
+        self._running = False
+        for channel in list(self._channels):
+            channel.end()
+        for future in self._opening.values():
+            if not future.done():
+                future.set_exception(ConnectionError("this node has left the network"))
+        for peer_id in list(self.connected):
+            self.lost(peer_id)
+        if not self._started.done():
+            self._started.set_exception(error or ConnectionError("the network ended at its start"))
+        self._ended.set_result(None)
+
+    def joined(self, peer_id: str) -> None:
+        """A peer is connected."""
+        self.connected.add(peer_id)
+        for callback in self._on_joined:
+            callback(peer_id)
+
+    def lost(self, peer_id: str) -> None:
+        """A peer's last connection is gone."""
+        self.connected.discard(peer_id)
+        self.latency_ms.pop(peer_id, None)
+        for callback in self._on_lost:
+            callback(peer_id)
+
+    def measured(self, peer_id: str, latency_ms: float) -> None:
+        """A ping came back."""
+        self.latency_ms[peer_id] = latency_ms
+        for callback in self._on_measured:
+            callback(peer_id, latency_ms)
+
+    def accepted(self, channel: StreamChannel) -> None:
+        """A peer has opened a channel."""
+        self._channels.add(channel)
+        task = asyncio.get_running_loop().create_task(self._handle(channel))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _handle(self, channel: StreamChannel) -> None:
+        try:
+            await self._handlers[channel.service](channel)
+        except Exception as error:
+            log.warning("channel %s of peer %s failed: %s", channel.service, channel.peer_id, one_line(error))
+        finally:
+            channel.close()
+            self._channels.discard(channel)
+
+    def opened(self, ticket: int, channel: StreamChannel) -> None:
+        """A channel that this node asked for is there."""
+        future = self._opening.get(ticket)
+        if future is None or future.done() or not self._running:
+            channel.close()
+        else:
+            self._channels.add(channel)
+            channel.on_end = self._channels.discard
+            future.set_result(channel)
+
+    def not_opened(self, ticket: int, reason: str) -> None:
+        """A channel that this node asked for can't be had."""
+        future = self._opening.get(ticket)
+        if future is not None and not future.done():
+            future.set_exception(ConnectionError(reason))
