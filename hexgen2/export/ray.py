@@ -1,0 +1,115 @@
+"""Ray: what each replica needs of an existing Ray cluster, and the job that launches the placement there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from cost_model.errors import InputError
+from hexgen2.export.hardware import gpus_by_node, node_spec, nodes_in_use, on_cpu
+from hexgen2.placement import Placement, Replica
+
+CPU_SHARE = 0.01
+"""Of a Ray CPU, for each worker: Ray counts CPUs, and the placement has divided them already."""
+NODE_SHARE = 0.001
+"""Of the resource that stands for a node, for each bundle that must be there."""
+
+
+def node_resource(placement: Placement, node: str) -> str:
+    """The Ray resource that only this node's machine has: Ray's own by address, where the placement has one,
+    else one that `ray start --resources` must give."""
+    address = node_spec(placement, node).address
+    return f"node:{address}" if address else f"hexgen2-{node}"
+
+
+def bundles_of(placement: Placement, replica: Replica) -> list[dict[str, float]]:
+    """What a replica reserves on each of its nodes, in the order of its GPUs; nodes are told apart by
+    `node_resource`."""
+    kind = "CPU" if on_cpu(placement, replica) else "GPU"
+    bundles = []
+    for node, indices in gpus_by_node(replica.gpus).items():
+        devices = {kind: round(len(indices) * CPU_SHARE, 4) if kind == "CPU" else float(len(indices))}
+        bundles.append({**devices, node_resource(placement, node): NODE_SHARE})
+    return bundles
+
+
+def ray_files(placement: Placement, model: str | None, source: str) -> dict[str, str]:
+    """Texts by file name.
+
+    Raises
+    ------
+    InputError : the torch engine cannot run the placement
+    """
+    if placement.attention_workers:
+        problem = "the torch engine cannot run them"
+        raise InputError(source, "attention_workers", problem, "choose another strategy")
+    folder = model or placement.model.name
+    entrypoint = ["hexgen2", "launch", "placement.json", "--launcher", "ray", "--model-path", folder]
+    entrypoint += ["--host", "0.0.0.0", "--port", "8000"]
+    job = {"entrypoint": shlex.join(entrypoint), "metadata": {"placement": placement.cluster.name}}
+    groups = {
+        replica.id: {"strategy": "PACK", "bundles": bundles_of(placement, replica)}
+        for replica in placement.replicas
+    }
+    return {
+        "placement.json": placement.to_json(),
+        "placement_groups.json": json.dumps(groups, indent=1) + "\n",
+        "job.json": json.dumps(job, indent=1) + "\n",
+        "start-ray.sh": _start_script(placement),
+        "submit.sh": _SUBMIT.format(entrypoint=job["entrypoint"]),
+        "README.md": _README.format(
+            model=placement.model.name, cluster=placement.cluster.name, folder=folder
+        ),
+    }
+
+
+def _start_script(placement: Placement) -> str:
+    cases = []
+    for node, indices in nodes_in_use(placement).items():
+        resource = node_resource(placement, node)
+        own = {} if resource.startswith("node:") else {resource: 1}
+        gpus = _gpus_here(placement, node, indices)
+        words = [*gpus, *(["--resources", json.dumps(own)] if own else [])]
+        cases.append(f"  {shlex.quote(node)}) set -- {shlex.join(words)} ;;")
+    return _START.format(nodes=" ".join(nodes_in_use(placement)), cases="\n".join(cases))
+
+
+def _gpus_here(placement: Placement, node: str, indices: list[int]) -> list[str]:
+    kind = next(r for r in placement.replicas if node in gpus_by_node(r.gpus))
+    return [] if on_cpu(placement, kind) else ["--num-gpus", str(max(indices) + 1)]
+
+
+_START = """#!/bin/sh
+# On each machine: ./start-ray.sh NODE HEAD_ADDRESS, where NODE is what the placement calls it, and first on
+# the one whose address is HEAD_ADDRESS. Nodes: {nodes}
+set -eu
+node=$1 head=$2
+case $node in
+{cases}
+  *) echo "no node '$node' in the placement" >&2; exit 2 ;;
+esac
+if hostname -I | tr ' ' '\\n' | grep -qxF "$head"; then
+    exec ray start --head --node-ip-address "$head" --port 6379 --include-dashboard=true "$@"
+fi
+exec ray start --address "$head:6379" "$@"
+"""
+
+_SUBMIT = """#!/bin/sh
+# Where Ray's dashboard is reached (RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265).
+set -eu
+cd "$(dirname "$0")"
+exec ray job submit --no-wait --working-dir . -- {entrypoint}
+"""
+
+_README = """# {model} on {cluster}, by Ray
+
+1. `./start-ray.sh NODE HEAD_ADDRESS` on each machine, unless the Ray cluster is there already: then its
+   nodes need the resources that this script gives them (`hexgen2-NODE`), or the placement addresses. Ray's
+   ports listen on all interfaces and ask for no password: keep them in a private network.
+2. hexgen2 with its extras runtime and ray must be installed on all of them, for the same Python, and the
+   checkpoint be in `{folder}`.
+3. `./submit.sh`, or `hexgen2 launch placement.json --launcher ray` on a machine of the cluster.
+
+`placement_groups.json` says what each replica reserves: a bundle per node with its GPUs. The OpenAI API is
+at port 8000 of the machine that runs the job (Ray chooses it: its head, unless told otherwise).
+"""

@@ -1,0 +1,191 @@
+"""The `vllm serve` commands that run a placement, and what vLLM cannot run of it.
+
+Facts of vLLM were read in its version 0.32 and tried with it on CPUs. A replica has one
+tensor-parallel degree, its pipeline is cut by VLLM_PP_LAYER_PARTITION, and KV caches move by NixlConnector,
+which pulls from one pipeline stage into one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster_specs.loader import resolve
+from cost_model.base import PREFILL_TOKENS, TensorGroup
+from cost_model.errors import InputError
+from cost_model.hardware import NO_LINK
+from cost_model.registry import make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.export.hardware import gpus_by_node, on_cpu, split
+from hexgen2.memory import kv_capacity_tokens
+from hexgen2.placement import Placement, Replica
+
+API_PORT, SIDE_CHANNEL_PORT, MASTER_PORT = 8100, 5600, 29500
+"""The ports of the first replica; each further one takes the next."""
+MOST_MEMORY = 0.95
+"""vLLM needs a rest for its graphs and its workspace, also where a cost model counts on all memory."""
+TORCH = "run it with `hexgen2 launch --engine torch`"
+
+
+@dataclass(frozen=True)
+class VllmProcess:
+    """One `vllm serve`: a replica, or its share on one node. `rank` counts the replica's nodes from 0; the
+    one of rank 0 serves the API at `port` of `node`."""
+
+    replica: str
+    node: str
+    rank: int
+    port: int
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What differs between a machine at hand and those that an export is for.
+
+    model : the checkpoint, as vLLM on these machines finds it
+    address : of a node
+    device : the number of a GPU id on its machine
+    port : takes one of the ports that this module would take, and says which is free for it
+    """
+
+    model: str
+    address: Callable[[str], str]
+    device: Callable[[str], int] = lambda gpu: split(gpu)[1]
+    port: Callable[[int], int] = lambda wanted: wanted
+
+
+def check_vllm(placement: Placement, source: str) -> None:
+    """Refuse a placement that vLLM cannot run as it is.
+
+    Raises
+    ------
+    InputError : names the replica, and why
+    """
+    if placement.attention_workers:
+        raise InputError(source, "attention_workers", "vLLM has none", "choose another strategy")
+    for k, replica in enumerate(placement.replicas):
+        degrees = {stage.tensor_parallel for stage in replica.stages}
+        problem = ""
+        if len(degrees) > 1:
+            problem = f"{replica.shape} differ by stage, and vLLM has one tensor-parallel degree in a replica"
+        elif replica.role != "colocated" and len(replica.stages) > 1:
+            does = "reads from" if replica.role == "prefill" else "writes to"
+            problem = f"{len(replica.stages)} pipeline stages, and vLLM's NixlConnector {does} one only"
+        elif on_cpu(placement, replica) and len(replica.gpus) > 1:
+            problem = "CPU devices of one replica would each be a process of vLLM, which places those itself"
+        elif not _blocks_of_nodes(replica):
+            problem = "its nodes hold unequal shares of its GPUs, which vLLM cannot divide its ranks into"
+        if problem:
+            raise InputError(source, f"replicas[{k}] ({replica.id})", problem, TORCH)
+    for k, route in enumerate(placement.routes):
+        sender, receiver = (placement.replica(end).stages[0] for end in (route.from_, route.to))
+        wide, heads = sender.tensor_parallel, placement.model.kv_heads
+        if wide > receiver.tensor_parallel and wide > heads:
+            problem = f"{route.from_} has each of {heads} KV heads several times, which the fewer GPUs of"
+            problem += f" {route.to} cannot read with vLLM's NixlConnector"
+            raise InputError(source, f"routes[{k}]", problem, TORCH)
+
+
+def vllm_processes(placement: Placement, around: Surroundings) -> list[VllmProcess]:
+    """The processes of all replicas, in the placement's order, of one that `check_vllm` has passed."""
+    longest = longest_context(placement)
+    return [
+        process
+        for k, replica in enumerate(placement.replicas)
+        for process in _of_replica(placement, replica, k, longest, around)
+    ]
+
+
+def longest_context(placement: Placement) -> int:
+    """Tokens of the longest request that every replica has memory for."""
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+    room = min(kv_capacity_tokens(replica, cluster, costs) for replica in placement.replicas)
+    return max(min(placement.model.max_position, room), 1)
+
+
+def memory_share(placement: Placement, replica: Replica) -> float:
+    """What the placement's cost model lets an engine use of a GPU's memory."""
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+    shares = []
+    for stage in replica.stages:
+        device = cluster.accelerators[cluster.index(stage.gpus[0])]
+        group = TensorGroup(device, stage.tensor_parallel, NO_LINK)
+        memory = costs.stage_memory("prefill" if replica.role == "prefill" else "decode", group, True, True)
+        shares.append(memory.limit / device.memory_bytes)
+    return min(*shares, MOST_MEMORY)
+
+
+def _blocks_of_nodes(replica: Replica) -> bool:
+    """Whether the ranks (stage by stage) fall into equal blocks, one per node."""
+    nodes = gpus_by_node(replica.gpus)
+    in_order = [split(gpu)[0] for gpu in replica.gpus]
+    blocks = [node for node, indices in nodes.items() for _ in indices]
+    return blocks == in_order and len({len(indices) for indices in nodes.values()}) == 1
+
+
+def _of_replica(
+    placement: Placement, replica: Replica, k: int, longest: int, around: Surroundings
+) -> list[VllmProcess]:
+    cpu, nodes = on_cpu(placement, replica), gpus_by_node(replica.gpus)
+    head = around.address(next(iter(nodes)))
+    port = around.port(API_PORT + k)
+    arguments = [
+        *("serve", around.model, "--served-model-name", placement.model.name),
+        *("--tensor-parallel-size", str(replica.stages[0].tensor_parallel)),
+        *("--pipeline-parallel-size", str(len(replica.stages))),
+        *("--max-num-seqs", str(replica.max_batch), "--max-model-len", str(longest)),
+    ]
+    if replica.role == "prefill":
+        arguments += ["--max-num-batched-tokens", str(max(PREFILL_TOKENS, replica.max_batch))]
+    if placement.model.kv_value_bytes == 1:
+        arguments += ["--kv-cache-dtype", "fp8"]
+    if cpu:
+        arguments += ["--enforce-eager"]
+    else:
+        arguments += ["--gpu-memory-utilization", f"{memory_share(placement, replica):.3f}"]
+    if replica.role != "colocated":
+        arguments += ["--kv-transfer-config", _kv_transfer(replica.role, cpu)]
+    side_channel, master = around.port(SIDE_CHANNEL_PORT + k), around.port(MASTER_PORT + k)
+    processes = []
+    for rank, node in enumerate(nodes):
+        where = ["--host", around.address(node), "--port", str(port)]
+        if len(nodes) > 1:
+            where += ["--distributed-executor-backend", "mp", "--nnodes", str(len(nodes))]
+            where += ["--node-rank", str(rank), "--master-addr", head, "--master-port", str(master)]
+            where += ["--headless"] if rank else []
+        environment = {"VLLM_HOST_IP": around.address(node)}
+        if cpu:
+            gib = longest * replica.max_batch * placement.model.kv_bytes_per_token / 2**30
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(math.ceil(gib), 1))
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        else:
+            own = [gpu for gpu in replica.gpus if split(gpu)[0] == node]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(around.device(gpu)) for gpu in own)
+        if len(replica.stages) > 1:
+            layers = ",".join(str(stage.layer_count) for stage in replica.stages)
+            environment["VLLM_PP_LAYER_PARTITION"] = layers
+        if replica.role != "colocated":
+            environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = around.address(node)
+            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)
+        processes.append(VllmProcess(replica.id, node, rank, port, (*arguments, *where), environment))
+    return processes
+
+
+def _kv_transfer(role: str, cpu: bool) -> str:
+    """Settings of the connector. Without an engine_id each start takes a new one, so that no peer takes a
+    replica that was started again for the one it knew."""
+    settings = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_load_failure_policy": "fail",
+    }
+    if cpu:
+        settings["kv_buffer_device"] = "cpu"
+    return json.dumps(settings, separators=(",", ":"))
