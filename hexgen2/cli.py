@@ -11,7 +11,9 @@ from hexgen2.commands.bench import bench
 from hexgen2.commands.calibrate import calibrate
 from hexgen2.commands.compare import compare
 from hexgen2.commands.estimate import estimate
+from hexgen2.commands.export import export
 from hexgen2.commands.launch import launch
+from hexgen2.commands.node import node
 from hexgen2.commands.probe import probe
 from hexgen2.commands.search import search
 from hexgen2.commands.show import list_, show
@@ -24,7 +26,8 @@ def cli() -> None:
     """Place and serve large language models on mixed GPUs, with disaggregated prefill and decode."""
 
 
-for command in (search, launch, simulate, compare, bench, estimate, calibrate, probe, show, list_):
+COMMANDS = (search, launch, node, export, simulate, compare, bench, estimate, calibrate, probe, show, list_)
+for command in COMMANDS:
     cli.add_command(command)
 
 

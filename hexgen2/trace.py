@@ -88,12 +88,12 @@ def _azure(text: str, file: str) -> Iterator[_Row]:
                 raise InputError(file, "line 1", problem, f"give a CSV with {', '.join(columns)}")
         at = [header.index(column.lower()) for column in columns]
         for cells in lines:
-            if not any(cell.strip() for cell in cells):
+            if not any(map(str.strip, cells)):
                 continue
             where = f"line {lines.line_num}"
             if len(cells) <= max(at):
                 raise InputError(file, where, f"has {len(cells)} columns", f"it needs {len(header)}")
-            time, isl, osl = (cells[i].strip() for i in at)
+            time, isl, osl = [cells[i].strip() for i in at]
             yield (
                 _seconds(time, file, where),
                 _tokens(isl, "ContextTokens", file, where),

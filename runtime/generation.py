@@ -12,7 +12,21 @@ from runtime.replica import Replica
 from runtime.router import Route
 
 Phase = Literal["waiting", "reserving", "prefilling", "decoding", "ended"]
-Outcome = Literal["", "stop", "length", "cancelled", "failed"]
+Outcome = Literal["", "stop", "length", "cancelled", "timeout", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request comes from: whose it is, the id that its client knows, the seconds that the client
+    gives it from now on, if it says so, and the client's own span (W3C Trace Context)."""
+
+    client: str = ""
+    request_id: str = ""
+    timeout_s: float | None = None
+    traceparent: str = ""
+
+
+UNKNOWN = Origin()
 
 
 @dataclass(slots=True)
@@ -20,7 +34,9 @@ class RequestRecord:
     """What happened to a request. Times are seconds on the monotonic clock; 0 means "not yet".
 
     Once kv_arrived, the decode replica has all of the KV cache and needs the prefill replica no more. The
-    prefill replica had the first cached_tokens of the prompt from other requests.
+    prefill replica had the first cached_tokens of the prompt from other requests. Each of the resumes went on
+    from the tokens so far, with the replicas and the request_id of the last one; client_request_id is the one
+    that the client knows. traceparent is the span (W3C Trace Context) that the request is part of.
     """
 
     request_id: str
@@ -37,8 +53,13 @@ class RequestRecord:
     kv_bytes: int = 0
     kv_s: float = 0.0
     kv_arrived: bool = False
+    kv_arrived_s: float = 0.0
     cached_tokens: int = 0
+    resumes: int = 0
     outcome: Outcome = ""
+    client: str = ""
+    client_request_id: str = ""
+    traceparent: str = ""
 
 
 class Observer(Protocol):
@@ -55,16 +76,25 @@ class Generation:
     """One request in work: an async iterator of its tokens, in order and each once.
 
     Iteration raises Unavailable if the request cannot be finished. `holders` are the replicas that KV
-    cache is accounted to.
+    cache is accounted to; `tokens` are the prompt and the output so far.
     """
 
     def __init__(
-        self, prompt: tuple[int, ...], sampling: Sampling, pinned: Route | None, record: RequestRecord
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        pinned: Route | None,
+        record: RequestRecord,
+        origin: Origin = UNKNOWN,
+        usual_output_tokens: int = 0,
     ):
         self.prompt, self.sampling, self.pinned, self.record = prompt, sampling, pinned, record
+        self.origin, self._usual_output_tokens = origin, usual_output_tokens
+        self.tokens = list(prompt)
         self.route: Route | None = None
         self.phase: Phase = "waiting"
         self.holders: dict[str, Replica] = {}
+        self.deadlines: list[asyncio.TimerHandle] = []
         self._events: asyncio.Queue[TokenOutput | HexGen2Error | None] = asyncio.Queue()
 
     @property
@@ -72,8 +102,18 @@ class Generation:
         return self.record.request_id
 
     @property
+    def client(self) -> str:
+        return self.origin.client
+
+    @property
+    def cost_tokens(self) -> int:
+        """Tokens that the request is expected to take: an answer is often shorter than it may be."""
+        return len(self.prompt) + min(self.sampling.max_tokens, self._usual_output_tokens)
+
+    @property
     def prompt_tokens(self) -> int:
-        return len(self.prompt)
+        """Tokens to prefill: if it is resumed, the output so far as well."""
+        return len(self.tokens)
 
     @property
     def capacity_tokens(self) -> int:
@@ -82,7 +122,8 @@ class Generation:
 
     @property
     def one_token(self) -> bool:
-        return self.sampling.max_tokens == 1
+        """Whether one token is missing."""
+        return self.capacity_tokens - len(self.tokens) == 1
 
     def __aiter__(self) -> Generation:
         return self
@@ -98,6 +139,8 @@ class Generation:
 
     def put(self, event: TokenOutput | HexGen2Error | None) -> None:
         """A token, or the end: None if it ended well."""
+        if isinstance(event, TokenOutput):
+            self.tokens.append(event.token)
         self._events.put_nowait(event)
 
     # KV cache
@@ -116,17 +159,24 @@ class Generation:
 
     def expect(self) -> Expect:
         """To the decode replica, first."""
-        return Expect(request_id=self.request_id, prompt=self.prompt, capacity_tokens=self.capacity_tokens)
+        return Expect(
+            request_id=self.request_id,
+            prompt=tuple(self.tokens),
+            capacity_tokens=self.capacity_tokens,
+            known_as=self.origin.request_id,
+        )
 
     def prefill(self, target: str, target_tokens: int = 0) -> Prefill:
         """To the prefill replica; target is the replica that decodes, "" for the same one. The target has the
         KV cache of the first target_tokens tokens."""
         return Prefill(
             request_id=self.request_id,
-            prompt=self.prompt,
+            prompt=tuple(self.tokens),
             sampling=self.sampling,
             target=target,
             target_tokens=target_tokens,
+            index=self.record.output_tokens,
+            known_as=self.origin.request_id,
         )
 
     def decode(self, first: TokenOutput) -> Decode:

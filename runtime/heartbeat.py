@@ -7,8 +7,8 @@ import asyncio
 from runtime.launcher.link import Link
 from runtime.messages import Ping
 
-PING_EVERY_S = 2.0
-MISSES = 5
+PING_EVERY_S = 0.6
+MISSES = 4  # so a worker that stops is found within 3 s
 
 
 async def silence(link: Link, every_s: float = PING_EVERY_S) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
 HEAD_BYTES = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
@@ -82,6 +82,14 @@ class KvLink(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     latency_s: float = 0.0
 
 
+class Emulation(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What the emulated engine goes by: the placement (JSON), whose cost model says how long a step takes. Of
+    KV caches one byte in kv_scale is moved."""
+
+    placement: bytes
+    kv_scale: float
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Log probability of the chosen token and of the most likely ones (id, logprob), best first."""
 
@@ -114,7 +122,9 @@ class Configure(Message, frozen=True):
     The KV cache has room for kv_budget_tokens, in whole blocks of block_tokens. A step runs at most
     max_prefill_tokens tokens, and at most max_mixed_tokens while requests decode along. threads and cores (of
     the CPU; none: any) are for the worker's own computation. kv_transport names the way of KV caches that
-    leave here, "auto" is the best that both sides have; kv_links are links of this worker to emulate.
+    leave here, "auto" is the best that both sides have; kv_links are links of this worker to emulate. engine
+    is what computes; emulation is for the emulated one. Blocks are kept for a KV cache that does not come for
+    kv_lease_s.
     """
 
     protocol: int
@@ -137,6 +147,9 @@ class Configure(Message, frozen=True):
     cores: tuple[int, ...] = ()
     kv_transport: str = "auto"
     kv_links: tuple[KvLink, ...] = ()
+    engine: str = "torch"
+    emulation: Emulation | None = None
+    kv_lease_s: float = 300.0
 
 
 class Connect(Message, frozen=True):
@@ -161,19 +174,21 @@ class Shutdown(Message, frozen=True):
 class Expect(Message, frozen=True):
     """Take blocks for a prompt whose KV cache will arrive; answered by Reserved.
 
-    capacity_tokens is prompt + output at most: what must fit if nothing else is here.
+    capacity_tokens is prompt + output at most: what must fit if nothing else is here. The client knows the
+    request as known_as; logs say so.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     capacity_tokens: int
+    known_as: str = ""
 
 
 class Prefill(Message, frozen=True):
     """Run the prompt and produce token `index`. target is the replica that decodes; "" is this one.
 
-    index is 0 for a new request; a request resumed after a failure sends prompt + tokens so far. The target
-    has the KV cache of the first target_tokens tokens already.
+    index is 0 for a new request; one resumed after a failure sends its tokens so far with the prompt. The
+    target has the KV cache of the first target_tokens tokens already.
     """
 
     request_id: str
@@ -182,6 +197,7 @@ class Prefill(Message, frozen=True):
     target: str
     target_tokens: int = 0
     index: int = 0
+    known_as: str = ""
 
 
 class Decode(Message, frozen=True):
@@ -267,12 +283,15 @@ class KvMoved(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
-    """The replica can't go on with this one request (its KV transfer broke, or it never fits);
-    Released follows. Other requests go on. A follower tells its lead, the lead the front end."""
+    """The replica can't go on with this one request; Released follows. Other requests go on. A follower
+    tells its lead, the lead the front end. After a fault (its KV transfer broke, say) another attempt may
+    succeed; otherwise it is the request itself that can't be run (it never fits).
+    """
 
     request_id: str
     replica: str
     text: str
+    fault: bool
 
 
 class Released(Message, frozen=True):
@@ -294,7 +313,8 @@ class Released(Message, frozen=True):
 class Hello(Message, frozen=True):
     """First frame on a connection between workers; a wrong secret closes it.
 
-    purpose is "control" (follower to lead) or "kv" (prefill worker to decode worker).
+    purpose is "control" (follower to lead), "kv" (prefill worker to decode worker), or "stage" (emulated
+    engine: one pipeline stage to the next).
     """
 
     protocol: int
@@ -370,6 +390,12 @@ class StepResult(Message, frozen=True):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
+class Passed(Message, frozen=True):
+    """One emulated pipeline stage to the next: this step's activations have left."""
+
+    step: int
+
+
 class KvLanded(Message, frozen=True):
     """A decode worker to its lead: all of this request's KV that the worker holds has arrived."""
 
@@ -422,8 +448,8 @@ class KvSlice(Message, frozen=True):
     """Header of a part of a request's KV cache: layers [first, end) x global KV heads [first, end) x tokens
     [first, end), of `payload_bytes`. The tokens of a (layer, head) cell come in order. Answered by KvTaken.
 
-    If the receiver pulls, `runs` are the slots [first, end) of these tokens in the sender's pool; they stay
-    as they are until the answer. Otherwise the payload follows.
+    If the receiver pulls, `runs` are the slots [first, end) of these tokens in the sender's pool, pairs of
+    int64, little-endian; they stay as they are until the answer. Otherwise the payload follows.
     """
 
     request_id: str
@@ -434,7 +460,7 @@ class KvSlice(Message, frozen=True):
     first_token: int
     end_token: int
     payload_bytes: int
-    runs: tuple[tuple[int, int], ...] = ()
+    runs: bytes = b""
 
 
 class KvTaken(Message, frozen=True):
@@ -448,7 +474,9 @@ WorkerToSupervisor = (
     Listening | Ready | Failed | Pong | Reserved | StepOutput | KvMoved | RequestFailed | Released
 )
 KvConnection = KvOpen | KvOpened | KvSlice | KvTaken
-WorkerToWorker = Hello | Step | Arrival | Arranged | Release | StepResult | KvLanded | KvSent | KvConnection
+WorkerToWorker = (
+    Hello | Step | Arrival | Arranged | Release | StepResult | Passed | KvLanded | KvSent | KvConnection
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SupervisorToWorker | WorkerToSupervisor | WorkerToWorker)
@@ -482,5 +510,5 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
     """
     try:
         return _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"not a message: {error}") from error

@@ -1,14 +1,23 @@
-"""How the torch engine runs a placement: what a user may choose at the launch."""
+"""How a placement is run: what a user may choose at the launch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 512
+RESTARTS = 5
+REPLAN_AFTER_S = 30.0
+QUEUE_LIMIT = 256
+QUEUE_TIMEOUT_S = 60.0
+KV_SCALE = 64.0
+TORCH, EMULATED, VLLM = "torch", "emulated", "vllm"
+ENGINES = (TORCH, EMULATED, VLLM)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+NIXL = "nixl"
 GPU_TRANSPORTS, CPU_TRANSPORTS = ("cuda_ipc", "nccl"), ("shm",)
-KV_TRANSPORTS = ("auto", *CPU_TRANSPORTS, "tcp", "gloo", *GPU_TRANSPORTS)
+KV_TRANSPORTS = ("auto", *CPU_TRANSPORTS, "tcp", "gloo", NIXL, *GPU_TRANSPORTS)
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class EngineOptions:
     reuse_prefixes : let prompts share the KV cache of a common beginning
     kv_transport : the way of KV caches between workers; "auto": the best that both have
     emulate_links : move KV caches no faster than the placement's links would
+    kv_scale : of the emulated engine's KV caches, one byte in so many is moved
     """
 
     dtype: str = "auto"
@@ -32,6 +42,37 @@ class EngineOptions:
     reuse_prefixes: bool = True
     kv_transport: str = "auto"
     emulate_links: bool = False
+    kv_scale: float = KV_SCALE
+
+
+@dataclass(frozen=True)
+class FrontOptions:
+    """Options of `hexgen2 launch` for the front end.
+
+    Attributes
+    ----------
+    queue_limit, client_queue_limit : requests that may wait for room, and those of one client (None: as many)
+    queue_timeout_s : how long a request may wait before it starts
+    kv_high_water : share of a replica's KV cache up to which requests are let in, counting what they are
+        expected to grow by
+    api_keys : what clients must send one of, by the name of the client; none: everybody may ask
+    max_body_bytes, max_connections : of a request, and open at a time
+    read_timeout_s : how long the headers of a request may take, and then its body
+    write_timeout_s : how long a client may read nothing of what is sent to it
+    otlp_endpoint : URL of a collector of traces; "": none are made
+    """
+
+    queue_limit: int = QUEUE_LIMIT
+    client_queue_limit: int | None = None
+    queue_timeout_s: float = QUEUE_TIMEOUT_S
+    kv_high_water: float = 1.0
+    api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_connections: int = 1000
+    read_timeout_s: float = 30.0
+    write_timeout_s: float = 60.0
+    otlp_endpoint: str = ""
 
 
 DEFAULTS = EngineOptions()
+FRONT_DEFAULTS = FrontOptions()

@@ -6,11 +6,21 @@ from cost_model.errors import HexGen2Error
 
 
 class Overloaded(HexGen2Error):
-    """The waiting queue is full; the client should try again after a moment."""
+    """Too many requests wait for it to start in time; the client should try again after `retry_after_s`."""
+
+    retry_after_s = 1
+
+
+class TooMany(Overloaded):
+    """Too many requests of this one client wait."""
 
 
 class Unavailable(HexGen2Error):
     """No replica can serve the request: those it was on, or all, are gone, or the server stops."""
+
+
+class TimedOut(HexGen2Error):
+    """The client's own time for the request is over."""
 
 
 class TooLong(HexGen2Error):

@@ -15,7 +15,7 @@ class Replica(Room):
     free_blocks and preemptions are what the lead said last (None: nothing yet).
     """
 
-    __slots__ = ("free_blocks", "lead", "links", "preemptions", "replica_id", "role")
+    __slots__ = ("free_blocks", "lead", "links", "preemptions", "replica_id", "restarts", "role")
 
     def __init__(
         self,
@@ -26,11 +26,19 @@ class Replica(Room):
         kv_budget_tokens: int,
         max_batch: int,
         growth_tokens: int = 0,
+        high_water: float = 1.0,
     ) -> None:
-        super().__init__(kv_budget_tokens, max_batch, growth_tokens)
+        super().__init__(kv_budget_tokens, max_batch, growth_tokens, high_water)
         self.replica_id, self.role, self.lead, self.links = replica_id, role, lead, links
         self.free_blocks: int | None = None
-        self.preemptions = 0
+        self.preemptions = self.restarts = 0
+
+    def begin_again(self, links: Mapping[str, Link]) -> None:
+        """Other workers take the place of those that were lost, with nothing in them."""
+        self.links, self.free_blocks, self.preemptions = links, None, 0
+        self.restarts += 1
+        for request_id in list(self.held):
+            self.release(request_id)
 
     def send(self, message: Message) -> None:
         """Send to the lead worker."""

@@ -53,13 +53,15 @@ class Room:
 
     `held` has the tokens of KV cache per request, up to now: a request takes more as it goes on, and another
     one is let in only if every one of them may still grow by `growth_tokens`. If they grow beyond that, the
-    replica preempts. `refused` is set when the replica had no room although the accounting saw some; it lasts
-    until something is released.
+    replica preempts. All that may be `high_water` of the budget; a request that is alone may have the whole.
+    `refused` is set when the replica had no room although the accounting saw some; it lasts until something
+    is released.
     """
 
     kv_budget_tokens: int
     max_batch: int
     growth_tokens: int = 0
+    high_water: float = 1.0
     held: dict[Any, int] = field(default_factory=dict)
     held_tokens: int = 0
     refused: bool = False
@@ -75,7 +77,7 @@ class Room:
         if not self.held:
             return True
         growth = 0 if prefill_only else self.growth_tokens * (len(self.held) + 1)
-        if self.held_tokens + tokens + growth > self.kv_budget_tokens:
+        if self.held_tokens + tokens + growth > self.kv_budget_tokens * self.high_water:
             return False
         return prefill_only or len(self.held) < BATCHES_PER_REPLICA * self.max_batch
 

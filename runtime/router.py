@@ -6,7 +6,7 @@ needs neither torch nor asyncio: the runtime and the simulator share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from hexgen2.placement import Placement
@@ -41,6 +41,19 @@ def routes_of(placement: Placement) -> list[Route]:
     return [Route(prefill, decode, flow) for (prefill, decode), flow in flows.items()]
 
 
+def routes_without(routes: Iterable[Route], lost: Collection[str]) -> list[Route]:
+    """Those that touch no lost replica."""
+    return [route for route in routes if route.prefill not in lost and route.decode not in lost]
+
+
+@dataclass(slots=True)
+class _Standing:
+    """How a route stands: what it has earned, and not been picked for yet."""
+
+    route: Route
+    credit: float = 0.0
+
+
 def _always(_: Route) -> bool:
     return True
 
@@ -69,41 +82,37 @@ class Router:
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self.routes = tuple(routes)
-        self._credit = {route: 0.0 for route in self.routes if route.weight > 0}
+        self._standing = [_Standing(route) for route in self.routes if route.weight > 0]
         self._spare_uses = {route: 0 for route in self.routes if route.weight <= 0}
-        self._margin = 1 / (2 * max(len(self._credit), 2) - 2)
+        self._margin = 1 / (2 * max(len(self._standing), 2) - 2)
 
     def pick(self, admissible: Callable[[Route], bool] = _always) -> Route | None:
         """The next request's route among the admissible ones; None if there is none.
 
         Nothing changes when None is returned.
         """
-        candidates = [route for route in self._credit if admissible(route)]
+        candidates = [standing for standing in self._standing if admissible(standing.route)]
         if not candidates:
             return self._pick_spare(admissible)
-        total = sum(route.weight for route in candidates)
-        for route in candidates:
-            self._credit[route] += route.weight / total
-        picked = min(candidates, key=self._urgency)
-        self._credit[picked] -= 1
-        return picked
+        total = sum([standing.route.weight for standing in candidates])
+        for standing in candidates:
+            standing.credit += standing.route.weight / total
+        due = [standing for standing in candidates if standing.credit >= self._margin]
+        picked = min(due or candidates, key=self._time_left)
+        picked.credit -= 1
+        return picked.route
 
     def with_routes(self, routes: Iterable[Route]) -> Router:
         """A router over other routes that goes on where this one stands on those that stay."""
         successor = Router(routes)
-        standing = {(route.prefill, route.decode): credit for route, credit in self._credit.items()}
-        for route in successor._credit:
-            successor._credit[route] = standing.get((route.prefill, route.decode), 0.0)
+        earned = {(own.route.prefill, own.route.decode): own.credit for own in self._standing}
+        for own in successor._standing:
+            own.credit = earned.get((own.route.prefill, own.route.decode), 0.0)
         return successor
 
-    def drop(self, replica_id: str) -> Router:
-        """A router without the routes that touch a replica."""
-        return self.with_routes(r for r in self.routes if replica_id not in (r.prefill, r.decode))
-
-    def _urgency(self, route: Route) -> tuple[bool, float]:
-        """Routes that are due before those that are not, then by the time left (up to a factor)."""
-        credit = self._credit[route]
-        return credit < self._margin, (1 - self._margin - credit) / route.weight
+    def _time_left(self, standing: _Standing) -> float:
+        """Until a route must be served, up to a factor."""
+        return (1 - self._margin - standing.credit) / standing.route.weight
 
     def _pick_spare(self, admissible: Callable[[Route], bool]) -> Route | None:
         spares = [route for route in self._spare_uses if admissible(route)]

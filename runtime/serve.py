@@ -7,39 +7,59 @@ import contextlib
 import errno
 import gc
 import json
-import os
-import signal
 import socket
-import sys
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import uvicorn
 
 from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
-from runtime.api.app import create_app
+from runtime import logs
+from runtime.api.app import add_views, create_app
+from runtime.api.connection import limited_by
+from runtime.api.gate import MAX_HEADER_BYTES
 from runtime.api.metrics import Metrics
+from runtime.api.numbers import NumberTokenizer
+from runtime.api.operations import operations_router
 from runtime.api.service import Service
-from runtime.api.tokenizer import ModelTokenizer, check_tokenizer_files
+from runtime.api.tokenizer import ModelTokenizer, Tokenizer, check_tokenizer_files
 from runtime.coordinator import Coordinator
 from runtime.launcher.base import Launcher, make_launcher
 from runtime.launcher.configure import configurations
 from runtime.launcher.link import Link
 from runtime.messages import Configure
-from runtime.options import DEFAULTS, EngineOptions
+from runtime.operator import report, stop_signals
+from runtime.options import (
+    DEFAULTS,
+    EMULATED,
+    ENGINES,
+    FRONT_DEFAULTS,
+    RESTARTS,
+    TORCH,
+    VLLM,
+    EngineOptions,
+    FrontOptions,
+)
+from runtime.reflow import Reflow
+from runtime.replanner import Configured, Replanner
 from runtime.replica import Replica
 from runtime.room import growth_tokens
-from runtime.router import Router, routes_of
+from runtime.router import Router
+from runtime.supervisor import Supervisor
+from runtime.traces import Tracer
 
-ENGINES = ("torch",)
+if TYPE_CHECKING:
+    from runtime.p2p.membership import Membership
+
 MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
 GPU_DTYPES = ("bfloat16", "float16")
 DRAIN_S = 5
-KILLED = 130
 Result = TypeVar("Result")
 
 
@@ -48,19 +68,27 @@ def serve(
     model_path: Path | None,
     host: str,
     port: int,
-    api_key: str | None,
     launcher: str = "local",
-    engine: str = "torch",
+    engine: str = TORCH,
     source: str = "placement",
     options: EngineOptions = DEFAULTS,
+    restarts: int = RESTARTS,
+    front: FrontOptions = FRONT_DEFAULTS,
+    replan_after_s: float | None = None,
+    membership: Membership | None = None,
 ) -> int:
     """Launch a placement and serve it until SIGINT or SIGTERM.
 
     Parameters
     ----------
-    model_path : folder of the model's checkpoint; None means that the placement's model names it
+    model_path : folder of the model's checkpoint; None means that the placement's model names it (an emulated
+        one needs none)
     port : 0 takes a free one; the line that says "serving" names it
     source : what error messages call the placement; the name of its file
+    restarts : how often in a row a lost replica is started again; 0: it stays lost
+    replan_after_s : so long after a replica stays lost, another placement is made without its GPUs and taken
+        up (see replanner.py); None: never
+    membership : in a network of nodes; for the launcher "p2p" only
 
     Returns
     -------
@@ -79,11 +107,45 @@ def serve(
     if placement.attention_workers:
         remedy = "choose a placement of another strategy"
         raise InputError(source, "attention_workers", f"the {engine} engine cannot run them", remedy)
-    starter = make_launcher(launcher)
-    starter.check(placement, source)
-    folder = _model_folder(placement, model_path, source)
+    starter = _vllm_launcher(launcher, options) if engine == VLLM else make_launcher(launcher, membership)
+    if replan_after_s is not None and not starter.can_change:
+        problem = "these workers cannot be changed while they serve"
+        remedy = "leave it out, or use --launcher local and another --engine"
+        raise InputError("--replan", "", problem, remedy)
+    emulated = engine == EMULATED
+    starter.check(placement, source, emulated)
+    folder = None if emulated and model_path is None else _model_folder(placement, model_path, source)
+    configure = partial(
+        configurations,
+        checkpoint=folder or Path(),
+        gpu_dtype=_gpu_dtype(folder),
+        options=options,
+        engine=engine,
+    )
+    told = configure(placement)
+    if emulated:
+        report(
+            f"emulating: the {placement.cost_model.name} cost model times the steps, "
+            f"1/{options.kv_scale:g} of the KV caches' bytes move, tokens mean nothing"
+        )
+    logs.set_up("front end")
+    successors = _successors(told, configure, front.kv_high_water)
     with _bound(host, port) as listener:
-        return asyncio.run(_serve(placement, folder, listener, api_key, starter, options))
+        return asyncio.run(
+            _serve(
+                *(placement, folder, told, successors, listener, starter),
+                *(restarts, replan_after_s, front),
+            )
+        )
+
+
+def _vllm_launcher(launcher: str, options: EngineOptions) -> Launcher:
+    from runtime.engine.vllm.launcher import VllmLauncher
+
+    if launcher != "local":
+        problem = "starts the workers of --engine torch only"
+        raise InputError("--launcher", launcher, problem, "use local, or `hexgen2 export --format vllm`")
+    return VllmLauncher(options)
 
 
 def _model_folder(placement: Placement, model_path: Path | None, source: str) -> Path:
@@ -104,7 +166,9 @@ def _model_folder(placement: Placement, model_path: Path | None, source: str) ->
     return folder
 
 
-def _gpu_dtype(folder: Path) -> str:
+def _gpu_dtype(folder: Path | None) -> str:
+    if folder is None:
+        return GPU_DTYPES[0]
     config = json.loads((folder / "config.json").read_text())
     named = config.get("dtype") or config.get("torch_dtype")
     return named if named in GPU_DTYPES else GPU_DTYPES[0]
@@ -140,31 +204,79 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 async def _serve(
     placement: Placement,
-    folder: Path,
+    folder: Path | None,
+    told: dict[str, Configure],
+    successors: Configured,
     listener: socket.socket,
-    api_key: str | None,
     launcher: Launcher,
-    options: EngineOptions,
+    restarts: int,
+    replan_after_s: float | None,
+    front: FrontOptions,
 ) -> int:
-    stopping = _stop_signals(launcher)
-    told = configurations(placement, folder, _gpu_dtype(folder), options)
+    stopping, metrics = stop_signals(launcher.kill), Metrics(front.api_keys)
+    tracer = Tracer(front.otlp_endpoint, metrics) if front.otlp_endpoint else None
     try:
-        started = await _unless(stopping, _start(launcher, told, folder))
+        started = await _unless(stopping, _start(launcher, told, _load_tokenizer(placement, folder)))
         if started is not None:
             links, tokenizer = started
-            metrics = Metrics()
+            reflow = Reflow(placement)
             coordinator = Coordinator(
-                Router(routes_of(placement)), make_replicas(placement, told, links), metrics
+                Router(reflow.routes(())),
+                make_replicas(placement, told, links, front.kv_high_water),
+                metrics if tracer is None else tracer,
+                queue_limit=front.queue_limit,
+                client_queue_limit=front.client_queue_limit,
+                queue_timeout_s=front.queue_timeout_s,
+                plan=reflow,
             )
             metrics.watch(coordinator)
-            app = create_app(Service(placement, coordinator, tokenizer, metrics), api_key)
-            coordinator.start()
+            app = create_app(Service(placement, coordinator, tokenizer, metrics), front)
+            add_views(app, launcher.views())
+            supervisor = Supervisor(coordinator, launcher, restarts, report)
+            replanner: Replanner | None = None
+            if replan_after_s is not None:
+                replanner = Replanner(
+                    *(placement, coordinator, launcher, supervisor, successors, replan_after_s, report),
+                    metrics.replanned,
+                )
+                supervisor.on_stays_lost(replanner.stays_lost)
+                app.include_router(operations_router(replanner.ask, bool(front.api_keys)))
+                replanner.start()
+            coordinator.start(on_lost=supervisor.lost)
             _freeze_what_stays()
-            await _serve_http(app, listener, coordinator, stopping, _banner(placement, listener))
+            try:
+                await _serve_http(app, front, listener, coordinator, stopping, _banner(placement, listener))
+            finally:
+                if replanner is not None:
+                    await replanner.stop()
+                await supervisor.stop()
+                if tracer is not None:
+                    await asyncio.to_thread(tracer.stop)
     finally:
         await launcher.stop()
-    _report("stopped")
+    report("stopped")
     return 0
+
+
+def _successors(
+    told: dict[str, Configure],
+    configure: Callable[[Placement], dict[str, Configure]],
+    high_water: float,
+) -> Configured:
+    """What makes workers of another placement that work with those of this one: they know its secret, hold
+    the KV cache in its type and have the cores of their GPU."""
+    one = next(iter(told.values()))
+
+    def configured(placement: Placement) -> tuple[dict[str, Configure], dict[str, Replica]]:
+        fresh = configure(placement)
+        for gpu, own in fresh.items():
+            before = told.get(gpu, own)
+            fresh[gpu] = msgspec.structs.replace(
+                own, secret=one.secret, dtype=one.dtype, threads=before.threads, cores=before.cores
+            )
+        return fresh, make_replicas(placement, fresh, {}, high_water)
+
+    return configured
 
 
 def _freeze_what_stays() -> None:
@@ -173,28 +285,19 @@ def _freeze_what_stays() -> None:
     gc.freeze()
 
 
-def _stop_signals(launcher: Launcher) -> asyncio.Event:
-    """Set by the first SIGINT or SIGTERM; the second ends everything at once."""
-    stopping = asyncio.Event()
-
-    def on_signal() -> None:
-        if stopping.is_set():
-            launcher.kill()
-            os._exit(KILLED)
-        _report("stopping; once more to kill")
-        stopping.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return stopping
+async def _load_tokenizer(placement: Placement, folder: Path | None) -> Tokenizer:
+    """The model's, or, for an emulated model without files, one of numbers."""
+    if folder is None:
+        return NumberTokenizer(placement.model.vocab)
+    return await asyncio.to_thread(ModelTokenizer.load, folder)
 
 
 async def _start(
-    launcher: Launcher, told: dict[str, Configure], folder: Path
-) -> tuple[dict[str, Link], ModelTokenizer]:
+    launcher: Launcher, told: dict[str, Configure], tokenizing: Coroutine[Any, Any, Tokenizer]
+) -> tuple[dict[str, Link], Tokenizer]:
     """Workers and tokenizer, loaded side by side."""
-    tokenizer = asyncio.create_task(asyncio.to_thread(ModelTokenizer.load, folder))
-    links = asyncio.create_task(launcher.start(told, _report))
+    tokenizer = asyncio.create_task(tokenizing)
+    links = asyncio.create_task(launcher.start(told, report))
     try:
         await asyncio.gather(links, tokenizer)
     finally:
@@ -217,18 +320,20 @@ async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, Result]) ->
 
 
 def make_replicas(
-    placement: Placement, told: dict[str, Configure], links: dict[str, Link]
+    placement: Placement, told: dict[str, Configure], links: dict[str, Link], high_water: float = 1.0
 ) -> dict[str, Replica]:
-    """Every replica with the links to its workers; the first GPU of the first stage leads."""
+    """Every replica with the links to its workers, as far as these are there; the first GPU of the first
+    stage leads."""
     return {
         replica.id: Replica(
             replica_id=replica.id,
             role=replica.role,
             lead=replica.gpus[0],
-            links={gpu: links[gpu] for gpu in replica.gpus},
+            links={gpu: links[gpu] for gpu in replica.gpus if gpu in links},
             kv_budget_tokens=told[replica.gpus[0]].kv_budget_tokens,
             max_batch=replica.max_batch,
             growth_tokens=growth_tokens(placement),
+            high_water=high_water,
         )
         for replica in placement.replicas
     }
@@ -243,7 +348,12 @@ class _HttpServer(uvicorn.Server):
 
 
 async def _serve_http(
-    app: Any, listener: socket.socket, coordinator: Coordinator, stopping: asyncio.Event, banner: str
+    app: Any,
+    front: FrontOptions,
+    listener: socket.socket,
+    coordinator: Coordinator,
+    stopping: asyncio.Event,
+    banner: str,
 ) -> None:
     """Serve until `stopping`; then end every request, and with them the connections."""
     config = uvicorn.Config(
@@ -252,6 +362,8 @@ async def _serve_http(
         access_log=False,
         lifespan="off",
         ws="none",
+        http=limited_by(front),
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_graceful_shutdown=DRAIN_S,
     )
     server = _HttpServer(config)
@@ -259,7 +371,7 @@ async def _serve_http(
     stop = asyncio.create_task(stopping.wait())
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    _report(banner)
+    report(banner)
     await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
     server.should_exit = True
@@ -273,7 +385,3 @@ def _banner(placement: Placement, listener: socket.socket) -> str:
     counts = ", ".join(f"{roles[role]} {role}" for role in ("prefill", "decode", "colocated") if roles[role])
     shown = f"[{host}]" if ":" in host else host
     return f"serving {placement.model.name} on http://{shown}:{port}  ({counts} replicas)"
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

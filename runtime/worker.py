@@ -16,17 +16,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import NoReturn, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from cost_model.errors import InputError
+from runtime import logs
+from runtime.engine.base import Engine
 from runtime.engine.lead import Lead
 from runtime.engine.member import Member, hello
-from runtime.engine.models import load_stage
-from runtime.engine.parallel import Links, Place, connect_store, open_store
+from runtime.engine.place import Place
+from runtime.engine.registry import make_engine
 from runtime.engine.scheduler import Reservation
 from runtime.messages import (
     PROTOCOL_VERSION,
@@ -51,8 +49,6 @@ log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 30.0
 _MessageType = TypeVar("_MessageType", bound=Message)
-_ALL_LOADED = "all workers have loaded"
-_LOAD_LIMIT = timedelta(hours=6)
 _GRACE_S = 0.5  # for the parent's Shutdown to overtake a fault that is only a peer's exit
 
 
@@ -65,16 +61,14 @@ def worker_main(control_socket: socket.socket) -> None:
         answered Listening, and, to a lead, requests once every worker has answered Ready
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(
-        level=os.environ.get("HEXGEN2_LOG", "WARNING"),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    logs.set_up("worker")
     control = Connection(control_socket)
     try:
         config = _await(control, Configure)
     except OSError as error:
         log.error("no configuration: %s", error)
         os._exit(1)
+    logs.set_up(config.worker, config.replica)
     worker = _Worker(config, control)
     try:
         worker.run()
@@ -89,6 +83,7 @@ class _Worker:
         self.config, self.control = config, control
         self.place = Place.find(config.stages, config.worker)
         self.inbox: queue.SimpleQueue[Message | Reservation] = queue.SimpleQueue()
+        self.engine: Engine | None = None
         self.member: Member | None = None
         self.lead: Lead | None = None
         self.to_lead: Connection | None = None
@@ -103,34 +98,26 @@ class _Worker:
             raise RuntimeError(f"the supervisor speaks protocol {config.protocol}, not {PROTOCOL_VERSION}")
         if config.cores:
             os.sched_setaffinity(0, config.cores)
-        torch.set_num_threads(config.threads)
+        engine = self.engine = make_engine(config, place)
         listener = listen(config.host)
-        size = len(place.workers)
-        store = open_store(config.host, size) if place.is_lead and size > 1 else None
-        store_port = store.port if store else 0
         port = listener.getsockname()[1]
-        self.control.send(Listening(worker=config.worker, port=port, store_port=store_port))
+        self.control.send(Listening(worker=config.worker, port=port, store_port=engine.store_port))
         addresses = _await(self.control, Connect)
         self._start("control", self._read_control)
         self._start("accept", self._accept, listener)
         started = time.monotonic()
-        device = torch.device(config.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        links = Links(place, device)
-        stage = load_stage(config.checkpoint, config.dtype, device, links)
+        engine.load()
         load_s = time.monotonic() - started
-        self.member = Member(config, addresses, stage, self._report)
-        if size > 1:
-            links.join(config.host, self._meet(addresses, store))
+        self.member = Member(config, addresses, engine, self._report)
+        self._meet(addresses)
+        engine.join(addresses)
         if place.is_lead:
             self.lead = Lead(self.member, self.control, self.followers, self.inbox)
         else:
             self._start("lead", self._read_lead)
-        weight_bytes = stage.checkpoint.bytes_read
         gc.collect()
         gc.freeze()  # what is here stays: looking through it again would stop a step for a tenth of a second
-        self.control.send(Ready(worker=config.worker, load_s=load_s, weight_bytes=weight_bytes))
+        self.control.send(Ready(worker=config.worker, load_s=load_s, weight_bytes=engine.weight_bytes))
         if self.lead is not None:
             self.lead.run()
         self._follow(self.member)
@@ -149,19 +136,14 @@ class _Worker:
 
     # -- main thread
 
-    def _meet(self, addresses: Connect, store: dist.Store | None) -> dist.Store:
-        """Wait until all workers of the replica have loaded, which may take each a different time."""
-        workers = self.place.workers
-        if store is not None:
+    def _meet(self, addresses: Connect) -> None:
+        """Followers, who have loaded, connect to the lead, which waits for all of them."""
+        if not self.place.is_lead:
+            lead = addresses.peers[self.place.workers[0]]
+            self.to_lead = connect(lead, hello(self.config, "control"), CONTROL_TIMEOUT_S)
+            self.to_lead.stream.settimeout(None)
+        elif len(self.place.workers) > 1:
             self._all_here.wait()
-            store.set(_ALL_LOADED, "")
-            return store
-        lead = addresses.peers[workers[0]]
-        self.to_lead = connect(lead, hello(self.config, "control"), CONTROL_TIMEOUT_S)
-        self.to_lead.stream.settimeout(None)
-        store = connect_store(lead[0], addresses.store_port, len(workers))
-        store.wait([_ALL_LOADED], _LOAD_LIMIT)
-        return store
 
     def _follow(self, member: Member) -> NoReturn:
         while True:
@@ -256,6 +238,8 @@ class _Worker:
             if len(self.followers) == len(self.place.workers) - 1:
                 self._all_here.set()
             self._read_follower(name, connection)
+        elif self.engine is not None and self.engine.welcome(connection, introduced):
+            return
         else:
             log.warning("worker %s: no %s connection for %s", self.config.worker, introduced.purpose, name)
             connection.close()

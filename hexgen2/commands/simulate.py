@@ -44,7 +44,12 @@ from hexgen2.commands.options import POSITIVE, check_folder
 @click.option(
     "--replan", "replans", multiple=True, metavar="FILE@SECONDS", help="Change over to this placement then."
 )
-@click.option("--recover", is_flag=True, help="Requests of a lost replica start over elsewhere.")
+@click.option(
+    "--recover/--no-recover",
+    default=True,
+    show_default=True,
+    help="Requests of a lost replica go on elsewhere, as under `hexgen2 launch`, or fail.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--requests-out", type=click.Path(path_type=Path), help="Write a CSV line for each request.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the results to this file.")

@@ -71,13 +71,13 @@ class Engine:
         """Keep room for a prompt whose KV cache will land."""
         self._hold(request, tokens)
         running = self.running
-        if running and not self._busy and self._planned > self._steps_with_room():
+        if running.count and not self._busy and self._planned > self._steps_with_room():
             self._interrupt(now)
 
     def forget(self, request: int, now: float) -> None:
         """An expected request will not come."""
         self._free(request)
-        if self._prompts:
+        if self._prompts.queue:
             self._interrupt(now)
 
     def land(self, request: int, now: float, made: int = 1) -> None:
@@ -89,7 +89,7 @@ class Engine:
     def submit(self, request: int, now: float, made: int = 0) -> None:
         """A request arrives to be prefilled here; so many of its tokens were made elsewhere."""
         self._made[request] = made
-        first = not self._prompts
+        first = not self._prompts.queue
         self._prompts.add(Prompt(request, self._isl[request] + made, now))
         if first:  # Else it waits behind one that finds no room, or is computed now.
             self._interrupt(now)
@@ -97,7 +97,7 @@ class Engine:
     def lose(self, now: float) -> list[tuple[int, int]]:
         """The replica is gone: its requests, and how many tokens each has."""
         running = self.running
-        if running and not self._busy:
+        if running.count and not self._busy:
             self._decode(min(running.steps_before(now), self._planned))
         self._version += 1
         for request in list(running):
@@ -111,9 +111,13 @@ class Engine:
         if self._grown_at != asked:  # Every route that ends here asks.
             running = self.running
             self._grown_at, self._grown = asked, running.made
-            if running and not self._busy:
-                self._grown += min(running.steps_before(now), self._planned) * len(running)
+            if running.count and not self._busy:
+                self._grown += min(running.steps_before(now), self._planned) * running.count
         return self._grown
+
+    def grown_at_most(self) -> int:
+        """No less than they will have made until the next step is chosen."""
+        return self.running.made + self._planned * self.running.count
 
     # -- steps
 
@@ -122,17 +126,17 @@ class Engine:
         if self._busy:
             return
         running = self.running
-        if running:
+        if running.count:
             steps = running.steps_until(now)
             if steps >= self._planned:
                 return  # A change is due then anyway.
             self._decode(steps)
-        self._go_on(running.time_s if running else max(now, running.time_s))
+        self._go_on(running.time_s if running.count else max(now, running.time_s))
 
     def _go_on(self, at_s: float) -> None:
         """Choose what to do at a time. With prompts that waits until then: more of them may come."""
         self._version += 1
-        if self._prompts:
+        if self._prompts.queue:
             self._busy = True
             self._schedule(at_s, self._choose, self._version)
         else:
@@ -144,15 +148,17 @@ class Engine:
         running, record = self.running, self._record
         running.time_s = now
         self._busy = False
-        self._admit_landed(now)
-        self._make_room(now)
-        if len(running) > record.peak_running:
-            record.peak_running = len(running)
-        if steps := self._chunks():
+        if self._joining:
+            self._admit_landed(now)
+        if self._free_tokens < 0:
+            self._make_room(now)
+        if running.count > record.peak_running:
+            record.peak_running = running.count
+        if self._prompts.queue and (steps := self._chunks()):
             self._run(steps, now)
             return
         running.settle()
-        if running:
+        if running.count:
             joins = self._joining and self._has_place()  # In the place of one that was preempted just now.
             self._planned = 1 if joins else min(running.regime_steps, self._steps_with_room())
             self._schedule(now + running.span_s(self._planned), self._change, self._version)
@@ -167,7 +173,7 @@ class Engine:
         if not steps:
             return
         running, record = self.running, self._record
-        count, span_s = len(running), running.span_s(steps)
+        count, span_s = running.count, running.span_s(steps)
         self._gaps.note(running.time_s + running.step_s, span_s / steps, count * steps)
         record.busy_s += span_s
         record.running_s += span_s * count
@@ -177,8 +183,9 @@ class Engine:
     def _chunks(self) -> list[list[Chunk]]:
         """Chunks for each of the steps that are under way at once, as far as there are any."""
         in_flight, whole = self._times.in_flight, self._policy == "prefill-first"
-        decodes, steps = len(self.running), list[list[Chunk]]()
-        while self._prompts and len(steps) < in_flight:
+        decodes = self.running.count
+        steps: list[list[Chunk]] = []
+        while self._prompts.queue and len(steps) < in_flight:
             chunks = self._prompts.take(step_prompt_tokens(self._policy, decodes, in_flight), whole)
             if not chunks:
                 break
@@ -193,7 +200,7 @@ class Engine:
         if self._policy == "prefill-first":
             self._gaps.hold_up(running, now)
         else:
-            decodes = len(running)
+            decodes = running.count
         count = max(len(steps), min(self._times.in_flight, decodes))
         own, context = decodes / count, running.context / count if decodes else 0.0
         works = [
@@ -209,7 +216,7 @@ class Engine:
         works += [Work(0.0, 0.0, own, context, own)] * (count - len(steps))
         seconds = self._times.turn_s(works)
         self._record.busy_s += seconds
-        self._record.running_s += seconds * len(running)
+        self._record.running_s += seconds * running.count
         self._busy = True
         self._schedule(now + seconds, self._ran, (list(chain(*steps)), decodes, self._version))
 
@@ -230,7 +237,7 @@ class Engine:
 
     def _has_place(self) -> bool:
         """Whether one more may decode, besides those that do or will once their prompt is computed."""
-        return len(self.running) + len(self._computing) < self._room.max_batch
+        return self.running.count + len(self._computing) < self._room.max_batch
 
     def _admit_landed(self, now: float) -> None:
         while self._joining and self._has_place():
@@ -271,21 +278,18 @@ class Engine:
         self._held_tokens -= self._held.pop(request)
 
     @property
-    def _used_tokens(self) -> int:
-        """With the tokens that the next step computes."""
-        return self._held_tokens + self.running.made
+    def _free_tokens(self) -> int:
+        """What is left beside the tokens that the next step computes."""
+        return self._room.kv_budget_tokens - self._held_tokens - self.running.made
 
     def _steps_with_room(self) -> int:
         """Steps of the batch as it is until tokens do not fit; the next one does, or its request is alone."""
-        return 1 + max(0, self._room.kv_budget_tokens - self._used_tokens) // len(self.running)
+        return 1 + max(0, self._free_tokens) // self.running.count
 
     def _take_room(self, prompt: Prompt) -> bool:
         """Where a prompt fits, and one more token of everybody else."""
-        occupied = len(self.running) + len(self._computing)
-        if (
-            not self._has_place()
-            or self._used_tokens + prompt.tokens + occupied > self._room.kv_budget_tokens
-        ):
+        occupied = self.running.count + len(self._computing)
+        if not self._has_place() or prompt.tokens + occupied > self._free_tokens:
             return False
         self._hold(prompt.request, prompt.tokens)
         self._computing[prompt.request] = prompt
@@ -294,7 +298,7 @@ class Engine:
 
     def _make_room(self, now: float) -> None:
         """Where the next tokens do not fit, the youngest requests give way."""
-        while self.running and self._used_tokens > self._room.kv_budget_tokens and len(self._held) > 1:
+        while self.running.count and self._free_tokens < 0 and len(self._held) > 1:
             self._preempt(max(chain(self.running, self._computing)), now)
 
     def _preempt(self, request: int, now: float) -> None:

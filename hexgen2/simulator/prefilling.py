@@ -40,6 +40,7 @@ class Prefiller:
         self._prompts = Prompts(self._take_room)
         self._stage_free_s = [0.0] * times.stages
         self._in_flight = 0
+        self._wakes_s = 0.0
         self._now = 0.0
         self._alive = True
 
@@ -69,9 +70,14 @@ class Prefiller:
 
     def _begin(self, now: float, _: object = None) -> None:
         self._now = now
-        while self._in_flight < self._times.in_flight and self._prompts:
-            if self._stage_free_s[0] > now:
-                return  # It begins as soon as the first stage is free: that is scheduled.
+        queue = self._prompts.queue
+        while self._in_flight < self._times.in_flight and queue:
+            free_s = self._stage_free_s[0]
+            if free_s > now:
+                if free_s > self._wakes_s:
+                    self._wakes_s = free_s
+                    self._schedule(free_s, self._begin, None)
+                return
             chunks = self._prompts.take(PREFILL_TOKENS)
             if not chunks:
                 return
@@ -85,20 +91,20 @@ class Prefiller:
         return True
 
     def _run(self, chunks: list[Chunk], now: float) -> None:
-        tokens = sum(chunk.tokens for chunk in chunks)
-        ends = sum(chunk.last for chunk in chunks)
+        tokens = ends = 0
+        for chunk in chunks:
+            tokens += chunk.tokens
+            ends += chunk.last
         stage_s, hop_s = self._times.step(Work(tokens, attended(chunks, self._window), 0.0, 0.0, ends))
         at = now
-        for j, seconds in enumerate(stage_s):
-            at = max(at, self._stage_free_s[j]) + seconds
-            self._stage_free_s[j] = at
-            at += hop_s[j] if j < len(hop_s) else 0.0
+        free_s = self._stage_free_s
+        for j, (seconds, after_s) in enumerate(zip(stage_s, (*hop_s, 0.0), strict=True)):
+            free_s[j] = at = (at if at > free_s[j] else free_s[j]) + seconds
+            at += after_s
         self._record.busy_s += max(stage_s)
         self._record.requests += ends
         self._in_flight += 1
         self._schedule(at, self._end, chunks)
-        if self._stage_free_s[0] < at and self._times.in_flight > 1:
-            self._schedule(self._stage_free_s[0], self._begin, None)
         self._begun(chunks, now, at)
 
     def _end(self, now: float, chunks: list[Chunk]) -> None:

@@ -23,21 +23,21 @@ class Prompt:
 
 
 class Chunk(NamedTuple):
-    """Tokens of a prompt that run in one step, from `first` on."""
+    """Tokens of a prompt that run in one step, from `first` on; with the `last` chunk, the step makes a token
+    of the request."""
 
     prompt: Prompt
     first: int
     tokens: int
-
-    @property
-    def last(self) -> bool:
-        """Whether the step makes a token of the request."""
-        return self.first + self.tokens == self.prompt.tokens
+    last: bool
 
 
 def attended(chunks: Sequence[Chunk], window: int | None) -> float:
     """Sum over the tokens of some chunks of the tokens that each attends to."""
-    return sum(attended_tokens(chunk.tokens, window, chunk.first) for chunk in chunks)
+    total = 0.0
+    for chunk in chunks:
+        total += attended_tokens(chunk.tokens, window, chunk.first)
+    return total
 
 
 class Prompts:
@@ -46,40 +46,42 @@ class Prompts:
     Parameters
     ----------
     begin : takes room for the KV cache of a prompt's tokens; False if there is none now
+
+    Attributes
+    ----------
+    queue : those of which not all is in steps yet
     """
 
     def __init__(self, begin: Callable[[Prompt], bool]) -> None:
         self._begin = begin
-        self._queue: deque[Prompt] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
+        self.queue: deque[Prompt] = deque()
 
     def add(self, prompt: Prompt) -> None:
         """To the end of the queue."""
-        self._queue.append(prompt)
+        self.queue.append(prompt)
 
     def put_first(self, prompt: Prompt) -> None:
         """Before all that have not begun."""
-        self._queue.insert(int(bool(self._queue) and self._queue[0].begun), prompt)
+        self.queue.insert(int(bool(self.queue) and self.queue[0].begun), prompt)
 
     def withdraw(self, request: object) -> Prompt | None:
         """Take a request's prompt out; None if all of it is in steps already."""
-        found = next((prompt for prompt in self._queue if prompt.request is request), None)
+        found = next((prompt for prompt in self.queue if prompt.request is request), None)
         if found is not None:
-            self._queue.remove(found)
+            self.queue.remove(found)
         return found
 
     def clear(self) -> list[Prompt]:
         """Take all out."""
-        queue, self._queue = list(self._queue), deque()
-        return queue
+        prompts = list(self.queue)
+        self.queue.clear()
+        return prompts
 
     def take(self, limit: int, whole: bool = False) -> list[Chunk]:
         """What goes into the next steps, of at most `limit` tokens; with `whole`, prompts are not divided,
         and one that is longer goes alone."""
         chunks: list[Chunk] = []
-        queue = self._queue
+        queue = self.queue
         while queue and limit > 0:
             prompt = queue[0]
             tokens = prompt.tokens - prompt.done
@@ -91,9 +93,11 @@ class Prompts:
                 if not self._begin(prompt):
                     break
                 prompt.begun = True
-            chunks.append(Chunk(prompt, prompt.done, tokens))
+            first = prompt.done
             prompt.done += tokens
             limit -= tokens
-            if prompt.done == prompt.tokens:
+            last = prompt.done == prompt.tokens
+            chunks.append(Chunk(prompt, first, tokens, last))
+            if last:
                 queue.popleft()
         return chunks

@@ -33,6 +33,7 @@ class Running:
 
     Attributes
     ----------
+    count : requests that run
     time_s : when the last step ended (or, with nobody running, the last change)
     context : tokens that the next step attends to, over all requests
     """
@@ -40,7 +41,7 @@ class Running:
     def __init__(self, turn: Callable[[int], tuple[Line, ...]], window: int | None = None) -> None:
         self._turn, self._window = turn, window or math.inf
         self.time_s = 0.0
-        self.context = 0
+        self.count = self.context = 0
         self.steps = 0
         self._own: dict[int, _Own] = {}
         # Heaps of (step, request); entries of requests that left before are skipped.
@@ -52,7 +53,7 @@ class Running:
         self._regime = 0
 
     def __len__(self) -> int:
-        return len(self._own)
+        return self.count
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._own)
@@ -60,13 +61,14 @@ class Running:
     @property
     def made(self) -> int:
         """Tokens that those who run have made since they joined."""
-        return len(self._own) * self.steps - self._joined_steps
+        return self.count * self.steps - self._joined_steps
 
     def join(self, request: int, context: int, steps: int) -> None:
         """A request takes part from the next step on: it attends to `context` tokens then, and leaves after
         so many steps, at least one. Call `settle` when all have joined."""
         end = self.steps + steps
         stop = self.steps + self._window - context
+        self.count += 1
         self._own[request] = _Own(context, self.steps, end)
         self._joined_steps += self.steps
         heapq.heappush(self._ends, (end, request))
@@ -79,6 +81,7 @@ class Running:
     def leave(self, request: int) -> int:
         """Take a request out; the tokens that it made here."""
         own = self._own.pop(request)
+        self.count -= 1
         made = self.steps - own.joined
         self._joined_steps -= own.joined
         self.context -= int(min(own.context + made, self._window))
@@ -88,14 +91,19 @@ class Running:
     def settle(self) -> None:
         """Find how the next steps go on, after requests joined or left."""
         self._regime = 0
-        if not self._own:
+        if not self.count:
             return
         self._skip_old()
         limit = self._ends[0][0] - self.steps
         if self._stops:
             limit = min(limit, self._stops[0][0] - self.steps)
-        lines, growth, context = self._turn(len(self._own)), self._growing, self.context
-        self._first_s, slope = max((a + b * context, b) for a, b in lines)
+        lines, growth, context = self._turn(self.count), self._growing, self.context
+        first_s = slope = -1.0
+        for a, b in lines:
+            own = a + b * context
+            if own > first_s or (own == first_s and b > slope):
+                first_s, slope = own, b
+        self._first_s = first_s
         self._more_s = slope * growth
         if growth and len(lines) > 1:
             for a, b in lines:

@@ -7,9 +7,11 @@ deterministic.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from cost_model.base import CostModel
 from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
+from hexgen2.placement import Route as PlacedRoute
 from hexgen2.simulator.changeover import Changeover
 from hexgen2.simulator.engine import Engine
 from hexgen2.simulator.policies import Policy
@@ -27,9 +30,11 @@ from hexgen2.simulator.records import Records
 from hexgen2.simulator.stand import LiveRoom, Stand
 from hexgen2.simulator.transfers import RouteCost, Transfers
 from runtime.admission import Admission
+from runtime.fair_queue import FirstCome
+from runtime.reflow import Reflow
 from runtime.refusals import Overloaded, TooLong, Unavailable
 from runtime.room import Room
-from runtime.router import Route, Router, routes_of
+from runtime.router import Route, Router, routes_of, routes_without
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class Options:
     queue_limit : requests that may wait for a route; None: all
     failures : replicas lost on the way
     replans : placements that follow
-    recover : requests of a lost replica start over elsewhere from prompt and tokens made, else they fail
+    recover : requests of a lost replica start over elsewhere from prompt and tokens made, as in the runtime,
+        else they fail
     front_end_s : what a request takes besides, from the client to the queue of a replica and back
     """
 
@@ -64,7 +70,7 @@ class Options:
     queue_limit: int | None = None
     failures: Sequence[Failure] = ()
     replans: Sequence[Replan] = ()
-    recover: bool = False
+    recover: bool = True
     front_end_s: float = 0.0
 
 
@@ -83,10 +89,10 @@ class _Request:
     decode: str = ""
     phase: str = "waiting"
     computed_s: float = 0.0
+    one_token: bool = field(init=False)
 
-    @property
-    def one_token(self) -> bool:
-        return self.capacity_tokens - self.prompt_tokens <= 1
+    def __post_init__(self) -> None:
+        self.one_token = self.capacity_tokens - self.prompt_tokens <= 1
 
 
 class Simulation:
@@ -119,11 +125,12 @@ class Simulation:
         self._osl: list[int] = requests.osl.tolist()
         self._arrival_s: list[float] = (requests.arrival_s + options.front_end_s).tolist()
         self._events: list[tuple[float, int, Callable, Any]] = []
-        self._count = self._done = 0
+        self._order, self._done = count(), 0
         self._active: dict[int, _Request] = {}
         self.transfers = Transfers(self.schedule)
         self.rooms: dict[str, Room] = {}
-        self._replicas: dict[str, Prefiller | Engine] = {}
+        self._prefillers: dict[str, Prefiller] = {}
+        self._engines: dict[str, Engine] = {}
         self._running: dict[str, Replica] = {}
         self._routes: dict[tuple[str, str], RouteCost] = {}
         self._changeover: Changeover | None = None
@@ -133,9 +140,11 @@ class Simulation:
             self._stand_up(replica, replica.id, stand)
         self._open(stand, {replica.id: replica.id for replica in placement.replicas})
         limit = options.queue_limit if options.queue_limit is not None else len(requests) + 1
-        self._admission: Admission[_Request] = Admission(Router(routes_of(placement)), self.rooms, limit)
+        self._admission: Admission[_Request] = Admission(
+            Router(routes_of(placement)), self.rooms, FirstCome(limit), self._routes_left
+        )
         for failure in options.failures:
-            if failure.replica not in self._replicas:
+            if failure.replica not in self.rooms:
                 raise InputError("--fail", failure.replica, "is no replica of the placement", self._known())
             self.schedule(failure.at_s, self._lose, failure.replica)
         for replan in options.replans:
@@ -143,19 +152,19 @@ class Simulation:
 
     def run(self, progress: Callable[[Simulation], None] | None = None) -> None:
         """Until every request has ended."""
-        arrivals, events, count = self._arrival_s, self._events, len(self._arrival_s)
-        arrived = handled = 0
-        while arrived < count or events:
-            if arrived < count and (not events or arrivals[arrived] <= events[0][0]):
-                self.now = arrivals[arrived]
-                self._arrive(arrived)
-                arrived += 1
-            else:
-                self.now, _, call, argument = heapq.heappop(events)
+        events, transfers, handled = self._events, self.transfers, 0
+        for index, arrival_s in enumerate(chain(self._arrival_s, (math.inf,))):
+            while events and events[0][0] < arrival_s:
+                self.now, _, call, argument = heappop(events)
                 call(self.now, argument)
-            handled += 1
-            if progress and handled % 4096 == 0:
-                progress(self)
+                if transfers.changed and not (events and events[0][0] == self.now):
+                    transfers.settle(self.now)
+                handled += 1
+                if handled % 4096 == 0 and progress:
+                    progress(self)
+            if arrival_s < math.inf:
+                self.now = arrival_s
+                self._arrive(index)
         for request in (*self._held_back, *self._admission.waiting):
             self.records.fail(request.index, "no replica is left to serve it")
 
@@ -166,13 +175,12 @@ class Simulation:
 
     def schedule(self, time_s: float, call: Callable[[float, Any], None], argument: Any) -> None:
         """Have call(time_s, argument) happen; of equal times the first scheduled goes first."""
-        self._count += 1
-        heapq.heappush(self._events, (time_s, self._count, call, argument))
+        heappush(self._events, (time_s, next(self._order), call, argument))
 
     # -- replicas
 
     def _known(self) -> str:
-        return f"name one of {', '.join(self._replicas)}"
+        return f"name one of {', '.join(self.rooms)}"
 
     def _stand_up(self, replica: Replica, name: str, stand: Stand) -> None:
         times, room = stand.times(replica), stand.room(replica)
@@ -180,19 +188,20 @@ class Simulation:
         self.rooms[name], self._running[name] = room, replica
         if replica.role == "prefill":
             calls = self.schedule, self._begun, self._computed
-            self._replicas[name] = Prefiller(times, room.kv_budget_tokens, record, *calls)
+            self._prefillers[name] = Prefiller(times, room.kv_budget_tokens, record, *calls)
             return
         policy: Policy = "mixed" if replica.role == "decode" else self.options.policy
         lengths = self._isl, self._osl
         engine = Engine(policy, times, *lengths, room, self.records, record, self.schedule, self._ended)
-        self._replicas[name] = engine
+        self._engines[name] = engine
         if isinstance(room, LiveRoom):
-            room.grown = lambda: engine.grown(self.now)
+            room.grown, room.grown_at_most = lambda: engine.grown(self.now), engine.grown_at_most
 
-    def _open(self, stand: Stand, names: Mapping[str, str]) -> None:
-        """The routes of a placement whose replicas have these names."""
-        capacity = {(r.from_, r.to): r.capacity_req_s for r in stand.placement.routes}
-        for (source, target), cost in stand.routes().items():
+    def _open(self, stand: Stand, names: Mapping[str, str], more: Sequence[PlacedRoute] = ()) -> None:
+        """The routes of a placement whose replicas have these names, and `more` between them."""
+        self._stand, self._names = stand, names
+        capacity = {(r.from_, r.to): r.capacity_req_s for r in (*stand.placement.routes, *more)}
+        for (source, target), cost in stand.routes(more).items():
             key = names[source], names[target]
             self._routes[key] = cost
             self.records.routes[key].capacity_req_s = capacity[source, target]
@@ -225,15 +234,14 @@ class Simulation:
         self.records.prefill[index], self.records.decode[index] = route.prefill, route.decode
         tokens = request.prompt_tokens
         self.rooms[route.prefill].hold(index, tokens)
-        replica = self._replicas[route.prefill]
-        if isinstance(replica, Engine):
+        if route.colocated:
             request.phase = "decode"
-            replica.submit(index, self.now, request.made)
+            self._engines[route.decode].submit(index, self.now, request.made)
             return
         if not request.one_token:
             self.rooms[route.decode].hold(index, tokens)
-            self._engine(request).expect(index, tokens, self.now)
-        replica.submit(request, tokens, self.now)
+            self._engines[route.decode].expect(index, tokens, self.now)
+        self._prefillers[route.prefill].submit(request, tokens, self.now)
 
     def _begun(self, chunks: Sequence[Chunk], begun_s: float, ends_s: float) -> None:
         """A prefill replica begins a step, and sends each layer as it is computed."""
@@ -248,12 +256,12 @@ class Simulation:
     def _computed(self, request: _Request, now: float) -> None:
         """A prefill replica has computed all of a prompt."""
         if self._active.get(request.index) is not request:
-            self._prefiller(request).release(request.prompt_tokens, now)
+            self._prefillers[request.prefill].release(request.prompt_tokens, now)
             return
         request.phase, request.computed_s = "moving", now
         self.records.first(request.index, now)
         if request.one_token:
-            self._prefiller(request).release(request.prompt_tokens, now)
+            self._prefillers[request.prefill].release(request.prompt_tokens, now)
             self._ended(request.index, now)
         else:
             self.rooms[request.decode].grow(request.index)
@@ -267,13 +275,13 @@ class Simulation:
     def _moved(self, request: _Request, now: float) -> None:
         """All of a request's KV cache has landed."""
         request.phase = "decode"
-        self._prefiller(request).release(request.prompt_tokens, now)
+        self._prefillers[request.prefill].release(request.prompt_tokens, now)
         self.rooms[request.prefill].release(request.index)
         record = self.records.routes[request.prefill, request.decode]
         record.requests += 1
         record.bytes += self._routes[request.prefill, request.decode].bytes_per_token * request.prompt_tokens
         record.after_s += now - request.computed_s
-        self._engine(request).land(request.index, now, request.made + 1)
+        self._engines[request.decode].land(request.index, now, request.made + 1)
         self._start_waiting()
 
     def _ended(self, index: int, now: float) -> None:
@@ -294,24 +302,15 @@ class Simulation:
     def _released(self, now: float, _: None) -> None:
         self._start_waiting()
 
-    def _prefiller(self, request: _Request) -> Prefiller:
-        replica = self._replicas[request.prefill]
-        assert isinstance(replica, Prefiller)
-        return replica
-
-    def _engine(self, request: _Request) -> Engine:
-        replica = self._replicas[request.decode]
-        assert isinstance(replica, Engine)
-        return replica
-
     # -- failures
 
     def _lose(self, now: float, name: str) -> None:
         """A replica is gone: what it had starts over or fails, and the router goes on without it."""
-        replica = self._replicas[name]
-        made = {} if isinstance(replica, Prefiller) else dict(replica.lose(now))
-        if isinstance(replica, Prefiller):
-            replica.lose()
+        made = {}
+        if name in self._engines:
+            made = dict(self._engines[name].lose(now))
+        else:
+            self._prefillers[name].lose()
         self._running.pop(name, None)
         stranded = self._admission.lose(name, f"{name} is lost")
         victims = [r for r in self._active.values() if self._needs(r, name)]
@@ -324,6 +323,23 @@ class Simulation:
             self.records.fail(request.index, f"no replica can serve it since {name} is lost")
         self._start_waiting()
 
+    def _routes_left(self, lost: Collection[str]) -> list[Route]:
+        """The routes without the lost replicas, with the flow solved anew; on the way to another placement,
+        those that it has by now."""
+        if self._changeover is not None:
+            return routes_without(self._changeover.routes(), lost)
+        names, reflow = self._names, Reflow(self._stand.placement)
+        ids = reflow.routes({own for own, name in names.items() if name in lost})
+        routes = [Route(names[route.prefill], names[route.decode], route.weight) for route in ids]
+        more = [
+            reflow.between(own.prefill, own.decode)
+            for own, route in zip(ids, routes, strict=True)
+            if not own.colocated and (route.prefill, route.decode) not in self._routes
+        ]
+        if more:
+            self._open(self._stand, names, more)
+        return routes
+
     def _needs(self, request: _Request, replica: str) -> bool:
         """Whether an active request cannot go on without a replica."""
         return request.decode == replica or (request.prefill == replica and request.phase != "decode")
@@ -331,14 +347,14 @@ class Simulation:
     def _withdraw(self, request: _Request, lost: str, now: float) -> None:
         """Take a request out of everything."""
         del self._active[request.index]
-        self.transfers.cancel(request, now)
+        self.transfers.cancel(request)
         self._free(request)
         if request.phase == "decode":
             return
         if request.decode != lost and not request.one_token:
-            self._engine(request).forget(request.index, now)
+            self._engines[request.decode].forget(request.index, now)
         if request.prefill != lost:
-            prefiller = self._prefiller(request)
+            prefiller = self._prefillers[request.prefill]
             if not prefiller.withdraw(request, now) and request.phase == "moving":
                 prefiller.release(request.prompt_tokens, now)
 
@@ -359,7 +375,7 @@ class Simulation:
     def _replan(self, now: float, placement: Placement) -> None:
         """Another placement is to be served from now on."""
         self._changeover = changeover = Changeover(
-            placement, self._running, self._replicas, lambda name: not self.rooms[name].held
+            placement, self._running, self.rooms, lambda name: not self.rooms[name].held
         )
         cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
         self._next = Stand(placement, cluster, self.options.policy)
@@ -370,7 +386,8 @@ class Simulation:
         self._drain(now, None)
 
     def _take_routes(self, changeover: Changeover) -> None:
-        self._admission.router = self._admission.router.with_routes(changeover.routes())
+        routes = routes_without(changeover.routes(), self._admission.lost)
+        self._admission.router = self._admission.router.with_routes(routes)
 
     def _drain(self, now: float, _: None) -> None:
         """Whoever waits for nobody any more begins to load."""

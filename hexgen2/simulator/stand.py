@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cost_model.base import CostModel
@@ -10,7 +10,7 @@ from cost_model.pipeline import PipelineSemantics, under_way
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.memory import kv_capacity_tokens
-from hexgen2.placement import Placement, Replica
+from hexgen2.placement import Placement, Replica, Route
 from hexgen2.shared_links import SharedLinks
 from hexgen2.simulator.policies import Policy
 from hexgen2.simulator.timing import ReplicaTimes
@@ -52,13 +52,14 @@ class Stand:
         """Seconds of its steps."""
         return ReplicaTimes(replica, self._cluster, self.costs, self._semantics)
 
-    def routes(self) -> dict[tuple[str, str], RouteCost]:
-        """What a request takes of each route, by the ids of the replicas at its ends."""
+    def routes(self, more: Iterable[Route] = ()) -> dict[tuple[str, str], RouteCost]:
+        """What a request takes of each route of the placement and of `more`, by the ids of the replicas at
+        its ends."""
         shared, links, isl = SharedLinks(self._cluster), self.placement.cost_model.links, self.costs.isl
         return binding(
             {
                 (route.from_, route.to): route_cost(route, self._cluster, shared, links, isl)
-                for route in self.placement.routes
+                for route in (*self.placement.routes, *more)
             }
         )
 
@@ -75,11 +76,15 @@ class Stand:
 
 @dataclass(slots=True)
 class LiveRoom(Room):
-    """A room that need not be told of every token: `grown` says how many requests have made of late."""
+    """A room that need not be told of every token: `grown` says how many requests have made of late, and
+    `grown_at_most`, which is quicker, no less."""
 
     grown: Callable[[], int] = int
+    grown_at_most: Callable[[], int] = int
 
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
+        if Room.has_room(self, tokens + self.grown_at_most(), prefill_only):
+            return True
         return Room.has_room(self, tokens + self.grown(), prefill_only)
 
 

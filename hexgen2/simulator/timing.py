@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -24,6 +24,7 @@ Line = tuple[float, float]
 """Seconds of a turn as a function of the context tokens of all requests: (constant, per token)."""
 
 _FAR = 1e6
+_KEPT_STEPS = 1 << 13
 
 
 class ReplicaTimes:
@@ -34,6 +35,11 @@ class ReplicaTimes:
     replica, cluster : where the stages are
     costs : seconds of a layer, of a hop
     semantics : how pipeline stages add up (see cost_model/pipeline.py)
+
+    Attributes
+    ----------
+    in_flight : steps under way at once
+    step : of what a step does, the seconds of each stage and of each hop
     """
 
     def __init__(
@@ -50,22 +56,23 @@ class ReplicaTimes:
         self._kind_of = [self._kinds.index(group) for group in self.groups]
         self.hops = [_slowest(cluster, a, b) for a, b in itertools.pairwise(members)]
         self.costs, self.semantics, self.stages = costs, semantics, len(members)
+        self.in_flight = self.stages if semantics == "pipelined" else 1
+        self._edges_s: dict[float, list[float]] = {}
         self._turns: dict[int, tuple[Line, ...]] = {}
+        # Requests of a workload are alike, and so are the first chunks of long prompts.
+        self.step = lru_cache(_KEPT_STEPS)(self._step)
 
-    @property
-    def in_flight(self) -> int:
-        """Steps under way at once."""
-        return self.stages if self.semantics == "pipelined" else 1
-
-    def step(self, work: Work) -> tuple[list[float], list[float]]:
-        """Seconds of each stage and of each hop."""
+    def _step(self, work: Work) -> tuple[Sequence[float], Sequence[float]]:
         costs, last = self.costs, self.stages - 1
         layer_s = [costs.layer_work_s(group, work) for group in self._kinds]
+        edges_s = self._edges_s.get(work.sampled)
+        if edges_s is None:
+            edges_s = self._edges_s[work.sampled] = [
+                costs.edge_work_s(group, work.sampled, j == last) for j, group in enumerate(self.groups)
+            ]
         stage_s = [
-            layers * layer_s[kind] + costs.edge_work_s(group, work.sampled, j == last)
-            for j, (layers, kind, group) in enumerate(
-                zip(self.layers, self._kind_of, self.groups, strict=True)
-            )
+            layers * layer_s[kind] + edge_s
+            for layers, kind, edge_s in zip(self.layers, self._kind_of, edges_s, strict=True)
         ]
         return stage_s, [self.costs.boundary_work_s(hop, work.tokens) for hop in self.hops]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,9 +59,42 @@ def route_cost(route: Route, cluster: Cluster, shared: SharedLinks, links: Links
 
 
 @dataclass(eq=False, slots=True)
+class _Shared:
+    """A resource and its users: transfers that are still being computed, with the share of its time that each
+    needs, and those that are computed.
+
+    The former take what they need, `pressed` ones among them no more than an equal share; the latter divide
+    what that leaves.
+    """
+
+    computing: dict[_Transfer, float] = field(default_factory=dict)
+    computed: dict[_Transfer, None] = field(default_factory=dict)
+    pressed: list[_Transfer] = field(default_factory=list)
+    equal: float = 1.0
+    rest: float = 1.0
+
+    def divide(self) -> None:
+        """Find the shares anew, after users have changed."""
+        computing, computed = self.computing, self.computed
+        equal = 1 / max(1, len(computing) + len(computed))
+        taken, pressed = 0.0, []
+        for transfer, needs in computing.items():
+            if needs < equal:
+                taken += needs
+            else:
+                taken += equal
+                pressed.append(transfer)
+        self.equal, self.pressed = equal, pressed
+        self.rest = (1 - taken) / len(computed) if computing and computed else equal
+
+
+@dataclass(eq=False, slots=True)
 class _Transfer:
+    """`uses` has the resources with the seconds for which all of it occupies each; `most` of it may be sent
+    per second, infinitely much once it is computed; `left` of it is, as of at_s."""
+
     request: object
-    busy_s: dict[Resource, float]
+    uses: list[tuple[_Shared, float]]
     begun_s: float
     left: float = 1.0
     rate: float = 0.0
@@ -70,16 +103,37 @@ class _Transfer:
     version: int = 0
     done: Callable[[Any, float], None] = field(repr=False, kw_only=True)
 
+    def occupy(self) -> None:
+        """Be among the users of each resource, as what it is now."""
+        most = self.most
+        for shared, busy_s in self.uses:
+            if most < math.inf:
+                shared.computing[self] = most * busy_s
+            else:
+                shared.computing.pop(self, None)
+                shared.computed[self] = None
+
+    def leave(self) -> None:
+        """Be no more among the users."""
+        for shared, _ in self.uses:
+            shared.computing.pop(self, None)
+            shared.computed.pop(self, None)
+
 
 class Transfers:
-    """All transfers under way. `schedule(time_s, call, argument)` is the simulation's."""
+    """All transfers under way. `schedule(time_s, call, argument)` is the simulation's.
+
+    Attributes
+    ----------
+    changed : transfers that began, changed or ended since rates were settled; the simulation calls `settle`
+        once all that happens at a time has happened: the prompts of a batch do the same at the same time
+    """
 
     def __init__(self, schedule: Callable) -> None:
         self._schedule = schedule
-        self._users: dict[Resource, dict[_Transfer, None]] = defaultdict(dict)
-        self._shares: dict[Resource, tuple[float, float]] = {}
+        self._shared: dict[Resource, _Shared] = defaultdict(_Shared)
         self._under_way: dict[object, list[_Transfer]] = defaultdict(list)
-        self._changed: dict[_Transfer, None] = {}
+        self.changed: dict[_Transfer, None] = {}
 
     def begin(
         self,
@@ -94,31 +148,29 @@ class Transfers:
         """A chunk of a request's prompt that begins at begins_s, now or later, and has computed all layers at
         computed_s sends the KV cache of so many tokens; done(request, time_s) is called when all that has
         landed."""
-        busy = {resource: seconds * tokens for resource, seconds in cost.busy_s.items()}
+        uses = [(self._shared[resource], seconds * tokens) for resource, seconds in cost.busy_s.items()]
         span = computed_s - begins_s
         early = (1 - 1 / layers) / span if span > 0 and layers > 1 else 0.0
-        transfer = _Transfer(request, busy, begins_s + cost.latency_s, most=early, done=done)
+        transfer = _Transfer(request, uses, begins_s + cost.latency_s, most=early, done=done)
         self._under_way[request].append(transfer)
-        if not busy:
+        if not uses:
             self._schedule(computed_s + cost.latency_s, self._landed, transfer)
             return
         if early:
             self._schedule(transfer.begun_s, self._start, transfer)
         self._schedule(computed_s + cost.latency_s, self._computed, transfer)
 
-    def cancel(self, request: Hashable, now: float) -> None:
+    def cancel(self, request: Hashable) -> None:
         """Stop whatever is under way of a request."""
         for transfer in self._under_way.pop(request, ()):
-            transfer.version = -1
-            self._leave(transfer, now)
+            self._leave(transfer)
 
     def _start(self, now: float, transfer: _Transfer) -> None:
         if transfer.version < 0:
             return
         transfer.at_s = now
-        for resource in transfer.busy_s:
-            self._users[resource][transfer] = None
-        self._share(now, transfer)
+        transfer.occupy()
+        self.changed[transfer] = None
 
     def _computed(self, now: float, transfer: _Transfer) -> None:
         """All layers are computed: the rest goes as fast as it can."""
@@ -126,32 +178,31 @@ class Transfers:
             return
         early, transfer.most = transfer.most, math.inf
         if early:
-            self._share(now, transfer)
+            transfer.occupy()
+            self.changed[transfer] = None
         else:
             self._start(now, transfer)
 
-    def _share(self, now: float, changed: _Transfer) -> None:
-        """Have rates follow a transfer that began, changed or ended; once for all that happens now, since the
-        prompts of a batch do the same at the same time."""
-        if not self._changed:
-            self._schedule(now, self._share_anew, None)
-        self._changed[changed] = None
-
-    def _share_anew(self, now: float, _: None) -> None:
-        """Anew the rates of all that share something with one that changed."""
-        changed, shares = self._changed, self._shares
-        self._changed = {}
+    def settle(self, now: float) -> None:
+        """Anew the rates of all whose shares may be others: the rate of one that is being computed is what it
+        needs, unless it is pressed."""
+        changed, self.changed = self.changed, {}
         affected: dict[_Transfer, None] = {}
-        for resource in dict.fromkeys(resource for transfer in changed for resource in transfer.busy_s):
-            users = self._users[resource]
-            affected |= users
-            if users:
-                shares[resource] = _shares(users, resource)
+        for shared in {shared: None for transfer in changed for shared, _ in transfer.uses}:
+            rest, pressed = shared.rest, shared.pressed
+            shared.divide()
+            if shared.rest != rest:
+                affected |= shared.computed
+            if pressed or shared.pressed:
+                affected |= dict.fromkeys(pressed + shared.pressed)
+        affected |= changed
         for transfer in affected:
+            if transfer.version < 0:
+                continue
             rate = transfer.most
             full = rate == math.inf
-            for resource, busy_s in transfer.busy_s.items():
-                own = shares[resource][full] / busy_s
+            for shared, busy_s in transfer.uses:
+                own = (shared.rest if full else shared.equal) / busy_s
                 if own < rate:
                     rate = own
             if rate == transfer.rate and transfer not in changed:
@@ -171,34 +222,17 @@ class Transfers:
     def _landed(self, now: float, transfer: _Transfer) -> None:
         if transfer.version < 0:
             return
-        transfer.left = 0.0
-        transfer.version = -1
         others = self._under_way[transfer.request]
         others.remove(transfer)
         if not others:
             del self._under_way[transfer.request]
-        self._leave(transfer, now)
+        self._leave(transfer)
         transfer.done(transfer.request, now)
 
-    def _leave(self, transfer: _Transfer, now: float) -> None:
-        transfer.left = 0.0
-        for resource in transfer.busy_s:
-            self._users[resource].pop(transfer, None)
-        self._share(now, transfer)
-
-
-def _shares(users: Collection[_Transfer], resource: Resource) -> tuple[float, float]:
-    """Shares of a resource's time: of a transfer that is still being computed, an equal one, of which it
-    takes what it needs; of the others, what that leaves, divided."""
-    equal = 1 / len(users)
-    taken, others = 0.0, 0
-    for transfer in users:
-        if transfer.most == math.inf:
-            others += 1
-        else:
-            needs = transfer.most * transfer.busy_s[resource]
-            taken += needs if needs < equal else equal
-    return equal, (1 - taken) / others if 0 < others < len(users) else equal
+    def _leave(self, transfer: _Transfer) -> None:
+        transfer.version = -1
+        transfer.leave()
+        self.changed[transfer] = None
 
 
 def binding(costs: Mapping[Any, RouteCost]) -> dict[Any, RouteCost]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +13,16 @@ import msgspec
 
 from cost_model.errors import HexGen2Error
 from runtime.api.text import Detokenizer, StopStrings
-from runtime.api.tokenizer import ModelTokenizer
+from runtime.api.tokenizer import Tokenizer
 from runtime.coordinator import Coordinator
-from runtime.generation import Generation
+from runtime.generation import UNKNOWN, Generation, Origin
 from runtime.messages import Sampling, TokenOutput
+from runtime.refusals import Unavailable
 
 SEED_MASK = 2**63 - 1
 SEED_STRIDE = 0x9E3779B97F4A7C15
+MAX_UNREAD = 8192
+"""Pieces of an answer that may wait for its client to read; one that is so far behind is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Answer:
     sampling : of the first choice; the others of a prompt differ in their seed
     choices : per prompt
     text_rules : of every choice
+    origin : who asks
 
     Raises
     ------
@@ -59,13 +64,15 @@ class Answer:
     def __init__(
         self,
         coordinator: Coordinator,
-        tokenizer: ModelTokenizer,
+        tokenizer: Tokenizer,
         prompts: Sequence[list[int]],
         sampling: Sampling,
         choices: int,
         text_rules: TextRules,
+        origin: Origin = UNKNOWN,
     ) -> None:
         self._coordinator, self._tokenizer, self._text_rules = coordinator, tokenizer, text_rules
+        self.request_id = origin.request_id or uuid.uuid4().hex
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.generations: list[Generation] = []
         self._choices = choices
@@ -74,7 +81,8 @@ class Answer:
         try:
             for prompt in prompts:
                 for number in range(choices):
-                    self.generations.append(coordinator.submit(prompt, _reseeded(sampling, number)))
+                    own = _reseeded(sampling, number)
+                    self.generations.append(coordinator.submit(prompt, own, origin=origin))
         except HexGen2Error:
             self.close()
             raise
@@ -152,6 +160,8 @@ class Answer:
                 text = stop.push("" if hidden else detokenizer.push(output.token), output.index >= min_tokens)
                 if reason and not stop.met:
                     text += stop.push(detokenizer.finish())
+                if self._pieces.qsize() >= MAX_UNREAD:
+                    raise Unavailable(f"the client is {MAX_UNREAD} tokens behind")
                 if stop.met:
                     self._coordinator.cancel(generation, "stop")
                     self._pieces.put_nowait(Piece(index, text, output, "stop"))
@@ -160,6 +170,7 @@ class Answer:
                     text += stop.finish()
                 self._pieces.put_nowait(Piece(index, text, output, reason))
         except HexGen2Error as error:
+            self._coordinator.cancel(generation)
             self._pieces.put_nowait(error)
 
 

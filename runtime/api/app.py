@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from runtime.api import errors
 from runtime.api.chat import chat_router
 from runtime.api.completions import completions_router
+from runtime.api.description import ERRORS, Health, ModelCard, ModelList, answers, describe
 from runtime.api.gate import Gate
 from runtime.api.service import Service
 from runtime.api.streaming import ClientGone
+from runtime.options import FRONT_DEFAULTS, FrontOptions
 
 CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(service: Service, api_key: str | None) -> FastAPI:
-    """The application that serves a placement.
-
-    Parameters
-    ----------
-    api_key : what clients must send as bearer token, or None for an open server
-    """
-    app = FastAPI(title="HexGen-2", docs_url=None, redoc_url=None, openapi_url=None)
+def create_app(service: Service, options: FrontOptions = FRONT_DEFAULTS) -> FastAPI:
+    """The application that serves a placement."""
+    app = FastAPI(title="HexGen-2", docs_url=None, redoc_url=None, responses=ERRORS)
+    describe(app, with_keys=bool(options.api_keys))
     errors.install(app)
-    app.add_middleware(Gate, api_key=api_key)
+    app.add_middleware(Gate, options=options)
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
 
@@ -40,21 +39,21 @@ def create_app(service: Service, api_key: str | None) -> FastAPI:
         card = {"id": service.model, "object": "model", "created": service.created, "owned_by": "hexgen2"}
         return {**card, "max_model_len": service.context_tokens}
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=answers(ModelList))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=answers(ModelCard))
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return model_card()
 
-    @app.get("/health")
+    @app.get("/health", responses={**answers(Health), 503: {"model": Health}})
     async def health() -> JSONResponse:
         state = service.health()
         return JSONResponse(state, 200 if state["status"] == "ok" else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -68,3 +67,16 @@ def create_app(service: Service, api_key: str | None) -> FastAPI:
         return {"requests": [asdict(record) for record in service.coordinator.records]}
 
     return app
+
+
+def add_views(app: FastAPI, views: Mapping[str, Callable[[], Any]]) -> None:
+    """Let clients read what else there is to show: values for JSON, by path."""
+
+    def endpoint(view: Callable[[], Any]) -> Callable[[], Awaitable[JSONResponse]]:
+        async def show() -> JSONResponse:
+            return JSONResponse(view())
+
+        return show
+
+    for path, view in views.items():
+        app.add_api_route(path, endpoint(view), response_model=None)

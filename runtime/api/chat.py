@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from runtime.api.answer import Answer, Piece
+from runtime.api.description import ChatCompletion, answers
 from runtime.api.errors import bad_request
 from runtime.api.logprobs import chat_logprobs
 from runtime.api.schemas import ChatRequest
@@ -24,13 +24,13 @@ def chat_router(service: Service) -> APIRouter:
     """The route, for a service."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=answers(ChatCompletion, streamed=True))
     async def chat(body: ChatRequest, request: Request) -> Response:
         service.check_model(body.model)
         prompt = await _prompt(service, body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else -1
         max_tokens = body.max_completion_tokens or body.max_tokens
-        answer = service.answer(body, [prompt], max_tokens, logprobs)
+        answer = service.answer(body, [prompt], max_tokens, logprobs, request.state.origin)
         stream = partial(_chunks, service, body, answer) if body.stream else None
         return await respond(request, answer, stream, partial(_whole, service, body, answer))
 
@@ -47,9 +47,9 @@ async def _prompt(service: Service, body: ChatRequest) -> list[int]:
         raise bad_request(f"the model's chat template refuses these messages: {error}", "messages") from None
 
 
-def _envelope(service: Service, kind: str) -> dict[str, Any]:
+def _envelope(service: Service, answer: Answer, kind: str) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "id": f"chatcmpl-{answer.request_id}",
         "object": kind,
         "created": int(time.time()),
         "model": service.model,
@@ -74,7 +74,7 @@ async def _whole(service: Service, body: ChatRequest, answer: Answer) -> Respons
         }
         for index, text in enumerate(texts)
     ]
-    envelope = _envelope(service, "chat.completion")
+    envelope = _envelope(service, answer, "chat.completion")
     content = {**envelope, "choices": choices, "usage": answer.usage(), "hexgen2": answer.trace()}
     return JSONResponse(content, headers=answer.headers())
 
@@ -82,7 +82,7 @@ async def _whole(service: Service, body: ChatRequest, answer: Answer) -> Respons
 async def _chunks(
     service: Service, body: ChatRequest, answer: Answer, pieces: AsyncIterator[Piece]
 ) -> AsyncIterator[dict[str, Any]]:
-    envelope = _envelope(service, "chat.completion.chunk")
+    envelope = _envelope(service, answer, "chat.completion.chunk")
 
     def chunk(index: int, delta: dict[str, str], details: Any = None, reason: str = "") -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": details, "finish_reason": reason or None}

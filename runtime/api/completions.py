@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from runtime.api.answer import Answer, Piece
+from runtime.api.description import Completion, answers
 from runtime.api.errors import bad_request
 from runtime.api.logprobs import CompletionLogprobs
 from runtime.api.schemas import MAX_CHOICES, CompletionRequest
@@ -25,7 +25,7 @@ def completions_router(service: Service) -> APIRouter:
     """The route, for a service."""
     router = APIRouter()
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=answers(Completion, streamed=True))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         service.check_model(body.model)
         prompts = [
@@ -35,7 +35,9 @@ def completions_router(service: Service) -> APIRouter:
         if not 0 < len(prompts) * (body.n or 1) <= MAX_CHOICES:
             raise bad_request(f"prompts times n must be from 1 to {MAX_CHOICES}", "prompt")
         logprobs = -1 if body.logprobs is None else body.logprobs
-        answer = service.answer(body, prompts, body.max_tokens or DEFAULT_MAX_TOKENS, logprobs)
+        answer = service.answer(
+            body, prompts, body.max_tokens or DEFAULT_MAX_TOKENS, logprobs, request.state.origin
+        )
         echoes = _echoes(service, body, prompts)
         stream = partial(_chunks, service, body, answer, echoes) if body.stream else None
         return await respond(request, answer, stream, partial(_whole, service, body, answer, echoes))
@@ -54,9 +56,9 @@ def _echoes(service: Service, body: CompletionRequest, prompts: Sequence[list[in
     return [text for text in texts for _ in range(body.n or 1)]
 
 
-def _envelope(service: Service) -> dict[str, Any]:
+def _envelope(service: Service, answer: Answer) -> dict[str, Any]:
     return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
+        "id": f"cmpl-{answer.request_id}",
         "object": "text_completion",
         "created": int(time.time()),
         "model": service.model,
@@ -82,7 +84,12 @@ async def _whole(
         _choice(index, texts[index], logprobs[index].take() if wanted else None, reasons[index])
         for index in range(len(texts))
     ]
-    content = {**_envelope(service), "choices": choices, "usage": answer.usage(), "hexgen2": answer.trace()}
+    content = {
+        **_envelope(service, answer),
+        "choices": choices,
+        "usage": answer.usage(),
+        "hexgen2": answer.trace(),
+    }
     return JSONResponse(content, headers=answer.headers())
 
 
@@ -94,7 +101,7 @@ async def _chunks(
     pieces: AsyncIterator[Piece],
 ) -> AsyncIterator[dict[str, Any]]:
     """A chunk for each token, so that a client can measure; some have no text, as in vLLM's answers."""
-    envelope = _envelope(service)
+    envelope = _envelope(service, answer)
     logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.generations]
     async for piece in pieces:
         details = None

@@ -10,19 +10,27 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from cost_model.errors import HexGen2Error
-from runtime.refusals import Overloaded, TooLong, Unavailable
+from runtime.refusals import Overloaded, TimedOut, TooLong, TooMany, Unavailable
 
-RETRY_AFTER_S = 1
+RESTART_S = 1
+"""Until a client whose replica is lost should try again: others, or the same, may serve it by then."""
 
 
 class ApiError(Exception):
     """An answer other than 200, in OpenAI's terms."""
 
     def __init__(
-        self, status: int, message: str, kind: str, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        kind: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer."""
@@ -30,7 +38,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else None
+        headers = None if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return JSONResponse(self.body(), self.status, headers)
 
 
@@ -43,10 +51,15 @@ def from_serving(error: HexGen2Error) -> ApiError:
     """The answer to an error of the coordinator."""
     if isinstance(error, TooLong):
         return bad_request(str(error), code="context_length_exceeded")
+    if isinstance(error, TooMany):
+        return ApiError(429, str(error), "rate_limit_error", None, "too_many_requests", error.retry_after_s)
     if isinstance(error, Overloaded):
-        return ApiError(503, f"the server is overloaded: {error}", "service_unavailable", code="overloaded")
+        message = f"the server is overloaded: {error}"
+        return ApiError(503, message, "service_unavailable", None, "overloaded", error.retry_after_s)
     if isinstance(error, Unavailable):
-        return ApiError(503, str(error), "service_unavailable", code="unavailable")
+        return ApiError(503, str(error), "service_unavailable", None, "unavailable", RESTART_S)
+    if isinstance(error, TimedOut):
+        return ApiError(504, str(error), "timeout", code="timeout")
     return ApiError(500, str(error), "server_error")
 
 

@@ -1,59 +1,122 @@
-"""What every request passes first: the API key and the size of its body."""
+"""What every request passes first: its key, its sizes, and who it comes from."""
 
 from __future__ import annotations
 
-import hmac
+import asyncio
+import math
+import re
+import uuid
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.api.errors import ApiError
+from runtime.api.errors import ApiError, bad_request
+from runtime.api.keys import KeyRing
+from runtime.generation import Origin
+from runtime.options import FrontOptions
 
-MAX_BODY_BYTES = 4 * 1024 * 1024
 OPEN_PATHS = frozenset({"/health", "/metrics"})
+MAX_HEADERS, MAX_HEADER_BYTES = 100, 32 * 1024
+LONGEST_TIMEOUT_S = 1e6
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 class Gate:
-    """ASGI middleware: 401 without the key (health and metrics are open), 413 for a body too large."""
+    """ASGI middleware: gives each request an Origin (`request.state.origin`), or refuses it.
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app, self._api_key = app, api_key
+    Refused are requests without a key (401; health and metrics are open), with too many headers (431), with a
+    body that is too large (413) or too slow (408). A client may name its request with X-Request-Id, which
+    every answer carries, and say with X-Request-Timeout-S in how many seconds it must have ended.
+    """
+
+    def __init__(self, app: ASGIApp, options: FrontOptions) -> None:
+        self._app, self._options, self._keys = app, options, KeyRing(options.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        refusal = self._refusal(scope["path"], headers)
-        if refusal is not None:
-            await refusal.response()(scope, receive, send)
+        request_id = _request_id(headers)
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            origin = self._origin(scope, headers, request_id)
+        except ApiError as refusal:
+            await refusal.response()(scope, receive, named)
             return
-        await self._app(scope, _limited(receive), send)
+        scope.setdefault("state", {})["origin"] = origin
+        await self._app(scope, self._limited(receive), named)
 
-    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
-        if self._api_key is not None and path not in OPEN_PATHS:
-            given = headers.get("authorization", "").removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode(), self._api_key.encode()):
-                message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-                return ApiError(401, message, "invalid_request_error", code="invalid_api_key")
+    def _origin(self, scope: Scope, headers: Headers, request_id: str) -> Origin:
+        """Who asks; raises ApiError if it may not."""
+        raw = scope["headers"]
+        if len(raw) > MAX_HEADERS or sum(len(name) + len(value) for name, value in raw) > MAX_HEADER_BYTES:
+            message = f"there are more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them"
+            raise ApiError(431, message, "invalid_request_error")
+        client = self._client(scope, headers)
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            message = f"the body is larger than {MAX_BODY_BYTES} bytes"
-            return ApiError(413, message, "invalid_request_error")
+        if length.isdigit() and int(length) > self._options.max_body_bytes:
+            raise ApiError(413, self._too_large(), "invalid_request_error")
+        return Origin(client, request_id, _timeout_s(headers), headers.get("traceparent", ""))
+
+    def _client(self, scope: Scope, headers: Headers) -> str:
+        """The name of the client's key; of an open server, its address."""
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+            name = self._keys.name_of(given)
+            if name is None:
+                message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+                raise ApiError(401, message, "invalid_request_error", code="invalid_api_key")
+            return name
+        return scope["client"][0] if scope.get("client") else ""
+
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._options.max_body_bytes} bytes"
+
+    def _limited(self, receive: Receive) -> Receive:
+        """A receive that ends a body that is too large, or is not all here in time."""
+        received, reading = 0, True
+        ends_s = asyncio.get_running_loop().time() + self._options.read_timeout_s
+
+        async def limited() -> Message:
+            nonlocal received, reading
+            if not reading:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    message = await receive()
+            except TimeoutError:
+                took = f"the body took longer than {self._options.read_timeout_s:g} s"
+                raise HTTPException(408, took) from None
+            reading = message.get("more_body", False)
+            received += len(message.get("body", b""))
+            if received > self._options.max_body_bytes:
+                raise HTTPException(413, self._too_large())
+            return message
+
+        return limited
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own id of the request if it is fit for a log, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _timeout_s(headers: Headers) -> float | None:
+    given = headers.get("x-request-timeout-s")
+    if given is None:
         return None
-
-
-def _limited(receive: Receive) -> Receive:
-    """A receive that ends a body without a length once it is too large."""
-    received = 0
-
-    async def counted() -> Message:
-        nonlocal received
-        message = await receive()
-        received += len(message.get("body", b""))
-        if received > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-        return message
-
-    return counted
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= LONGEST_TIMEOUT_S:
+        raise bad_request("X-Request-Timeout-S must be a number of seconds above 0", "X-Request-Timeout-S")
+    return seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,15 +17,25 @@ ROUTE = ["prefill_replica", "decode_replica"]
 
 
 class Metrics:
-    """Counts every request once, at its end; told by the coordinator (see Observer)."""
+    """Counts every request once, at its end; told by the coordinator (see Observer).
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    clients : those that have a key are counted by name; the others are not, there may be any number
+    """
+
+    def __init__(self, clients: Iterable[str] = ()) -> None:
+        self._clients = frozenset(clients)
         self.registry = CollectorRegistry()
         registry = self.registry
         self._requests = Counter("hexgen2_requests", "Requests by outcome", ["outcome"], registry=registry)
         self._refused = Counter(
             "hexgen2_requests_refused", "Requests never queued", ["reason"], registry=registry
         )
+        self._resumes = Counter(
+            "hexgen2_requests_resumed", "Requests taken up elsewhere after a failure", registry=registry
+        )
+        self._replans = Counter("hexgen2_replans", "Placements taken up while serving", registry=registry)
         self._prompt = Counter("hexgen2_prompt_tokens", "Prompt tokens", registry=registry)
         self._cached = Counter(
             "hexgen2_prompt_tokens_cached", "Prompt tokens computed before", registry=registry
@@ -36,6 +46,15 @@ class Metrics:
         )
         self._route_bytes = Counter(
             "hexgen2_route_kv_bytes", "KV cache moved, bytes", ROUTE, registry=registry
+        )
+        self._route_seconds = Counter(
+            "hexgen2_route_kv_seconds", "Time in which KV cache moved, summed up", ROUTE, registry=registry
+        )
+        self._client_requests = Counter(
+            "hexgen2_client_requests", "Requests by key", ["client", "outcome"], registry=registry
+        )
+        self._client_tokens = Counter(
+            "hexgen2_client_tokens", "Prompt and output tokens by key", ["client"], registry=registry
         )
         self._ttft = _histogram(registry, "time_to_first_token", "TTFT", SECONDS)
         self._tpot = _histogram(registry, "time_per_output_token", "TPOT, mean per request", TOKEN_SECONDS)
@@ -51,9 +70,17 @@ class Metrics:
         """A request that was turned away before it was queued."""
         self._refused.labels(reason).inc()
 
+    def replanned(self) -> None:
+        """Another placement serves."""
+        self._replans.inc()
+
     def ended(self, record: RequestRecord) -> None:
         self._requests.labels(record.outcome).inc()
         self._output.inc(record.output_tokens)
+        self._resumes.inc(record.resumes)
+        if record.client in self._clients:
+            self._client_requests.labels(record.client, record.outcome).inc()
+            self._client_tokens.labels(record.client).inc(record.prompt_tokens + record.output_tokens)
         if not record.routed_s:
             return
         route = (record.prefill_replica, record.decode_replica)
@@ -63,6 +90,7 @@ class Metrics:
         self._queue.observe(record.routed_s - record.arrived_s)
         if record.kv_bytes:
             self._route_bytes.labels(*route).inc(record.kv_bytes)
+            self._route_seconds.labels(*route).inc(record.kv_s)
             self._transfer.observe(record.kv_s)
         if not record.first_token_s:
             return
@@ -96,15 +124,18 @@ class _Gauges(Collector):
         free = GaugeMetricFamily("hexgen2_kv_blocks_free", "KV cache blocks nobody holds", labels=["replica"])
         preempted = CounterMetricFamily("hexgen2_preemptions", "Requests recomputed", labels=["replica"])
         up = GaugeMetricFamily("hexgen2_replica_up", "1 while the replica serves", labels=["replica"])
+        restarts = CounterMetricFamily("hexgen2_replica_restarts", "Times started again", labels=["replica"])
+        unavailable = coordinator.lost.keys() | coordinator.starting
         for replica_id, replica in coordinator.replicas.items():
             running.add_metric([replica_id], len(replica.held))
             used.add_metric([replica_id], replica.held_tokens)
             budget.add_metric([replica_id], replica.kv_budget_tokens)
-            up.add_metric([replica_id], replica_id not in coordinator.lost)
+            up.add_metric([replica_id], replica_id not in unavailable)
             preempted.add_metric([replica_id], replica.preemptions)
+            restarts.add_metric([replica_id], replica.restarts)
             if replica.free_blocks is not None:
                 free.add_metric([replica_id], replica.free_blocks)
-        yield from (running, used, budget, free, preempted, up)
+        yield from (running, used, budget, free, preempted, up, restarts)
 
 
 def _histogram(

@@ -14,6 +14,13 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
+class _Harmless(AfterValidator):
+    """The validator of an option that is not served, described by the values that it may have."""
+
+    def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
+        return {"enum": [None, *self.func.harmless]}  # type: ignore[union-attr]
+
+
 def _off(*harmless: Any) -> AfterValidator:
     """Of an option that is not served: null, or what changes nothing."""
 
@@ -22,7 +29,8 @@ def _off(*harmless: Any) -> AfterValidator:
             raise _refusal("is not supported")
         return value
 
-    return AfterValidator(check)
+    check.harmless = harmless  # type: ignore[attr-defined]
+    return _Harmless(check)
 
 
 def _refusal(text: str) -> PydanticCustomError:

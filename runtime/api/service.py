@@ -13,8 +13,9 @@ from runtime.api.answer import SEED_MASK, Answer, TextRules
 from runtime.api.errors import ApiError, bad_request
 from runtime.api.metrics import Metrics
 from runtime.api.schemas import GenerateRequest
-from runtime.api.tokenizer import ModelTokenizer
+from runtime.api.tokenizer import Tokenizer
 from runtime.coordinator import Coordinator
+from runtime.generation import UNKNOWN, Origin
 from runtime.messages import Sampling
 from runtime.refusals import Overloaded, TooLong, Unavailable
 
@@ -25,7 +26,7 @@ class Service:
 
     placement: Placement
     coordinator: Coordinator
-    tokenizer: ModelTokenizer
+    tokenizer: Tokenizer
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -50,6 +51,7 @@ class Service:
         prompts: Sequence[list[int]],
         max_tokens: int | None,
         logprobs: int,
+        origin: Origin = UNKNOWN,
     ) -> Answer:
         """Start to answer; max_tokens None means whatever the context leaves, logprobs -1 none.
 
@@ -60,13 +62,18 @@ class Service:
         """
         try:
             self.coordinator.check_serving()
-            return self._answer(body, prompts, max_tokens, logprobs)
+            return self._answer(body, prompts, max_tokens, logprobs, origin)
         except (Overloaded, Unavailable, TooLong) as error:
             self.metrics.refused(type(error).__name__.lower())
             raise
 
     def _answer(
-        self, body: GenerateRequest, prompts: Sequence[list[int]], max_tokens: int | None, logprobs: int
+        self,
+        body: GenerateRequest,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
+        logprobs: int,
+        origin: Origin,
     ) -> Answer:
         longest = max(len(prompt) for prompt in prompts)
         self._check_prompts(prompts, longest, max_tokens)
@@ -93,7 +100,7 @@ class Service:
         self._check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
         self._check_tokens(body.stop_token_ids or (), "stop_token_ids")
         rules = TextRules(tuple(body.stop_strings), body.include_stop_str_in_output, body.skip_special_tokens)
-        return Answer(self.coordinator, self.tokenizer, prompts, sampling, body.n or 1, rules)
+        return Answer(self.coordinator, self.tokenizer, prompts, sampling, body.n or 1, rules, origin)
 
     def _end_tokens(self, body: GenerateRequest) -> tuple[int, ...]:
         own = () if body.ignore_eos else self.tokenizer.stop_token_ids
@@ -119,21 +126,18 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         """ "ok", or "degraded" and why."""
-        lost = self.coordinator.lost
+        lost, starting = self.coordinator.lost, self.coordinator.starting
         state: dict[str, Any] = {"status": "degraded" if lost else "ok"}
         if lost:
             state["reason"] = "; ".join(lost.values())
-        state["replicas"] = {name: "lost" if name in lost else "up" for name in self.coordinator.replicas}
+        state["replicas"] = {
+            name: "lost" if name in lost else "starting" if name in starting else "up"
+            for name in self.coordinator.replicas
+        }
         return state
 
     def live_placement(self) -> Placement:
-        """The placement without the replicas that were lost."""
-        lost = self.coordinator.lost
-        return self.placement.model_copy(
-            update={
-                "replicas": [each for each in self.placement.replicas if each.id not in lost],
-                "routes": [
-                    route for route in self.placement.routes if not {route.from_, route.to} & lost.keys()
-                ],
-            }
-        )
+        """The placement as it serves now: without replicas that are lost or start, with the flow of the
+        others."""
+        plan = self.coordinator.plan
+        return plan.placement(self.coordinator.absent) if plan else self.placement

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cost_model.errors import InputError
 
@@ -22,6 +22,21 @@ class NoChatTemplate(Exception):
 
 class BadChat(Exception):
     """The chat template refuses these messages."""
+
+
+class Tokenizer(Protocol):
+    """What the API needs: texts and chats to token ids and back, and which tokens end an answer."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    async def encode(self, text: str) -> list[int]: ...
+
+    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token: int) -> str: ...
 
 
 def check_tokenizer_files(folder: Path) -> None:

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from cost_model.errors import InputError
+from cost_model.errors import HexGen2Error, InputError
 from hexgen2.placement import Placement
 from runtime.launcher.link import Link
 from runtime.messages import Configure
 
+if TYPE_CHECKING:
+    from runtime.p2p.membership import Membership
+
 
 class Launcher(ABC):
-    """Starts one worker per GPU of a placement and stops them all."""
+    """Starts one worker per GPU of a placement and stops them all.
+
+    Attributes
+    ----------
+    can_change : whether it has `change`, without which there is no other placement while it serves
+    """
+
+    can_change: ClassVar[bool] = False
 
     @abstractmethod
-    def check(self, placement: Placement, source: str) -> None:
+    def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
         """Refuse a placement whose machines or devices it cannot reach, before anything starts.
 
         Parameters
         ----------
         source : what error messages call the placement
+        emulated : the devices need not be there
 
         Raises
         ------
@@ -42,6 +54,33 @@ class Launcher(ABC):
         """
 
     @abstractmethod
+    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        """End what is left of a replica's workers and start them anew, ready for requests; the links are by
+        worker. The other workers learn where these listen now.
+
+        Raises
+        ------
+        HexGen2Error : a worker failed, or they were not ready in time; none of them is left
+        """
+
+    async def change(
+        self, ended: Sequence[str], started: Mapping[str, Configure], report: Callable[[str], None]
+    ) -> dict[str, Link]:
+        """End some workers for good and start others, ready for requests; the links are by worker. Those that
+        stay learn who is there now, and where.
+
+        Parameters
+        ----------
+        ended : workers whose replicas serve nothing any more; they may be gone already
+        started : configurations of new workers, also on the GPUs of those that ended
+
+        Raises
+        ------
+        HexGen2Error : a worker failed, or they were not ready in time; none of the new ones is left
+        """
+        raise HexGen2Error("this launcher cannot change its workers while it serves")
+
+    @abstractmethod
     async def stop(self) -> None:
         """Stop every worker, kindly first, and leave no process behind. May be called twice."""
 
@@ -49,17 +88,33 @@ class Launcher(ABC):
     def kill(self) -> None:
         """End every worker at once, without waiting."""
 
+    def views(self) -> dict[str, Callable[[], Any]]:
+        """What it can show of itself while it serves: values for JSON, by path of the API."""
+        return {}
 
-def make_launcher(name: str) -> Launcher:
+
+def make_launcher(name: str, membership: Membership | None = None) -> Launcher:
     """The launcher of that name.
+
+    Parameters
+    ----------
+    membership : in the network of nodes, which "p2p" needs and no other launcher takes
 
     Raises
     ------
     InputError : no such launcher; names those that exist
     """
     from runtime.launcher.local import LocalLauncher
+    from runtime.launcher.ray import RayLauncher
 
-    launchers: dict[str, type[Launcher]] = {"local": LocalLauncher}
+    if name == "p2p" and membership is not None:
+        from runtime.launcher.p2p import P2pLauncher
+
+        return P2pLauncher(membership)
+    if name == "p2p" or membership is not None:
+        raise InputError("--launcher", name, "has other options", "join nodes with --launcher p2p only")
+    launchers: dict[str, type[Launcher]] = {"local": LocalLauncher, "ray": RayLauncher}
     if name not in launchers:
-        raise InputError("--launcher", name, "does not exist", f"choose from: {', '.join(launchers)}")
+        choices = ", ".join((*launchers, "p2p"))
+        raise InputError("--launcher", name, "does not exist", f"choose from: {choices}")
     return launchers[name]()

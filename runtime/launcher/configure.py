@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 from collections.abc import Sequence
@@ -13,8 +14,17 @@ from cost_model.base import PREFILL_TOKENS
 from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
-from runtime.messages import PROTOCOL_VERSION, Configure, KvLink, StageShape
-from runtime.options import CPU_TRANSPORTS, DEFAULTS, GPU_TRANSPORTS, KV_TRANSPORTS, EngineOptions
+from runtime.messages import PROTOCOL_VERSION, Configure, Emulation, KvLink, StageShape
+from runtime.options import (
+    CPU_TRANSPORTS,
+    DEFAULTS,
+    EMULATED,
+    GPU_TRANSPORTS,
+    KV_TRANSPORTS,
+    NIXL,
+    TORCH,
+    EngineOptions,
+)
 from runtime.room import kv_budgets
 
 
@@ -67,22 +77,25 @@ def shares_of(cores: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[i
 
 
 def emulated_links(placement: Placement) -> dict[str, tuple[KvLink, ...]]:
-    """What the placement's cluster has between the ends of its routes, by the worker that sends."""
+    """What the placement's cluster has between its prefill and its decode replicas, any of which may become a
+    route, by the worker that sends."""
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
-    gpus = {replica.id: replica.gpus for replica in placement.replicas}
+    prefill, decode = (
+        [gpu for replica in placement.replicas if replica.role == role for gpu in replica.gpus]
+        for role in ("prefill", "decode")
+    )
     index = {gpu: number for number, gpu in enumerate(cluster.gpu_ids)}
-    links: dict[str, tuple[KvLink, ...]] = {}
-    for route in placement.routes:
-        for source, destination in product(gpus[route.from_], gpus[route.to]):
-            ends = index[source], index[destination]
-            link = KvLink(
-                source=source,
-                destination=destination,
-                bandwidth_bytes_s=float(cluster.bandwidth_bytes_s[ends]),
-                latency_s=float(cluster.latency_s[ends]),
-            )
-            links[source] = (*links.get(source, ()), link)
-    return links
+    links: dict[str, list[KvLink]] = {}
+    for source, destination in product(prefill, decode):
+        ends = index[source], index[destination]
+        link = KvLink(
+            source=source,
+            destination=destination,
+            bandwidth_bytes_s=float(cluster.bandwidth_bytes_s[ends]),
+            latency_s=float(cluster.latency_s[ends]),
+        )
+        links.setdefault(source, []).append(link)
+    return {source: tuple(own) for source, own in links.items()}
 
 
 def _check_transport(name: str, on_cpu: list[bool]) -> None:
@@ -92,10 +105,24 @@ def _check_transport(name: str, on_cpu: list[bool]) -> None:
         others = ", ".join(each for each in KV_TRANSPORTS if each not in GPU_TRANSPORTS + CPU_TRANSPORTS)
         problem = f"is between {kind} only, and the placement has others"
         raise InputError("--kv-transport", name, problem, f"use one of {others}")
+    if name == NIXL and importlib.util.find_spec(NIXL) is None:
+        problem = "the package nixl is not installed"
+        raise InputError("--kv-transport", name, problem, "pip install '.[nixl]', or use auto")
+
+
+def _emulated_transport(name: str) -> str:
+    """The emulated engine has its own, over TCP."""
+    if name not in ("auto", "tcp"):
+        raise InputError("--kv-transport", name, "is not for the emulated engine", "use auto or tcp")
+    return EMULATED
 
 
 def configurations(
-    placement: Placement, checkpoint: Path, gpu_dtype: str, options: EngineOptions = DEFAULTS
+    placement: Placement,
+    checkpoint: Path,
+    gpu_dtype: str,
+    options: EngineOptions = DEFAULTS,
+    engine: str = TORCH,
 ) -> dict[str, Configure]:
     """The first message of every worker, by worker, in the placement's order.
 
@@ -104,14 +131,19 @@ def configurations(
 
     Raises
     ------
-    InputError : the transport in `options` is not for these devices
+    InputError : the transport in `options` is not for these devices, or not installed
     """
     secret, block = secrets.token_hex(32), options.block_tokens
     budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}
     gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
-    emulated = emulated_links(placement) if options.emulate_links else {}
+    emulation, transport = None, options.kv_transport
+    if engine == EMULATED:
+        emulation = Emulation(placement=placement.to_json().encode(), kv_scale=options.kv_scale)
+        transport = _emulated_transport(transport)
+    else:
+        _check_transport(transport, [is_cpu(placement, gpu) for gpu in gpus])
+    emulated = emulated_links(placement) if emulation or options.emulate_links else {}
     cores = shares_of(sorted(os.sched_getaffinity(0)), [gpu for gpu in gpus if is_cpu(placement, gpu)])
-    _check_transport(options.kv_transport, [is_cpu(placement, gpu) for gpu in gpus])
     dtype = options.dtype
     if dtype == "auto":
         dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype
@@ -131,12 +163,14 @@ def configurations(
             max_prefill_tokens=PREFILL_TOKENS,
             max_mixed_tokens=options.chunk_tokens,
             reuse_prefixes=options.reuse_prefixes,
-            kv_transport=options.kv_transport,
+            kv_transport=transport,
             kv_links=emulated.get(gpu, ()),
             host="127.0.0.1",
             secret=secret,
             threads=len(cores.get(gpu, (0,))),
             cores=cores.get(gpu, ()),
+            engine=engine,
+            emulation=emulation,
         )
         for replica in placement.replicas
         for gpu in replica.gpus

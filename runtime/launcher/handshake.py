@@ -15,9 +15,18 @@ MessageType = TypeVar("MessageType", bound=Message)
 
 
 async def handshake(
-    links: Mapping[str, Link], configurations: Mapping[str, Configure], report: Callable[[str], None]
+    links: Mapping[str, Link],
+    configurations: Mapping[str, Configure],
+    listening: dict[str, Listening],
+    report: Callable[[str], None],
 ) -> None:
-    """Take all workers to Ready, together; `report` gets one line per step forward.
+    """Take new workers to Ready, together; `report` gets one line per step forward.
+
+    Parameters
+    ----------
+    links : to the new workers
+    configurations : of all workers
+    listening : where the others listen; the new ones are added
 
     Raises
     ------
@@ -26,9 +35,9 @@ async def handshake(
     """
     for worker, link in links.items():
         link.send(configurations[worker])
-    listening: dict[str, Listening] = await _from_all(links, Listening)
+    listening.update(await _from_all(links, Listening))
     for worker, link in links.items():
-        link.send(_connect(configurations, listening, configurations[worker]))
+        link.send(connect_message(configurations, listening, worker))
 
     ready = 0
 
@@ -40,10 +49,11 @@ async def handshake(
     await _from_all(links, Ready, on_ready)
 
 
-def _connect(
-    configurations: Mapping[str, Configure], listening: Mapping[str, Listening], own: Configure
+def connect_message(
+    configurations: Mapping[str, Configure], listening: Mapping[str, Listening], worker: str
 ) -> Connect:
-    lead = own.stages[0].workers[0]
+    """What a worker is told of where all listen."""
+    lead = configurations[worker].stages[0].workers[0]
     return Connect(
         peers={worker: (configurations[worker].host, news.port) for worker, news in listening.items()},
         replicas={each.replica: each.stages for each in configurations.values()},

@@ -4,36 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from abc import ABC, abstractmethod
 
 from cost_model.errors import HexGen2Error
 from runtime.messages import HEAD_BYTES, BadFrame, Message, body_length, decode, encode
 
 
-class Link:
-    """Messages over a byte stream, framed as runtime.messages says; heard counts those received."""
+class Link(ABC):
+    """Messages to and from one worker, wherever it runs; heard counts those received."""
+
+    heard: int = 0
+
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Queue a message; a worker that is gone shows in `receive`, never here."""
+
+    @abstractmethod
+    async def receive(self) -> Message | None:
+        """The next message, or None once the worker is gone.
+
+        Raises
+        ------
+        HexGen2Error : it sent something that is not one of our messages
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close both directions; what was sent before is still delivered."""
+
+
+class StreamLink(Link):
+    """Messages over a byte stream, framed as runtime.messages says."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self.heard = 0
 
     @classmethod
-    async def over(cls, connected: socket.socket) -> Link:
+    async def over(cls, connected: socket.socket) -> StreamLink:
         """A link over a connected socket, which it owns from now on."""
         connected.setblocking(False)
         return cls(*await asyncio.open_connection(sock=connected))
 
     def send(self, message: Message) -> None:
-        """Queue a message; a peer that is gone shows in `receive`, never here."""
         if not self._writer.is_closing():
             self._writer.write(encode(message))
 
     async def receive(self) -> Message | None:
-        """The next message, or None once the peer is gone.
-
-        Raises
-        ------
-        HexGen2Error : the peer sent something that is not one of our messages
-        """
         try:
             body = await self._reader.readexactly(body_length(await self._reader.readexactly(HEAD_BYTES)))
             message = decode(body)
@@ -45,5 +61,4 @@ class Link:
             return None
 
     def close(self) -> None:
-        """Close both directions; what was sent before is still delivered."""
         self._writer.close()

@@ -1,60 +1,37 @@
-"""All workers on this machine: one process per GPU, forked from one process that has torch loaded."""
+"""All workers on this machine."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
-import signal
 import socket
-import threading
-import time
-from collections.abc import Callable, Mapping
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Mapping, Sequence
 
 from cost_model.errors import HexGen2Error, InputError
 from hexgen2.placement import Placement
 from runtime.launcher.base import Launcher
 from runtime.launcher.configure import device_of
-from runtime.launcher.handshake import handshake
-from runtime.launcher.link import Link
-from runtime.messages import Configure, Shutdown
+from runtime.launcher.handshake import connect_message, handshake
+from runtime.launcher.link import Link, StreamLink
+from runtime.launcher.processes import WorkerProcesses
+from runtime.messages import Configure, Listening, Shutdown
 
 START_TIMEOUT_S = 600.0
-STOP_GRACE_S = 3.0
-PRELOAD = ["torch", "runtime.worker"]
-WORKER_ENVIRONMENT = {
-    # Threads wait awake for the next kernel of a step, and asleep for the next step.
-    "GOMP_SPINCOUNT": "20000",
-    # A product is prepared, and kept, for each number of rows: half a MB each, and rows come in any number.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "LRU_CACHE_CAPACITY": "64",
-}
-
-
-def _run_worker(control: socket.socket) -> None:
-    """Body of a worker process. A terminal's Ctrl-C reaches it too; the front end decides instead."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from runtime.worker import worker_main
-
-    worker_main(control)
 
 
 class LocalLauncher(Launcher):
-    """Workers on this machine, each on a socket pair of its own.
+    """Workers that are processes of this machine, each on a socket pair of its own."""
 
-    A worker ends when its socket closes, so that none survives the front end, however that dies.
-    """
+    can_change = True
 
     def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._start_timeout_s = start_timeout_s
-        self._processes: dict[str, BaseProcess] = {}
+        self._processes = WorkerProcesses()
         self._links: dict[str, Link] = {}
-        self._spawning: asyncio.Future[None] | None = None
-        self._stopping = threading.Event()
+        self._configurations: dict[str, Configure] = {}
+        self._listening: dict[str, Listening] = {}
+        self._ready: set[str] = set()
 
-    def check(self, placement: Placement, source: str) -> None:
+    def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
         for node in placement.cluster.nodes:
             if node.address is not None and not _is_this_machine(node.address):
                 raise InputError(
@@ -63,69 +40,72 @@ class LocalLauncher(Launcher):
                     f"{node.address} is another machine, and the local launcher starts workers here only",
                     "remove the addresses to serve on this machine",
                 )
-        _check_cuda(placement, source)
+        if not emulated:
+            _check_cuda(placement, source)
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
     ) -> dict[str, Link]:
-        ours: dict[str, socket.socket] = {}
-        theirs: dict[str, socket.socket] = {}
-        for worker in configurations:
-            ours[worker], theirs[worker] = socket.socketpair()
-        for worker, end in ours.items():
-            self._links[worker] = await Link.over(end)
-        report(f"starting {len(configurations)} workers")
+        self._configurations = dict(configurations)
+        return await self._start(list(configurations), report)
+
+    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        return await self.change(workers, {each: self._configurations[each] for each in workers}, report)
+
+    async def change(
+        self, ended: Sequence[str], started: Mapping[str, Configure], report: Callable[[str], None]
+    ) -> dict[str, Link]:
+        self._end(ended)
+        await self._processes.join(ended)
+        for worker in ended:
+            self._configurations.pop(worker, None)
+            self._listening.pop(worker, None)
+        self._configurations |= started
+        links: dict[str, Link] = {}
+        try:
+            if started:
+                links = await self._start(list(started), report)
+        except BaseException:
+            self._end(list(started))
+            raise
+        # Not to those that start just now: they would take it for their first, with addresses of before.
+        for worker in self._ready:
+            self._links[worker].send(connect_message(self._configurations, self._listening, worker))
+        return links
+
+    async def _start(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        ends = {worker: socket.socketpair() for worker in workers}
+        links: dict[str, Link] = {worker: await StreamLink.over(ours) for worker, (ours, _) in ends.items()}
+        self._links |= links
+        report(f"starting {len(workers)} workers")
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                self._spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn, theirs))
-                await asyncio.shield(self._spawning)
-                await handshake(self._links, configurations, report)
+                engine = self._configurations[workers[0]].engine
+                await self._processes.spawn({worker: end for worker, (_, end) in ends.items()}, engine)
+                await handshake(links, self._configurations, self._listening, report)
         except TimeoutError:
             raise HexGen2Error(f"the workers were not ready after {self._start_timeout_s:.0f} s") from None
-        return dict(self._links)
+        self._ready.update(workers)
+        return links
+
+    def _end(self, workers: Sequence[str]) -> None:
+        """Kill some workers, stopped ones too, and close what leads to them."""
+        self._ready.difference_update(workers)
+        self._processes.kill(workers)
+        for worker in workers:
+            if link := self._links.pop(worker, None):
+                link.close()
 
     async def stop(self) -> None:
-        self._stopping.set()
-        if self._spawning is not None:
-            await asyncio.wait([self._spawning])
         for link in self._links.values():
             link.send(Shutdown())
-        await asyncio.to_thread(self._join, STOP_GRACE_S)
-        for process in self._processes.values():
-            process.terminate()
-        await asyncio.to_thread(self._join, STOP_GRACE_S)
-        self.kill()
-        await asyncio.to_thread(self._join, STOP_GRACE_S)
+        await self._processes.stop()
         for link in self._links.values():
             link.close()
-        self._processes.clear()
         self._links.clear()
-        await asyncio.to_thread(_stop_helpers)
 
     def kill(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-
-    def _spawn(self, sockets: Mapping[str, socket.socket]) -> None:
-        for name, value in WORKER_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)  # read when torch is loaded, which the fork server does
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        for worker, end in sockets.items():
-            if self._stopping.is_set():
-                return
-            process = context.Process(target=_run_worker, args=(end,), name=f"worker {worker}", daemon=True)
-            process.start()
-            self._processes[worker] = process
-            end.close()
-
-    def _join(self, grace_s: float) -> None:
-        """Wait for all processes together; those that ended are forgotten."""
-        deadline = time.monotonic() + grace_s
-        for worker, process in list(self._processes.items()):
-            process.join(max(deadline - time.monotonic(), 0))
-            if process.exitcode is not None:
-                del self._processes[worker]
+        self._processes.kill()
 
 
 def _is_this_machine(address: str) -> bool:
@@ -149,17 +129,3 @@ def _check_cuda(placement: Placement, source: str) -> None:
                 f"needs {device}, and torch sees {present} CUDA devices here",
                 "launch on a machine with these GPUs, or search a placement for the devices at hand",
             )
-
-
-def _stop_helpers() -> None:
-    """End the fork server and the resource tracker, which otherwise live as long as this process.
-
-    The standard library has no public call for it; its own tests use these.
-    """
-    for helper in (
-        getattr(forkserver, "_forkserver", None),
-        getattr(resource_tracker, "_resource_tracker", None),
-    ):
-        stop = getattr(helper, "_stop", None)
-        if stop is not None:
-            stop()

@@ -86,7 +86,8 @@ def test_a_trace_is_replayed_at_its_times_or_faster(placement, trace):
 
 
 def test_tables_for_people(placement):
-    done = hexgen2("simulate", placement, "--offline", "--num-requests", "100", "--fail", "decode-0@0.5")
+    fails = "--fail", "decode-0@0.5", "--no-recover"
+    done = hexgen2("simulate", placement, "--offline", "--num-requests", "100", *fails)
     assert done.returncode == 0, done.stderr
     assert "TTFT" in done.stdout and "KV route" in done.stdout and "failed" in done.stdout
 

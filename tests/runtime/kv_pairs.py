@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import queue
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 
 from runtime.engine.cache import CacheShape
-from runtime.engine.kv import KvReceiver, KvSender, shared_cache
+from runtime.engine.kv import KvReceiver, KvSender
+from runtime.engine.kv.pool import shared_cache
 from runtime.kv_layout import KvTransfer, Part
 from runtime.messages import PROTOCOL_VERSION, Hello, KvLanded
 from runtime.transport import accept_hello, listen
@@ -175,12 +177,14 @@ def landed(receiving: Receiving) -> KvLanded:
 
 
 def start(target: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Pipe]:
-    """A process that runs `target(pipe, *arguments)`."""
+    """A process that runs `target(pipe, *arguments)`; killed at the end, even one that a failed test left
+    stopped."""
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runtime.engine.kv"])
+    context.set_forkserver_preload(["runtime.engine.kv", "runtime.engine.kv.pool"])
     process = context.Process(target=_child, args=(target, theirs, *arguments), daemon=True)
     process.start()
+    atexit.register(process.kill)
     theirs.close()
     return process, ours
 

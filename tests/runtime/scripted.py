@@ -5,7 +5,7 @@ import socket
 from contextlib import asynccontextmanager
 
 from runtime.coordinator import Coordinator
-from runtime.launcher.link import Link
+from runtime.launcher.link import StreamLink
 from runtime.messages import (
     Cancel,
     Decode,
@@ -53,9 +53,9 @@ class FakeLead:
                 self.link.send(Reserved(request_id=message.request_id, ok=ok))
             case Prefill():
                 self.held.add(message.request_id)
-                base = 100 * len(message.prompt)
-                last = message.sampling.max_tokens if message.target == "" else 1
-                self.emit(message.request_id, range(last), base, message.sampling.max_tokens)
+                base, first = 100 * (len(message.prompt) - message.index), message.index
+                last = message.sampling.max_tokens if message.target == "" else first + 1
+                self.emit(message.request_id, range(first, last), base, message.sampling.max_tokens)
                 self.release(message.request_id)
             case Decode():
                 self.link.send(KvMoved(request_id=message.request_id, bytes_received=640, seconds=0.001))
@@ -89,9 +89,9 @@ async def serving(routes, budget=100, max_batch=4, lead=FakeLead, growth_tokens=
     leads, replicas, tasks = {}, {}, []
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
         ours, theirs = socket.socketpair()
-        leads[name] = lead(name, await Link.over(theirs))
+        leads[name] = lead(name, await StreamLink.over(theirs))
         role = "colocated" if name.startswith("c") else "prefill" if name.startswith("p") else "decode"
-        links = {f"n/{name}": await Link.over(ours)}
+        links = {f"n/{name}": await StreamLink.over(ours)}
         replicas[name] = Replica(name, role, f"n/{name}", links, budget, max_batch, growth_tokens)
         tasks.append(asyncio.create_task(leads[name].run()))
     coordinator = Coordinator(Router(routes), replicas, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -35,17 +37,22 @@ START_S = 120.0
 STOP_S = 30.0
 SECONDS = 60
 MODEL = "tiny-llama"
-KEY = "a key"
+KEY = "a-key"
 FLOWS = {("prefill-0", "decode-0"): 1.0, ("prefill-1", "decode-0"): 1.0, ("prefill-1", "decode-1"): 2.0}
+COMMAND = "from hexgen2.cli import main; main()"
 RUN = """
+import json
 import sys
 from pathlib import Path
 from cost_model.errors import HexGen2Error
 from hexgen2.placement import Placement
+from runtime.options import FrontOptions
 from runtime.serve import serve
-placement, folder, port, key = sys.argv[1:]
+placement, folder, port, front, restarts = sys.argv[1:]
+where = Path(folder), "127.0.0.1", int(port)
 try:
-    sys.exit(serve(Placement.load(placement), Path(folder), "127.0.0.1", int(port), key or None))
+    options = {"restarts": int(restarts), "front": FrontOptions(**json.loads(front))}
+    sys.exit(serve(Placement.load(placement), *where, **options))
 except HexGen2Error as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -110,46 +117,34 @@ def make_placement(folder: Path) -> Placement:
     )
 
 
-class Server:
-    """A serve process of its own session, with its stderr in a file."""
+class Process:
+    """A process of its own session, with its stderr in a file."""
 
-    def __init__(
-        self, folder: Path, work: Path, key: str = "", port: int = 0, placement: Placement | None = None
-    ) -> None:
-        self.key, self.log = key, work / "server.log"
-        path = work / "placement.json"
-        (placement or make_placement(folder)).save(path)
-        with self.log.open("wb") as log:
+    def __init__(self, command: list[str], log: Path, **environment: str) -> None:
+        self.log = log
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", RUN, str(path), str(folder), str(port), key],
+                command,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=log,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                stderr=stderr,
+                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
                 start_new_session=True,
             )
-        self.url = ""
 
     def wait_for(self, pattern: str, limit_s: float = START_S) -> re.Match[str]:
         """Until a line of the log matches."""
         deadline = time.monotonic() + limit_s
         while not (found := re.search(pattern, self.log.read_text())):
-            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()}"
+            assert self.process.poll() is None, f"the process ended:\n{self.log.read_text()}"
             assert time.monotonic() < deadline, f"no {pattern!r} in:\n{self.log.read_text()}"
             time.sleep(0.05)
         return found
 
-    def until_serving(self) -> Server:
-        self.url = self.wait_for(r"serving \S+ on (http://\S+)")[1]
-        return self
-
-    @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
-
     def family(self) -> list[psutil.Process]:
-        """Every process of the server's session: itself, the workers and whatever helps them."""
+        """Every process of the session: itself, the workers and whatever helps them."""
         return [each for each in psutil.process_iter() if _session(each.pid) == self.process.pid]
 
     def interrupt(self) -> int:
@@ -163,6 +158,48 @@ class Server:
             if each.pid != self.process.pid or self.process.poll() is None:
                 each.kill()
         self.process.wait(STOP_S)
+
+
+class Server(Process):
+    """A process that serves a placement; `front` are options of the front end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        work: Path,
+        key: str = "",
+        port: int = 0,
+        placement: Placement | None = None,
+        restarts: int = 0,
+        **front: Any,
+    ) -> None:
+        front = {"api_keys": {"tests": key} if key else {}, **front}
+        path = work / "placement.json"
+        (placement or make_placement(folder)).save(path)
+        numbers = [str(port), json.dumps(front), str(restarts)]
+        super().__init__([sys.executable, "-c", RUN, str(path), str(folder), *numbers], work / "server.log")
+        self.key, self.url = key, ""
+
+    def until_serving(self, limit_s: float = START_S) -> Server:
+        self.url = self.wait_for(r"serving \S+ on (http://\S+)", limit_s)[1]
+        return self
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+
+class Launched(Server):
+    """`hexgen2 launch` with options, and with variables of the environment."""
+
+    def __init__(
+        self, placement: Placement, folder: Path, work: Path, *options: str, key: str = "", **environment: str
+    ) -> None:
+        placement.save(work / "placement.json")
+        command = [sys.executable, "-c", COMMAND, "launch", str(work / "placement.json")]
+        where = ["--model-path", str(folder), "--port", "0", *(["--api-key", key] if key else [])]
+        Process.__init__(self, [*command, *where, *options], work / "server.log", **environment)
+        self.key, self.url = key, ""
 
 
 def _session(pid: int) -> int:

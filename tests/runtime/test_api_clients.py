@@ -213,7 +213,7 @@ def in_process(folder, queue_limit=256, link=None):
     metrics.watch(coordinator)
     link.answer = partial(coordinator._handle, replica)
     service = Service(placement, coordinator, ModelTokenizer.load(folder), metrics)
-    transport = httpx.ASGITransport(create_app(service, None))
+    transport = httpx.ASGITransport(create_app(service))
     return httpx.AsyncClient(transport=transport, base_url="http://app")
 
 
@@ -297,7 +297,9 @@ class GivesUp:
         for index in range(self.tokens):
             output = TokenOutput(request_id=request_id, index=index, token=70 + index)
             self.answer(StepOutput(replica="c", outputs=(output,)))
-        self.answer(RequestFailed(request_id=request_id, replica="c", text="its KV cache is torn"))
+        self.answer(
+            RequestFailed(request_id=request_id, replica="c", text="its KV cache is torn", fault=False)
+        )
         self.answer(Released(request_id=request_id, replica="c"))
 
 

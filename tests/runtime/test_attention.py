@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import random
+import shutil
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 import torch
 
-from runtime.engine.attention import Batch, attend
+from runtime.engine import native
+from runtime.engine.attention import Batch, attend, store
 from runtime.engine.cache import CacheShape, PagedCache
+from runtime.engine.kv.runs import Runs
 from runtime.kv_layout import Part
 
-HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 6, 2, 8, 4, 64
+BLOCK, BLOCKS = 4, 64
+SIZES = [(6, 2, 8), (6, 2, 16), (10, 1, 64), (4, 4, 80)]  # heads, KV heads, head size
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "torch":
+        monkeypatch.setattr(native, "serves", lambda dtype, device: False)
+    elif not native.serves(torch.float32, torch.device("cpu")):
+        assert shutil.which("g++") is None, "installed without compiled kernels, which g++ can build"
+        pytest.skip("neither compiled kernels nor a compiler")
+    yield
 
 
 def softmax_attention(query, keys, values, window):
     """One token: query [heads, dim] over keys, values [context, kv_heads, dim], in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
     reach = min(len(keys), window or len(keys))
-    answer = torch.empty(HEADS, DIM, dtype=torch.float64)
-    for head in range(HEADS):
-        kv = head // (HEADS // KV_HEADS)
-        scores = keys[-reach:, kv] @ query[head] / DIM**0.5
+    answer = torch.empty(query.shape, dtype=torch.float64)
+    for head in range(len(query)):
+        kv = head // (len(query) // keys.shape[1])
+        scores = keys[-reach:, kv] @ query[head] / query.shape[1] ** 0.5
         answer[head] = scores.softmax(0) @ values[-reach:, kv]
     return answer.flatten()
 
@@ -39,15 +54,17 @@ def random_batches(seed: int):
         yield parts, sorted(table) if rng.random() < 0.3 else table
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("seed", range(12))
 def test_ragged_batches_attend_to_all_before_them(seed: int, window: int | None) -> None:
     torch.manual_seed(seed)
-    shape = CacheShape(Part(2, 4, 0, KV_HEADS), DIM, torch.float32, torch.device("cpu"))
+    heads, kv_heads, dim = SIZES[seed % len(SIZES)]
+    shape = CacheShape(Part(2, 4, 0, kv_heads), dim, torch.float32, torch.device("cpu"))
     cache = PagedCache(shape, BLOCKS, BLOCK)
     cache.pool.fill_(torch.nan)
     requests = list(random_batches(seed))
-    data = [(torch.randn(sum(parts), 3, HEADS, DIM)) for parts, _ in requests]
+    data = [(torch.randn(sum(parts), 3, heads, dim)) for parts, _ in requests]
     done = [0] * len(requests)
     for turn in range(max(len(parts) for parts, _ in requests)):
         live = [n for n, (parts, _) in enumerate(requests) if turn < len(parts)]
@@ -61,14 +78,15 @@ def test_ragged_batches_attend_to_all_before_them(seed: int, window: int | None)
             [n % 2 == 0 for n in live],
         )
         rows = torch.cat([data[n][done[n] : done[n] + count] for n, count in zip(live, counts, strict=True)])
-        query, key, value = rows[:, 0], rows[:, 1, :KV_HEADS], rows[:, 2, :KV_HEADS]
+        query, key, value = rows[:, 0], rows[:, 1, :kv_heads], rows[:, 2, :kv_heads]
+        store(key, value, 3, batch)
         answer = attend(query, key, value, 3, batch, window)
         row = 0
         for n, count in zip(live, counts, strict=True):
             for token in range(done[n], done[n] + count):
                 seen = data[n][: token + 1]
                 expected = softmax_attention(
-                    data[n][token, 0], seen[:, 1, :KV_HEADS], seen[:, 2, :KV_HEADS], window
+                    data[n][token, 0], seen[:, 1, :kv_heads], seen[:, 2, :kv_heads], window
                 )
                 torch.testing.assert_close(answer[row].double(), expected, atol=1e-5, rtol=1e-5)
                 assert batch.positions[row] == token
@@ -90,4 +108,10 @@ def test_slots_and_runs_name_the_same_places() -> None:
             runs = cache.runs(table, first, end)
             assert [slot for run in runs for slot in range(*run)] == slots
             assert all(a[1] != b[0] for a, b in pairwise(runs))
-    assert cache.runs(table, 2, 9) == [(30, 36), (8, 9)]
+    assert cache.runs(table, 2, 9).tolist() == [[30, 36], [8, 9]]
+    whole = Runs(cache.runs(table, 2, 19))
+    assert whole.tokens == 17 and whole.are_within(39) and not whole.are_within(38)
+    for first in range(17):
+        for end in range(first + 1, 18):
+            part = Runs.from_bytes(whole.between(first, end).to_bytes())
+            assert part.slots().tolist() == whole.slots()[first:end].tolist() and part.tokens == end - first

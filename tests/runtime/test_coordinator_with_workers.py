@@ -3,23 +3,13 @@
 import asyncio
 import os
 import signal
-from contextlib import asynccontextmanager
 
 import pytest
-from checkpoints import LAYERS, greedy, write_llama
-from engine_harness import Cluster
+from checkpoints import greedy, write_llama
+from joined import PROMPT, TO_D, TO_E, ask, joined, run, settle, tell_addresses, tokens_of
 
-from runtime.coordinator import Coordinator
-from runtime.launcher.link import Link
-from runtime.messages import Connect, Ready, Sampling
+from runtime.messages import Sampling
 from runtime.refusals import Unavailable
-from runtime.replica import Replica
-from runtime.router import Route, Router
-
-PROMPT = [5, 9, 200, 31, 8, 77, 120]
-SHAPES = {"p": [(1, 0, 2), (1, 2, LAYERS)], "d": [(2, 0, LAYERS)], "e": [(1, 0, LAYERS)]}
-TO_D, TO_E = Route("p", "d", 1.0), Route("p", "e", 1.0)
-BUDGET = 400
 
 
 @pytest.fixture(scope="module")
@@ -30,59 +20,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answer(folder):
     return greedy(folder, [PROMPT], 32)[0]
-
-
-@asynccontextmanager
-async def joined(folder, **options):
-    """A coordinator over the workers of one prefill and two decode replicas, and the links to them."""
-    cluster = Cluster(folder, {}, kv_budget_tokens=BUDGET)
-    try:
-        workers = cluster.spawn(SHAPES)
-        cluster.connect()
-        for worker in workers:
-            assert isinstance(cluster.controls[worker].receive(), Ready)
-        links = {worker: await Link.over(cluster.controls[worker].stream) for worker in workers}
-        replicas = {}
-        for name, stages in cluster.stages.items():
-            own = [worker for stage in stages for worker in stage.workers]
-            role = "prefill" if name == "p" else "decode"
-            replicas[name] = Replica(name, role, own[0], {each: links[each] for each in own}, BUDGET, 32)
-        coordinator = Coordinator(Router([TO_D, TO_E]), replicas, **options)
-        coordinator.start()
-        yield coordinator, cluster, links
-        await coordinator.stop()
-    finally:
-        cluster.kill()
-
-
-def run(scenario):
-    async def limited():
-        async with asyncio.timeout(90):
-            await scenario()
-
-    asyncio.run(limited())
-
-
-def ask(coordinator, route, max_tokens=32):
-    return coordinator.submit(PROMPT, Sampling(max_tokens=max_tokens, ignore_eos=True), route)
-
-
-async def tokens_of(generation):
-    return [output.token async for output in generation]
-
-
-async def settle(coordinator):
-    while any(replica.held for replica in coordinator.replicas.values()):
-        await asyncio.sleep(0.01)
-    assert not coordinator._requests
-
-
-def tell_addresses(cluster, links, **moved):
-    """Connect to all of p's workers, with other ports for some."""
-    ports = cluster.ports | moved
-    peers = {worker: ("127.0.0.1", port) for worker, port in ports.items()}
-    for worker in ("p/0", "p/1"):
-        links[worker].send(Connect(peers=peers, replicas=cluster.stages, store_port=0))
 
 
 def test_a_kv_transfer_that_breaks_fails_its_request_alone_and_frees_both_sides(folder, answer):
@@ -102,6 +39,27 @@ def test_a_kv_transfer_that_breaks_fails_its_request_alone_and_frees_both_sides(
             assert await tokens_of(ask(coordinator, TO_D)) == answer
             await settle(coordinator)
             assert coordinator.lost == {}
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5, "presence_penalty": 0.7}])
+@pytest.mark.parametrize("when", ["prefilling", "decoding"])
+def test_requests_of_a_killed_replica_get_the_tokens_that_they_would_have_had(folder, when, options):
+    async def scenario():
+        sampling = Sampling(max_tokens=60, ignore_eos=True, **options)
+        async with joined(folder) as (coordinator, cluster, _):
+            expected = await tokens_of(coordinator.submit(PROMPT, sampling, TO_E))
+            requests = [coordinator.submit(PROMPT, sampling) for _ in range(6)]
+            on_d = [request for request in requests if request.route == TO_D]
+            while not any(request.phase == when and len(request.tokens) != 10 for request in on_d):
+                await asyncio.sleep(0)
+            cluster.processes["d/1"].kill()
+            for request in requests:
+                assert await tokens_of(request) == expected
+            assert on_d and any(request.record.resumes for request in on_d)
+            await settle(coordinator)
+            assert list(coordinator.lost) == ["d"]
 
     run(scenario)
 
@@ -132,10 +90,13 @@ def test_a_frozen_decode_worker_is_found_and_others_serve(folder, answer):
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
             frozen, beside = ask(coordinator, TO_D), ask(coordinator, TO_E)
+            free = [ask(coordinator, None) for _ in range(4)]
             assert await tokens_of(beside) == answer
             with pytest.raises(Unavailable, match=r"replica d is lost \(worker d/1 does not answer\)"):
                 await tokens_of(frozen)
-            assert await tokens_of(ask(coordinator, None)) == answer
+            for request in free:
+                assert await tokens_of(request) == answer
+            assert sorted(request.record.resumes for request in free) == [0, 0, 1, 1]
             await settle(coordinator)
             assert list(coordinator.lost) == ["d"]
 

@@ -30,7 +30,8 @@ from runtime.engine.attention import Batch
 from runtime.engine.cache import CacheShape, PagedCache
 from runtime.engine.models import load_stage
 from runtime.engine.models.base import DecoderStage
-from runtime.engine.parallel import Links, Place
+from runtime.engine.parallel import Links
+from runtime.engine.place import Place
 from runtime.kv_layout import Part
 from runtime.messages import StageShape
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import queue
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -36,13 +38,16 @@ from kv_pairs import (
 
 from cost_model.errors import InputError
 from runtime.engine.cache import CacheShape
-from runtime.engine.kv import shared_cache
-from runtime.engine.kv.pool import host_identity
+from runtime.engine.kv.host import host_identity
+from runtime.engine.kv.pool import shared_cache
 from runtime.kv_layout import KvTransfer, Part, held, outgoing
 from runtime.messages import KvLanded, KvLink, KvOffer, KvOpen, KvOpened, KvSlice, KvTaken, StageShape, Step
 from runtime.transport import Connection, connect, listen
 
-RUNNABLE = ["shm", "tcp", "gloo"]
+HAS_NIXL = importlib.util.find_spec("nixl") is not None
+NO_NIXL = "the package nixl is missing"
+WITH_NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason=NO_NIXL))
+RUNNABLE = ["shm", "tcp", "gloo", WITH_NIXL]
 WHOLE, HALF = Part(0, 3, 0, 4), Part(1, 3, 2, 4)
 TO_D0 = (KvTransfer("p/0", "d/0", HALF),)
 
@@ -132,6 +137,13 @@ def test_any_shape_to_any_shape(shape: str, transport: str, block_tokens: tuple[
     whole_replicas_agree(source, destination, kv_heads, 5, [6, 17, 31], transport, block_tokens)
 
 
+@pytest.mark.skipif(not HAS_NIXL, reason=NO_NIXL)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_shape_to_any_shape_by_nixl(shape: str) -> None:
+    source, destination, kv_heads = SHAPES[shape]
+    whole_replicas_agree(source, destination, kv_heads, 5, [6, 17, 31], "nixl", (16, 3))
+
+
 @st.composite
 def replicas(draw: st.DrawFn, kv_heads: int) -> list[tuple[int, int, int]]:
     degrees = [degree for degree in (1, 2, 4) if kv_heads % degree == 0 or degree % kv_heads == 0]
@@ -207,7 +219,7 @@ def test_with_nothing_to_send_both_sides_are_done_at_once(receiving: Receiving) 
 
 
 def test_what_nobody_expects_is_dropped_and_the_next_lands(receiving: Receiving) -> None:
-    for transport in RUNNABLE[:2]:
+    for transport in ("shm", "tcp"):
         receiving.receiver.expect("gone", [3, 4, 5], 0, 11)
         receiving.receiver.forget("gone")
         receiving.receiver.expect("r", [0, 1, 2], 0, 11)
@@ -238,7 +250,7 @@ def test_what_can_not_be_shared_goes_by_tcp(receiving: Receiving) -> None:
     assert holds(receiving.cache, receiving.pool, 1, [0, 1, 2], 0, 11)
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", *(() if HAS_NIXL else ("nixl",))])
 def test_a_transport_that_this_pair_lacks_fails_the_request(receiving: Receiving, transport: str) -> None:
     sending = sending_to(receiving, transport=transport)
     sending.push("r", TO_D0, list(range(8)), [11])
@@ -315,7 +327,8 @@ def test_a_lost_receiver_fails_its_requests_within_the_deadline(
     transport: str, how: signal.Signals, receiving: Receiving
 ) -> None:
     process, pipe = start(receive_process, "d/9", Pool(HALF))
-    sending = sending_to(receiving, transport=transport, deadline_s=1.0)
+    deadline_s = 5.0 if transport == "nixl" else 1.0  # to load it takes a second
+    sending = sending_to(receiving, transport=transport, deadline_s=deadline_s)
     sending.sender.reconnect({"d/0": receiving.address, "d/9": pipe.recv()})
     table = list(range(8))
     ask(pipe, "expect", "before", [0, 1, 2, 3], 0, 11)
@@ -323,7 +336,10 @@ def test_a_lost_receiver_fails_its_requests_within_the_deadline(
     sending.push("before", lost, table, [11])
     assert next_event(sending.events) == "before"
     assert process.pid is not None
-    os.kill(process.pid, how)
+    if how == signal.SIGSTOP:
+        freeze(process.pid)
+    else:
+        os.kill(process.pid, how)
     sending.push("lost", lost, table, [5, 11])
     receiving.receiver.expect("well", [0, 1, 2], 0, 11)
     sending.push("well", TO_D0, table, [11])
@@ -342,19 +358,31 @@ def test_a_lost_receiver_fails_its_requests_within_the_deadline(
     sending.sender.close()
 
 
-def test_a_pull_that_comes_too_late_is_not_taken_for_good() -> None:
+def freeze(process_id: int | None) -> None:
+    """Stop all threads of a process: the signal alone does so in a while, on a busy machine."""
+    process = psutil.Process(process_id)
+    process.suspend()
+    while any(
+        "State:\tT" not in Path(f"/proc/{process.pid}/task/{thread.id}/status").read_text()
+        for thread in process.threads()
+    ):
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("transport", ["shm", WITH_NIXL])
+def test_a_pull_that_comes_too_late_is_not_taken_for_good(transport: str) -> None:
     """A receiver that slept through the deadline pulls from blocks that are another's by then."""
     pool = Pool(WHOLE)
     process, pipe = start(receive_process, "d/0", pool)
-    sending = Sending("p/0", pool, {"d/0": pipe.recv()}, transport="shm", deadline_s=0.5)
+    deadline_s = 5.0 if transport == "nixl" else 0.5
+    sending = Sending("p/0", pool, {"d/0": pipe.recv()}, transport=transport, deadline_s=deadline_s)
     table = list(range(8))
     fill(sending.cache, pool, 1, table, 32)
     plan = (KvTransfer("p/0", "d/0", WHOLE),)
     for name in ("first", "late"):
         ask(pipe, "expect", name, table, 0, 32)
         if name == "late":
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGSTOP)
+            freeze(process.pid)
         sending.push(name, plan, table, [32])
         assert name in next_event(sending.events)
     assert next_event(sending.events) == "late"
@@ -367,8 +395,12 @@ def test_a_pull_that_comes_too_late_is_not_taken_for_good() -> None:
     process.kill()
 
 
-def test_a_killed_sender_fails_what_it_had_begun_and_nothing_else(receiving: Receiving) -> None:
-    process, pipe = start(send_process, "p/9", Pool(WHOLE), {"d/0": receiving.address}, {})
+@pytest.mark.parametrize("transport", RUNNABLE)
+def test_a_killed_sender_fails_what_it_had_begun_and_nothing_else(
+    transport: str, receiving: Receiving
+) -> None:
+    options = {"transport": transport}
+    process, pipe = start(send_process, "p/9", Pool(WHOLE), {"d/0": receiving.address}, options)
     ask(pipe, "fill", 1, list(range(8)), 32)
     receiving.receiver.expect("begun", [0, 1, 2], 0, 12)
     receiving.receiver.expect("other", [3, 4, 5], 0, 12)
@@ -580,7 +612,7 @@ def test_many_connections_leave_nothing_behind(transport: str) -> None:
     sending = Sending("p/0", Pool(WHOLE), {"d/0": address}, transport=transport)
     fill(sending.cache, sending.pool, 1, list(range(8)), 32)
     settled = None
-    for number in range(60 if transport == "gloo" else 200):  # gloo takes 0.15 s for each
+    for number in range(60 if transport in ("gloo", "nixl") else 200):  # these take 0.15 s for each
         sending.sender.reconnect({"d/0": address})
         ask(pipe, "expect", "r", [0, 1, 2], 0, 11)
         sending.push("r", TO_D0, list(range(8)), [11])

@@ -1,5 +1,6 @@
 """Launching, losing workers and stopping: nothing hangs, nothing stays behind."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -7,7 +8,7 @@ import time
 
 import httpx
 import pytest
-from served import Server, alive, listens, make_placement
+from served import Server, alive, gauge, listens, make_placement, until_idle
 
 from cluster_specs.loader import accelerator_of
 from cost_model.architecture import ModelArchitecture
@@ -53,13 +54,21 @@ def until_gone(processes):
 
 
 def _lose_a_decode_replica(server, http):
-    """Kill one of decode-0's two workers while it streams; decode-1 must go on."""
+    """Kill one of decode-0's two workers while it streams; decode-1 must go on, with its requests too."""
+    whole = http.post("/v1/completions", json=LONG | {"stream": False}).json()["choices"][0]["text"]
+    texts = dict.fromkeys(range(4), "")
+    struck = False
     with http.stream("POST", "/v1/completions", json=LONG | {"n": 4}) as response:
-        lines = response.iter_lines()
-        next(lines)
-        _workers(server)[3].kill()
-        events = [line.removeprefix("data: ") for line in lines if line]
-    assert "decode-0 is lost" in json.loads(events[-2])["error"]["message"]
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                if not struck:  # at the first chunk, whose text may still be empty
+                    _workers(server)[3].kill()
+                    struck = True
+                texts[choice["index"]] += choice["text"]
+    assert line == "" or line == "data: [DONE]"
+    assert list(texts.values()) == [whole] * 4
+    assert "hexgen2_requests_resumed_total 0.0" not in http.get("/metrics").text
     health = http.get("/health")
     assert health.status_code == 503
     assert health.json()["status"] == "degraded" and "decode-0" in health.json()["reason"]
@@ -91,6 +100,39 @@ def test_a_lost_worker_degrades_and_ctrl_c_stops_everything(launch):
         assert events[-1] == "[DONE]" and "stopping" in json.loads(events[-2])["error"]["message"]
     assert code == 0
     assert alive(family) == [] and not listens(server.port)
+
+
+def test_lost_replicas_come_back_and_no_stream_notices(launch):
+    """Workers are killed, or stopped, one after the other while requests stream; each text is whole."""
+    server = launch(restarts=9).until_serving()
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        whole = http.post("/v1/completions", json=LONG | {"stream": False}).json()["choices"][0]["text"]
+        names = [each["id"] for each in http.get("/placement").json()["replicas"]]
+        for number, victims in enumerate([(5,), (3,), (0, 5)]):
+            texts = dict.fromkeys(range(6), "")
+            struck = False
+            with http.stream("POST", "/v1/completions", json=LONG | {"n": 6}) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                        texts[choice["index"]] += choice["text"]
+                        if not struck and all(texts.values()):
+                            how = signal.SIGSTOP if number % 2 else signal.SIGKILL
+                            for each in [_workers(server)[victim] for victim in victims]:
+                                each.send_signal(how)
+                            struck = True
+            assert struck and list(texts.values()) == [whole] * 6
+            deadline = time.monotonic() + GONE_S
+            while gauge(http, "hexgen2_replica_restarts_total") < number + 1 or _lost(http):
+                assert time.monotonic() < deadline, server.log.read_text()
+                time.sleep(0.05)
+        until_idle(http)
+        assert http.get("/health").json()["replicas"] == dict.fromkeys(names, "up")
+        assert gauge(http, "hexgen2_requests_resumed_total") > 0
+        assert len(_workers(server)) == 6
+        for _ in range(4):
+            assert http.post("/v1/completions", json=SHORT).status_code == 200
+    assert server.interrupt() == 0
 
 
 def test_when_every_prefill_replica_is_lost_requests_get_503(launch):
@@ -193,15 +235,16 @@ def test_every_worker_is_told_its_replica_and_the_same_secret(model_folder):
     assert told["box/4"].replica == "decode-0" and told["box/4"].stages[0].workers == ("box/3", "box/4")
 
 
-def test_emulated_links_are_those_of_the_cluster_between_the_ends_of_routes(model_folder):
+def test_emulated_links_are_those_of_the_cluster_between_replicas_of_both_phases(model_folder):
     placement = make_placement(model_folder)
     told = configurations(placement, model_folder, "bfloat16", EngineOptions(emulate_links=True))
-    ends = {replica.id: replica.gpus for replica in placement.replicas}
     wanted = {
         (source, target)
-        for route in placement.routes
-        for source in ends[route.from_]
-        for target in ends[route.to]
+        for prefill in placement.replicas
+        for decode in placement.replicas
+        if (prefill.role, decode.role) == ("prefill", "decode")
+        for source in prefill.gpus
+        for target in decode.gpus
     }
     links = [link for each in told.values() for link in each.kv_links]
     assert {(link.source, link.destination) for link in links} == wanted
@@ -220,6 +263,13 @@ def test_a_transport_that_the_devices_do_not_have_is_refused(model_folder):
     told = configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport="shm"))
     assert {each.kv_transport for each in told.values()} == {"shm"}
     assert set(KV_TRANSPORTS) == {AUTO, *transport_names()}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="the package nixl is there")
+def test_a_transport_that_is_not_installed_is_refused(model_folder):
+    placement = make_placement(model_folder)
+    with pytest.raises(InputError, match="nixl is not installed; pip install"):
+        configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport="nixl"))
 
 
 def test_routes_follow_the_flows_and_colocated_replicas_are_routes_to_themselves(model_folder):

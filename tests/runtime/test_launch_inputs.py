@@ -228,7 +228,7 @@ def refuses(model_folder, monkeypatch):
     monkeypatch.setattr("runtime.serve._serve", None)
 
     def check(placement, words, **options):
-        defaults = {"model_path": model_folder, "host": "127.0.0.1", "port": 0, "api_key": None}
+        defaults = {"model_path": model_folder, "host": "127.0.0.1", "port": 0}
         with pytest.raises(InputError) as caught:
             serve(placement, source="a.json", **(defaults | options))
         assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -31,11 +31,12 @@ class Side:
             max_mixed_tokens=16,
             reuse_prefixes=True,
             stages=("one",),
+            kv_lease_s=300.0,
         )
         member = SimpleNamespace(
             config=config,
             cache=SimpleNamespace(blocks=BLOCKS, block_tokens=SIZE),
-            stage=SimpleNamespace(spec=SimpleNamespace(position_limit=None, vocab=50)),
+            spec=SimpleNamespace(position_limit=None, vocab=50),
             expect=lambda _: None,
             release=self.silenced.append,
         )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.router import Route, Router
+from runtime.router import Route, Router, routes_without
 
 weights = st.lists(st.floats(0.01, 100, allow_nan=False), min_size=1, max_size=12)
 
@@ -71,11 +71,11 @@ def test_no_routes():
 
 
 @pytest.mark.parametrize("lost", ["p0", "d0"])
-def test_drop_removes_every_route_of_a_replica(lost):
+def test_no_route_to_a_lost_replica_is_left(lost):
     routes = [Route("p0", "d0", 1), Route("p0", "d1", 1), Route("p1", "d0", 1), Route("p1", "d1", 2)]
     router = Router(routes)
     router.pick()
-    left = router.drop(lost)
+    left = router.with_routes(routes_without(router.routes, {lost}))
     assert all(lost not in (route.prefill, route.decode) for route in left.routes)
     assert lost not in {name for _ in range(10) for name in _names(left.pick())}
 

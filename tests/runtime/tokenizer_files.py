@@ -42,7 +42,9 @@ def write_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> 
     return tokenizer
 
 
-def write_model(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+def write_model(
+    folder: Path, chat_template: str | None = CHAT_TEMPLATE, head_dim: int = 8
+) -> PreTrainedTokenizerFast:
     """A random Llama (4 layers, hidden 64, 8 heads, 4 KV heads) with the tokenizer; float32."""
     torch.manual_seed(11)
     config = LlamaConfig(
@@ -52,6 +54,7 @@ def write_model(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> PreT
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
+        head_dim=head_dim,
         max_position_embeddings=CONTEXT,
         initializer_range=0.15,
         tie_word_embeddings=False,

@@ -241,13 +241,13 @@ def test_a_lost_replica_fails_its_requests_or_has_them_start_over(setting):
     decode = next(replica.id for replica in setting.replicas if replica.role == "decode")
     asked = online(Lengths(setting.workload), 4.0, 400, seed=3)
     failure = [Failure(40.0, decode)]
-    lost = run(setting, asked, failures=failure)
+    lost = run(setting, asked, failures=failure, recover=False)
     failed = set(lost.records.failed)
     assert failed and all(asked.arrival_s[k] <= 40.0 for k in failed)
     assert all(room.held_tokens == 0 for room in lost.rooms.values())
     after = [name for name, at in zip(lost.records.decode, asked.arrival_s, strict=True) if at > 40.0]
     assert decode not in after
-    recovered = run(setting, asked, failures=failure, recover=True)
+    recovered = run(setting, asked, failures=failure)
     assert not recovered.records.failed
     whole = recovered.records
     assert sum(whole.gaps) == asked.osl.sum() - len(asked)

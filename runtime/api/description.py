@@ -1,0 +1,129 @@
+"""What /openapi.json says of the answers: OpenAI's objects with the additions of this server."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, ConfigDict
+
+
+class _Described(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class Fault(_Described):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(_Described):
+    error: Fault
+
+
+class CachedTokens(_Described):
+    cached_tokens: int
+
+
+class Usage(_Described):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Trace(_Described):
+    """Where the request ran, and the KV cache moved for it."""
+
+    prefill_replica: str
+    decode_replica: str
+    kv_bytes: int
+
+
+class CompletionChoice(_Described):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(_Described):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    hexgen2: Trace
+
+
+class AssistantMessage(_Described):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(_Described):
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(_Described):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    hexgen2: Trace
+
+
+class ModelCard(_Described):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(_Described):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(_Described):
+    status: Literal["ok", "degraded"]
+    reason: str = ""
+    replicas: dict[str, Literal["up", "lost"]]
+
+
+EVENTS: dict[str, Any] = {"text/event-stream": {}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is wrong, too large, too slow, or not allowed"},
+    "5XX": {"model": ErrorBody, "description": "The server is overloaded (with Retry-After), or failed"},
+}
+
+
+def answers(model: type[BaseModel], streamed: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that answers with a model, or with server-sent events of it if asked for."""
+    return {200: {"model": model, "content": EVENTS} if streamed else {"model": model}}
+
+
+def describe(app: FastAPI, with_keys: bool) -> None:
+    """Serve the description at /openapi.json, with the key that clients need if there is one."""
+
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            if with_keys:
+                schemes = schema.setdefault("components", {}).setdefault("securitySchemes", {})
+                schemes["key"] = {"type": "http", "scheme": "bearer"}
+                schema["security"] = [{"key": []}]
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = described  # type: ignore[method-assign]

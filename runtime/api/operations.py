@@ -1,0 +1,33 @@
+"""What an operator may ask of a fleet that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from runtime.api.errors import ApiError
+
+
+def operations_router(replan: Callable[[], bool], guarded: bool) -> APIRouter:
+    """`POST /replan`: another placement without what is lost.
+
+    Parameters
+    ----------
+    replan : begins; False if there is no reason to, or it is being done
+    guarded : whether clients must show a key; without one nobody may ask
+    """
+    router = APIRouter()
+
+    @router.post("/replan")
+    async def on_replan() -> JSONResponse:
+        if not guarded:
+            message = "this is for clients with a key; start the server with --api-key"
+            raise ApiError(403, message, "invalid_request_error")
+        if not replan():
+            message = "no replica is lost, or a new placement is being taken up"
+            raise ApiError(409, message, "invalid_request_error")
+        return JSONResponse({"status": "replanning"}, 202)
+
+    return router

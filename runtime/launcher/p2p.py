@@ -1,0 +1,212 @@
+"""Workers on other machines: each node's agent starts those of its GPUs, and carries their frames."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cost_model.errors import HexGen2Error, InputError
+from hexgen2.placement import Placement
+from runtime.launcher.base import Launcher
+from runtime.launcher.channel import WorkersChannel
+from runtime.launcher.configure import shares_of
+from runtime.launcher.handshake import connect_message, handshake
+from runtime.launcher.link import Link
+from runtime.messages import Configure, Listening, Shutdown
+from runtime.options import EMULATED
+from runtime.p2p.agent_messages import AGENT_PROTOCOL, WORKERS_SERVICE, StartWorkers
+from runtime.p2p.digest import checkpoint_digest
+from runtime.p2p.membership import Membership
+from runtime.p2p.roster import Node, Roster
+
+JOIN_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
+STOP_GRACE_S = 10.0
+START_ATTEMPTS = 3
+SETTLE_S = 0.5  # for the end of a node to be known wherever it shows
+
+
+class P2pLauncher(Launcher):
+    """Has the agents of nodes start their workers, over one channel per replica and node.
+
+    A node that is gone takes its replicas with it; a restart waits until it is there again.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        self._membership = membership
+        self._join_timeout_s, self._start_timeout_s = join_timeout_s, start_timeout_s
+        self._member = membership.member("head", "head")
+        self._roster: Roster | None = None
+        self._started = False
+        self._channels: dict[tuple[str, str], WorkersChannel] = {}
+        self._links: dict[str, Link] = {}
+        self._configurations: dict[str, Configure] = {}
+        self._listening: dict[str, Listening] = {}
+        self._ready: set[str] = set()
+        self._checkpoint, self._digest = "", ""
+
+    def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
+        """Any placement will do, as far as can be known before its nodes have joined."""
+
+    async def start(
+        self, configurations: Mapping[str, Configure], report: Callable[[str], None]
+    ) -> dict[str, Link]:
+        self._configurations = dict(configurations)
+        first = next(iter(configurations.values()))
+        self._checkpoint = first.checkpoint
+        if first.engine != EMULATED:
+            self._digest = await asyncio.to_thread(checkpoint_digest, Path(self._checkpoint))
+        self._started = True
+        await self._member.start()
+        self._roster = Roster(self._member.peers, self._membership.join, report)
+        self._roster.start()
+        return await self._start_on_nodes(self._roster, list(configurations), report)
+
+    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        assert self._roster is not None
+        self._end(workers)
+        await self._roster.wait({node_of(worker) for worker in workers})
+        try:
+            links = await self._start(workers, report)
+        except BaseException:
+            self._end(workers)
+            raise
+        # To these workers too: others that start beside them may listen only since. Not to any that start
+        # just now: they would take it for their first, with addresses of before.
+        for worker in self._ready:
+            self._links[worker].send(connect_message(self._configurations, self._listening, worker))
+        return links
+
+    async def stop(self) -> None:
+        for link in self._links.values():
+            link.send(Shutdown())
+        await asyncio.gather(*(channel.stop(STOP_GRACE_S) for channel in self._channels.values()))
+        self._channels.clear()
+        self._links.clear()
+        if self._roster is not None:
+            await self._roster.stop()
+        if self._started:
+            self._started = False
+            await self._member.stop()
+
+    def kill(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+    def views(self) -> dict[str, Callable[[], Any]]:
+        return {"/nodes": self._member.show_nodes, "/peers": self._member.show_peers}
+
+    async def _start_on_nodes(
+        self, roster: Roster, workers: Sequence[str], report: Callable[[str], None]
+    ) -> dict[str, Link]:
+        """Start workers once all their nodes are there; again if a node was gone for a moment meanwhile: this
+        process itself may have been busy with its imports for so long that a node gave it up."""
+        attempts = 0
+        while True:
+            await self._join(roster, {node_of(worker) for worker in workers}, report)
+            departures = roster.departures
+            try:
+                return await self._start(workers, report)
+            except InputError:
+                raise
+            except HexGen2Error as error:
+                attempts += 1
+                await asyncio.sleep(SETTLE_S)
+                if roster.departures == departures or attempts == START_ATTEMPTS:
+                    raise
+                report(f"{error}; starting again")
+                self._end(workers)
+
+    async def _join(self, roster: Roster, names: Collection[str], report: Callable[[str], None]) -> None:
+        if missing := roster.missing(names):
+            report(f"waiting for nodes: {', '.join(missing)}")
+        try:
+            async with asyncio.timeout(self._join_timeout_s):
+                await roster.wait(names)
+        except TimeoutError:
+            missing = roster.missing(names)
+            problem = f"{', '.join(missing)} did not join within {self._join_timeout_s:.0f} s"
+            remedy = f"run `hexgen2 node --name {missing[0]}` there, and name its address with --join"
+            raise InputError("--launcher p2p", "nodes", problem, remedy) from None
+
+    async def _start(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        """Start workers on nodes that are there, and take them to Ready."""
+        assert self._roster is not None
+        nodes = self._roster.nodes
+        for name in {node_of(worker) for worker in workers}:
+            if name not in nodes:
+                raise HexGen2Error(f"node {name} is gone")
+            self._settle(name, nodes[name])
+        report(f"starting {len(workers)} workers")
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                groups: dict[tuple[str, str], list[str]] = {}
+                for worker in workers:
+                    key = self._configurations[worker].replica, node_of(worker)
+                    groups.setdefault(key, []).append(worker)
+                for (replica, name), own in groups.items():
+                    await self._open(replica, nodes[name], name, own)
+                links = {worker: self._links[worker] for worker in workers}
+                await handshake(links, self._configurations, self._listening, report)
+        except TimeoutError:
+            raise HexGen2Error(f"the workers were not ready after {self._start_timeout_s:.0f} s") from None
+        self._ready.update(workers)
+        return links
+
+    def _settle(self, name: str, node: Node) -> None:
+        """Tell the workers of a node what is so there: folder, address, devices and cores."""
+        own = [worker for worker in self._configurations if node_of(worker) == name]
+        on_cpu = [worker for worker in own if self._configurations[worker].device == "cpu"]
+        cores = shares_of(node.welcome.cores, on_cpu)
+        for worker in own:
+            told = self._configurations[worker]
+            self._configurations[worker] = msgspec.structs.replace(
+                told,
+                checkpoint=node.welcome.model_path or self._checkpoint,
+                host=node.welcome.address,
+                device=told.device if told.device == "cpu" else f"cuda:{worker.rpartition('/')[2]}",
+                threads=len(cores.get(worker, (0,))),
+                cores=cores.get(worker, ()),
+            )
+
+    async def _open(self, replica: str, node: Node, name: str, workers: Sequence[str]) -> None:
+        """A channel to a node's agent, which has been asked to start the replica's workers there."""
+        try:
+            opened = await self._member.peers.open(node.target, WORKERS_SERVICE)
+        except ConnectionError as error:
+            raise HexGen2Error(f"node {name} cannot be reached: {error}") from error
+        channel = WorkersChannel(opened, name, workers)
+        self._channels[replica, name] = channel
+        self._links |= channel.links
+        request = StartWorkers(
+            protocol=AGENT_PROTOCOL,
+            replica=replica,
+            workers=tuple(workers),
+            engine=self._configurations[workers[0]].engine,
+            checkpoint=self._checkpoint,
+            digest=self._digest,
+        )
+        channel.send(request)
+
+    def _end(self, workers: Sequence[str]) -> None:
+        """Close the channels of a replica's workers: their agents end what is left of them."""
+        self._ready.difference_update(workers)
+        for worker in workers:
+            self._links.pop(worker, None)
+            key = self._configurations[worker].replica, node_of(worker)
+            if channel := self._channels.pop(key, None):
+                channel.close()
+
+
+def node_of(worker: str) -> str:
+    """The node of a worker, which is named by its GPU id ("node/index")."""
+    return worker.rpartition("/")[0]

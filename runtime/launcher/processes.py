@@ -1,0 +1,120 @@
+"""Worker processes of this machine: one per GPU, forked from one process that has the engine loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
+
+from runtime.engine.registry import modules
+from runtime.launcher.process import end_with_parent, show_as
+
+STOP_GRACE_S = 3.0
+WORKER_ENVIRONMENT = {
+    # Threads wait awake for the next kernel of a step, and asleep for the next step.
+    "GOMP_SPINCOUNT": "20000",
+    # A product is prepared, and kept, for each number of rows: half a MB each, and rows come in any number.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+}
+
+
+def _run_worker(worker: str, control: socket.socket) -> None:
+    """Body of a worker process. A terminal's Ctrl-C reaches it too; its parent decides instead."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    show_as(worker)
+    from runtime.worker import worker_main
+
+    worker_main(control)
+
+
+class WorkerProcesses:
+    """Starts workers, each on a socket of its own, and ends them.
+
+    A worker ends when its socket closes, or the fork server ends, so that none survives this process, however
+    that dies.
+    """
+
+    def __init__(self) -> None:
+        self._processes: dict[str, BaseProcess] = {}
+        self._spawning: set[asyncio.Future[None]] = set()
+        self._stopping = threading.Event()
+
+    async def spawn(self, sockets: Mapping[str, socket.socket], engine: str) -> None:
+        """Start workers, by name, on their ends of socket pairs, which are closed here. Goes on in the
+        background if it is cancelled, until `stop`."""
+        spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn, sockets, engine))
+        self._spawning.add(spawning)
+        spawning.add_done_callback(self._spawning.discard)
+        await asyncio.shield(spawning)
+
+    def kill(self, workers: Sequence[str] | None = None) -> None:
+        """Kill some workers, or all; stopped ones too."""
+        for worker, process in list(self._processes.items()):
+            if workers is None or worker in workers:
+                process.kill()
+
+    async def join(self, workers: Sequence[str] | None = None) -> None:
+        """Wait a while for some workers to end, or all; those that did are forgotten."""
+        await asyncio.to_thread(self._join, workers)
+
+    async def stop(self) -> None:
+        """Leave no process behind. Workers that were told to shut down have a while for it. May be called
+        twice; nothing is started afterwards."""
+        self._stopping.set()
+        if self._spawning:
+            await asyncio.wait(self._spawning)
+        await self.join()
+        for process in self._processes.values():
+            process.terminate()
+        await self.join()
+        self.kill()
+        await self.join()
+        self._processes.clear()
+        await asyncio.to_thread(_stop_helpers)
+
+    def _spawn(self, sockets: Mapping[str, socket.socket], engine: str) -> None:
+        for name, value in WORKER_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)  # read when torch is loaded, which the fork server does
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(modules(engine))
+        for worker, end in sockets.items():
+            if self._stopping.is_set():
+                return
+            process = context.Process(
+                target=_run_worker, args=(worker, end), name=f"worker {worker}", daemon=True
+            )
+            process.start()
+            self._processes[worker] = process
+            end.close()
+
+    def _join(self, workers: Sequence[str] | None) -> None:
+        deadline = time.monotonic() + STOP_GRACE_S
+        for worker, process in list(self._processes.items()):
+            if workers is not None and worker not in workers:
+                continue
+            process.join(max(deadline - time.monotonic(), 0))
+            if process.exitcode is not None:
+                del self._processes[worker]
+
+
+def _stop_helpers() -> None:
+    """End the fork server and the resource tracker, which otherwise live as long as this process.
+
+    The standard library has no public call for it; its own tests use these.
+    """
+    for helper in (
+        getattr(forkserver, "_forkserver", None),
+        getattr(resource_tracker, "_resource_tracker", None),
+    ):
+        stop = getattr(helper, "_stop", None)
+        if stop is not None:
+            stop()

@@ -1,0 +1,256 @@
+"""Workers in an existing Ray cluster: a placement group for each replica, an actor for each worker.
+
+Ray finds the machines and keeps the devices; messages go over a connection from each worker to the head,
+with a secret, and never through Ray. A replica that is lost is started again by the supervisor, in the same
+placement group, which Ray moves if its node is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cost_model.errors import HexGen2Error, InputError
+from hexgen2.export.hardware import gpus_by_node, node_spec, on_cpu, split
+from hexgen2.export.ray import CPU_SHARE, bundles_of, node_resource
+from hexgen2.placement import Placement, Replica
+from runtime.launcher.base import Launcher
+from runtime.launcher.handshake import connect_message, handshake
+from runtime.launcher.link import Link, StreamLink
+from runtime.launcher.ray_actor import PURPOSE, WorkerPlace
+from runtime.launcher.welcome import Welcome
+from runtime.messages import Configure, Listening, Shutdown
+
+START_TIMEOUT_S = 600.0
+PLACE_TIMEOUT_S = 60.0
+STOP_GRACE_S = ANSWER_TIMEOUT_S = 3.0
+ADDRESS = "RAY_ADDRESS"
+
+
+class RayLauncher(Launcher):
+    """Workers as actors of the Ray cluster at RAY_ADDRESS, or of the one that runs on this machine."""
+
+    def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        self._start_timeout_s = start_timeout_s
+        self._placement: Placement | None = None
+        self._groups: dict[str, Any] = {}
+        self._actors: dict[str, Any] = {}
+        self._links: dict[str, Link] = {}
+        self._configurations: dict[str, Configure] = {}
+        self._listening: dict[str, Listening] = {}
+        self._ready: set[str] = set()
+        self._welcome: Welcome | None = None
+
+    def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
+        if emulated:
+            problem = "has real devices to give only"
+            raise InputError("--launcher", "ray", problem, "emulate with --launcher local or p2p")
+        ray = _connected()
+        self._placement = placement
+        have = Counter({name: float(amount) for name, amount in ray.available_resources().items()})
+        needed: Counter[str] = Counter()
+        for replica in placement.replicas:
+            for bundle in self._bundles(replica):
+                needed.update(bundle)
+        for name, amount in needed.items():
+            if have[name] >= amount - 1e-6:
+                continue
+            if name in ("CPU", "GPU"):
+                problem = f"the placement needs {amount:g} {name}, and Ray has {have[name]:g} free"
+                remedy = "add machines to the Ray cluster, or end what runs there"
+            else:
+                problem = f"no Ray node has the resource {name}"
+                remedy = f"start the node's Ray with --resources '{{\"{name}\": 1}}'"
+                if name.startswith("node:"):
+                    remedy = "start Ray at this address, or correct the placement's addresses"
+            raise InputError("--launcher", "ray", problem, remedy)
+
+    async def start(
+        self, configurations: Mapping[str, Configure], report: Callable[[str], None]
+    ) -> dict[str, Link]:
+        import ray
+
+        self._configurations = dict(configurations)
+        secret = next(iter(configurations.values())).secret
+        self._welcome = Welcome(ray.util.get_node_ip_address(), secret, PURPOSE)
+        assert self._placement is not None
+        report(f"placing {len(self._placement.replicas)} replicas in the Ray cluster")
+        for replica in self._placement.replicas:
+            bundles = self._bundles(replica)
+            self._groups[replica.id] = ray.util.placement_group(bundles, strategy="PACK")
+        await asyncio.to_thread(self._wait_for_places)
+        return await self._start(list(configurations), report)
+
+    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        self._end(workers)
+        try:
+            links = await self._start(workers, report)
+        except BaseException:
+            self._end(workers)
+            raise
+        for worker in self._ready:
+            self._links[worker].send(connect_message(self._configurations, self._listening, worker))
+        return links
+
+    async def stop(self) -> None:
+        for link in self._links.values():
+            link.send(Shutdown())
+        if self._links:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_GRACE_S):
+                    await asyncio.gather(*(_drained(link) for link in self._links.values()))
+        await asyncio.to_thread(self.kill)
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        if self._welcome is not None:
+            self._welcome.close()
+        await asyncio.to_thread(_disconnect)
+
+    def kill(self) -> None:
+        self._end(list(self._actors))
+        import ray
+
+        for group in self._groups.values():
+            with contextlib.suppress(Exception):  # Ray itself may be gone
+                ray.util.remove_placement_group(group)
+        self._groups.clear()
+
+    def _bundles(self, replica: Replica) -> list[dict[str, float]]:
+        """Of a replica; where Ray has one node only, that is every node of the placement."""
+        import ray
+
+        assert self._placement is not None
+        bundles, alive = bundles_of(self._placement, replica), [node for node in ray.nodes() if node["Alive"]]
+        if len(alive) > 1 or any(node_spec(self._placement, n).address for n in gpus_by_node(replica.gpus)):
+            return bundles
+        names = {node_resource(self._placement, node) for node in gpus_by_node(replica.gpus)}
+        return [{key: value for key, value in bundle.items() if key not in names} for bundle in bundles]
+
+    def _wait_for_places(self) -> None:
+        import ray
+
+        for replica, group in self._groups.items():
+            if not group.wait(PLACE_TIMEOUT_S):
+                resources = ", ".join(f"{key} {value:g}" for key, value in ray.available_resources().items())
+                raise HexGen2Error(f"Ray found no place for replica {replica} (free: {resources})")
+
+    async def _start(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        report(f"starting {len(workers)} workers")
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                links = await self._connect(workers)
+                self._links |= links
+                await handshake(links, self._configurations, self._listening, report)
+        except TimeoutError:
+            raise HexGen2Error(f"the workers were not ready after {self._start_timeout_s:.0f} s") from None
+        self._ready.update(workers)
+        return links
+
+    async def _connect(self, workers: Sequence[str]) -> dict[str, Link]:
+        import ray
+
+        assert self._welcome is not None
+        coming = {worker: self._welcome.expect(worker) for worker in workers}
+        addresses = {}
+        for worker in workers:
+            self._actors[worker] = actor = self._make_actor(worker)
+            secret = self._configurations[worker].secret
+            addresses[worker] = actor.start.remote(worker, self._welcome.address, secret)
+        try:
+            hosts = await asyncio.to_thread(ray.get, list(addresses.values()))
+        except ray.exceptions.RayError as error:
+            raise HexGen2Error(f"Ray could not start the workers: {' '.join(str(error).split())}") from error
+        for worker, host in zip(addresses, hosts, strict=True):
+            told = self._configurations[worker]
+            device = "cpu" if told.device == "cpu" else "cuda:0"  # Ray shows a worker its own GPU only
+            self._configurations[worker] = msgspec.structs.replace(
+                told, host=host, device=device, cores=(), threads=1 if told.device == "cpu" else told.threads
+            )
+        return {worker: await StreamLink.over(await coming[worker]) for worker in workers}
+
+    def _make_actor(self, worker: str) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        assert self._placement is not None
+        replica = next(each for each in self._placement.replicas if worker in each.gpus)
+        bundle = list(gpus_by_node(replica.gpus)).index(split(worker)[0])
+        cpu = on_cpu(self._placement, replica)
+        return (
+            ray.remote(WorkerPlace)
+            .options(
+                num_cpus=CPU_SHARE if cpu else 0,
+                num_gpus=0 if cpu else 1,
+                max_restarts=0,  # the supervisor restarts whole replicas
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._groups[replica.id], placement_group_bundle_index=bundle
+                ),
+            )
+            .remote()
+        )
+
+    def _end(self, workers: Sequence[str]) -> None:
+        """End some workers with their actors, and close what leads to them."""
+        import ray
+
+        self._ready.difference_update(workers)
+        for worker in workers:
+            if link := self._links.pop(worker, None):
+                link.close()
+            if actor := self._actors.pop(worker, None):
+                with contextlib.suppress(Exception):  # it, its node or Ray may be gone
+                    ray.kill(actor)
+
+
+async def _drained(link: Link) -> None:
+    """Until the worker at the other end has gone."""
+    with contextlib.suppress(HexGen2Error):
+        while await link.receive() is not None:
+            pass
+
+
+def _connected() -> Any:
+    """The package ray, connected to the cluster.
+
+    Raises
+    ------
+    InputError : it is not installed, or no cluster answers
+    """
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        problem = "the package ray is not installed"
+        raise InputError("--launcher", "ray", problem, "pip install 'hexgen2[ray]'") from error
+    if ray.is_initialized():
+        return ray
+    address = os.environ.get(ADDRESS, "auto")
+    try:
+        _check_answers(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        where = f"at {os.environ[ADDRESS]}" if ADDRESS in os.environ else "on this machine"
+        remedy = f"start one with `ray start --head`, or set {ADDRESS}"
+        raise InputError("--launcher", "ray", f"no Ray cluster answers {where}", remedy) from error
+    return ray
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError if nobody is at an address of host and port; Ray itself would ask for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=ANSWER_TIMEOUT_S).close()
+
+
+def _disconnect() -> None:
+    import ray
+
+    ray.shutdown()

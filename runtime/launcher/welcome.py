@@ -1,0 +1,65 @@
+"""Workers that come over the network: each connects to the head and says who it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+
+from runtime.transport import accept_hello, listen
+
+
+class Welcome:
+    """A listener at the head that hands out connections by worker; strangers are sent away.
+
+    Parameters
+    ----------
+    host : address of this machine, as the workers reach it
+    secret : what a worker must know
+    """
+
+    def __init__(self, host: str, secret: str, purpose: str) -> None:
+        self._listener = listen(host)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._secret, self._purpose = secret, purpose
+        self._loop = asyncio.get_running_loop()
+        self._expected: dict[str, asyncio.Future[socket.socket]] = {}
+        threading.Thread(target=self._accept, name="welcome", daemon=True).start()
+
+    def expect(self, worker: str) -> asyncio.Future[socket.socket]:
+        """The next connection of that worker."""
+        self._expected[worker] = future = self._loop.create_future()
+        return future
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                stream, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(stream,), daemon=True).start()
+
+    def _greet(self, stream: socket.socket) -> None:
+        accepted = accept_hello(stream, self._secret)
+        if accepted is None:
+            return
+        connection, hello = accepted
+        if hello.purpose != self._purpose:
+            connection.close()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._hand_over, hello.worker, connection.stream)
+
+    def _hand_over(self, worker: str, stream: socket.socket) -> None:
+        future = self._expected.pop(worker, None)
+        if future is None or future.done():
+            stream.close()
+        else:
+            future.set_result(stream)

@@ -1,0 +1,55 @@
+"""In which order replicas make way for others while requests run: wave by wave, so that some always serve."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Replicas that leave together, and those that start once these have ended their requests."""
+
+    leave: frozenset[str]
+    start: frozenset[str]
+
+
+def waves(
+    staying: Collection[str],
+    leaving: Collection[str],
+    blockers: Mapping[str, Collection[str]],
+    roles: Mapping[str, str],
+) -> list[Wave]:
+    """The way from one set of replicas to another.
+
+    As many change at a time as leave somebody to prefill and somebody to decode; only if nothing could change
+    otherwise, all of them at once.
+
+    Parameters
+    ----------
+    staying : replicas in both sets, which serve
+    leaving : those that serve until their wave comes
+    blockers : of each new replica, those of `leaving` that have its GPUs
+    roles : of all of them: "prefill", "decode" or "colocated"
+    """
+    standing, left, found = set(staying) | set(leaving), dict(blockers), list[Wave]()
+    while left:
+        gone = set[str]()
+        for name in sorted(left, key=lambda name: (len(left[name]), name)):
+            more = gone | set(left[name])
+            if _serve(standing - more, roles):
+                gone = more
+        start = {name for name in left if gone >= set(left[name]) & standing}
+        if not start:
+            gone, start = {each for own in left.values() for each in own}, set(left)
+        found.append(Wave(frozenset(gone & standing), frozenset(start)))
+        standing = (standing - gone) | start
+        left = {name: own for name, own in left.items() if name not in start}
+    if rest := standing & set(leaving):
+        found.append(Wave(frozenset(rest), frozenset()))
+    return found
+
+
+def _serve(names: Collection[str], roles: Mapping[str, str]) -> bool:
+    have = {roles[name] for name in names}
+    return "colocated" in have or have >= {"prefill", "decode"}

@@ -1,0 +1,315 @@
+"""The server's edge over real sockets: keys, sizes, slow clients, and clients that do not read."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+from cost_model.errors import InputError
+from runtime.api import errors
+from runtime.api.connection import limited_by
+from runtime.api.gate import MAX_HEADER_BYTES, Gate
+from runtime.api.keys import KeyRing, collect
+from runtime.options import FrontOptions
+
+POST = b"POST /echo HTTP/1.1\r\nhost: here\r\nauthorization: Bearer sesame\r\n"
+
+
+def app(options, endless):
+    app = FastAPI()
+    errors.install(app)
+    app.add_middleware(Gate, options=options)
+
+    @app.post("/echo")
+    async def echo(request: Request):
+        origin = request.state.origin
+        return {"bytes": len(await request.body()), "client": origin.client, "timeout_s": origin.timeout_s}
+
+    @app.get("/health")
+    async def health():
+        return {}
+
+    @app.get("/endless")
+    async def endless_stream():
+        async def chunks():
+            try:
+                while True:
+                    yield b"x" * 65536
+                    await asyncio.sleep(0)
+            finally:
+                endless.set()
+
+        return StreamingResponse(chunks())
+
+    return app
+
+
+def talk(scenario, **options):
+    """Run a scenario with a server of these limits; it gets a function that opens a connection."""
+
+    async def limited():
+        chosen = FrontOptions(**{"api_keys": {"ali": "sesame", "baba": "open"}, **options})
+        endless = asyncio.Event()
+        config = uvicorn.Config(
+            app(chosen, endless),
+            port=0,
+            log_level="critical",
+            lifespan="off",
+            ws="none",
+            http=limited_by(chosen),
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        )
+        server = uvicorn.Server(config)
+        server.install_signal_handlers = lambda: None
+        serving = asyncio.create_task(server._serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            async with asyncio.timeout(60):
+                await scenario(lambda: asyncio.open_connection("127.0.0.1", port), endless)
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
+
+    asyncio.run(limited())
+
+
+async def answer(reader):
+    """Status, headers and JSON body of the next answer."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+    body = json.loads(await reader.readexactly(int(headers["content-length"])))
+    return int(head[0].split()[1]), headers, body
+
+
+def refused(status, answered):
+    got, headers, body = answered
+    assert got == status, answered
+    assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["message"]
+    return headers
+
+
+@pytest.mark.parametrize(("key", "client"), [("sesame", "ali"), ("open", "baba"), ("shut", None), ("", None)])
+def test_each_key_has_its_client_and_others_are_refused(key, client):
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        writer.write(b"POST /echo HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n")
+        writer.write(f"authorization: Bearer {key}\r\nx-request-id: mine-7\r\n\r\nhi".encode())
+        answered = await answer(reader)
+        if client:
+            assert answered[::2] == (200, {"bytes": 2, "client": client, "timeout_s": None})
+        else:
+            refused(401, answered)
+            assert "sesame" not in str(answered)
+        assert answered[1]["x-request-id"] == "mine-7"
+        writer.close()
+
+    talk(scenario)
+
+
+def test_a_request_id_that_is_not_fit_for_a_log_is_replaced():
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        writer.write(POST + b"content-length: 0\r\nx-request-id: a b=\x01\r\n\r\n")
+        status, headers, _ = await answer(reader)
+        assert status in (200, 400)
+        if status == 200:
+            assert len(headers["x-request-id"]) == 32
+        writer.write(POST + b"content-length: 0\r\nx-request-id: " + b"a" * 65 + b"\r\n\r\n")
+        if status == 200:
+            assert len((await answer(reader))[1]["x-request-id"]) == 32
+        writer.close()
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [("2.5", 200), ("0", 400), ("-1", 400), ("soon", 400), ("nan", 400), ("inf", 400), ("1e9", 400)],
+)
+def test_the_clients_own_time_is_a_number_of_seconds(given, status):
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        writer.write(POST + f"content-length: 0\r\nx-request-timeout-s: {given}\r\n\r\n".encode())
+        answered = await answer(reader)
+        if status == 200:
+            assert answered[2]["timeout_s"] == 2.5
+        else:
+            refused(400, answered)
+        writer.close()
+
+    talk(scenario)
+
+
+def chunked(size):
+    return b"transfer-encoding: chunked\r\n\r\n" + f"{size:x}\r\n".encode() + b"x" * size + b"\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        (b"content-length: 2000\r\n\r\n" + b"x" * 2000, 413),
+        (chunked(2000), 413),
+        (b"content-length: 1000\r\n\r\n" + b"x" * 1000, 200),
+        (chunked(1000), 200),
+        (b"".join(b"x-%d: y\r\n" % n for n in range(101)) + b"\r\n", 431),
+        (b"x-long: " + b"y" * 200_000 + b"\r\n\r\n", 431),
+        (b"x-a: " + b"y" * 20_000 + b"\r\nx-b: " + b"y" * 20_000 + b"\r\n\r\n", 431),
+        (b"content-length: two\r\n\r\n", 400),
+        (b"no colon here\r\n\r\n", 400),
+    ],
+)
+def test_sizes(rest, status):
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        writer.write(POST + rest)
+        answered = await answer(reader)
+        if status == 200:
+            assert answered[0] == 200 and answered[2]["bytes"] == 1000
+        else:
+            refused(status, answered)
+        writer.close()
+
+    talk(scenario, max_body_bytes=1500)
+
+
+def test_what_is_not_http_is_refused_and_cut():
+    async def scenario(connect, _):
+        for junk in (b"\x16\x03\x01\x02\x00\x01\x00\x01", b"\r\n\r\nGET\r\n\r\n", b"GET / HTTP\r\n\r\n"):
+            reader, writer = await connect()
+            writer.write(junk + b"\n" * 3)
+            refused(400, await answer(reader))
+            assert await reader.read() == b""
+            writer.close()
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize("headers_first", [False, True])
+def test_a_client_that_trickles_is_sent_away(headers_first):
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        writer.write(POST + (b"content-length: 1000\r\n\r\n" if headers_first else b""))
+
+        async def trickle():
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(b"x" if headers_first else b"x-slow: y\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+
+        slow = asyncio.create_task(trickle())
+        refused(408, await answer(reader))
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        slow.cancel()
+        writer.close()
+
+    talk(scenario, read_timeout_s=0.3)
+
+
+def test_silence_after_connecting_or_between_requests_is_cut():
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        refused(408, await answer(reader))
+        writer.close()
+        reader, writer = await connect()
+        writer.write(POST + b"content-length: 0\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+        writer.write(b"POST /ec")
+        refused(408, await answer(reader))
+        writer.close()
+
+    talk(scenario, read_timeout_s=0.3)
+
+
+def test_a_request_in_work_is_not_cut_by_the_read_timeout():
+    async def scenario(connect, endless):
+        reader, writer = await connect()
+        writer.write(POST.replace(b"POST /echo", b"GET /endless") + b"\r\n")
+        for _ in range(20):
+            assert await reader.read(65536)
+            await asyncio.sleep(0.05)
+        writer.close()
+        await endless.wait()
+
+    talk(scenario, read_timeout_s=0.3)
+
+
+def test_a_client_that_does_not_read_is_cut_and_its_stream_ends():
+    async def scenario(connect, endless):
+        _, writer = await connect()
+        writer.write(POST.replace(b"POST /echo", b"GET /endless") + b"\r\n")
+        writer.transport.pause_reading()
+        await endless.wait()
+        writer.close()
+
+    talk(scenario, write_timeout_s=0.3)
+
+
+def test_connections_over_the_limit_are_told_so():
+    async def scenario(connect, _):
+        held = [await connect() for _ in range(3)]
+        await asyncio.sleep(0.1)
+        reader, writer = await connect()
+        assert int(refused(503, await answer(reader))["retry-after"]) > 0
+        for _, other in [*held, (reader, writer)]:
+            other.close()
+        status = 503
+        while status == 503:
+            await asyncio.sleep(0.05)
+            reader, writer = await connect()
+            writer.write(POST + b"content-length: 0\r\n\r\n")
+            status = (await answer(reader))[0]
+            writer.close()
+        assert status == 200
+
+    talk(scenario, max_connections=3)
+
+
+# keys
+
+
+def test_keys_of_a_file(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# ours\n\nali: sesame\n  open  \nbaba: a:b:c\n")
+    keys = collect(["first"], path)
+    assert keys == {"key-1": "first", "ali": "sesame", "key-3": "open", "baba": "a:b:c"}
+    ring = KeyRing(keys)
+    assert [ring.name_of(key) for key in ("sesame", "a:b:c", "first", "", "sesam")] == [
+        "ali",
+        "baba",
+        "key-1",
+        None,
+        None,
+    ]
+    assert "sesame" not in repr(FrontOptions(api_keys=keys))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["has no key"]),
+        ("a: x\na: y\n", ["line 2", "a", "two keys"]),
+        ("a: x\nb: x\n", ["line 2", "there already"]),
+        ("a: \n", ["line 1", "is no key"]),
+        ("a: x y\n", ["line 1", "is no key"]),
+        ("schlüssel\n", ["line 1", "is no key"]),
+    ],
+)
+def test_a_file_of_keys_that_is_wrong_is_refused_without_showing_a_key(tmp_path, text, words):
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        collect([], path)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_file_of_keys_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(InputError):
+        collect([], tmp_path / "none")
