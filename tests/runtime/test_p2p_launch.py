@@ -75,8 +75,16 @@ def stream_through(http, disturb):
     return list(texts.values())
 
 
+def states(http):
+    return http.get("/health").json()["replicas"]
+
+
 def all_up(http):
-    return set(http.get("/health").json()["replicas"].values()) == {"up"}
+    return set(states(http).values()) == {"up"}
+
+
+def lost(http):
+    return {name for name, state in states(http).items() if state == "lost"}
 
 
 def test_another_checkpoint_than_the_nodes_is_refused_in_one_line(fleet, model_folder, tmp_path):
@@ -124,8 +132,7 @@ def test_a_node_is_killed_and_comes_back(fleet, head, http, reference):
     assert texts == [reference.text("the", TOKENS)] * 6
     until(lambda: not alive(family), victim)
     assert victim.process.wait() == -signal.SIGKILL
-    health = http.get("/health").json()["replicas"]
-    assert {name for name, state in health.items() if state == "lost"} == {"prefill-left", "decode-left"}
+    until(lambda: lost(http) == {"prefill-left", "decode-left"}, head)
     nodes["left"] = victim.again()
     until(lambda: all_up(http), head, nodes["left"])
     until_idle(http)
@@ -138,7 +145,7 @@ def test_a_node_freezes_and_thaws(fleet, head, http, reference):
     frozen = psutil.Process(nodes["right"].process.pid)
     texts = stream_through(http, frozen.suspend)
     assert texts == [reference.text("the", TOKENS)] * 6
-    assert http.get("/health").json()["replicas"]["decode-right"] == "lost"
+    until(lambda: lost(http) == {"prefill-right", "decode-right"}, head)
     frozen.resume()
     until(lambda: all_up(http), head, nodes["right"])
     until(lambda: not alive(before), nodes["right"])
