@@ -18,11 +18,13 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array, hstack, vstack
 
 from cluster_specs.loader import resolve
+from cost_model.pipeline import PipelineSemantics
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.kv_parts import route_links
 from hexgen2.placement import Placement, Replica, Throughput
 from hexgen2.placement import Route as PlacedRoute
+from hexgen2.service import bottlenecks_of, latency_of
 from hexgen2.shared_links import SharedLinks
 from runtime.router import Route, routes_of
 
@@ -54,6 +56,8 @@ class Reflow:
         self._cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
         self._links = SharedLinks(self._cluster)
         costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+        self._costs = costs
+        self._semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
         self._layer_bytes, self._isl, self._osl = costs.kv_bytes_per_layer, costs.isl, costs.osl
         self._activation_bytes = costs.activation_bytes_per_token
         self._known: dict[Pair, PlacedRoute] = {(r.from_, r.to): r for r in placement.routes}
@@ -75,7 +79,8 @@ class Reflow:
         return routes + [r for r in self._planned if r.colocated and r.prefill not in lost]
 
     def placement(self, lost: Collection[str]) -> Placement:
-        """The placement without the lost replicas, with the flow of the others; as sound as it was."""
+        """The placement without the lost replicas, with the flow of the others and what follows from it; as
+        sound as it was. The bound is that of all GPUs, so one for fewer, too; `goodput` is left out."""
         if not lost:
             return self._placement
         routes = self.routes(lost)
@@ -91,16 +96,25 @@ class Reflow:
                 used = loads[replica.id] / replica.capacity_req_s if replica.capacity_req_s else 0.0
                 replicas.append(replica.model_copy(update={"utilisation": used}))
         served = sum(route.weight for route in routes)
-        osl = self._placement.workload.osl
+        carrying = [
+            self.between(route.prefill, route.decode).model_copy(update={"flow_req_s": route.weight})
+            for route in routes
+            if not route.colocated and route.weight > 0
+        ]
+        serving = {gpu for replica in replicas for gpu in replica.gpus}
+        idle = [gpu for gpu in self._cluster.gpu_ids if gpu not in gone | serving]
+        bound, costs = self._placement.bound, self._costs
         changed = {
             "lost": [gpu for gpu in self._cluster.gpu_ids if gpu in gone],
             "replicas": replicas,
-            "routes": [
-                self.between(route.prefill, route.decode).model_copy(update={"flow_req_s": route.weight})
-                for route in routes
-                if not route.colocated and route.weight > 0
-            ],
-            "throughput": Throughput(req_s=served, output_tok_s=served * osl),
+            "routes": carrying,
+            "throughput": Throughput(req_s=served, output_tok_s=served * self._placement.workload.osl),
+            "latency": latency_of(replicas, self._cluster, costs, self._semantics),
+            "goodput": None,
+            "bound": bound.model_copy(update={"gap": 1 - served / bound.req_s if bound.req_s else 0.0}),
+            "bottlenecks": bottlenecks_of(
+                *(replicas, carrying, idle, self._cluster, costs, self._placement.cost_model.links)
+            ),
         }
         return self._placement.model_copy(update=changed)
 

@@ -23,9 +23,8 @@ from hexgen2.search.naming import Name, fresh_names
 from hexgen2.search.plan import Planner
 from hexgen2.search.prediction import LoadedPlacement
 from hexgen2.search.problem import Problem
-from hexgen2.traffic import traffic_of
+from hexgen2.service import bottlenecks_of
 
-FULL = 1 - 1e-6
 MANY_ROUTES = 400
 """Beyond so many pairs of replicas, only as many routes as the load needs."""
 NEGLIGIBLE = 1e-6
@@ -70,7 +69,7 @@ def build_placement(
     served += sum(alone)
     used = {gpu for name in names for stage in name.gpus for gpu in stage}
     cards = {problem.cluster.accelerators[gpu] for gpu in used}
-    idle = [gpu for gpu in problem.usable.tolist() if gpu not in used]
+    idle = [problem.cluster.gpu_ids[gpu] for gpu in problem.usable.tolist() if gpu not in used]
     return Placement(
         strategy=strategy,
         cluster=problem.spec,
@@ -93,7 +92,7 @@ def build_placement(
         goodput=_goodput(problem, evaluation, carried),
         price_per_hour=float(problem.cluster.price_per_hour.sum()),
         bound=(limit or rates_limit(problem)).bound(served),
-        bottlenecks=_bottlenecks(replicas, routes, idle, problem),
+        bottlenecks=bottlenecks_of(replicas, routes, idle, problem.cluster, problem.costs, problem.links),
         search=search,
     )
 
@@ -147,23 +146,3 @@ def _goodput(problem: Problem, evaluation: ev.Evaluation, carried: np.ndarray) -
     if evaluation.colocated or all(value is None for value in asked):
         return None
     return LoadedPlacement.of(Planner(problem), evaluation, carried).record(goal.request_rate)
-
-
-def _bottlenecks(
-    replicas: list[Replica], routes: list[Route], idle: list[int], problem: Problem
-) -> list[str]:
-    """What limits the throughput, in words."""
-    found = []
-    for role in ("prefill", "decode", "colocated"):
-        side = [r for r in replicas if r.role == role]
-        if side and all(r.utilisation >= FULL for r in side):
-            found.append(f"all {role} replicas are at capacity")
-        else:
-            found += [f"{r.id} is at capacity" for r in side if r.utilisation >= FULL]
-    found += [f"route {r.from_} -> {r.to} is full" for r in routes if r.flow_req_s >= r.capacity_req_s * FULL]
-    if problem.links == "shared":
-        traffic = traffic_of(problem.cluster, problem.costs, replicas, routes)
-        found += [f"{name} is full" for name, _ in traffic.at_least(FULL)]
-    if idle:
-        found.append(f"{len(idle)} GPUs are idle: " + ", ".join(problem.cluster.gpu_ids[g] for g in idle))
-    return found

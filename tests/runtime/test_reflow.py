@@ -9,7 +9,7 @@ from scipy.optimize import linprog
 from search.problems import clusters, problem_from
 
 from cost_model.registry import make_cost_model
-from hexgen2.checks import check_flow, check_gpus, check_links, check_names
+from hexgen2.checks import check_flow, check_gpus, check_links, check_names, verify
 from hexgen2.cluster import Cluster
 from hexgen2.kv_parts import route_links
 from hexgen2.placement import (
@@ -24,7 +24,11 @@ from hexgen2.placement import (
     Throughput,
 )
 from hexgen2.search.flow import FlowNetwork, balance, solve
+from hexgen2.search.problem import make_problem
+from hexgen2.service import latency_of
 from hexgen2.shared_links import SharedLinks
+from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.registry import find_strategy
 from hexgen2.traffic import traffic_of
 from runtime.reflow import Reflow
 from runtime.router import Router, routes_of
@@ -214,6 +218,11 @@ def test_the_placement_that_is_left_passes_the_checks_that_every_placement_passe
     assert set(left.lost) == {gpu for r in placement.replicas if r.id in lost for gpu in r.gpus}
     wrong = [*check_gpus(left, cluster), *check_names(left), *check_flow(left), *check_links(left, cluster)]
     assert not wrong
+    used = {gpu for replica in left.replicas for gpu in replica.gpus}
+    idle = set(cluster.gpu_ids) - used - set(left.lost)
+    assert left.latency == latency_of(left.replicas, cluster, costs_of(placement), "pipelined")
+    said = " ".join(left.bottlenecks)
+    assert all(gpu in said for gpu in idle) and not any(name in said.split() for name in lost)
     carried_s = sum(route.flow_req_s for route in left.routes)
     alone = sum(r.utilisation * r.capacity_req_s for r in left.replicas if r.role == "colocated")
     assert left.throughput.req_s == pytest.approx(carried_s + alone)
@@ -240,6 +249,20 @@ def test_without_a_loss_the_routes_are_the_placements_and_a_router_keeps_its_cre
     for one, other in zip(router._standing, back._standing, strict=True):
         kept = (one.route.prefill, one.route.decode) in used
         assert other.credit == (one.credit if kept else 0.0)
+
+
+def test_what_limits_the_throughput_is_said_of_what_is_left():
+    problem = make_problem("hexgen2-setting-1", "llama-2-70b", "HPHD")
+    whole = find_strategy("hexgen2")(problem, SearchOptions())
+    full = max(whole.routes, key=lambda route: route.flow_req_s / route.capacity_req_s)
+    lost = whole.replica(full.to)
+    (left,) = [replica.id for replica in whole.replicas if replica.role == "decode" and replica is not lost]
+    found = Reflow(whole).placement({lost.id})
+    assert found.latency != whole.latency and found.bottlenecks != whole.bottlenecks
+    assert not any(lost.id in text for text in found.bottlenecks)
+    assert any(left in text or "all decode" in text for text in found.bottlenecks)
+    assert found.bound.gap == pytest.approx(1 - found.throughput.req_s / whole.bound.req_s)
+    verify(found)
 
 
 def test_both_partners_of_a_pair_lost_leaves_the_other_two_serving():
