@@ -6,7 +6,6 @@ import importlib.util
 import os
 import secrets
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 from cluster_specs.loader import resolve
@@ -77,25 +76,25 @@ def shares_of(cores: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[i
 
 
 def emulated_links(placement: Placement) -> dict[str, tuple[KvLink, ...]]:
-    """What the placement's cluster has between its prefill and its decode replicas, any of which may become a
-    route, by the worker that sends."""
+    """What the placement's cluster has between prefill workers and all other GPUs, by the worker that sends:
+    after a re-plan, caches may have to go to any of them."""
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
-    prefill, decode = (
-        [gpu for replica in placement.replicas if replica.role == role for gpu in replica.gpus]
-        for role in ("prefill", "decode")
-    )
+    senders = [gpu for replica in placement.replicas if replica.role == "prefill" for gpu in replica.gpus]
     index = {gpu: number for number, gpu in enumerate(cluster.gpu_ids)}
-    links: dict[str, list[KvLink]] = {}
-    for source, destination in product(prefill, decode):
+
+    def link(source: str, destination: str) -> KvLink:
         ends = index[source], index[destination]
-        link = KvLink(
+        return KvLink(
             source=source,
             destination=destination,
             bandwidth_bytes_s=float(cluster.bandwidth_bytes_s[ends]),
             latency_s=float(cluster.latency_s[ends]),
         )
-        links.setdefault(source, []).append(link)
-    return {source: tuple(own) for source, own in links.items()}
+
+    return {
+        source: tuple(link(source, other) for other in cluster.gpu_ids if other != source)
+        for source in senders
+    }
 
 
 def _check_transport(name: str, on_cpu: list[bool]) -> None:
