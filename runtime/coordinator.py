@@ -25,12 +25,12 @@ from cost_model.errors import HexGen2Error
 from runtime.admission import Admission
 from runtime.fair_queue import FairQueue
 from runtime.generation import UNKNOWN, Generation, Observer, Origin, Outcome, RequestRecord
-from runtime.heartbeat import PING_EVERY_S, silence
+from runtime.heartbeat import PING_EVERY_S
 from runtime.launcher.link import Link
+from runtime.listeners import Listeners
 from runtime.logs import about
 from runtime.messages import (
     Cancel,
-    Failed,
     KvMoved,
     Message,
     Pong,
@@ -83,7 +83,7 @@ class Coordinator:
     ) -> None:
         self.replicas = dict(replicas)
         self.records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
-        self._observer, self._ping_every_s = observer, ping_every_s
+        self._observer = observer
         self.plan = plan
         self._queue: FairQueue[Generation] = FairQueue(queue_limit, client_queue_limit)
         self._admission: Admission[Generation] = Admission(
@@ -93,7 +93,7 @@ class Coordinator:
         self._usual_output_tokens = 2 * max(replica.growth_tokens for replica in self.replicas.values())
         self._requests: dict[str, Generation] = {}
         self._numbers = itertools.count()
-        self._listeners: dict[str, list[asyncio.Task[None]]] = {}
+        self._listeners = Listeners(self._handle, self._lose, ping_every_s)
         self._on_lost: Callable[[Replica], bool] = lambda _: False
         self._stopped = False
 
@@ -137,7 +137,7 @@ class Coordinator:
         """
         self._on_lost = on_lost
         for replica in self.replicas.values():
-            self._listen(replica)
+            self._listeners.listen(replica)
 
     def revive(self, replica_id: str, links: Mapping[str, Link]) -> None:
         """Use a replica again that was lost: its workers have been started anew."""
@@ -194,8 +194,7 @@ class Coordinator:
 
     def leave(self, replica_id: str) -> None:
         """Forget a replica that was retired and serves nothing any more; the launcher ends its workers."""
-        for task in self._listeners.pop(replica_id, []):
-            task.cancel()
+        self._listeners.leave(replica_id)
         del self.replicas[replica_id]
 
     def submit(
@@ -249,10 +248,7 @@ class Coordinator:
         for request in [*self._admission.waiting, *self._requests.values()]:
             if request.phase != "ended":
                 self._end(request, "failed", Unavailable("the server is stopping"))
-        tasks = [task for own in self._listeners.values() for task in own]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._listeners.stop()
 
     # admission
 
@@ -334,32 +330,10 @@ class Coordinator:
 
     def _use(self, replica: Replica) -> None:
         self._admission.restore(replica.replica_id)
-        self._listen(replica)
+        self._listeners.listen(replica)
         self._admit()
 
     # messages of the workers
-
-    def _listen(self, replica: Replica) -> None:
-        self._listeners[replica.replica_id] = [
-            asyncio.create_task(listen(replica, worker, link))
-            for worker, link in replica.links.items()
-            for listen in (self._read, self._watch)
-        ]
-
-    async def _read(self, replica: Replica, worker: str, link: Link) -> None:
-        try:
-            while (message := await link.receive()) is not None:
-                if isinstance(message, Failed):
-                    return self._lose(replica, f"worker {worker} failed: {message.text}")
-                self._handle(replica, message)
-        except Exception as error:  # whatever it is, no request may wait for this replica any more
-            log.exception("worker %s sent what could not be handled", worker)
-            return self._lose(replica, f"worker {worker}: {error}")
-        self._lose(replica, f"worker {worker} ended")
-
-    async def _watch(self, replica: Replica, worker: str, link: Link) -> None:
-        await silence(link, self._ping_every_s)
-        self._lose(replica, f"worker {worker} does not answer")
 
     def _handle(self, replica: Replica, message: Message) -> None:
         match message:
@@ -529,9 +503,7 @@ class Coordinator:
         text = f"replica {replica.replica_id} is lost ({reason})"
         log.error(text)
         stranded = self._admission.lose(replica.replica_id, text, returns=self._on_lost(replica))
-        for task in self._listeners.pop(replica.replica_id, []):
-            if task is not asyncio.current_task():
-                task.cancel()
+        self._listeners.leave(replica.replica_id)
         for link in replica.links.values():
             link.send(Shutdown())
         error = Unavailable(text)
