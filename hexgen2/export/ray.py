@@ -7,7 +7,7 @@ import shlex
 
 from cost_model.errors import InputError
 from hexgen2.export.hardware import gpus_by_node, node_spec, nodes_in_use, on_cpu
-from hexgen2.placement import Placement, Replica
+from hexgen2.placement import Placement
 
 CPU_SHARE = 0.01
 """Of a Ray CPU, for each worker: Ray counts CPUs, and the placement has divided them already."""
@@ -22,13 +22,12 @@ def node_resource(placement: Placement, node: str) -> str:
     return f"node:{address}" if address else f"hexgen2-{node}"
 
 
-def bundles_of(placement: Placement, replica: Replica) -> list[dict[str, float]]:
-    """What a replica reserves on each of its nodes, in the order of its GPUs; nodes are told apart by
-    `node_resource`."""
-    kind = "CPU" if on_cpu(placement, replica) else "GPU"
+def bundles_of(placement: Placement, gpus: list[str], cpu: bool) -> list[dict[str, float]]:
+    """What a replica reserves on each of its nodes, in the order of its GPUs (CPUs may stand in for
+    them); nodes are told apart by `node_resource`."""
     bundles = []
-    for node, indices in gpus_by_node(replica.gpus).items():
-        devices = {kind: round(len(indices) * CPU_SHARE, 4) if kind == "CPU" else float(len(indices))}
+    for node, indices in gpus_by_node(gpus).items():
+        devices = {"CPU": round(len(indices) * CPU_SHARE, 4)} if cpu else {"GPU": float(len(indices))}
         bundles.append({**devices, node_resource(placement, node): NODE_SHARE})
     return bundles
 
@@ -48,7 +47,10 @@ def ray_files(placement: Placement, model: str | None, source: str) -> dict[str,
     entrypoint += ["--host", "0.0.0.0", "--port", "8000"]
     job = {"entrypoint": shlex.join(entrypoint), "metadata": {"placement": placement.cluster.name}}
     groups = {
-        replica.id: {"strategy": "PACK", "bundles": bundles_of(placement, replica)}
+        replica.id: {
+            "strategy": "PACK",
+            "bundles": bundles_of(placement, replica.gpus, on_cpu(placement, replica)),
+        }
         for replica in placement.replicas
     }
     return {

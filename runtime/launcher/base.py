@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cost_model.errors import HexGen2Error, InputError
@@ -79,6 +79,14 @@ class Launcher(ABC):
         HexGen2Error : a worker failed, or they were not ready in time; none of the new ones is left
         """
         raise HexGen2Error("this launcher cannot change its workers while it serves")
+
+    def unreachable(self, workers: Collection[str]) -> list[str]:
+        """Those of some workers, or of GPUs that could have one, whose machine is gone, or never came."""
+        return []
+
+    async def until_reachable(self, workers: Collection[str]) -> None:
+        """Wait until the machines of some workers are there: for ever if one is gone for good."""
+        return None
 
     @abstractmethod
     async def stop(self) -> None:

@@ -11,12 +11,11 @@ import msgspec
 
 from cost_model.errors import HexGen2Error, InputError
 from hexgen2.placement import Placement
-from runtime.launcher.base import Launcher
 from runtime.launcher.channel import WorkersChannel
 from runtime.launcher.configure import shares_of
-from runtime.launcher.handshake import connect_message, handshake
 from runtime.launcher.link import Link
-from runtime.messages import Configure, Listening, Shutdown
+from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
+from runtime.messages import Configure, Shutdown
 from runtime.options import EMULATED
 from runtime.p2p.agent_messages import AGENT_PROTOCOL, WORKERS_SERVICE, StartWorkers
 from runtime.p2p.digest import checkpoint_digest
@@ -24,16 +23,15 @@ from runtime.p2p.membership import Membership
 from runtime.p2p.roster import Node, Roster
 
 JOIN_TIMEOUT_S = 120.0
-START_TIMEOUT_S = 600.0
 STOP_GRACE_S = 10.0
 START_ATTEMPTS = 3
 SETTLE_S = 0.5  # for the end of a node to be known wherever it shows
 
 
-class P2pLauncher(Launcher):
+class P2pLauncher(WorkersLauncher):
     """Has the agents of nodes start their workers, over one channel per replica and node.
 
-    A node that is gone takes its replicas with it; a restart waits until it is there again.
+    A node that is gone takes its replicas with it; nothing can be started on it until it is there again.
     """
 
     def __init__(
@@ -42,16 +40,12 @@ class P2pLauncher(Launcher):
         join_timeout_s: float = JOIN_TIMEOUT_S,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        self._membership = membership
-        self._join_timeout_s, self._start_timeout_s = join_timeout_s, start_timeout_s
+        super().__init__(start_timeout_s)
+        self._membership, self._join_timeout_s = membership, join_timeout_s
         self._member = membership.member("head", "head")
         self._roster: Roster | None = None
         self._started = False
-        self._channels: dict[tuple[str, str], WorkersChannel] = {}
-        self._links: dict[str, Link] = {}
-        self._configurations: dict[str, Configure] = {}
-        self._listening: dict[str, Listening] = {}
-        self._ready: set[str] = set()
+        self._channels: dict[str, WorkersChannel] = {}
         self._checkpoint, self._digest = "", ""
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
@@ -71,25 +65,19 @@ class P2pLauncher(Launcher):
         self._roster.start()
         return await self._start_on_nodes(self._roster, list(configurations), report)
 
-    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+    def unreachable(self, workers: Collection[str]) -> list[str]:
         assert self._roster is not None
-        self._end(workers)
+        gone = set(self._roster.missing({node_of(worker) for worker in workers}))
+        return [worker for worker in workers if node_of(worker) in gone]
+
+    async def until_reachable(self, workers: Collection[str]) -> None:
+        assert self._roster is not None
         await self._roster.wait({node_of(worker) for worker in workers})
-        try:
-            links = await self._start(workers, report)
-        except BaseException:
-            self._end(workers)
-            raise
-        # To these workers too: others that start beside them may listen only since. Not to any that start
-        # just now: they would take it for their first, with addresses of before.
-        for worker in self._ready:
-            self._links[worker].send(connect_message(self._configurations, self._listening, worker))
-        return links
 
     async def stop(self) -> None:
         for link in self._links.values():
             link.send(Shutdown())
-        await asyncio.gather(*(channel.stop(STOP_GRACE_S) for channel in self._channels.values()))
+        await asyncio.gather(*(channel.stop(STOP_GRACE_S) for channel in set(self._channels.values())))
         self._channels.clear()
         self._links.clear()
         if self._roster is not None:
@@ -124,7 +112,7 @@ class P2pLauncher(Launcher):
                 if roster.departures == departures or attempts == START_ATTEMPTS:
                     raise
                 report(f"{error}; starting again")
-                self._end(workers)
+                self._forget(workers)
 
     async def _join(self, roster: Roster, names: Collection[str], report: Callable[[str], None]) -> None:
         if missing := roster.missing(names):
@@ -138,29 +126,18 @@ class P2pLauncher(Launcher):
             remedy = f"run `hexgen2 node --name {missing[0]}` there, and name its address with --join"
             raise InputError("--launcher p2p", "nodes", problem, remedy) from None
 
-    async def _start(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
-        """Start workers on nodes that are there, and take them to Ready."""
+    async def _connect(self, workers: Sequence[str]) -> None:
         assert self._roster is not None
         nodes = self._roster.nodes
         for name in {node_of(worker) for worker in workers}:
             if name not in nodes:
                 raise HexGen2Error(f"node {name} is gone")
             self._settle(name, nodes[name])
-        report(f"starting {len(workers)} workers")
-        try:
-            async with asyncio.timeout(self._start_timeout_s):
-                groups: dict[tuple[str, str], list[str]] = {}
-                for worker in workers:
-                    key = self._configurations[worker].replica, node_of(worker)
-                    groups.setdefault(key, []).append(worker)
-                for (replica, name), own in groups.items():
-                    await self._open(replica, nodes[name], name, own)
-                links = {worker: self._links[worker] for worker in workers}
-                await handshake(links, self._configurations, self._listening, report)
-        except TimeoutError:
-            raise HexGen2Error(f"the workers were not ready after {self._start_timeout_s:.0f} s") from None
-        self._ready.update(workers)
-        return links
+        groups: dict[tuple[str, str], list[str]] = {}
+        for worker in workers:
+            groups.setdefault((self._configurations[worker].replica, node_of(worker)), []).append(worker)
+        for (replica, name), own in groups.items():
+            await self._open(replica, nodes[name], name, own)
 
     def _settle(self, name: str, node: Node) -> None:
         """Tell the workers of a node what is so there: folder, address, devices and cores."""
@@ -185,7 +162,7 @@ class P2pLauncher(Launcher):
         except ConnectionError as error:
             raise HexGen2Error(f"node {name} cannot be reached: {error}") from error
         channel = WorkersChannel(opened, name, workers)
-        self._channels[replica, name] = channel
+        self._channels |= dict.fromkeys(workers, channel)
         self._links |= channel.links
         request = StartWorkers(
             protocol=AGENT_PROTOCOL,
@@ -198,12 +175,10 @@ class P2pLauncher(Launcher):
         channel.send(request)
 
     def _end(self, workers: Sequence[str]) -> None:
-        """Close the channels of a replica's workers: their agents end what is left of them."""
-        self._ready.difference_update(workers)
+        """Close the channels of some replicas' workers: their agents end what is left of them."""
         for worker in workers:
             self._links.pop(worker, None)
-            key = self._configurations[worker].replica, node_of(worker)
-            if channel := self._channels.pop(key, None):
+            if channel := self._channels.pop(worker, None):
                 channel.close()
 
 

@@ -2,7 +2,7 @@
 
 Ray finds the machines and keeps the devices; messages go over a connection from each worker to the head,
 with a secret, and never through Ray. A replica that is lost is started again by the supervisor, in the same
-placement group, which Ray moves if its node is gone.
+placement group, which Ray moves if its node is gone. A replica that leaves gives its group back.
 """
 
 from __future__ import annotations
@@ -21,32 +21,28 @@ import msgspec
 from cost_model.errors import HexGen2Error, InputError
 from hexgen2.export.hardware import gpus_by_node, node_spec, on_cpu, split
 from hexgen2.export.ray import CPU_SHARE, bundles_of, node_resource
-from hexgen2.placement import Placement, Replica
-from runtime.launcher.base import Launcher
-from runtime.launcher.handshake import connect_message, handshake
+from hexgen2.placement import Placement
 from runtime.launcher.link import Link, StreamLink
 from runtime.launcher.ray_actor import PURPOSE, WorkerPlace
 from runtime.launcher.welcome import Welcome
-from runtime.messages import Configure, Listening, Shutdown
+from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
+from runtime.messages import Configure, Shutdown
 
-START_TIMEOUT_S = 600.0
 PLACE_TIMEOUT_S = 60.0
 STOP_GRACE_S = ANSWER_TIMEOUT_S = 3.0
 ADDRESS = "RAY_ADDRESS"
 
+Members = tuple[str, ...]
 
-class RayLauncher(Launcher):
+
+class RayLauncher(WorkersLauncher):
     """Workers as actors of the Ray cluster at RAY_ADDRESS, or of the one that runs on this machine."""
 
     def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        self._start_timeout_s = start_timeout_s
+        super().__init__(start_timeout_s)
         self._placement: Placement | None = None
-        self._groups: dict[str, Any] = {}
+        self._groups: dict[Members, Any] = {}
         self._actors: dict[str, Any] = {}
-        self._links: dict[str, Link] = {}
-        self._configurations: dict[str, Configure] = {}
-        self._listening: dict[str, Listening] = {}
-        self._ready: set[str] = set()
         self._welcome: Welcome | None = None
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
@@ -58,7 +54,7 @@ class RayLauncher(Launcher):
         have = Counter({name: float(amount) for name, amount in ray.available_resources().items()})
         needed: Counter[str] = Counter()
         for replica in placement.replicas:
-            for bundle in self._bundles(replica):
+            for bundle in self._bundles(replica.gpus, on_cpu(placement, replica)):
                 needed.update(bundle)
         for name, amount in needed.items():
             if have[name] >= amount - 1e-6:
@@ -81,24 +77,16 @@ class RayLauncher(Launcher):
         self._configurations = dict(configurations)
         secret = next(iter(configurations.values())).secret
         self._welcome = Welcome(ray.util.get_node_ip_address(), secret, PURPOSE)
-        assert self._placement is not None
-        report(f"placing {len(self._placement.replicas)} replicas in the Ray cluster")
-        for replica in self._placement.replicas:
-            bundles = self._bundles(replica)
-            self._groups[replica.id] = ray.util.placement_group(bundles, strategy="PACK")
-        await asyncio.to_thread(self._wait_for_places)
         return await self._start(list(configurations), report)
 
-    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
-        self._end(workers)
-        try:
-            links = await self._start(workers, report)
-        except BaseException:
-            self._end(workers)
-            raise
-        for worker in self._ready:
-            self._links[worker].send(connect_message(self._configurations, self._listening, worker))
-        return links
+    async def change(
+        self, ended: Sequence[str], started: Mapping[str, Configure], report: Callable[[str], None]
+    ) -> dict[str, Link]:
+        stay = {worker: told for worker, told in self._configurations.items() if worker not in ended}
+        used = {_members(told) for told in (stay | dict(started)).values()}
+        self._forget(ended)
+        await asyncio.to_thread(self._give_back, [each for each in self._groups if each not in used])
+        return await super().change(ended, started, report)
 
     async def stop(self) -> None:
         for link in self._links.values():
@@ -117,48 +105,48 @@ class RayLauncher(Launcher):
 
     def kill(self) -> None:
         self._end(list(self._actors))
+        self._give_back(list(self._groups))
+
+    def _give_back(self, groups: Sequence[Members]) -> None:
+        """Have Ray let go of what some replicas had."""
         import ray
 
-        for group in self._groups.values():
+        for members in groups:
             with contextlib.suppress(Exception):  # Ray itself may be gone
-                ray.util.remove_placement_group(group)
-        self._groups.clear()
+                ray.util.remove_placement_group(self._groups.pop(members))
 
-    def _bundles(self, replica: Replica) -> list[dict[str, float]]:
-        """Of a replica; where Ray has one node only, that is every node of the placement."""
+    def _bundles(self, gpus: Sequence[str], cpu: bool) -> list[dict[str, float]]:
+        """Of a replica on these GPUs; where Ray has one node only, that is every node of the placement."""
         import ray
 
         assert self._placement is not None
-        bundles, alive = bundles_of(self._placement, replica), [node for node in ray.nodes() if node["Alive"]]
-        if len(alive) > 1 or any(node_spec(self._placement, n).address for n in gpus_by_node(replica.gpus)):
+        placement, nodes = self._placement, gpus_by_node(list(gpus))
+        bundles = bundles_of(placement, list(gpus), cpu)
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        if len(alive) > 1 or any(node_spec(placement, node).address for node in nodes):
             return bundles
-        names = {node_resource(self._placement, node) for node in gpus_by_node(replica.gpus)}
+        names = {node_resource(placement, node) for node in nodes}
         return [{key: value for key, value in bundle.items() if key not in names} for bundle in bundles]
 
-    def _wait_for_places(self) -> None:
+    def _make_room(self, workers: Sequence[str]) -> None:
+        """Have a placement group for each replica of these workers, and wait until Ray has a place for it."""
         import ray
 
-        for replica, group in self._groups.items():
-            if not group.wait(PLACE_TIMEOUT_S):
+        told = {_members(each): each for each in map(self._configurations.__getitem__, workers)}
+        for members, one in told.items():
+            if members not in self._groups:
+                bundles = self._bundles(members, one.device == "cpu")
+                self._groups[members] = ray.util.placement_group(bundles, strategy="PACK")
+        for members, one in told.items():
+            if not self._groups[members].wait(PLACE_TIMEOUT_S):
                 resources = ", ".join(f"{key} {value:g}" for key, value in ray.available_resources().items())
-                raise HexGen2Error(f"Ray found no place for replica {replica} (free: {resources})")
+                raise HexGen2Error(f"Ray found no place for replica {one.replica} (free: {resources})")
 
-    async def _start(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
-        report(f"starting {len(workers)} workers")
-        try:
-            async with asyncio.timeout(self._start_timeout_s):
-                links = await self._connect(workers)
-                self._links |= links
-                await handshake(links, self._configurations, self._listening, report)
-        except TimeoutError:
-            raise HexGen2Error(f"the workers were not ready after {self._start_timeout_s:.0f} s") from None
-        self._ready.update(workers)
-        return links
-
-    async def _connect(self, workers: Sequence[str]) -> dict[str, Link]:
+    async def _connect(self, workers: Sequence[str]) -> None:
         import ray
 
         assert self._welcome is not None
+        await asyncio.to_thread(self._make_room, workers)
         coming = {worker: self._welcome.expect(worker) for worker in workers}
         addresses = {}
         for worker in workers:
@@ -175,16 +163,15 @@ class RayLauncher(Launcher):
             self._configurations[worker] = msgspec.structs.replace(
                 told, host=host, device=device, cores=(), threads=1 if told.device == "cpu" else told.threads
             )
-        return {worker: await StreamLink.over(await coming[worker]) for worker in workers}
+        self._links |= {worker: await StreamLink.over(await coming[worker]) for worker in workers}
 
     def _make_actor(self, worker: str) -> Any:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        assert self._placement is not None
-        replica = next(each for each in self._placement.replicas if worker in each.gpus)
-        bundle = list(gpus_by_node(replica.gpus)).index(split(worker)[0])
-        cpu = on_cpu(self._placement, replica)
+        told = self._configurations[worker]
+        members, cpu = _members(told), told.device == "cpu"
+        bundle = list(gpus_by_node(list(members))).index(split(worker)[0])
         return (
             ray.remote(WorkerPlace)
             .options(
@@ -192,23 +179,26 @@ class RayLauncher(Launcher):
                 num_gpus=0 if cpu else 1,
                 max_restarts=0,  # the supervisor restarts whole replicas
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._groups[replica.id], placement_group_bundle_index=bundle
+                    placement_group=self._groups[members], placement_group_bundle_index=bundle
                 ),
             )
             .remote()
         )
 
     def _end(self, workers: Sequence[str]) -> None:
-        """End some workers with their actors, and close what leads to them."""
         import ray
 
-        self._ready.difference_update(workers)
         for worker in workers:
             if link := self._links.pop(worker, None):
                 link.close()
             if actor := self._actors.pop(worker, None):
                 with contextlib.suppress(Exception):  # it, its node or Ray may be gone
                     ray.kill(actor)
+
+
+def _members(told: Configure) -> Members:
+    """The workers of a worker's replica, in the order of its stages."""
+    return tuple(worker for stage in told.stages for worker in stage.workers)
 
 
 async def _drained(link: Link) -> None:

@@ -1,0 +1,95 @@
+"""What launchers of our own workers have in common, wherever these run: who is told what, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+from cost_model.errors import HexGen2Error
+from runtime.launcher.base import Launcher
+from runtime.launcher.handshake import connect_message, handshake
+from runtime.launcher.link import Link
+from runtime.messages import Configure, Listening
+
+START_TIMEOUT_S = 600.0
+
+
+class WorkersLauncher(Launcher):
+    """Takes workers to Ready, ends them, and tells those that stay where the others are.
+
+    What is left to each launcher of this kind: how processes are started (`_connect`) and ended (`_end`,
+    `_until_ended`).
+    """
+
+    can_change = True
+
+    def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        self._start_timeout_s = start_timeout_s
+        self._links: dict[str, Link] = {}
+        self._configurations: dict[str, Configure] = {}
+        self._listening: dict[str, Listening] = {}
+        self._ready: set[str] = set()
+
+    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        return await self.change(workers, {each: self._configurations[each] for each in workers}, report)
+
+    async def change(
+        self, ended: Sequence[str], started: Mapping[str, Configure], report: Callable[[str], None]
+    ) -> dict[str, Link]:
+        self._forget(ended)
+        await self._until_ended(ended)
+        for worker in ended:
+            self._configurations.pop(worker, None)
+        self._configurations |= started
+        links: dict[str, Link] = {}
+        try:
+            if started:
+                links = await self._start(list(started), report)
+        except BaseException:
+            self._forget(list(started))
+            raise
+        # To the new ones too: others that start beside them may listen only since. Not to any that start just
+        # now: they would take it for their first, with addresses of before.
+        for worker in self._ready:
+            self._links[worker].send(connect_message(self._configurations, self._listening, worker))
+        return links
+
+    async def _start(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        """Start workers that are configured, and take them to Ready."""
+        report(f"starting {len(workers)} workers")
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._connect(workers)
+                links = {worker: self._links[worker] for worker in workers}
+                await handshake(links, self._configurations, self._listening, report)
+        except TimeoutError:
+            raise HexGen2Error(f"the workers were not ready after {self._start_timeout_s:.0f} s") from None
+        self._ready.update(workers)
+        return links
+
+    def _forget(self, workers: Sequence[str]) -> None:
+        """End some workers; nobody is told any more where they listen."""
+        self._ready.difference_update(workers)
+        for worker in workers:
+            self._listening.pop(worker, None)
+        self._end(workers)
+
+    @abstractmethod
+    async def _connect(self, workers: Sequence[str]) -> None:
+        """Start the processes of some workers: links to them go into `_links` as soon as they are there, and
+        what only their machine knows (its address, say) into `_configurations`.
+
+        Raises
+        ------
+        HexGen2Error : they cannot be started
+        """
+
+    @abstractmethod
+    def _end(self, workers: Sequence[str]) -> None:
+        """End some workers at once, those too that are stopped or half started, and close what leads to them.
+        They may be gone already."""
+
+    async def _until_ended(self, workers: Sequence[str]) -> None:
+        """Wait a while for the end of workers whose devices others are about to take."""
+        return None
