@@ -1,9 +1,11 @@
 """Another placement while the fleet serves: searched beside it, taken up wave by wave.
 
-For each replica that stays lost all its GPUs count as lost. The search is a process of its own, as on the
-command line; replicas that the new placement has too go on untouched. The others take no new requests once
-their wave comes (rollout.py), finish what they have or hand it on, and end; then those that take their GPUs
-start, with weights from the checkpoint. If there is no new placement, the fleet goes on as it is.
+Lost are the GPUs of machines that are gone and, for each replica that stays lost though its machines are
+there, all its GPUs. Those of a machine that comes back are in use again from the next new placement on. The
+search is a process of its own, as on the command line; replicas that the new placement has too go on
+untouched. The others take no new requests once their wave comes (rollout.py), finish what they have or hand
+it on, and end; then those that take their GPUs start, with weights from the checkpoint. If there is no new
+placement, the fleet goes on as it is.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cost_model.errors import HexGen2Error
 from hexgen2.checks import verify
+from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from runtime.coordinator import Coordinator
 from runtime.launcher.base import Launcher
@@ -63,6 +66,9 @@ class Replanner:
         self._launcher, self._supervisor, self._configured = launcher, supervisor, configured
         self._after_s, self._report, self._taken_up = after_s, report, taken_up
         self._asked, self._at_once = asyncio.Event(), asyncio.Event()
+        self._gpus = Cluster.from_spec(placement.cluster).gpu_ids
+        self._away = set[str]()  # of the placement's lost GPUs those whose machine was gone
+        self._fruitless = list[str]()  # lost GPUs without which there is no placement
         self.busy = False
         self._task: asyncio.Task[None] | None = None
 
@@ -71,17 +77,21 @@ class Replanner:
         self._task = asyncio.create_task(self._run())
 
     def stays_lost(self, _: ServedReplica) -> None:
-        """A replica will not come back by itself."""
+        """A replica will not come back by itself, as far as can be seen."""
         self._asked.set()
 
     def ask(self) -> bool:
-        """Re-plan now without what is lost, even if that is being started again; False if nothing is lost, or
-        it is being done."""
-        if self.busy or not self._coordinator.lost:
+        """Re-plan now without what is lost, even if that is being started again, and with what is back; False
+        if there is nothing of either, or it is being done."""
+        if self.busy or not (self._coordinator.lost or self._back()):
             return False
         self._at_once.set()
         self._asked.set()
         return True
+
+    def _back(self) -> list[str]:
+        """Lost GPUs whose machine is there again."""
+        return sorted(self._away.difference(self._launcher.unreachable(self._gpus)))
 
     async def stop(self) -> None:
         """Leave everything as it is."""
@@ -97,38 +107,50 @@ class Replanner:
                     await self._at_once.wait()
             except TimeoutError:
                 pass
-            self.busy = True
+            self.busy, at_once = True, self._at_once.is_set()
             self._asked.clear()
             self._at_once.clear()
             try:
-                await self._replan()
+                await self._replan(at_once)
             except Exception as error:
                 log.exception("re-planning failed")
                 self._report(f"re-planning failed: {error}; the fleet goes on as it is")
             finally:
                 self.busy = False
 
-    async def _replan(self) -> None:
-        dead = list(self._coordinator.lost)
-        if not dead:
+    async def _replan(self, at_once: bool) -> None:
+        before, back = self._placement, self._back()
+        dead = list(self._coordinator.lost) if at_once else sorted(self._supervisor.staying_lost)
+        away = set(self._launcher.unreachable(self._gpus)).difference(before.lost)
+        unusable = away | broken((before.replica(name) for name in dead), away)
+        lost = [gpu for gpu in self._gpus if gpu in unusable]
+        if not (dead or (at_once and back)):
+            return
+        if not at_once and lost == self._fruitless and not back:
             return
         given_up = await self._supervisor.leave_alone(dead)
-        gpus = [gpu for name in dead for gpu in self._placement.replica(name).gpus]
-        self._report(f"re-planning without {', '.join(gpus)}")
+        changes = [f"without {', '.join(lost)}"] * bool(lost) + [f"with {', '.join(back)}"] * bool(back)
+        self._report(f"re-planning {' and '.join(changes)}")
         try:
-            found = await self._search(gpus)
-        except HexGen2Error as error:
-            self._report(f"no new placement: {error}; the fleet goes on as it is")
+            found = await self._search(lost, back)
+        except Exception as error:
             self._supervisor.go_on(given_up)
+            if not isinstance(error, HexGen2Error):
+                raise
+            self._fruitless = lost
+            self._report(f"no new placement: {error}; the fleet goes on as it is")
             return
+        self._away = (self._away | away).difference(back)
+        self._fruitless = []
         await self._take_up(found)
 
-    async def _search(self, gpus: Sequence[str]) -> Placement:
+    async def _search(self, lost: Sequence[str], back: Sequence[str]) -> Placement:
         with tempfile.TemporaryDirectory(prefix="hexgen2-replan-") as folder:
             before, after = Path(folder) / "before.json", Path(folder) / "after.json"
             self._placement.save(before)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", SEARCH, "search", "--from", str(before), "--lost", ",".join(gpus)),
+                *(sys.executable, "-c", SEARCH, "search", "--from", str(before)),
+                *("--lost", ",".join(lost), "--added", ",".join(back)),
                 *("--time-limit", f"{SEARCH_LIMIT_S:g}", "-o", str(after)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
@@ -161,7 +183,7 @@ class Replanner:
         coming = {replica.id: replica for replica in after.replicas if replica.id not in staying}
         self._report(f"new placement: {len(staying)} stay, {len(leaving)} leave, {len(coming)} start")
         await self._supervisor.leave_alone(leaving)
-        ended = [worker for name in dead for worker in coordinator.replicas[name].links]
+        ended = [gpu for name in dead for gpu in before.replica(name).gpus]
         both = after.model_copy(update={"replicas": [*after.replicas, *leaving.values()]})
         coordinator.change(Reflow(both), {name: replicas[name] for name in coming}, dead)
         self._placement = after
@@ -217,6 +239,17 @@ class Replanner:
             return
         self._supervisor.look_after(replica.id)
         self._coordinator.give_up(replica.id, f"it did not start: {problem}")
+
+
+def broken(dead: Iterable[Replica], away: Collection[str]) -> set[str]:
+    """GPUs of lost replicas whose machines are all there: any of these may be the reason. Where a machine is
+    gone, that is the reason, and the replica's other GPUs are sound.
+
+    Parameters
+    ----------
+    away : GPUs whose machine is gone
+    """
+    return {gpu for replica in dead if not set(replica.gpus) & set(away) for gpu in replica.gpus}
 
 
 def renamed(placement: Placement, alive: Mapping[str, Replica]) -> Placement:

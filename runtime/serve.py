@@ -109,8 +109,8 @@ def serve(
         raise InputError(source, "attention_workers", f"the {engine} engine cannot run them", remedy)
     starter = _vllm_launcher(launcher, options) if engine == VLLM else make_launcher(launcher, membership)
     if replan_after_s is not None and not starter.can_change:
-        problem = "these workers cannot be changed while they serve"
-        remedy = "leave it out, or use --launcher local and another --engine"
+        problem = f"replicas of --engine {engine} cannot be changed while they serve"
+        remedy = "leave it out, or use another --engine"
         raise InputError("--replan", "", problem, remedy)
     emulated = engine == EMULATED
     starter.check(placement, source, emulated)

@@ -61,10 +61,15 @@ class Supervisor:
         self._now_s = now_s
         self._histories: dict[str, _History] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._left_alone = set[str]()
+        self._left_alone, self._hopeless = set[str](), set[str]()
+
+    @property
+    def staying_lost(self) -> set[str]:
+        """Lost replicas that are not started again, or not until a machine is back."""
+        return self._hopeless & self._coordinator.lost.keys()
 
     def on_stays_lost(self, call: Callable[[Replica], None]) -> None:
-        """Have somebody told of a replica that is not started again."""
+        """Have somebody told of a replica that is not started again, or not until its machine is back."""
         self._stays_lost = call
 
     def lost(self, replica: Replica) -> bool:
@@ -74,7 +79,7 @@ class Supervisor:
         if self._limit and replica.links:
             self._tasks[replica.replica_id] = asyncio.create_task(self._bring_back(replica))
             return True
-        self._stays_lost(replica)
+        self._give_up(replica)
         return False
 
     async def leave_alone(self, names: Collection[str]) -> list[str]:
@@ -97,6 +102,7 @@ class Supervisor:
     def look_after(self, name: str) -> None:
         """Bring a replica back, if it is lost, of which nothing is known from before."""
         self._left_alone.discard(name)
+        self._hopeless.discard(name)
         self._histories.pop(name, None)
 
     async def stop(self) -> None:
@@ -110,6 +116,7 @@ class Supervisor:
             history.in_a_row = 0
         while not (why_not := self._verdict(history)):
             await asyncio.sleep(min(FIRST_WAIT_S * 2**history.in_a_row, LONGEST_WAIT_S))
+            await self._until_reachable(replica)
             history.in_a_row += 1
             history.starts_s.append(self._now_s())
             log.warning("replica %s is started again, %d in a row", name, history.in_a_row)
@@ -124,6 +131,19 @@ class Supervisor:
             return
         self._report(f"replica {name} stays lost: it died {why_not}")
         self._coordinator.revive_no_more(name)
+        self._give_up(replica)
+
+    async def _until_reachable(self, replica: Replica) -> None:
+        """Wait for a machine that is gone: no start is counted, and others may take it for lost."""
+        workers = list(replica.links)
+        if gone := self._launcher.unreachable(workers):
+            self._report(f"replica {replica.replica_id} waits for {', '.join(gone)}")
+            self._give_up(replica)
+            await self._launcher.until_reachable(workers)
+            self._hopeless.discard(replica.replica_id)
+
+    def _give_up(self, replica: Replica) -> None:
+        self._hopeless.add(replica.replica_id)
         self._stays_lost(replica)
 
     def _verdict(self, history: _History) -> str:

@@ -151,7 +151,7 @@ if TYPE_CHECKING:
     type=POSITIVE,
     default=REPLAN_AFTER_S,
     show_default=True,
-    help="How long --replan waits for further losses.",
+    help="How long --replan waits for further losses, and for a node that is gone.",
 )
 @click.option("--join", multiple=True, metavar="MULTIADDR", help="p2p: a node that is there already.")
 @click.option("--identity", type=click.Path(path_type=Path), help="p2p: file of the key pair.")

@@ -11,7 +11,7 @@ from runtime.api.errors import ApiError
 
 
 def operations_router(replan: Callable[[], bool], guarded: bool) -> APIRouter:
-    """`POST /replan`: another placement without what is lost.
+    """`POST /replan`: another placement without what is lost, and with what is back.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def operations_router(replan: Callable[[], bool], guarded: bool) -> APIRouter:
             message = "this is for clients with a key; start the server with --api-key"
             raise ApiError(403, message, "invalid_request_error")
         if not replan():
-            message = "no replica is lost, or a new placement is being taken up"
+            message = "no replica is lost and no lost machine is back, or a new placement is on its way"
             raise ApiError(409, message, "invalid_request_error")
         return JSONResponse({"status": "replanning"}, 202)
 

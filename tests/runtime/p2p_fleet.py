@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+import psutil
 from served import Process, Server, make_placement
 
 from cluster_specs.schema import NodeSpec
@@ -12,6 +17,9 @@ from hexgen2.placement import Placement, Route, Stage
 from runtime.p2p.membership import LOOPBACK_LISTEN
 
 MAIN = [sys.executable, "-c", "from hexgen2.cli import main; main()"]
+TOKENS = 250
+LONG = {"model": "tiny-llama", "prompt": "the", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+GONE_S = 60.0
 NODES = ("left", "right")
 WORKERS = 2
 """On each node; the placement has a replica on each worker."""
@@ -87,3 +95,33 @@ def network_key(work: Path) -> Path:
     if not path.exists():
         path.write_text("5a" * 32)
     return path
+
+
+def workers(node: Process) -> list[psutil.Process]:
+    """The worker processes of a node."""
+    fork_servers = [each for each in node.family() if "forkserver" in " ".join(each.cmdline()[:4])]
+    return [child for each in fork_servers for child in each.children()]
+
+
+def until(condition: Callable[[], bool], *logs: Process) -> None:
+    """Wait for something; the logs are shown if it does not come."""
+    deadline = time.monotonic() + GONE_S
+    while not condition():
+        assert time.monotonic() < deadline, "\n".join(each.log.read_text() for each in logs)
+        time.sleep(0.05)
+
+
+def stream_through(http: httpx.Client, disturb: Callable[[], object], tokens: int = TOKENS) -> list[str]:
+    """Texts of some requests, streamed together; `disturb` is called once each of them has begun."""
+    body = LONG | {"n": 6, "stream": True, "max_tokens": tokens}
+    texts, disturbed = dict.fromkeys(range(6), ""), False
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                texts[choice["index"]] += choice["text"]
+                if not disturbed and all(texts.values()):
+                    disturb()
+                    disturbed = True
+    assert disturbed
+    return list(texts.values())

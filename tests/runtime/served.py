@@ -117,6 +117,13 @@ def make_placement(folder: Path) -> Placement:
     )
 
 
+def small(placement: Placement) -> Placement:
+    """The same with little memory, so that a new placement's KV caches are small too."""
+    card = placement.cluster.accelerators["Core"].model_copy(update={"memory_gib": 0.3})
+    cluster = placement.cluster.model_copy(update={"accelerators": {"Core": card}})
+    return placement.model_copy(update={"cluster": cluster})
+
+
 class Process:
     """A process of its own session, with its stderr in a file."""
 

@@ -262,3 +262,9 @@ def test_another_machine_is_refused(model_folder, refuses):
     node = cluster.nodes[0].model_copy(update={"address": "192.0.2.7"})
     placement = placement.model_copy(update={"cluster": cluster.model_copy(update={"nodes": [node]})})
     refuses(placement, ["a.json", "192.0.2.7", "address"])
+
+
+def test_replicas_of_vllm_are_not_replanned(files):
+    path, model = files
+    _, line = refusal(path, "--model-path", model, "--engine", "vllm", "--replan")
+    assert "--replan" in line and "--engine vllm cannot be changed" in line and "another --engine" in line

@@ -3,18 +3,12 @@
 import json
 import shutil
 import signal
-import time
 
 import httpx
 import psutil
 import pytest
-from p2p_fleet import Head, Node, fleet_placement
+from p2p_fleet import LONG, TOKENS, Head, Node, fleet_placement, stream_through, until, workers
 from served import SECONDS, alive, gauge, until_idle
-
-MODEL = "tiny-llama"
-TOKENS = 250
-LONG = {"model": MODEL, "prompt": "the", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
-GONE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -45,34 +39,6 @@ def head(fleet, model_folder):
 def http(head):
     with httpx.Client(base_url=head.url, timeout=SECONDS) as http:
         yield http
-
-
-def workers(node):
-    """The worker processes of a node."""
-    fork_servers = [each for each in node.family() if "forkserver" in " ".join(each.cmdline()[:4])]
-    return [child for each in fork_servers for child in each.children()]
-
-
-def until(condition, *logs):
-    deadline = time.monotonic() + GONE_S
-    while not condition():
-        assert time.monotonic() < deadline, "\n".join(each.log.read_text() for each in logs)
-        time.sleep(0.05)
-
-
-def stream_through(http, disturb):
-    """Texts of some requests, streamed together; `disturb` is called once each of them has begun."""
-    texts, disturbed = dict.fromkeys(range(6), ""), False
-    with http.stream("POST", "/v1/completions", json=LONG | {"n": 6, "stream": True}) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                texts[choice["index"]] += choice["text"]
-                if not disturbed and all(texts.values()):
-                    disturb()
-                    disturbed = True
-    assert disturbed
-    return list(texts.values())
 
 
 def states(http):

@@ -15,7 +15,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from served import ROOT, SECONDS, Launched, alive, make_placement, until_idle
+from served import ROOT, SECONDS, Launched, alive, gauge, make_placement, small, until_idle
+
+from hexgen2.placement import Placement
 
 pytest.importorskip("ray")
 HEXGEN2, RAY = (str(Path(sys.executable).with_name(name)) for name in ("hexgen2", "ray"))
@@ -100,6 +102,32 @@ def test_a_placement_in_ray_serves_recovers_and_leaves_nothing(
                 time.sleep(0.1)
             assert [complete(client) for _ in range(4)] == [expected] * 4
             until_idle(client)
+        assert fleet.interrupt() == 0
+        assert not ray_workers()
+    finally:
+        fleet.close()
+
+
+def test_another_placement_while_a_fleet_in_ray_serves(model_folder, server, http, ray_address, tmp_path):
+    expected = complete(http)
+    where = ["--launcher", "ray", "--restarts", "0", "--replan", "--replan-after-s", "1"]
+    placement = small(make_placement(model_folder))
+    fleet = Launched(placement, model_folder, tmp_path, *where, RAY_ADDRESS=ray_address)
+    try:
+        fleet.until_serving()
+        with httpx.Client(base_url=fleet.url, timeout=SECONDS) as client:
+            assert complete(client) == expected
+            next(each for each in ray_workers() if "box/5" in each.cmdline()).kill()
+            fleet.wait_for(r"re-planning without box/5\n")
+            deadline = time.monotonic() + SECONDS
+            while not gauge(client, "hexgen2_replans_total") or client.get("/health").status_code != 200:
+                assert time.monotonic() < deadline, fleet.log.read_text()
+                assert complete(client) == expected
+            after = Placement.model_validate_json(client.get("/placement").text)
+            used = {gpu for replica in after.replicas for gpu in replica.gpus}
+            assert after.lost == ["box/5"] and "box/5" not in used
+            assert [complete(client) for _ in range(4)] == [expected] * 4
+            assert len(ray_workers()) == len(used)
         assert fleet.interrupt() == 0
         assert not ray_workers()
     finally:

@@ -5,7 +5,7 @@ import time
 
 import httpx
 import pytest
-from served import KEY, Launched, alive, gauge, make_placement, until_idle
+from served import KEY, Launched, alive, gauge, make_placement, small, until_idle
 
 from hexgen2.checks import verify
 from hexgen2.placement import Placement
@@ -18,13 +18,6 @@ LIMIT_S = 300.0
 def client_of(server: Launched) -> httpx.Client:
     headers = {"Authorization": f"Bearer {server.key}"}
     return httpx.Client(base_url=server.url, headers=headers, timeout=LIMIT_S)
-
-
-def small(placement):
-    """The same with little memory, so that a new placement's KV caches are small too."""
-    card = placement.cluster.accelerators["Core"].model_copy(update={"memory_gib": 0.3})
-    cluster = placement.cluster.model_copy(update={"accelerators": {"Core": card}})
-    return placement.model_copy(update={"cluster": cluster})
 
 
 @pytest.fixture
@@ -150,4 +143,18 @@ def test_on_demand_and_a_search_that_finds_nothing_leaves_the_fleet_as_it_is(lau
         assert http.post("/replan").status_code == 202
         server.wait_for("no new placement: .*goes on as it is", LIMIT_S)
         assert answer(http).status_code == 503
+        assert server.interrupt() == 0
+
+
+def test_an_emulated_fleet_takes_up_another_placement(launch):
+    server = launch("--engine", "emulated", "--restarts", "0", "--replan", "--replan-after-s", "1")
+    with client_of(server) as http:
+        expected = answer(http).json()["choices"][0]["text"]
+        load = Load(server)
+        workers(server)[5].kill()
+        wait_for(lambda: gauge(http, "hexgen2_replans_total") >= 1)
+        check_whole([*load.end(), *(answer(http) for _ in range(4))], expected)
+        placement = Placement.model_validate_json(http.get("/placement").text)
+        verify(placement)
+        assert "box/5" in placement.lost
         assert server.interrupt() == 0

@@ -18,8 +18,15 @@ class Starter:
 
     def __init__(self, works=True):
         self.works, self.starts, self.leads = works, 0, []
-        self.may = asyncio.Event()
+        self.may, self.there = asyncio.Event(), asyncio.Event()
         self.may.set()
+        self.there.set()
+
+    def unreachable(self, workers):
+        return [] if self.there.is_set() else list(workers)
+
+    async def until_reachable(self, workers):
+        await self.there.wait()
 
     async def restart(self, workers, report):
         self.starts += 1
@@ -165,5 +172,45 @@ def test_a_start_that_was_given_up_may_go_on():
             await until(lambda: not coordinator.lost)
             assert starter.starts == 2
             await supervisor.stop()
+
+    run(scenario)
+
+
+def test_a_replica_whose_machine_is_gone_waits_for_it_without_a_start_and_counts_as_lost():
+    async def scenario():
+        async with serving(PAIR) as (coordinator, _):
+            starter = Starter()
+            starter.there.clear()
+            supervisor, said, stayed = supervised(coordinator, starter, 1, [1e6])
+            coordinator._lose(coordinator.replicas["d0"], "its node is gone")
+            await until(lambda: stayed)
+            assert supervisor.staying_lost == {"d0"} and not starter.starts
+            assert said == ["replica d0 waits for n/d0"]
+            assert await supervisor.leave_alone(["d0"]) == ["d0"]
+            starter.there.set()
+            await asyncio.sleep(0.02)
+            assert not starter.starts and "d0" in coordinator.lost
+            starter.there.clear()
+            supervisor.go_on(["d0"])
+            await until(lambda: len(stayed) == 2)
+            starter.there.set()
+            await until(lambda: not coordinator.lost)
+            assert starter.starts == 1 and not supervisor.staying_lost
+            assert await tokens_of(coordinator.submit(PROMPT, sampling())) == [300, 301, 302, 303]
+            await supervisor.stop()
+
+    run(scenario)
+
+
+def test_nobody_waits_at_the_end_for_a_machine_that_is_gone():
+    async def scenario():
+        async with serving(PAIR) as (coordinator, _):
+            starter = Starter()
+            starter.there.clear()
+            supervisor, _, stayed = supervised(coordinator, starter, 1, [1e6])
+            coordinator._lose(coordinator.replicas["d0"], "its node is gone")
+            await until(lambda: stayed)
+            async with asyncio.timeout(10):
+                await supervisor.stop()
 
     run(scenario)
