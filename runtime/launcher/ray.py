@@ -48,6 +48,7 @@ class RayLauncher(Launcher):
         self._listening: dict[str, Listening] = {}
         self._ready: set[str] = set()
         self._welcome: Welcome | None = None
+        self._secret = ""
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
         if emulated:
@@ -78,9 +79,11 @@ class RayLauncher(Launcher):
     ) -> dict[str, Link]:
         import ray
 
-        self._configurations = dict(configurations)
-        secret = next(iter(configurations.values())).secret
-        self._welcome = Welcome(ray.util.get_node_ip_address(), secret, PURPOSE)
+        self._secret = next(iter(configurations.values())).secret  # goes by Ray: others may read our streams
+        self._configurations = {
+            worker: msgspec.structs.replace(told, secret="") for worker, told in configurations.items()
+        }
+        self._welcome = Welcome(ray.util.get_node_ip_address(), self._secret, PURPOSE)
         assert self._placement is not None
         report(f"placing {len(self._placement.replicas)} replicas in the Ray cluster")
         for replica in self._placement.replicas:
@@ -163,8 +166,7 @@ class RayLauncher(Launcher):
         addresses = {}
         for worker in workers:
             self._actors[worker] = actor = self._make_actor(worker)
-            secret = self._configurations[worker].secret
-            addresses[worker] = actor.start.remote(worker, self._welcome.address, secret)
+            addresses[worker] = actor.start.remote(worker, self._welcome.address, self._secret)
         try:
             hosts = await asyncio.to_thread(ray.get, list(addresses.values()))
         except ray.exceptions.RayError as error:
