@@ -53,6 +53,8 @@ async def _run(name: str, member: Member, address: str, model_path: Path | None,
         member.announce(load=min(count / devices, 1.0))
 
     agent = NodeAgent(name, member.peers, address, model_path, on_workers, report)
+    member.peers.on_peer_joined(lambda peer_id: report(f"peer {peer_id} is connected"))
+    member.peers.on_peer_lost(lambda peer_id: report(f"peer {peer_id} is gone"))
     stopping = stop_signals(agent.kill)
     agent.start()
     try:

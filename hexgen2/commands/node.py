@@ -20,6 +20,7 @@ EXTRAS = "pip install 'hexgen2[runtime,p2p]'"
 @click.option("--identity", type=click.Path(path_type=Path), help="File of the key pair, made if missing.")
 @click.option("--network-key", type=click.Path(path_type=Path), help="File of the network's key.")
 @click.option("--allow", multiple=True, metavar="PEERID", help="Let in these members only.")
+@click.option("--mdns", is_flag=True, help="Find members on the local network, and be found there.")
 @click.option("--model-path", type=click.Path(path_type=Path), help="The checkpoint's folder here.")
 @click.option("--address", metavar="HOST", help="Where workers of other nodes reach those of this one.")
 @click.option(
@@ -32,6 +33,7 @@ def node(
     identity: Path | None,
     network_key: Path | None,
     allow: tuple[str, ...],
+    mdns: bool,
     model_path: Path | None,
     address: str | None,
     new_network_key: Path | None,
@@ -52,5 +54,6 @@ def node(
         listen=listen or LOOPBACK_LISTEN,
         network_key=network_key,
         allow=allow,
+        mdns=mdns,
     )
     sys.exit(run_node(name, membership, address, model_path))
