@@ -24,6 +24,11 @@ EXTRAS = "pip install 'hexgen2[runtime,p2p]'"
 @click.option("--model-path", type=click.Path(path_type=Path), help="The checkpoint's folder here.")
 @click.option("--address", metavar="HOST", help="Where workers of other nodes reach those of this one.")
 @click.option(
+    "--accelerators",
+    metavar="NAME:COUNT",
+    help="The GPUs here, as the cluster has them.  [default: what the driver shows]",
+)
+@click.option(
     "--new-network-key", type=click.Path(path_type=Path), help="Write a new network key, and do nothing else."
 )
 def node(
@@ -36,6 +41,7 @@ def node(
     mdns: bool,
     model_path: Path | None,
     address: str | None,
+    accelerators: str | None,
     new_network_key: Path | None,
 ) -> None:
     """Make this machine a node, until Ctrl-C: heads of its network start workers here."""
@@ -56,4 +62,4 @@ def node(
         allow=allow,
         mdns=mdns,
     )
-    sys.exit(run_node(name, membership, address, model_path))
+    sys.exit(run_node(name, membership, address, model_path, accelerators))
