@@ -152,6 +152,10 @@ class Peers:
         """Where a peer may be reached, for `open`."""
         self._known[peer_id] = tuple(addresses)
 
+    def forget(self, peer_id: str) -> None:
+        """Remember no more where a peer may be reached."""
+        self._known.pop(peer_id, None)
+
     def connect(self, peer_id: str) -> None:
         """Try once to connect to a peer whose addresses are known; `on_peer_joined` tells if it worked."""
         if self._running and peer_id in self._known and peer_id not in self.connected:

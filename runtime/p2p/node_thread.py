@@ -173,19 +173,27 @@ class NodeThread:
         ------
         ConnectionError : no address leads to this peer
         """
-        async with self._dialling.setdefault(peer_id, trio.Lock()):
-            if self._live.get(peer_id):
-                return self._live[peer_id][0]
-            reason = "no address is known"
-            for address in addresses:
-                try:
-                    with trio.fail_after(DIAL_S):
-                        return await self._swarm.dial_addr(Multiaddr(address), ID.from_string(peer_id))
-                except trio.TooSlowError:
-                    reason = f"{address} does not answer within {DIAL_S:g} s"
-                except Exception as error:
-                    reason = f"{address}: {one_line(error)}"
-            raise ConnectionError(reason)
+        lock = self._dialling.setdefault(peer_id, trio.Lock())
+        try:
+            async with lock:
+                if self._live.get(peer_id):
+                    return self._live[peer_id][0]
+                return await self._dial(peer_id, addresses)
+        finally:
+            if not lock.locked():  # nobody else dials it
+                self._dialling.pop(peer_id, None)
+
+    async def _dial(self, peer_id: str, addresses: Sequence[str]) -> INetConn:
+        reason = "no address is known"
+        for address in addresses:
+            try:
+                with trio.fail_after(DIAL_S):
+                    return await self._swarm.dial_addr(Multiaddr(address), ID.from_string(peer_id))
+            except trio.TooSlowError:
+                reason = f"{address} does not answer within {DIAL_S:g} s"
+            except Exception as error:
+                reason = f"{address}: {one_line(error)}"
+        raise ConnectionError(reason)
 
     def _connected(self, connection: INetConn) -> None:
         peer_id = str(connection.muxed_conn.peer_id)
