@@ -31,13 +31,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from runtime import introduction
 from runtime.engine.cache import CacheShape
 from runtime.engine.kv import KvReceiver, KvSender
 from runtime.engine.kv.pool import shared_cache
 from runtime.engine.parallel import connect_store, open_store
 from runtime.kv_layout import KvTransfer, held, outgoing
-from runtime.messages import PROTOCOL_VERSION, Hello, KvLink, StageShape
-from runtime.transport import accept_hello, listen
+from runtime.messages import KvLink, StageShape
+from runtime.transport import listen
 
 HOST, BLOCK_TOKENS, HEADS, HEAD_DIM, LAYERS = "127.0.0.1", 16, 8, 128, 8
 DTYPE = torch.bfloat16
@@ -168,7 +169,7 @@ def _accept_all(receiver: KvReceiver) -> tuple[str, int]:
 
     def accept() -> None:
         while True:
-            accepted = accept_hello(listener.accept()[0], "")
+            accepted = introduction.accept(listener.accept()[0], "")
             assert accepted is not None
             threading.Thread(
                 target=receiver.serve, args=(accepted[0], accepted[1].worker), daemon=True
@@ -224,9 +225,16 @@ class Sides:
         setting, sent = self.setting, queue.SimpleQueue[str]()
         senders, plans = dict[str, KvSender](), dict[str, tuple[KvTransfer, ...]]()
         for worker, (cache, shared) in self.caches.items():
-            hello = Hello(protocol=PROTOCOL_VERSION, secret="", worker=worker, purpose="kv")
+            own = introduction.Introduction(worker, "kv", secret="")
             senders[worker] = KvSender(
-                hello, cache, self.addresses, sent.put, print, shared=shared, transport=transport, links=links
+                own,
+                cache,
+                self.addresses,
+                sent.put,
+                print,
+                shared=shared,
+                transport=transport,
+                links=links,
             )
             plans[worker] = outgoing(setting.source, worker, setting.destination, setting.kv_heads)
         self._open += senders.values()

@@ -1,4 +1,4 @@
-"""Three machines with a network between them: join, launch, serve, cut one off, heal.
+"""Three machines with a network between them: join, launch, serve, cut one off, freeze one, slow one down.
 
     python benchmarks/three_machines.py [--rate-mbit 200] [--delay-ms 1] [--requests 8]
 
@@ -8,7 +8,10 @@ as an operator would, with identities, a network key and addresses; each node ha
 replica of a random Llama of 55 million parameters. KV caches go over TCP: processes of one kernel could share
 memory, which no link would slow down.
 
-Exit code 1 if a text differs from that of an undisturbed run, or if what was cut off does not come back.
+A link is cut and mended; a node's agent is stopped (SIGSTOP) and goes on; a link gets a tenth of its rate.
+
+Exit code 1 if a text differs from that of an undisturbed run, if what was lost does not come back, or if the
+slow link costs a replica.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -62,7 +66,7 @@ def run(*words: str) -> None:
 
 
 @contextmanager
-def machines(rate_mbit: float, delay_ms: float) -> Iterator[str]:
+def machines(links: Links) -> Iterator[str]:
     """The namespaces, and how their links are shaped."""
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         raise Missing("namespaces need root, ip and tc")
@@ -73,30 +77,43 @@ def machines(rate_mbit: float, delay_ms: float) -> Iterator[str]:
             run("ip", "-n", name, "link", "set", "lo", "up")
         run("ip", "-n", PREFIX + SWITCH, "link", "add", "bridge", "type", "bridge")
         run("ip", "-n", PREFIX + SWITCH, "link", "set", "bridge", "up")
-        shapes = {_connect(name, address, rate_mbit, delay_ms) for name, address in MACHINES.items()}
-        yield ", ".join(sorted(shapes))
+        for name, address in MACHINES.items():
+            _connect(name, address)
+        yield ", ".join(sorted({links.shape(name) for name in MACHINES}))
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def _connect(name: str, address: str, rate_mbit: float, delay_ms: float) -> str:
-    """A shaped cable from a machine to the switch; what the shaping is."""
+def _connect(name: str, address: str) -> None:
+    """A cable from a machine to the switch."""
     machine, switch = PREFIX + name, PREFIX + SWITCH
     run("ip", "-n", switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", machine)
     run("ip", "-n", switch, "link", "set", name, "master", "bridge", "up")
     run("ip", "-n", machine, "addr", "add", f"{address}/24", "dev", "eth0")
     run("ip", "-n", machine, "link", "set", "eth0", "up")
-    rate = f"{rate_mbit:g}mbit"
-    shape = f"{rate_mbit:g} Mbit/s each way"
-    for where, device in ((machine, "eth0"), (switch, name)):
-        qdisc = ("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", device, "root")
-        try:
-            run(*qdisc, "netem", "rate", rate, "delay", f"{delay_ms:g}ms")
-            shape = f"{rate_mbit:g} Mbit/s and {delay_ms:g} ms each way"
-        except Missing:  # a kernel without netem: the rate at least
-            run(*qdisc, "tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
-    return shape
+
+
+@dataclass(frozen=True)
+class Links:
+    """What each machine's link is like, each way."""
+
+    rate_mbit: float
+    delay_ms: float
+
+    def shape(self, name: str) -> str:
+        """Make a machine's link like that; what it is like."""
+        machine, switch = PREFIX + name, PREFIX + SWITCH
+        rate = f"{self.rate_mbit:g}mbit"
+        shape = f"{self.rate_mbit:g} Mbit/s each way"
+        for where, device in ((machine, "eth0"), (switch, name)):
+            qdisc = ("ip", "netns", "exec", where, "tc", "qdisc", "replace", "dev", device, "root")
+            try:
+                run(*qdisc, "netem", "rate", rate, "delay", f"{self.delay_ms:g}ms")
+                shape = f"{self.rate_mbit:g} Mbit/s and {self.delay_ms:g} ms each way"
+            except Missing:  # a kernel without netem: the rate at least
+                run(*qdisc, "tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
+        return shape
 
 
 def move_to(name: str) -> None:
@@ -179,7 +196,7 @@ class Client:
     """Of the front end, on the head's machine."""
 
     def __init__(self, url: str) -> None:
-        self.http = httpx.AsyncClient(base_url=url, timeout=120)
+        self.http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S)
 
     async def stream(self, number: int) -> Answer:
         """A prompt of its own, so that no cache helps."""
@@ -241,33 +258,91 @@ def say(what: str, answers: list[Answer]) -> None:
     print(f"  routes: {', '.join(routes)}", flush=True)
 
 
-async def drive(url: str, requests: int) -> bool:
-    """Serve, cut, heal; whether all went as it should."""
-    client = Client(url)
-    await client.start()
-    whole = await client.streams(requests)
-    say(f"serve, {requests} streams at once", whole)
-    moved = await client.kv_bytes()
-    print(f"  KV cache moved: {moved / 1e6:.1f} MB")
-    streams = asyncio.create_task(client.streams(requests))
-    await asyncio.sleep(min(answer.ttft_s for answer in whole) + 0.5)
-    run("ip", "-n", PREFIX + "left", "link", "set", "eth0", "down")
-    begun = time.monotonic()
-    found_s = await client.until(lambda lost: {"prefill-left", "decode-left"} <= lost)
-    print(f"cut: both replicas of `left` are found lost after {found_s:.2f} s")
-    cut = await streams
-    say(f"  {requests} streams that were under way ended after {time.monotonic() - begun:.2f} s", cut)
-    say("  and more, on what is left", more := await client.streams(requests))
-    run("ip", "-n", PREFIX + "left", "link", "set", "eth0", "up")
-    healed_s = await client.until(lambda lost: not lost)
-    print(f"heal: every replica serves again after {healed_s:.2f} s")
-    say("  and all of them together", healed := await client.streams(requests))
-    texts = [[answer.text for answer in answers] for answers in (whole, cut, more, healed)]
-    same = all(each == texts[0] for each in texts)
-    used = {route for answer in healed for route in answer.route.split(" -> ")}
-    back = {"prefill-left", "decode-left"} <= used
-    print(f"texts {'as undisturbed' if same else 'DIFFER'}, `left` {'serves' if back else 'DOES NOT SERVE'}")
-    return same and back
+@dataclass
+class Course:
+    """What happens to the fleet, one after the other; every answer is kept."""
+
+    client: Client
+    requests: int
+    agents: dict[str, subprocess.Popen]
+    links: Links
+    answers: list[Answer] = field(default_factory=list)
+
+    async def run(self) -> bool:
+        """Whether all went as it should."""
+        await self.client.start()
+        first = await self.streams(f"serve, {self.requests} streams at once")
+        self.first_s = min(answer.ttft_s for answer in first)
+        print(f"  KV cache moved: {await self.client.kv_bytes() / 1e6:.1f} MB")
+        await self.lose("left", "cut", lambda: _set_link("left", "down"))
+        back = await self.heal("left", "heal", lambda: _set_link("left", "up"))
+        await self.lose("right", "freeze", lambda: self.agents["right"].send_signal(signal.SIGSTOP))
+        back &= await self.heal("right", "thaw", lambda: self.agents["right"].send_signal(signal.SIGCONT))
+        kept = await self.slow("left")
+        texts = [answer.text for answer in self.answers]
+        same = texts == texts[: self.requests] * (len(texts) // self.requests)
+        print(f"texts {'as undisturbed' if same else 'DIFFER'}")
+        return same and back and kept
+
+    async def streams(self, what: str) -> list[Answer]:
+        """Several at once, said in one line."""
+        answers = await self.client.streams(self.requests)
+        self.answers += answers
+        say(what, answers)
+        return answers
+
+    async def during(self, disturb: Callable[[], None]) -> asyncio.Task[list[Answer]]:
+        """Streams, which are disturbed soon after the first of their tokens."""
+        streams = asyncio.create_task(self.client.streams(self.requests))
+        await asyncio.sleep(self.first_s + 0.5)
+        disturb()
+        return streams
+
+    async def lose(self, node: str, how: str, disturb: Callable[[], None]) -> None:
+        """Lose a node under streams, then serve on what is left."""
+        streams = await self.during(disturb)
+        begun = time.monotonic()
+        found_s = await self.client.until(lambda lost: {f"prefill-{node}", f"decode-{node}"} <= lost)
+        print(f"{how}: both replicas of `{node}` are found lost after {found_s:.2f} s")
+        answers = await streams
+        self.answers += answers
+        say(f"  {self.requests} streams under way ended after {time.monotonic() - begun:.2f} s", answers)
+        await self.streams("  and more, on what is left")
+
+    async def heal(self, node: str, how: str, mend: Callable[[], None]) -> bool:
+        """Let a node come back; whether it serves."""
+        mend()
+        print(
+            f"{how}: every replica serves again after {await self.client.until(lambda lost: not lost):.2f} s"
+        )
+        answers = await self.streams("  and all of them together")
+        used = {replica for answer in answers for replica in answer.route.split(" -> ")}
+        back = {f"prefill-{node}", f"decode-{node}"} <= used
+        if not back:
+            print(f"  `{node}` DOES NOT SERVE")
+        return back
+
+    async def slow(self, node: str) -> bool:
+        """Make a node's link a tenth as fast under streams, then whole again; whether no replica was lost."""
+        lost: set[str] = set()
+        slower = replace(self.links, rate_mbit=self.links.rate_mbit / 10)
+        streams = await self.during(lambda: print(f"slow: `{node}` has {slower.shape(node)}", flush=True))
+        while not streams.done():
+            lost |= await self.client.lost()
+            await asyncio.sleep(0.05)
+        self.answers += streams.result()
+        say(f"  {self.requests} streams under way", streams.result())
+        await self.streams("  and more")
+        lost |= await self.client.lost()
+        print(
+            f"fast: `{node}` has {self.links.shape(node)}; replicas lost: {', '.join(sorted(lost)) or 'none'}"
+        )
+        await self.streams("  and more")
+        return not lost
+
+
+def _set_link(machine: str, state: str) -> None:
+    run("ip", "-n", PREFIX + machine, "link", "set", "eth0", state)
 
 
 def main() -> None:
@@ -278,16 +353,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     options = parser.parse_args()
     try:
-        with tempfile.TemporaryDirectory() as work, machines(options.rate_mbit, options.delay_ms) as shape:
+        links = Links(options.rate_mbit, options.delay_ms)
+        with tempfile.TemporaryDirectory() as work, machines(links) as shape:
             print(f"three machines, links of {shape}", flush=True)
-            done = fleet(Path(work), options.requests)
+            done = fleet(Path(work), options.requests, links)
     except Missing as missing:
         print(f"skipped: {missing}")
         return
     sys.exit(0 if done else 1)
 
 
-def fleet(work: Path, requests: int) -> bool:
+def fleet(work: Path, requests: int, links: Links) -> bool:
     """Join and launch, then drive."""
     model = work / "model"
     make_model(model)
@@ -326,7 +402,8 @@ def fleet(work: Path, requests: int) -> bool:
                 url = line_of(logs["head"], "serving ", head).split(" on ")[1].split()[0]
                 print(f"launch: serving after {time.monotonic() - begun:.1f} s", flush=True)
                 move_to("head")
-                return asyncio.run(drive(url, requests))
+                course = Course(Client(url), requests, {"left": left, "right": right}, links)
+                return asyncio.run(course.run())
 
 
 if __name__ == "__main__":

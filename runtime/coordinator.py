@@ -25,7 +25,6 @@ from cost_model.errors import HexGen2Error
 from runtime.admission import Admission
 from runtime.fair_queue import FairQueue
 from runtime.generation import UNKNOWN, Generation, Observer, Origin, Outcome, RequestRecord
-from runtime.heartbeat import PING_EVERY_S
 from runtime.launcher.link import Link
 from runtime.listeners import Listeners
 from runtime.logs import about
@@ -44,6 +43,7 @@ from runtime.messages import (
 )
 from runtime.options import QUEUE_LIMIT, QUEUE_TIMEOUT_S
 from runtime.pace import Pace
+from runtime.patience import PING_EVERY_S
 from runtime.reflow import Reflow
 from runtime.refusals import Overloaded, TimedOut, Unavailable
 from runtime.replica import Replica

@@ -6,21 +6,19 @@ import asyncio
 
 from runtime.launcher.link import Link
 from runtime.messages import Ping
-
-PING_EVERY_S = 0.6
-MISSES = 4  # so a worker that stops is found within 3 s
+from runtime.patience import LOOKS_A_PERIOD, PING_EVERY_S, Patience
 
 
 async def silence(link: Link, every_s: float = PING_EVERY_S) -> None:
-    """Return once the worker at the other end has let MISSES pings in a row go unanswered.
+    """Ping the worker at the other end; return once it has been silent for longer than there is patience.
 
-    Any message counts as an answer. Time is counted in pings: an event loop that was held up for long
-    misses one, not many.
+    Any message counts as an answer.
     """
-    missed = 0
+    patience = Patience()
     await asyncio.sleep(every_s)
-    while missed < MISSES:
-        heard = link.heard
+    while True:
         link.send(Ping())
-        await asyncio.sleep(every_s)
-        missed = missed + 1 if link.heard == heard else 0
+        for _ in range(LOOKS_A_PERIOD):
+            if patience.is_over(link.heard):
+                return
+            await asyncio.sleep(every_s / LOOKS_A_PERIOD)

@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from runtime.heartbeat import PING_EVERY_S, silence
+from runtime.heartbeat import silence
 from runtime.launcher.link import Link
 from runtime.messages import Failed, Message
+from runtime.patience import PING_EVERY_S
 from runtime.replica import Replica
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,14 @@ The transport (a socket pair here, a network stream elsewhere) knows frames, nev
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 HEAD_BYTES = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+NONCE_BYTES = 32
 
 
 class BadFrame(ConnectionError):
@@ -310,17 +313,35 @@ class Released(Message, frozen=True):
 # worker -> worker
 
 
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Hmac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
 class Hello(Message, frozen=True):
-    """First frame on a connection between workers; a wrong secret closes it.
+    """First frame on a connection between workers, from the one that connects; see runtime.introduction.
 
     purpose is "control" (follower to lead), "kv" (prefill worker to decode worker), or "stage" (emulated
     engine: one pipeline stage to the next).
     """
 
     protocol: int
-    secret: str
     worker: str
     purpose: str
+    nonce: Nonce
+
+
+class Challenge(Message, frozen=True):
+    """Answer to a Hello: a nonce to be signed, too, and the proof that the listener knows the secret."""
+
+    nonce: Nonce
+    proof: Hmac
+
+
+class Proof(Message, frozen=True):
+    """Answer to a Challenge: the proof that who connects knows the secret. Whatever the connection is for
+    follows; without it, or with a wrong one, the listener closes the connection."""
+
+    proof: Hmac
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -420,7 +441,8 @@ class KvOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class KvOpen(Message, frozen=True):
-    """First frame after the Hello of a KV connection: the sender's pool, and its transports, best first.
+    """First frame of a KV connection after its introduction: the sender's pool, and its transports, best
+    first.
 
     The pool holds layers [first, end) x global KV heads [first, end) of `slots` tokens. host is equal for
     processes that can share memory. Answered by KvOpened.
@@ -475,7 +497,18 @@ WorkerToSupervisor = (
 )
 KvConnection = KvOpen | KvOpened | KvSlice | KvTaken
 WorkerToWorker = (
-    Hello | Step | Arrival | Arranged | Release | StepResult | Passed | KvLanded | KvSent | KvConnection
+    Hello
+    | Challenge
+    | Proof
+    | Step
+    | Arrival
+    | Arranged
+    | Release
+    | StepResult
+    | Passed
+    | KvLanded
+    | KvSent
+    | KvConnection
 )
 
 _encoder = msgspec.msgpack.Encoder()

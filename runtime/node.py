@@ -9,14 +9,21 @@ from cost_model.errors import InputError
 from runtime.operator import report, stop_signals
 from runtime.p2p.agent import NodeAgent
 from runtime.p2p.agent_messages import NODE_SERVICE, WORKERS_SERVICE
-from runtime.p2p.hardware import accelerators
+from runtime.p2p.hardware import hardware_of, local_gpus
 from runtime.p2p.member import Member
 from runtime.p2p.membership import Membership, host_of
+from runtime.p2p.record import Accelerator
 
 ANY_HOST = ("0.0.0.0", "::")
 
 
-def run_node(name: str, membership: Membership, address: str | None, model_path: Path | None) -> int:
+def run_node(
+    name: str,
+    membership: Membership,
+    address: str | None,
+    model_path: Path | None,
+    accelerators: str | None = None,
+) -> int:
     """Be a node until SIGINT or SIGTERM.
 
     Parameters
@@ -24,6 +31,7 @@ def run_node(name: str, membership: Membership, address: str | None, model_path:
     name : as placements call it
     address : of this machine, for the workers of other nodes; None: that on which peers are heard
     model_path : folder of the checkpoint; None: the folder that the head names
+    accelerators : GPUs that are here, as NAME:COUNT; None: those that the driver shows
 
     Returns
     -------
@@ -43,16 +51,20 @@ def run_node(name: str, membership: Membership, address: str | None, model_path:
     if address is None and heard_on in ANY_HOST:
         problem = f"{heard_on} is no address that other nodes can reach"
         raise InputError("--listen", "", problem, "give this machine's own with --address")
-    hardware = accelerators()
-    member = membership.member(name, "worker", (NODE_SERVICE, WORKERS_SERVICE), hardware)
-    return asyncio.run(_run(name, member, address or heard_on, model_path, len(hardware)))
+    gpus = local_gpus(accelerators)
+    member = membership.member(name, "worker", (NODE_SERVICE, WORKERS_SERVICE), hardware_of(gpus))
+    return asyncio.run(_run(name, member, address or heard_on, model_path, gpus))
 
 
-async def _run(name: str, member: Member, address: str, model_path: Path | None, devices: int) -> int:
+async def _run(
+    name: str, member: Member, address: str, model_path: Path | None, gpus: tuple[Accelerator, ...]
+) -> int:
     def on_workers(count: int) -> None:
-        member.announce(load=min(count / devices, 1.0))
+        member.announce(load=min(count / len(hardware_of(gpus)), 1.0))
 
-    agent = NodeAgent(name, member.peers, address, model_path, on_workers, report)
+    agent = NodeAgent(name, member.peers, address, model_path, gpus, on_workers, report)
+    member.peers.on_peer_joined(lambda peer_id: report(f"peer {peer_id} is connected"))
+    member.peers.on_peer_lost(lambda peer_id: report(f"peer {peer_id} is gone"))
     stopping = stop_signals(agent.kill)
     agent.start()
     try:

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import select
 import socket
 import struct
 import threading
 from collections.abc import Sequence
 
-from runtime.messages import (
-    HEAD_BYTES,
-    MAX_FRAME_BYTES,
-    PROTOCOL_VERSION,
-    Hello,
-    Message,
-    body_length,
-    decode,
-    encode,
-)
+from runtime.messages import HEAD_BYTES, MAX_FRAME_BYTES, Message, body_length, decode, encode
 
-HELLO_LIMIT_BYTES = 4096
-HELLO_TIMEOUT_S = 5.0
 _MAX_BUFFERS = 512
 _SCRATCH_BYTES = 256 * 1024
 
@@ -121,36 +109,6 @@ def listen(host: str) -> socket.socket:
     """A listener on a free port of that address only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=128)
-
-
-def connect(address: tuple[str, int], hello: Hello, timeout_s: float) -> Connection:
-    """Connect to a worker and introduce this one; the stream keeps `timeout_s` as its timeout."""
-    connection = Connection(socket.create_connection(address, timeout=timeout_s))
-    try:
-        connection.send(hello)
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def accept_hello(stream: socket.socket, secret: str) -> tuple[Connection, Hello] | None:
-    """The introduced connection; None, and the stream closed, unless the first frame is a Hello of
-    this protocol version with the right secret, within a few seconds."""
-    stream.settimeout(HELLO_TIMEOUT_S)
-    connection = Connection(stream)
-    with contextlib.suppress(OSError):
-        hello = connection.receive(HELLO_LIMIT_BYTES)
-        if isinstance(hello, Hello) and _is_ours(hello, secret):
-            stream.settimeout(None)
-            return connection, hello
-    connection.close()
-    return None
-
-
-def _is_ours(hello: Hello, secret: str) -> bool:
-    same_secret = hmac.compare_digest(hello.secret.encode(), secret.encode())
-    return same_secret and hello.protocol == PROTOCOL_VERSION
 
 
 def _send_buffers(stream: socket.socket, buffers: list[memoryview]) -> None:

@@ -18,14 +18,17 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
+import msgspec
+
 from cost_model.errors import InputError
 from runtime import logs
 from runtime.engine.base import Engine
 from runtime.engine.lead import Lead
-from runtime.engine.member import Member, hello
+from runtime.engine.member import Member, introduction
 from runtime.engine.place import Place
 from runtime.engine.registry import make_engine
 from runtime.engine.scheduler import Reservation
+from runtime.introduction import accept, connect
 from runtime.messages import (
     PROTOCOL_VERSION,
     Arranged,
@@ -43,7 +46,7 @@ from runtime.messages import (
     Shutdown,
     Step,
 )
-from runtime.transport import Connection, accept_hello, connect, listen
+from runtime.transport import Connection, listen
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +55,14 @@ _MessageType = TypeVar("_MessageType", bound=Message)
 _GRACE_S = 0.5  # for the parent's Shutdown to overtake a fault that is only a peer's exit
 
 
-def worker_main(control_socket: socket.socket) -> None:
+def worker_main(control_socket: socket.socket, secret: str = "") -> None:
     """Run one worker until Shutdown or the end of its parent.
 
     Parameters
     ----------
     control_socket : stream to the supervisor; it sends Configure, then Connect once every worker has
-        answered Listening, and, to a lead, requests once every worker has answered Ready
+            answered Listening, and, to a lead, requests once every worker has answered Ready
+    secret : of the launch, where the stream is one that others may read, so that Configure has none
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.set_up("worker")
@@ -68,6 +72,8 @@ def worker_main(control_socket: socket.socket) -> None:
     except OSError as error:
         log.error("no configuration: %s", error)
         os._exit(1)
+    if secret:
+        config = msgspec.structs.replace(config, secret=secret)
     logs.set_up(config.worker, config.replica)
     worker = _Worker(config, control)
     try:
@@ -96,6 +102,8 @@ class _Worker:
         config, place = self.config, self.place
         if config.protocol != PROTOCOL_VERSION:
             raise RuntimeError(f"the supervisor speaks protocol {config.protocol}, not {PROTOCOL_VERSION}")
+        if not config.secret:
+            raise RuntimeError("the supervisor has given no secret: anybody could connect")
         if config.cores:
             os.sched_setaffinity(0, config.cores)
         engine = self.engine = make_engine(config, place)
@@ -140,7 +148,7 @@ class _Worker:
         """Followers, who have loaded, connect to the lead, which waits for all of them."""
         if not self.place.is_lead:
             lead = addresses.peers[self.place.workers[0]]
-            self.to_lead = connect(lead, hello(self.config, "control"), CONTROL_TIMEOUT_S)
+            self.to_lead = connect(lead, introduction(self.config, "control"), CONTROL_TIMEOUT_S)
             self.to_lead.stream.settimeout(None)
         elif len(self.place.workers) > 1:
             self._all_here.wait()
@@ -224,10 +232,10 @@ class _Worker:
             self._start("peer", self._welcome, stream)
 
     def _welcome(self, stream: socket.socket) -> None:
-        """Serve a connection if its Hello is good; a stranger's only costs its own thread."""
-        accepted = accept_hello(stream, self.config.secret)
+        """Serve a connection of this launch; a stranger's only costs its own thread."""
+        accepted = accept(stream, self.config.secret)
         if accepted is None:
-            log.warning("worker %s: a connection without a good Hello was closed", self.config.worker)
+            log.warning("worker %s: a connection that proved nothing was closed", self.config.worker)
             return
         connection, introduced = accepted
         name = introduced.worker

@@ -154,6 +154,10 @@ if TYPE_CHECKING:
     help="How long --replan waits for further losses, and for a node that is gone.",
 )
 @click.option("--join", multiple=True, metavar="MULTIADDR", help="p2p: a node that is there already.")
+@click.option(
+    "--listen", metavar="MULTIADDR", help="p2p: where members are heard.  [default: loopback, any port]"
+)
+@click.option("--mdns", is_flag=True, help="p2p: find nodes on the local network; --listen says on which.")
 @click.option("--identity", type=click.Path(path_type=Path), help="p2p: file of the key pair.")
 @click.option("--network-key", type=click.Path(path_type=Path), help="p2p: file of the network's key.")
 @click.option("--allow", multiple=True, metavar="PEERID", help="p2p: let in these members only.")
@@ -192,6 +196,8 @@ def launch(
     replan: bool,
     replan_after_s: float,
     join: tuple[str, ...],
+    listen: str | None,
+    mdns: bool,
     identity: Path | None,
     network_key: Path | None,
     allow: tuple[str, ...],
@@ -210,7 +216,8 @@ def launch(
         raise InputError(
             "hexgen2 launch", "", f"needs {error.name}", "pip install 'hexgen2[runtime]'"
         ) from error
-    membership = _membership(launcher, join=join, identity=identity, network_key=network_key, allow=allow)
+    keys = {"identity": identity, "network_key": network_key, "allow": allow}
+    membership = _membership(launcher, join=join, listen=listen, mdns=mdns, **keys)
     options = EngineOptions(
         dtype=dtype,
         chunk_tokens=chunk_tokens,
@@ -241,9 +248,10 @@ def launch(
 def _membership(launcher: str, **options: Any) -> Membership | None:
     """The head's in the network of its nodes; other launchers have no use for it."""
     if launcher == "p2p":
-        from runtime.p2p.membership import IDENTITIES, Membership
+        from runtime.p2p.membership import IDENTITIES, LOOPBACK_LISTEN, Membership
 
-        return Membership(**options | {"identity": options["identity"] or IDENTITIES / "head.key"})
+        defaults = {"identity": IDENTITIES / "head.key", "listen": LOOPBACK_LISTEN}
+        return Membership(**options | {name: options[name] or value for name, value in defaults.items()})
     for name, value in options.items():
         if value:
             option = f"--{name.replace('_', '-')}"

@@ -20,8 +20,14 @@ EXTRAS = "pip install 'hexgen2[runtime,p2p]'"
 @click.option("--identity", type=click.Path(path_type=Path), help="File of the key pair, made if missing.")
 @click.option("--network-key", type=click.Path(path_type=Path), help="File of the network's key.")
 @click.option("--allow", multiple=True, metavar="PEERID", help="Let in these members only.")
+@click.option("--mdns", is_flag=True, help="Find members on the local network, and be found there.")
 @click.option("--model-path", type=click.Path(path_type=Path), help="The checkpoint's folder here.")
 @click.option("--address", metavar="HOST", help="Where workers of other nodes reach those of this one.")
+@click.option(
+    "--accelerators",
+    metavar="NAME:COUNT",
+    help="The GPUs here, as the cluster has them.  [default: what the driver shows]",
+)
 @click.option(
     "--new-network-key", type=click.Path(path_type=Path), help="Write a new network key, and do nothing else."
 )
@@ -32,8 +38,10 @@ def node(
     identity: Path | None,
     network_key: Path | None,
     allow: tuple[str, ...],
+    mdns: bool,
     model_path: Path | None,
     address: str | None,
+    accelerators: str | None,
     new_network_key: Path | None,
 ) -> None:
     """Make this machine a node, until Ctrl-C: heads of its network start workers here."""
@@ -52,5 +60,6 @@ def node(
         listen=listen or LOOPBACK_LISTEN,
         network_key=network_key,
         allow=allow,
+        mdns=mdns,
     )
-    sys.exit(run_node(name, membership, address, model_path))
+    sys.exit(run_node(name, membership, address, model_path, accelerators))

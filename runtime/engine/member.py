@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from runtime.engine.base import Engine
 from runtime.engine.kv import KvReceiver, KvSender
+from runtime.introduction import Introduction
 from runtime.kv_layout import KvTransfer, outgoing
 from runtime.messages import (
-    PROTOCOL_VERSION,
     Arrival,
     Configure,
     Connect,
-    Hello,
     KvSent,
     Message,
     RequestFailed,
@@ -54,7 +53,7 @@ class Member:
         self.tables: dict[str, list[int]] = {}
         self.receiver = KvReceiver(config.worker, self.cache, report, self._failed)
         self._sender = KvSender(
-            hello(config, "kv"),
+            introduction(config, "kv"),
             self.cache,
             connect.peers,
             self._sent,
@@ -138,6 +137,6 @@ class Member:
         self._report(failure)
 
 
-def hello(config: Configure, purpose: str) -> Hello:
+def introduction(config: Configure, purpose: str) -> Introduction:
     """How this worker introduces itself to another."""
-    return Hello(protocol=PROTOCOL_VERSION, secret=config.secret, worker=config.worker, purpose=purpose)
+    return Introduction(config.worker, purpose, config.secret)

@@ -7,13 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from cost_model.errors import HexGen2Error, InputError
 from hexgen2.placement import Placement
 from runtime.launcher.channel import WorkersChannel
-from runtime.launcher.configure import shares_of
 from runtime.launcher.link import Link
+from runtime.launcher.on_node import check_hardware, node_of, settled
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
 from runtime.messages import Configure, Shutdown
 from runtime.options import EMULATED
@@ -47,9 +45,11 @@ class P2pLauncher(WorkersLauncher):
         self._started = False
         self._channels: dict[str, WorkersChannel] = {}
         self._checkpoint, self._digest = "", ""
+        self._real: Placement | None = None
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
         """Any placement will do, as far as can be known before its nodes have joined."""
+        self._real = None if emulated else placement
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
@@ -140,20 +140,11 @@ class P2pLauncher(WorkersLauncher):
             await self._open(replica, nodes[name], name, own)
 
     def _settle(self, name: str, node: Node) -> None:
-        """Tell the workers of a node what is so there: folder, address, devices and cores."""
-        own = [worker for worker in self._configurations if node_of(worker) == name]
-        on_cpu = [worker for worker in own if self._configurations[worker].device == "cpu"]
-        cores = shares_of(node.welcome.cores, on_cpu)
-        for worker in own:
-            told = self._configurations[worker]
-            self._configurations[worker] = msgspec.structs.replace(
-                told,
-                checkpoint=node.welcome.model_path or self._checkpoint,
-                host=node.welcome.address,
-                device=told.device if told.device == "cpu" else f"cuda:{worker.rpartition('/')[2]}",
-                threads=len(cores.get(worker, (0,))),
-                cores=cores.get(worker, ()),
-            )
+        """Tell the workers of a node what is so there, if it has what they need."""
+        own = {worker: told for worker, told in self._configurations.items() if node_of(worker) == name}
+        if self._real is not None:
+            check_hardware(self._real, own, node.welcome)
+        self._configurations |= settled(own, node.welcome, self._checkpoint)
 
     async def _open(self, replica: str, node: Node, name: str, workers: Sequence[str]) -> None:
         """A channel to a node's agent, which has been asked to start the replica's workers there."""
@@ -180,8 +171,3 @@ class P2pLauncher(WorkersLauncher):
             self._links.pop(worker, None)
             if channel := self._channels.pop(worker, None):
                 channel.close()
-
-
-def node_of(worker: str) -> str:
-    """The node of a worker, which is named by its GPU id ("node/index")."""
-    return worker.rpartition("/")[0]

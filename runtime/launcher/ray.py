@@ -44,6 +44,7 @@ class RayLauncher(WorkersLauncher):
         self._groups: dict[Members, Any] = {}
         self._actors: dict[str, Any] = {}
         self._welcome: Welcome | None = None
+        self._secret = ""
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
         if emulated:
@@ -75,8 +76,8 @@ class RayLauncher(WorkersLauncher):
         import ray
 
         self._configurations = dict(configurations)
-        secret = next(iter(configurations.values())).secret
-        self._welcome = Welcome(ray.util.get_node_ip_address(), secret, PURPOSE)
+        self._secret = next(iter(configurations.values())).secret
+        self._welcome = Welcome(ray.util.get_node_ip_address(), self._secret, PURPOSE)
         return await self._start(list(configurations), report)
 
     async def change(
@@ -151,8 +152,7 @@ class RayLauncher(WorkersLauncher):
         addresses = {}
         for worker in workers:
             self._actors[worker] = actor = self._make_actor(worker)
-            secret = self._configurations[worker].secret
-            addresses[worker] = actor.start.remote(worker, self._welcome.address, secret)
+            addresses[worker] = actor.start.remote(worker, self._welcome.address, self._secret)
         try:
             hosts = await asyncio.to_thread(ray.get, list(addresses.values()))
         except ray.exceptions.RayError as error:
@@ -161,7 +161,12 @@ class RayLauncher(WorkersLauncher):
             told = self._configurations[worker]
             device = "cpu" if told.device == "cpu" else "cuda:0"  # Ray shows a worker its own GPU only
             self._configurations[worker] = msgspec.structs.replace(
-                told, host=host, device=device, cores=(), threads=1 if told.device == "cpu" else told.threads
+                told,
+                host=host,
+                device=device,
+                cores=(),
+                threads=1 if told.device == "cpu" else told.threads,
+                secret="",  # it went by Ray: others may read our streams
             )
         self._links |= {worker: await StreamLink.over(await coming[worker]) for worker in workers}
 

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import threading
 
-from runtime.messages import PROTOCOL_VERSION, Hello
-from runtime.transport import connect
+from runtime.introduction import Introduction, connect
 
 CONNECT_TIMEOUT_S = 30.0
 PURPOSE = "worker"
@@ -53,14 +52,12 @@ def main(worker: str, host: str, port: str) -> None:
     """Body of the worker's process."""
     from runtime.worker import worker_main
 
-    hello = Hello(
-        protocol=PROTOCOL_VERSION, secret=sys.stdin.readline().strip(), worker=worker, purpose=PURPOSE
-    )
+    secret = sys.stdin.readline().strip()
     threading.Thread(target=_end_with_the_actor, daemon=True).start()
-    connection = connect((host, int(port)), hello, CONNECT_TIMEOUT_S)
+    connection = connect((host, int(port)), Introduction(worker, PURPOSE, secret), CONNECT_TIMEOUT_S)
     control: socket.socket = connection.stream
     control.settimeout(None)
-    worker_main(control)
+    worker_main(control, secret)
 
 
 if __name__ == "__main__":

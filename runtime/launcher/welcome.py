@@ -7,7 +7,8 @@ import contextlib
 import socket
 import threading
 
-from runtime.transport import accept_hello, listen
+from runtime.introduction import accept
+from runtime.transport import listen
 
 
 class Welcome:
@@ -16,7 +17,7 @@ class Welcome:
     Parameters
     ----------
     host : address of this machine, as the workers reach it
-    secret : what a worker must know
+    secret : what a worker must prove to know
     """
 
     def __init__(self, host: str, secret: str, purpose: str) -> None:
@@ -47,7 +48,7 @@ class Welcome:
             threading.Thread(target=self._greet, args=(stream,), daemon=True).start()
 
     def _greet(self, stream: socket.socket) -> None:
-        accepted = accept_hello(stream, self._secret)
+        accepted = accept(stream, self._secret)
         if accepted is None:
             return
         connection, hello = accepted

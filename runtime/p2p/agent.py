@@ -25,6 +25,7 @@ from runtime.p2p.agent_messages import (
 from runtime.p2p.channel import Channel
 from runtime.p2p.digest import checkpoint_digest
 from runtime.p2p.host import Peers
+from runtime.p2p.record import Accelerator
 from runtime.p2p.session import WorkerSession
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class NodeAgent:
     name : the node's, as placements call it
     address : where the node's workers listen for those of other nodes
     model_path : folder of the checkpoint here; None: the one that the head names (shared storage)
+    gpus : that its workers may use, by their index
     on_workers : told how many workers run here, whenever that changes
     report : takes lines for the operator
     """
@@ -61,11 +63,12 @@ class NodeAgent:
         peers: Peers,
         address: str,
         model_path: Path | None,
+        gpus: tuple[Accelerator, ...],
         on_workers: Callable[[int], None],
         report: Callable[[str], None],
     ) -> None:
         self._name, self._peers, self._address, self._model_path = name, peers, address, model_path
-        self._on_workers, self._report = on_workers, report
+        self._gpus, self._on_workers, self._report = gpus, on_workers, report
         self._processes = WorkerProcesses()
         self._sessions: set[WorkerSession] = set()
 
@@ -93,6 +96,7 @@ class NodeAgent:
             address=self._address,
             model_path=str(self._model_path or ""),
             cores=tuple(sorted(os.sched_getaffinity(0))),
+            gpus=self._gpus,
         )
         channel.send(encode(welcome))
         while await channel.receive() is not None:

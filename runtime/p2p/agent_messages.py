@@ -8,11 +8,15 @@ and these workers. The workers live as long as their channel.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from runtime.messages import BadFrame
+from runtime.p2p.record import Accelerator, NodeName
 
-AGENT_PROTOCOL = 1
+AGENT_PROTOCOL = 2
 NODE_SERVICE, WORKERS_SERVICE = "node", "workers"
 
 
@@ -22,13 +26,15 @@ class AgentMessage(msgspec.Struct, tag=True, frozen=True, array_like=True, kw_on
 
 class Welcome(AgentMessage, frozen=True):
     """Agent to head, first on a node channel: the node's name, the address on which its workers listen, its
-    checkpoint's folder ("": the one that the head names), and its CPU cores."""
+    checkpoint's folder ("": the one that the head names), its CPU cores, and its GPUs, as its workers number
+    them."""
 
     protocol: int
-    node: str
+    node: NodeName
     address: str
     model_path: str
     cores: tuple[int, ...]
+    gpus: Annotated[tuple[Accelerator, ...], Meta(max_length=64)] = ()
 
 
 class StartWorkers(AgentMessage, frozen=True):

@@ -21,11 +21,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from runtime.p2p.allowance import Allowance
 from runtime.p2p.channel import Channel
 from runtime.p2p.host import Peers
 from runtime.p2p.identity import Identity
 from runtime.p2p.record import NodeRecord, PeerId, SignedRecord, sign
-from runtime.p2p.table import MAX_NODES, NodeTable
+from runtime.p2p.table import MAX_NODES, NodeTable, NodeView
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +35,15 @@ ANNOUNCE_S = 3.0
 DIGEST_S = 1.0
 RECORDS_A_FRAME = 64
 MAX_TABLE_FRAME_BYTES = 2 * 1024 * 1024
+WORK_A_S, WORK_AT_ONCE = 200, 4 * MAX_NODES  # records read from, or sent to, one peer
+CHANNELS_A_PEER = 8
 LEAVE_S = 0.3  # for the tombstone to go out before the connections end
 
 
 class Records(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Records that the other end may lack."""
 
-    records: tuple[SignedRecord, ...]
+    records: Annotated[tuple[SignedRecord, ...], Meta(max_length=RECORDS_A_FRAME)]
 
 
 class Digest(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -67,6 +70,9 @@ class Gossip:
         self._channels: dict[str, set[Channel]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running = False
+        self._allowance = Allowance(WORK_A_S, WORK_AT_ONCE)
+        self._slowed: set[str] = set()
+        table.subscribe(self._forgotten)
         peers.serve(SERVICE, self._converse)
         peers.on_peer_joined(self._joined)
         peers.on_peer_lost(table.lost)
@@ -131,31 +137,44 @@ class Gossip:
                 channel.close()
 
     async def _converse(self, channel: Channel) -> None:
-        """Exchange records with one peer until it is gone."""
+        """Exchange records with one peer until it is gone, no faster than it may."""
         others = self._channels.setdefault(channel.peer_id, set())
+        if len(others) >= CHANNELS_A_PEER:
+            log.warning("refused peer %s a table channel: it has %d", channel.peer_id, len(others))
+            return
         others.add(channel)
         try:
-            self._send(channel, self.table.signed())
+            await self._pause(channel.peer_id, self._send(channel, self.table.signed()))
             while (frame := await channel.receive()) is not None:
-                if not self._take(channel, frame):
+                work = self._take(channel, frame)
+                if work is None:
                     return
+                await self._pause(channel.peer_id, 1 + work)
         finally:
             others.discard(channel)
             if not others:
                 self._channels.pop(channel.peer_id, None)
 
-    def _take(self, channel: Channel, frame: bytes) -> bool:
-        """Act on a frame; False if it is none of ours, which ends the channel."""
+    async def _pause(self, peer_id: str, work: int) -> None:
+        """Let a peer that makes too much work wait; what it sends meanwhile stays with it."""
+        wait_s = self._allowance.take(peer_id, work)
+        if wait_s > 0:
+            if peer_id not in self._slowed:
+                self._slowed.add(peer_id)
+                log.warning("peer %s floods the node table: it is slowed down (logged once)", peer_id)
+            await asyncio.sleep(wait_s)
+
+    def _take(self, channel: Channel, frame: bytes) -> int | None:
+        """Act on a frame; how many records it was about, or None if it is none of ours: the channel ends."""
         try:
             if len(frame) > MAX_TABLE_FRAME_BYTES:
                 raise ValueError(f"{len(frame)} bytes are too many")
             said = _decoder.decode(frame)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             log.warning("refused a table frame from peer %s: %s", channel.peer_id, error)
-            return False
+            return None
         if isinstance(said, Digest):
-            self._send(channel, self.table.newer_than(said.sequences))
-            return True
+            return self._send(channel, self.table.newer_than(said.sequences))
         changes = []
         for signed in said.records:
             news = self.table.merge(signed, channel.peer_id)
@@ -165,17 +184,24 @@ class Gossip:
                     changes.append(signed)
         self._send_to_all(changes, but=channel.peer_id)
         self._defend()
-        return True
+        return len(said.records)
 
-    def _send(self, channel: Channel, records: list[SignedRecord]) -> None:
+    def _send(self, channel: Channel, records: list[SignedRecord]) -> int:
         for start in range(0, len(records), RECORDS_A_FRAME):
             channel.send(_encoder.encode(Records(tuple(records[start : start + RECORDS_A_FRAME]))))
+        return len(records)
 
     def _send_to_all(self, records: list[SignedRecord], but: str = "") -> None:
         for peer_id, channels in self._channels.items():
             if records and peer_id != but:
                 for channel in channels:
                     self._send(channel, records)
+
+    def _forgotten(self, peer_id: str, view: NodeView | None) -> None:
+        """Keep nothing of nodes that the table has forgotten."""
+        if view is None:
+            self._peers.forget(peer_id)
+            self._slowed.discard(peer_id)
 
     def _defend(self) -> None:
         """If others hold a record of this node from an earlier life, issue a newer one."""
@@ -190,6 +216,7 @@ class Gossip:
             await asyncio.sleep(ANNOUNCE_S * random.uniform(0.9, 1.1))
             self.announce()
             self.table.expire()
+            self._allowance.forget()
 
     async def _keep_repairing(self) -> None:
         while True:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import random
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from cost_model.errors import InputError
 from runtime.p2p.channel import Channel
@@ -14,7 +16,12 @@ from runtime.p2p.network import Gate, one_line
 from runtime.p2p.node_thread import NodeThread, peer_of
 from runtime.p2p.stream_channel import StreamChannel
 
+if TYPE_CHECKING:
+    from runtime.p2p.mdns import Neighbours
+
 log = logging.getLogger(__name__)
+
+MEET_EVERY_S = 2.0
 
 Handler = Callable[[Channel], Awaitable[None]]
 
@@ -29,7 +36,7 @@ class Peers:
     network_key : 32 bytes that all nodes of the private network share; None for no private network
     allowed : the peer ids that may connect; None for whoever has the network key
     bootstrap : multiaddrs with /p2p/PEER_ID that this node stays connected to
-    mdns : also find peers on the local network
+    mdns : also find peers of the same private network on the local network
 
     Raises
     ------
@@ -54,7 +61,9 @@ class Peers:
         self.addresses: list[str] = []
         self.connected: set[str] = set()
         self.latency_ms: dict[str, float] = {}
-        self._listen, self._bootstrap, self._mdns = listen, bootstrap, mdns
+        self._listen, self._bootstrap = listen, bootstrap
+        self._network_key, self._mdns = network_key or b"", mdns
+        self._neighbours: Neighbours | None = None
         self._gate = Gate(allowed)
         self._thread = NodeThread(identity, network_key, self._gate, self)
         self._handlers: dict[str, Handler] = {}
@@ -78,19 +87,23 @@ class Peers:
 
         Raises
         ------
-        InputError : an address can't be listened on
+        InputError : an address can't be listened on, or has no multicast for mDNS
         """
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
-        self._thread.start(loop, self._listen, self._bootstrap, self._mdns)
+        self._thread.start(loop, self._listen, self._bootstrap)
         await self._started
+        if self._mdns:
+            await self._announce()
 
     async def stop(self) -> None:
         """Close every channel, with what was sent delivered, and end the thread; again is no harm."""
         if not self._running:
             return
         self._running = False
+        if self._neighbours is not None:
+            await self._neighbours.stop()
         for task in self._tasks:
             task.cancel()
         for channel in list(self._channels):
@@ -101,6 +114,35 @@ class Peers:
         self._thread.join()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def _announce(self) -> None:
+        from runtime.p2p.mdns import Neighbours
+
+        neighbours = Neighbours(self.peer_id, self.addresses, self._network_key, self._found)
+        try:
+            await neighbours.start()
+        except OSError as error:
+            await self.stop()
+            problem = f"no multicast where this node listens: {error.strerror or error}"
+            raise InputError("--mdns", "", problem, "name other nodes with --join") from error
+        self._neighbours = neighbours
+        self._keep(self._meet(neighbours))
+
+    def _found(self, peer_id: str, addresses: list[str]) -> None:
+        self.learn(peer_id, addresses)
+        self.connect(peer_id)
+
+    async def _meet(self, neighbours: Neighbours) -> None:
+        """Connect to one neighbour at random of those that are not connected, now and then."""
+        while True:
+            await asyncio.sleep(MEET_EVERY_S)
+            if unmet := neighbours.known.keys() - self.connected:
+                self._found(peer_id := random.choice(list(unmet)), neighbours.known[peer_id])
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def serve(self, service: str, handler: Handler) -> None:
         """Call this with each channel that a peer opens to this service; its return closes the channel."""
         self._handlers[service] = handler
@@ -109,6 +151,10 @@ class Peers:
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Where a peer may be reached, for `open`."""
         self._known[peer_id] = tuple(addresses)
+
+    def forget(self, peer_id: str) -> None:
+        """Remember no more where a peer may be reached."""
+        self._known.pop(peer_id, None)
 
     def connect(self, peer_id: str) -> None:
         """Try once to connect to a peer whose addresses are known; `on_peer_joined` tells if it worked."""
@@ -195,9 +241,7 @@ class Peers:
     def accepted(self, channel: StreamChannel) -> None:
         """A peer has opened a channel."""
         self._channels.add(channel)
-        task = asyncio.get_running_loop().create_task(self._handle(channel))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._keep(self._handle(channel))
 
     async def _handle(self, channel: StreamChannel) -> None:
         try:

@@ -23,6 +23,7 @@ class Member:
     ----------
     about : what this member says of itself, peer id and addresses aside
     allowed : peer ids that are let in; None: all who have the network key
+    mdns : also find members on the local network
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class Member:
         network_key: bytes | None,
         allowed: Collection[str] | None,
         bootstrap: Sequence[str],
+        mdns: bool = False,
     ) -> None:
-        self.peers = Peers(identity, listen, network_key, allowed, bootstrap)
+        self.peers = Peers(identity, listen, network_key, allowed, bootstrap, mdns)
         known = None if allowed is None else {*allowed, identity.peer_id}
         self.table = NodeTable(known)
         self._gossip = Gossip(self.peers, identity, self.table, about)

@@ -29,6 +29,7 @@ class Membership:
     identity : file of the own key pair, made if it is not there
     network_key : file of the key without which nobody joins; None: an open network, on loopback only
     allow : peer ids that are let in; none: whoever has the network key
+    mdns : also find members of the same network by multicast DNS, where `listen` is
     """
 
     identity: Path
@@ -36,6 +37,7 @@ class Membership:
     listen: str = LOOPBACK_LISTEN
     network_key: Path | None = None
     allow: Sequence[str] = ()
+    mdns: bool = False
 
     def member(
         self,
@@ -73,7 +75,7 @@ class Membership:
             hardware=tuple(hardware),
             status="ready",
         )
-        return Member(identity, about, [self.listen], key, allowed, self.join)
+        return Member(identity, about, [self.listen], key, allowed, self.join, self.mdns)
 
 
 def host_of(address: str, option: str) -> str:

@@ -9,7 +9,6 @@ import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import trio
@@ -27,7 +26,6 @@ from multiaddr import Multiaddr
 from cost_model.errors import InputError
 from runtime.p2p.bridge import Bridge
 from runtime.p2p.identity import Identity
-from runtime.p2p.mdns import discovery
 from runtime.p2p.network import ConnectionEvents, Gate, cut, first_of, new_swarm, one_line
 from runtime.p2p.stream_channel import StreamChannel
 from runtime.p2p.watch import cancel_at, echo, ping, silence
@@ -70,10 +68,10 @@ class NodeThread:
         self._dialling: dict[str, trio.Lock] = {}
         self._thread: threading.Thread | None = None
 
-    def start(self, loop: Any, listen: Sequence[str], bootstrap: Collection[str], mdns: bool) -> None:
+    def start(self, loop: Any, listen: Sequence[str], bootstrap: Collection[str]) -> None:
         """Begin in a new thread; the listener hears of the start, and in any case of the end."""
         self._thread = threading.Thread(
-            target=self._run, args=(loop, listen, bootstrap, mdns), name="libp2p", daemon=True
+            target=self._run, args=(loop, listen, bootstrap), name="libp2p", daemon=True
         )
         self._thread.start()
 
@@ -86,16 +84,16 @@ class NodeThread:
         """Accept channels of this service."""
         self._services.add_handler(protocol_of(service), None)
 
-    def _run(self, loop: Any, listen: Sequence[str], bootstrap: Collection[str], mdns: bool) -> None:
+    def _run(self, loop: Any, listen: Sequence[str], bootstrap: Collection[str]) -> None:
         error: BaseException | None = None
         try:
-            trio.run(self._main, loop, listen, bootstrap, mdns)
+            trio.run(self._main, loop, listen, bootstrap)
         except BaseException as failure:
             log.debug("the thread of libp2p ended", exc_info=True)
             error = first_of(failure)
         loop.call_soon_threadsafe(self._listener.ended, error)
 
-    async def _main(self, loop: Any, listen: Sequence[str], bootstrap: Collection[str], mdns: bool) -> None:
+    async def _main(self, loop: Any, listen: Sequence[str], bootstrap: Collection[str]) -> None:
         self.bridge = Bridge(loop)
         self.stopping = trio.Event()
         self._swarm = new_swarm(self._identity, self._network_key, self._gate)
@@ -107,8 +105,7 @@ class NodeThread:
             self.bridge.to_asyncio(self._listener.started, self.addresses())
             for address in bootstrap:
                 self._spawn(self._stay_connected, address)
-            with discovery(self._swarm, self.addresses(), self._announced) if mdns else nullcontext():
-                await self.stopping.wait()
+            await self.stopping.wait()
             await self._leave()
             nursery.cancel_scope.cancel()
 
@@ -140,10 +137,6 @@ class NodeThread:
             wild = str(address).startswith(("/ip4/0.0.0.0/", "/ip6/::/"))
             found += map(str, expand_wildcard_address(address, port) if wild else [address])
         return [f"{address}/p2p/{self._identity.peer_id}" for address in dict.fromkeys(found)]
-
-    def _announced(self, peer_id: str, addresses: list[str]) -> None:
-        """Somebody on the local network says that it is there; called in another thread."""
-        self.bridge.to_trio(self.found, peer_id, addresses)
 
     def found(self, peer_id: str, addresses: list[str]) -> None:
         """Connect to a peer that is said to be there, unless it is connected."""
@@ -180,19 +173,27 @@ class NodeThread:
         ------
         ConnectionError : no address leads to this peer
         """
-        async with self._dialling.setdefault(peer_id, trio.Lock()):
-            if self._live.get(peer_id):
-                return self._live[peer_id][0]
-            reason = "no address is known"
-            for address in addresses:
-                try:
-                    with trio.fail_after(DIAL_S):
-                        return await self._swarm.dial_addr(Multiaddr(address), ID.from_string(peer_id))
-                except trio.TooSlowError:
-                    reason = f"{address} does not answer within {DIAL_S:g} s"
-                except Exception as error:
-                    reason = f"{address}: {one_line(error)}"
-            raise ConnectionError(reason)
+        lock = self._dialling.setdefault(peer_id, trio.Lock())
+        try:
+            async with lock:
+                if self._live.get(peer_id):
+                    return self._live[peer_id][0]
+                return await self._dial(peer_id, addresses)
+        finally:
+            if not lock.locked():  # nobody else dials it
+                self._dialling.pop(peer_id, None)
+
+    async def _dial(self, peer_id: str, addresses: Sequence[str]) -> INetConn:
+        reason = "no address is known"
+        for address in addresses:
+            try:
+                with trio.fail_after(DIAL_S):
+                    return await self._swarm.dial_addr(Multiaddr(address), ID.from_string(peer_id))
+            except trio.TooSlowError:
+                reason = f"{address} does not answer within {DIAL_S:g} s"
+            except Exception as error:
+                reason = f"{address}: {one_line(error)}"
+        raise ConnectionError(reason)
 
     def _connected(self, connection: INetConn) -> None:
         peer_id = str(connection.muxed_conn.peer_id)

@@ -21,6 +21,8 @@ CLOCK_BOUND_S = 120.0  # how far two nodes' clocks, and a record's way, may diff
 Role = Literal["head", "worker"]
 Status = Literal["joining", "ready", "draining", "left"]
 Name = Annotated[str, Meta(max_length=128)]
+NodeName = Annotated[str, Meta(max_length=128, pattern=r"\A[^/\s\x00-\x1f\x7f]+\Z")]
+CardName = Annotated[str, Meta(max_length=128, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]
 Address = Annotated[str, Meta(max_length=256)]
 PeerId = Annotated[str, Meta(min_length=1, max_length=128)]
 
@@ -34,9 +36,9 @@ class BadRecord(ValueError):
 
 
 class Accelerator(msgspec.Struct, frozen=True, array_like=True):
-    """One GPU, or what stands for it, and its memory."""
+    """One GPU, or what stands for it, and its memory (0: not known)."""
 
-    name: Name
+    name: CardName
     memory_bytes: Annotated[int, Meta(ge=0)]
 
 
@@ -48,7 +50,7 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, for
     """
 
     peer_id: PeerId
-    name: Name
+    name: NodeName
     addresses: Annotated[tuple[Address, ...], Meta(max_length=32)] = ()
     services: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
     hardware: Annotated[tuple[Accelerator, ...], Meta(max_length=64)] = ()

@@ -31,7 +31,8 @@ class Node:
 class Roster:
     """Asks every peer that it learns of whether it is a node.
 
-    The first peer with a name has it for good: no other member of the network can take a node's place.
+    The first peer with a name has it for good, and no other one: no other member of the network can take a
+    node's place, or that of nodes to come, one after the other.
 
     Parameters
     ----------
@@ -54,6 +55,8 @@ class Roster:
         self._addresses = {address.rpartition("/p2p/")[2]: address for address in addresses}
         self._nodes: dict[str, Node] = {}
         self._owners: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._suspects: set[str] = set()
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
@@ -103,6 +106,8 @@ class Roster:
                     await self._while_there(Node(peer_id, target, welcome), channel)
             finally:
                 channel.close()
+        except BadFrame as error:
+            self._suspect(peer_id, str(error))
         except (OSError, TimeoutError) as error:
             log.debug("peer %s is no node, or gone: %s", peer_id, error)
         await asyncio.sleep(ASK_AGAIN_S)
@@ -116,13 +121,24 @@ class Roster:
         return message
 
     def _admits(self, peer_id: str, welcome: Welcome) -> bool:
+        name = welcome.node
         if welcome.protocol != AGENT_PROTOCOL:
-            log.warning("node %s speaks protocol %d, not %d", welcome.node, welcome.protocol, AGENT_PROTOCOL)
+            self._suspect(peer_id, f"node {name} speaks protocol {welcome.protocol}, not {AGENT_PROTOCOL}")
             return False
-        owner = self._owners.setdefault(welcome.node, peer_id)
-        if owner != peer_id:
-            log.warning("peer %s calls itself node %s, which is peer %s", peer_id, welcome.node, owner)
-        return owner == peer_id
+        if (known_as := self._names.get(peer_id, name)) != name:
+            self._suspect(peer_id, f"it calls itself node {name}, and was node {known_as}")
+            return False
+        if (owner := self._owners.setdefault(name, peer_id)) != peer_id:
+            self._suspect(peer_id, f"it calls itself node {name}, which is peer {owner}")
+            return False
+        self._names[peer_id] = name
+        return True
+
+    def _suspect(self, peer_id: str, why: str) -> None:
+        """Log once why a peer is not taken for a node."""
+        if peer_id not in self._suspects:
+            self._suspects.add(peer_id)
+            log.warning("refused peer %s as a node: %s (logged once)", peer_id, why)
 
     async def _while_there(self, node: Node, channel: Channel) -> None:
         name = node.welcome.node

@@ -50,6 +50,7 @@ class _Entry:
     record: NodeRecord
     signed: SignedRecord
     seen_at: float
+    own_word: bool
     lost: bool = False
     latency_ms: float | None = None
 
@@ -87,7 +88,7 @@ class NodeTable:
         source : the peer that sent it, for the log
         """
         try:
-            return self._merge(signed)
+            return self._merge(signed, source)
         except BadRecord as error:
             self.rejected[error.reason] += 1
             if error.reason not in self._logged and error.reason != "older":  # those also come by long ways
@@ -95,18 +96,20 @@ class NodeTable:
                 log.warning("refused a node record from peer %s: %s (logged once)", source or "?", error)
             return None
 
-    def _merge(self, signed: SignedRecord) -> News | None:
+    def _merge(self, signed: SignedRecord, source: str) -> News | None:
         record = verify(signed, self.now())
         peer_id = record.peer_id
         if self._allowed is not None and peer_id not in self._allowed:
             raise BadRecord("stranger", peer_id)
         known = self._entries.get(peer_id)
         if known is None:
+            own_word = source in ("", peer_id)
             if len(self._entries) >= MAX_NODES:
-                raise BadRecord("full", f"more than {MAX_NODES} nodes")
-            self._entries[peer_id] = _Entry(record, signed, self._monotonic())
+                self._make_room(own_word)
+            self._entries[peer_id] = _Entry(record, signed, self._monotonic(), own_word)
             changed = True
         else:
+            known.own_word = known.own_word or source in ("", peer_id)
             if signed.content == known.signed.content:
                 return None
             if record.sequence < known.record.sequence:
@@ -117,6 +120,21 @@ class NodeTable:
             known.record, known.signed, known.seen_at, known.lost = record, signed, self._monotonic(), False
         self._tell(peer_id)
         return News(record, changed)
+
+    def _make_room(self, own_word: bool) -> None:
+        """Forget a node of which others alone have told, for one that tells itself: no member can fill the
+        table with nodes that are not there, and keep others out.
+
+        Raises
+        ------
+        BadRecord : there is none, or the new one is such a node itself
+        """
+        told = [(entry.seen_at, peer_id) for peer_id, entry in self._entries.items() if not entry.own_word]
+        if not own_word or not told:
+            raise BadRecord("full", f"more than {MAX_NODES} nodes")
+        oldest = min(told)[1]
+        del self._entries[oldest]
+        self._tell(oldest)
 
     def next_sequence(self, peer_id: str) -> int:
         """One above all that the node has issued, before a restart too: its clock in ms, or more."""

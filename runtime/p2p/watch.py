@@ -9,22 +9,17 @@ import trio
 from libp2p.network.stream.net_stream import NetStream
 
 from runtime.p2p.network import ContainedYamux
+from runtime.patience import LOOKS_A_PERIOD, PING_EVERY_S, Patience
 
-PING_EVERY_S = 0.5
-MISSES = 4  # so a frozen peer is found 2 to 2.5 s after its last sign of life
 STAMP = struct.Struct("<d")
 
 
 async def silence(muxer: ContainedYamux, every_s: float = PING_EVERY_S) -> None:
-    """Return once nothing has come from the peer for MISSES periods in a row.
-
-    Anything that comes counts. Time is counted in periods: a thread that was held up for long misses one.
-    """
-    missed = 0
-    while missed < MISSES:
-        heard = muxer.heard
-        await trio.sleep(every_s)
-        missed = missed + 1 if muxer.heard == heard else 0
+    """Return once nothing has come from the peer for longer than there is patience. Anything that comes
+    counts; to be pinged for it is another's task."""
+    patience = Patience()
+    while not patience.is_over(muxer.heard):
+        await trio.sleep(every_s / LOOKS_A_PERIOD)
 
 
 async def ping(stream: NetStream, answered: Callable[[float], None], every_s: float = PING_EVERY_S) -> None:

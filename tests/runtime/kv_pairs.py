@@ -21,9 +21,10 @@ import torch
 from runtime.engine.cache import CacheShape
 from runtime.engine.kv import KvReceiver, KvSender
 from runtime.engine.kv.pool import shared_cache
+from runtime.introduction import Introduction, accept
 from runtime.kv_layout import KvTransfer, Part
-from runtime.messages import PROTOCOL_VERSION, Hello, KvLanded
-from runtime.transport import accept_hello, listen
+from runtime.messages import KvLanded
+from runtime.transport import listen
 
 SECRET, DIM = "secret", 4
 TIMEOUT_S = 20.0
@@ -44,8 +45,8 @@ class Pool:
         return shared_cache(shape, self.blocks, self.block_tokens)
 
 
-def hello(worker: str) -> Hello:
-    return Hello(protocol=PROTOCOL_VERSION, secret=SECRET, worker=worker, purpose="kv")
+def introduction(worker: str) -> Introduction:
+    return Introduction(worker, "kv", SECRET)
 
 
 def cell_value(request: int, layer: int, side: int, token: int, head: int) -> int:
@@ -117,7 +118,7 @@ class Receiving:
             threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
 
     def _serve(self, stream: socket.socket) -> None:
-        if accepted := accept_hello(stream, SECRET):
+        if accepted := accept(stream, SECRET):
             self.receiver.serve(accepted[0], accepted[1].worker)
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class Sending:
         self.cache, self.shared = pool.allocate()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self.sender = KvSender(
-            hello(worker),
+            introduction(worker),
             self.cache,
             peers,
             self.events.put,

@@ -63,13 +63,19 @@ class Node(Process):
     """A `hexgen2 node` process. One that takes an earlier one's place has its identity, and its address."""
 
     def __init__(
-        self, name: str, work: Path, model: Path, joins: list[Node], listen: str = LOOPBACK_LISTEN
+        self,
+        name: str,
+        work: Path,
+        model: Path,
+        joins: list[Node],
+        listen: str = LOOPBACK_LISTEN,
+        options: tuple[str, ...] = (),
     ) -> None:
         self.name, self.work, self.model, self.joins = name, work, model, joins
-        options = ["--name", name, "--listen", listen, "--model-path", str(model)]
-        options += ["--identity", str(work / f"{name}.key"), "--network-key", str(network_key(work))]
-        options += [word for node in joins for word in ("--join", node.address)]
-        super().__init__([*MAIN, "node", *options], work / f"{name}.log")
+        words = ["--name", name, "--listen", listen, "--model-path", str(model), *options]
+        words += ["--identity", str(work / f"{name}.key"), "--network-key", str(network_key(work))]
+        words += [word for node in joins for word in ("--join", node.address)]
+        super().__init__([*MAIN, "node", *words], work / f"{name}.log")
 
     @property
     def address(self) -> str:

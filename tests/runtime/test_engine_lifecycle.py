@@ -14,9 +14,19 @@ import pytest
 from checkpoints import LAYERS, VOCAB, greedy, write_llama
 from engine_harness import TIMEOUT_S, Cluster, Shape
 
+from runtime.introduction import Introduction, connect
 from runtime.kv_layout import replica_cells
-from runtime.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Connect, Decode, Failed, Hello, Sampling
-from runtime.transport import connect
+from runtime.messages import (
+    MAX_FRAME_BYTES,
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Connect,
+    Decode,
+    Failed,
+    Hello,
+    Sampling,
+)
+from runtime.transport import Connection
 
 ONE: Shape = [(1, 0, LAYERS)]
 SPLIT: Shape = [(2, 0, 2), (1, 2, LAYERS)]
@@ -96,24 +106,26 @@ def test_a_target_that_nobody_knows_fails_the_request(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("purpose", ["kv", "control"])
-@pytest.mark.parametrize(("secret", "protocol"), [("wrong", PROTOCOL_VERSION), ("", 0)])
-def test_a_wrong_hello_is_refused(
-    cluster: Cluster, answer: list[int], purpose: str, secret: str, protocol: int
-) -> None:
-    secret = secret or str(cluster.settings["secret"])
+def test_who_does_not_know_the_secret_is_refused(cluster: Cluster, answer: list[int], purpose: str) -> None:
     for worker in ("p/0", "p/2", "d/0"):
-        hello = Hello(protocol=protocol, secret=secret, worker="p/1", purpose=purpose)
-        stranger = connect(("127.0.0.1", cluster.ports[worker]), hello, TIMEOUT_S)
-        assert stranger.receive() is None
-        stranger.close()
-    serves(cluster, f"after {purpose} {secret} {protocol}", "p", "d", answer)
+        with pytest.raises(ConnectionError):
+            introduction = Introduction("p/1", purpose, "wrong")
+            connect(("127.0.0.1", cluster.ports[worker]), introduction, TIMEOUT_S)
+    serves(cluster, f"after {purpose}", "p", "d", answer)
+
+
+def test_another_protocol_is_refused(cluster: Cluster) -> None:
+    hello = Hello(protocol=PROTOCOL_VERSION - 1, worker="p/1", purpose="kv", nonce=bytes(NONCE_BYTES))
+    stranger = Connection(socket.create_connection(("127.0.0.1", cluster.ports["d/0"]), TIMEOUT_S))
+    stranger.send(hello)
+    assert stranger.receive() is None
+    stranger.close()
 
 
 def test_garbage_is_refused_and_silence_costs_nobody(cluster: Cluster, answer: list[int]) -> None:
-    hello = Hello(protocol=PROTOCOL_VERSION, secret="x", worker="p/0", purpose="kv")
     noise = [b"\xff\xff\xff\x7f", (MAX_FRAME_BYTES + 1).to_bytes(4, "little"), b"\x03\x00\x00\x00abc"]
     for data in noise:
-        stranger = connect(("127.0.0.1", cluster.ports["d/0"]), hello, TIMEOUT_S)
+        stranger = Connection(socket.create_connection(("127.0.0.1", cluster.ports["d/0"]), TIMEOUT_S))
         stranger.stream.sendall(data)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.receive() is None

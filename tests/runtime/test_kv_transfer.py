@@ -7,6 +7,7 @@ import itertools
 import os
 import queue
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_pairs import (
     DIM,
+    SECRET,
     TIMEOUT_S,
     Pool,
     Receiving,
     Sending,
     ask,
     fill,
-    hello,
     holds,
+    introduction,
     landed,
     next_event,
     receive_process,
@@ -40,9 +42,10 @@ from cost_model.errors import InputError
 from runtime.engine.cache import CacheShape
 from runtime.engine.kv.host import host_identity
 from runtime.engine.kv.pool import shared_cache
+from runtime.introduction import accept, connect
 from runtime.kv_layout import KvTransfer, Part, held, outgoing
 from runtime.messages import KvLanded, KvLink, KvOffer, KvOpen, KvOpened, KvSlice, KvTaken, StageShape, Step
-from runtime.transport import Connection, connect, listen
+from runtime.transport import Connection, listen
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 NO_NIXL = "the package nixl is missing"
@@ -420,11 +423,18 @@ def test_a_killed_sender_fails_what_it_had_begun_and_nothing_else(
 
 def opened(receiving: Receiving, transport: str = "tcp") -> Connection:
     """A connection by hand."""
-    connection = connect(receiving.address, hello("x/0"), TIMEOUT_S)
+    connection = connect(receiving.address, introduction("x/0"), TIMEOUT_S)
     connection.send(opening(KvOffer(transport=transport, handle="")))
     answer = connection.receive()
     assert isinstance(answer, KvOpened) and answer.transport == transport, answer
     return connection
+
+
+def met(listener: socket.socket) -> Connection:
+    """A sender's connection, accepted by hand; what it offers is read."""
+    accepted = accept(listener.accept()[0], SECRET)
+    assert accepted is not None and isinstance(accepted[0].receive(), KvOpen)
+    return accepted[0]
 
 
 def opening(*offers: KvOffer, head_dim: int = DIM, dtype: str = "torch.float32") -> KvOpen:
@@ -530,7 +540,7 @@ def test_a_sender_that_falls_silent_in_a_slice_fails_its_request() -> None:
     ids=str,
 )
 def test_a_stranger_is_turned_away(first: object, receiving: Receiving) -> None:
-    connection = connect(receiving.address, hello("x/0"), TIMEOUT_S)
+    connection = connect(receiving.address, introduction("x/0"), TIMEOUT_S)
     connection.send(first)  # type: ignore[arg-type]
     answer = connection.receive()
     if answer is not None:
@@ -541,7 +551,7 @@ def test_a_stranger_is_turned_away(first: object, receiving: Receiving) -> None:
 @pytest.mark.parametrize("handle", ["", "x", "1:2", "-1:0:x", "1:2:3:4", f"{os.getpid()}:0:hexgen2-kv-0"])
 def test_memory_that_is_no_pool_is_not_mapped(handle: str, receiving: Receiving) -> None:
     offer = opening(KvOffer(transport="shm", handle=handle))
-    connection = connect(receiving.address, hello("x/0"), TIMEOUT_S)
+    connection = connect(receiving.address, introduction("x/0"), TIMEOUT_S)
     connection.send(msgspec.structs.replace(offer, host=host_identity()))
     answer = connection.receive()
     assert isinstance(answer, KvOpened) and not answer.transport and "opened" in answer.problem
@@ -551,10 +561,7 @@ def test_a_receiver_that_takes_more_than_was_sent_is_not_believed() -> None:
     listener = listen("127.0.0.1")
     sending = Sending("p/0", Pool(WHOLE), {"d/0": listener.getsockname()}, transport="tcp")
     sending.push("r", TO_D0, list(range(8)), [11])
-    stream, _ = listener.accept()
-    there = Connection(stream)
-    for _ in range(2):  # Hello, KvOpen
-        there.receive()
+    there = met(listener)
     there.send(KvOpened(transport="tcp"))
     there.send(KvTaken(slices=1000))
     assert next_event(sending.events)[0] == "r"
@@ -587,9 +594,7 @@ def test_layers_that_wait_together_go_together(receiving: Receiving, transport: 
     listener = listen("127.0.0.1")
     sending = Sending("p/0", pool, {"d/0": listener.getsockname()}, transport=transport)
     sending.push("r", [KvTransfer("p/0", "d/0", pool.part)], [1], [4])
-    there = Connection(listener.accept()[0])
-    for _ in range(2):
-        there.receive()
+    there = met(listener)
     there.send(KvOpened(transport=transport))
     layers, slices = list[int](), 0
     while len(layers) < 80:

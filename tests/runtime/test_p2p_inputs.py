@@ -13,7 +13,6 @@ from runtime.launcher.configure import configurations
 from runtime.launcher.p2p import P2pLauncher
 from runtime.p2p.agent_messages import AGENT_PROTOCOL, NODE_SERVICE, Welcome, encode
 from runtime.p2p.digest import checkpoint_digest
-from runtime.p2p.hardware import gpus_in
 from runtime.p2p.membership import Membership
 from runtime.p2p.roster import Roster
 
@@ -50,6 +49,7 @@ def key(tmp_path):
         (["--listen", "/ip4/0.0.0.0/tcp/0"], ["0.0.0.0", "--address"]),
         (["--name", "a/b"], ["--name", "'a/b'"]),
         (["--model-path", "nowhere"], ["--model-path", "nowhere is not a folder"]),
+        (["--accelerators", "H100:x"], ["--accelerators", "'H100:x' is not NAME:COUNT"]),
         (["--allow", "me"], ["--allow", "'me' is not the id of a node"]),
         (["--network-key", "nowhere"], ["nowhere", "network key"]),
     ],
@@ -152,13 +152,3 @@ def test_a_digest_is_that_of_the_model_wherever_it_lies(model_folder, tmp_path):
     assert checkpoint_digest(copy) == digest
     with pytest.raises(InputError, match="nowhere"):
         checkpoint_digest(tmp_path / "nowhere")
-
-
-def test_gpus_are_read_from_the_report_of_the_driver():
-    report = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA A100-SXM4-40GB, 40960\n"
-    (first, second) = gpus_in(report)
-    assert first.name == "NVIDIA H100 80GB HBM3" and first.memory_bytes == 81559 * 2**20
-    assert second.name == "NVIDIA A100-SXM4-40GB" and second.memory_bytes == 40 * 2**30
-    assert gpus_in("") == ()
-    with pytest.raises(ValueError):
-        gpus_in("No devices were found\n")

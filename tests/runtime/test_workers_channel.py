@@ -147,7 +147,7 @@ def test_any_bytes_are_a_message_or_a_bad_frame(frame):
 
 
 WHOLE = (
-    encode(Welcome(protocol=1, node="left", address="10.0.0.4", model_path="/models", cores=(0, 1))),
+    encode(Welcome(protocol=2, node="left", address="10.0.0.4", model_path="/models", cores=(0, 1))),
     from_worker("left/0", Pong(worker="left/0")),
     encode_message(Released(request_id="r1", replica="decode-0"))[HEAD_BYTES:],
 )

@@ -6,8 +6,9 @@ import queue
 import time
 
 from runtime.engine.place import Place
-from runtime.messages import PROTOCOL_VERSION, Configure, Connect, Hello, Passed
-from runtime.transport import Connection, connect
+from runtime.introduction import Introduction, connect
+from runtime.messages import Configure, Connect, Passed
+from runtime.transport import Connection
 
 PURPOSE = "stage"
 _CONNECT_S = 30.0
@@ -28,14 +29,9 @@ class Hops:
         if place.is_last:
             return
         targets = place.stages[place.stage_index + 1].workers[place.tp_rank :: place.tp]
-        hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            secret=self._config.secret,
-            worker=self._config.worker,
-            purpose=PURPOSE,
-        )
+        introduction = Introduction(self._config.worker, PURPOSE, self._config.secret)
         for target in targets:
-            connection = connect(addresses.peers[target], hello, _CONNECT_S)
+            connection = connect(addresses.peers[target], introduction, _CONNECT_S)
             connection.stream.settimeout(None)
             self._next.append(connection)
 

@@ -12,7 +12,8 @@ from runtime.engine.kv.base import Transport, next_message
 from runtime.engine.kv.pair import Address, Pair, open_pair
 from runtime.engine.kv.push import SLICE_BYTES, Item, Push
 from runtime.engine.kv.shaping import Shaper
-from runtime.messages import Hello, KvSlice, KvTaken
+from runtime.introduction import Introduction
+from runtime.messages import KvSlice, KvTaken
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Lane:
 
     def __init__(
         self,
-        hello: Hello,
+        introduction: Introduction,
         destination: str,
         transports: list[Transport],
         address: Callable[[], Address],
@@ -44,7 +45,7 @@ class Lane:
         fail: Callable[[Push, str], None],
     ) -> None:
         self.shaper = shaper
-        self._hello, self._destination, self._transports = hello, destination, transports
+        self._introduction, self._destination, self._transports = introduction, destination, transports
         self._address, self._finish, self._fail = address, finish, fail
         self._deadline_s = transports[0].deadline_s
         self._queue, self._on_their_way = deque[Item](), deque[Group]()
@@ -147,7 +148,7 @@ class Lane:
         if self._lost:
             self._break(self._lost)
         if self._pair is None:
-            pair = open_pair(address, self._hello, self._transports)
+            pair = open_pair(address, self._introduction, self._transports)
             with self._changed:
                 self._pair = pair
                 if self._stop:

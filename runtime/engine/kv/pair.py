@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from runtime.engine.kv.base import Outgoing, Transport, Unavailable
 from runtime.engine.kv.host import host_identity
-from runtime.messages import Hello, KvOffer, KvOpen, KvOpened
-from runtime.transport import Connection, connect
+from runtime.introduction import Introduction, connect
+from runtime.messages import KvOffer, KvOpen, KvOpened
+from runtime.transport import Connection
 
 Address = tuple[str, int]
 
@@ -39,7 +40,7 @@ class Pair:
         self.connection.close()
 
 
-def open_pair(address: Address, hello: Hello, transports: list[Transport]) -> Pair:
+def open_pair(address: Address, introduction: Introduction, transports: list[Transport]) -> Pair:
     """Connect to a receiver and agree on one of these transports, best first.
 
     Raises
@@ -47,7 +48,7 @@ def open_pair(address: Address, hello: Hello, transports: list[Transport]) -> Pa
     OSError : nobody answers, or there is no transport in common
     """
     deadline_s = transports[0].deadline_s
-    connection = connect(address, hello, deadline_s)
+    connection = connect(address, introduction, deadline_s)
     try:
         connection.set_deadline(deadline_s)
         return Pair(address, connection, *_agree(connection, transports))

@@ -18,8 +18,9 @@ from runtime.engine.kv.push import Item, Push
 from runtime.engine.kv.registry import AUTO, make_transport, offered
 from runtime.engine.kv.shaping import Shaper
 from runtime.engine.pages import Pages
+from runtime.introduction import Introduction
 from runtime.kv_layout import KvTransfer
-from runtime.messages import Hello, KvLink
+from runtime.messages import KvLink
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ class KvSender:
 
     Parameters
     ----------
-    hello : introduces this worker to the others
+    introduction : of this worker to the others
     cache, shared : the pool, and the shared memory that it is in, if it is
     peers : address of every worker
     on_sent : called once with a request id when nothing of it is left to send, or it was given up: its blocks
@@ -49,7 +50,7 @@ class KvSender:
 
     def __init__(
         self,
-        hello: Hello,
+        introduction: Introduction,
         cache: Pages,
         peers: dict[str, Address],
         on_sent: Callable[[str], None],
@@ -60,7 +61,7 @@ class KvSender:
         links: Iterable[KvLink] = (),
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self._hello, self._cache = hello, cache
+        self._introduction, self._cache = introduction, cache
         self._on_sent, self._on_failed = on_sent, on_failed
         made = [make_transport(name, cache, deadline_s, shared) for name in offered(transport)]
         self._transports = [each for each in made if each is not None]
@@ -75,7 +76,9 @@ class KvSender:
         """Others have come, gone or moved: what is for a worker that is gone fails."""
         with self._lock:
             self._peers = dict(peers)
-            self._links = {link.destination: link for link in links if link.source == self._hello.worker}
+            self._links = {
+                link.destination: link for link in links if link.source == self._introduction.worker
+            }
             gone = [self._lanes.pop(name) for name in list(self._lanes) if name not in peers]
             for destination, lane in self._lanes.items():
                 lane.shaper = self._shaper(destination)
@@ -129,7 +132,7 @@ class KvSender:
         with self._lock:
             if destination not in self._lanes:
                 self._lanes[destination] = Lane(
-                    self._hello,
+                    self._introduction,
                     destination,
                     self._transports,
                     lambda: self._address(destination),
