@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -46,7 +47,7 @@ TINY = {
 """A step takes a ms."""
 
 
-def make_model(folder: Path, sizes: Mapping[str, float] = SMALL) -> None:
+def make_model(folder: Path, sizes: Mapping[str, Any] = SMALL) -> None:
     """A random Llama in float32, with a tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
