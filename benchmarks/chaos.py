@@ -1,14 +1,16 @@
 """A fleet under faults while clients stream from it.
 
-    python benchmarks/chaos.py [--fleet torch|emulated] [--requests N] [--seconds S] [--every 4] [--seed 0]
+    python benchmarks/chaos.py [--fleet torch|emulated] [--requests N] [--seconds S] [--every 4]
+        [--front-end-deaths 2] [--seed 0]
 
 The torch fleet has two prefill and two decode replicas of a small random Llama: of one rank, two pipeline
 stages, two tensor-parallel ranks and one rank. The emulated one is the placement of llama-2-70b that the
 search finds for hexgen2-setting-1: 20 GPUs.
 
 Requests come at random within --seconds. About every --every seconds a rank chosen at random is killed (kill
--9) or stopped (SIGSTOP), or a TCP connection between two workers is cut; twice the front end is killed and
-launched again on its port. A replica is spared while none of its role could take its requests, or while one
+-9) or stopped (SIGSTOP), or a TCP connection between two workers is cut, in a random order: of five faults
+two kill, one stops and two cut. --front-end-deaths times the front end is killed and launched again on its
+port. A replica is spared while none of its role could take its requests, or while one
 is down already, so that every request can be finished. Clients know their answers beforehand: those of an
 undisturbed run (torch), or by the formula of the emulated engine. Those that the front end's death cuts off
 ask again.
@@ -37,7 +39,7 @@ from pathlib import Path
 import numpy as np
 from chaos_clients import Clients, Question
 from chaos_fleet import Fleet
-from fleet import CLUSTER, COMMAND
+from fleet import CLUSTER, COMMAND, TINY, make_model
 from soak import read_metrics, rest, verdict
 
 from hexgen2.bench.completions import find_model
@@ -51,8 +53,7 @@ from runtime.options import BLOCK_TOKENS
 REQUESTS = {"torch": 300, "emulated": 2000}
 SECONDS = {"torch": 120.0, "emulated": 240.0}
 LENGTHS = {"torch": ((8, 200), (30, 250)), "emulated": ((32, 512), (16, 96))}
-FAULTS = {"kill": 0.4, "stop": 0.2, "cut": 0.4}
-FRONT_END_DEATHS = 2
+FAULTS = ("kill", "cut", "kill", "cut", "stop")
 RECOVERY_S = 120.0
 PROBES = 16
 
@@ -67,7 +68,7 @@ def make_emulated(work: Path) -> tuple[Placement, list[str]]:
 def make_torch(work: Path) -> tuple[Placement, list[str]]:
     """A small Llama on six workers in four replicas of three shapes."""
     model, cluster, path = work / "model", work / "cluster.yaml", work / "placement.json"
-    make_tiny_model(model)
+    make_model(model, TINY)
     cluster.write_text(CLUSTER.format(cores=4, memory_gib=1))
     search(path, "--cluster", str(cluster), "--model", str(model), "--isl", "100", "--osl", "60")
     found = Placement.load(path)
@@ -102,32 +103,6 @@ def kv_links(placement: Placement, route: Route) -> list[RouteLink]:
 
 def search(path: Path, *options: str) -> None:
     subprocess.run([COMMAND, "search", *options, "-o", str(path)], check=True, capture_output=True)
-
-
-def make_tiny_model(folder: Path) -> None:
-    """A random Llama of 4 layers, hidden 64."""
-    import torch
-    from fleet import train_tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer()
-    tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 async def questions(options: argparse.Namespace, placement: Placement, clients: Clients) -> list[Question]:
@@ -167,11 +142,12 @@ async def ask_all(clients: Clients, asked: list[Question], seconds: float, rng: 
 
 
 async def break_things(
-    fleet: Fleet, every_s: float, seconds: float, done: Counter[str], until: asyncio.Task[None]
+    fleet: Fleet, options: argparse.Namespace, done: Counter[str], until: asyncio.Task[None]
 ) -> None:
     """Faults, one after the other, while a task runs."""
-    begun, rng = time.monotonic(), fleet.rng
-    deaths = [begun + seconds * (k + 1) / (FRONT_END_DEATHS + 1) for k in range(FRONT_END_DEATHS)]
+    begun, rng, every_s, count = time.monotonic(), fleet.rng, options.every, options.front_end_deaths
+    deaths = [begun + options.seconds * (k + 1) / (count + 1) for k in range(count)]
+    kinds: list[str] = []
     due = begun + every_s
     while not until.done():
         await asyncio.sleep(0.05)
@@ -185,11 +161,11 @@ async def break_things(
         elif now < due:
             continue
         else:
-            kind = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
-            what = fleet.cut() if kind == "cut" else fleet.strike(_SIGNALS[kind])
+            kinds = kinds or rng.sample(FAULTS, len(FAULTS))
+            what = fleet.cut() if kinds[0] == "cut" else fleet.strike(_SIGNALS[kinds[0]])
             if not what:
                 continue
-            done[kind] += 1
+            done[kinds.pop(0)] += 1
         print(f"{now - begun:6.1f} s  {what}", flush=True)
         due = time.monotonic() + every_s * (0.5 + rng.random())
 
@@ -221,7 +197,7 @@ async def run(fleet: Fleet, options: argparse.Namespace) -> bool:
     faults: Counter[str] = Counter()
     begun = time.monotonic()
     asking = asyncio.create_task(ask_all(clients, asked, options.seconds, random.Random(options.seed)))
-    await break_things(fleet, options.every, options.seconds, faults, asking)
+    await break_things(fleet, options, faults, asking)
     await asking
     seconds = time.monotonic() - begun
     whole = await until_whole(fleet, server)
@@ -303,6 +279,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="default: 300 (torch), 2000 (emulated)")
     parser.add_argument("--seconds", type=float, help="default: 120 (torch), 240 (emulated)")
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults, on average")
+    parser.add_argument("--front-end-deaths", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep-logs", type=Path, help="a folder for the logs of the launches")
     options = parser.parse_args()

@@ -6,19 +6,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hexgen2.placement import Placement
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-from make_checkpoint import train_tokenizer
-
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 COMMAND = str(Path(sys.executable).with_name("hexgen2"))
 START_S = 180.0
 CLUSTER = """
@@ -30,19 +27,40 @@ accelerators:
 """
 
 
-def make_model(folder: Path) -> None:
-    """A random Llama of 55 million parameters (12 layers, hidden 640, float32): a step of a core takes some
-    tens of ms, a hundred times what the front end takes for one of its tokens."""
+SMALL = {
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+}
+"""55 million parameters: a step of a core takes some tens of ms, a hundred times what the front end takes for
+one of its tokens."""
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.15,
+}
+"""A step takes a ms."""
+
+
+def make_model(folder: Path, sizes: Mapping[str, Any] = SMALL) -> None:
+    """A random Llama in float32, with a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sys.path.append(str(EXAMPLES))
+    from make_checkpoint import train_tokenizer
+
     torch.manual_seed(0)
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
+        **sizes,
         vocab_size=len(tokenizer),
-        hidden_size=640,
-        intermediate_size=1728,
-        num_hidden_layers=12,
-        num_attention_heads=10,
-        num_key_value_heads=5,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,

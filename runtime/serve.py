@@ -68,7 +68,7 @@ def serve(
     model_path: Path | None,
     host: str,
     port: int,
-    launcher: str = "local",
+    launcher: str | Launcher = "local",
     engine: str = TORCH,
     source: str = "placement",
     options: EngineOptions = DEFAULTS,
@@ -84,6 +84,7 @@ def serve(
     model_path : folder of the model's checkpoint; None means that the placement's model names it (an emulated
         one needs none)
     port : 0 takes a free one; the line that says "serving" names it
+    launcher : one, or the name of one
     source : what error messages call the placement; the name of its file
     restarts : how often in a row a lost replica is started again; 0: it stays lost
     replan_after_s : so long after a replica stays lost, another placement is made without its GPUs and taken
@@ -107,7 +108,10 @@ def serve(
     if placement.attention_workers:
         remedy = "choose a placement of another strategy"
         raise InputError(source, "attention_workers", f"the {engine} engine cannot run them", remedy)
-    starter = _vllm_launcher(launcher, options) if engine == VLLM else make_launcher(launcher, membership)
+    if isinstance(launcher, Launcher):
+        starter = launcher
+    else:
+        starter = _vllm_launcher(launcher, options) if engine == VLLM else make_launcher(launcher, membership)
     if replan_after_s is not None and not starter.can_change:
         problem = f"replicas of --engine {engine} cannot be changed while they serve"
         remedy = "leave it out, or use another --engine"

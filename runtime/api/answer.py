@@ -77,6 +77,7 @@ class Answer:
         self.generations: list[Generation] = []
         self._choices = choices
         self._pieces: asyncio.Queue[Piece | HexGen2Error] = asyncio.Queue()
+        self._unfinished = len(prompts) * choices
         self._tasks: list[asyncio.Task[None]] = []
         try:
             for prompt in prompts:
@@ -96,13 +97,17 @@ class Answer:
         ------
         Unavailable : a choice cannot be finished
         """
-        unfinished = len(self.generations)
-        while unfinished:
+        while self._unfinished:
             piece = await self._pieces.get()
             if isinstance(piece, HexGen2Error):
                 raise piece
-            unfinished -= piece.finish_reason != ""
+            self._unfinished -= piece.finish_reason != ""
             yield piece
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether there is a next piece and it has yet to come."""
+        return self._unfinished > 0 and self._pieces.empty()
 
     def close(self) -> None:
         """Stop whatever is still in work and free its KV cache. May be called twice."""

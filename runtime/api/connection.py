@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -18,6 +19,36 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 5.0
 """How long the rest of what was refused is read, so that its sender sees the refusal."""
+
+
+class _Gathered:
+    """A transport of which all that is written in one round of the event loop leaves in one write: the head,
+    the body and the end of an answer, or what a stream has to say."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._unsent: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(data)
+
+    def write_eof(self) -> None:
+        self._flush()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._unsent and not self._transport.is_closing():
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Connection(H11Protocol):
@@ -34,7 +65,7 @@ class Connection(H11Protocol):
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _Gathered(transport, self.loop)))
         most = self.options.max_connections
         if len(self.connections) > 2 * most:
             transport.abort()

@@ -32,11 +32,12 @@ def event(chunk: dict[str, Any]) -> bytes:
 class EventStream(StreamingResponse):
     """Streams the chunks of an answer, then [DONE]; whatever ends the stream closes the answer.
 
-    An error after the first chunk becomes an event with OpenAI's error object.
+    What is there at one time is sent at once, so that an event costs the less the more of them wait. An error
+    after the first chunk becomes an event with OpenAI's error object.
     """
 
     def __init__(self, answer: Answer, chunks: AsyncIterator[dict[str, Any]]) -> None:
-        super().__init__(_events(chunks), media_type="text/event-stream", headers=answer.headers())
+        super().__init__(_events(answer, chunks), media_type="text/event-stream", headers=answer.headers())
         self.headers["cache-control"] = "no-cache"
         self._answer = answer
 
@@ -47,13 +48,17 @@ class EventStream(StreamingResponse):
             self._answer.close()
 
 
-async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+async def _events(answer: Answer, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    events: list[bytes] = []
     try:
         async for chunk in chunks:
-            yield event(chunk)
+            events.append(event(chunk))
+            if answer.must_wait:
+                yield b"".join(events)
+                events.clear()
     except HexGen2Error as error:
-        yield event(from_serving(error).body())
-    yield DONE
+        events.append(event(from_serving(error).body()))
+    yield b"".join([*events, DONE])
 
 
 async def respond(

@@ -70,6 +70,8 @@ class StopStrings:
         in a text that may not end the answer is text as any other."""
         if self.met:
             return ""
+        if not self._stops:
+            return text
         before, self._held = len(self._held), self._held + text
         if may_end and (found := self._first_end(before)):
             end, start = found

@@ -34,10 +34,14 @@ class Link(ABC):
 
 
 class StreamLink(Link):
-    """Messages over a byte stream, framed as runtime.messages says."""
+    """Messages over a byte stream, framed as runtime.messages says.
+
+    What is sent in one round of the event loop leaves in one write: each wakes the worker up.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self._unsent: list[bytes] = []
 
     @classmethod
     async def over(cls, connected: socket.socket) -> StreamLink:
@@ -46,8 +50,11 @@ class StreamLink(Link):
         return cls(*await asyncio.open_connection(sock=connected))
 
     def send(self, message: Message) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(encode(message))
+        if self._writer.is_closing():
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(encode(message))
 
     async def receive(self) -> Message | None:
         try:
@@ -61,4 +68,10 @@ class StreamLink(Link):
             return None
 
     def close(self) -> None:
+        self._flush()
         self._writer.close()
+
+    def _flush(self) -> None:
+        if self._unsent and not self._writer.is_closing():
+            self._writer.write(b"".join(self._unsent))
+        self._unsent.clear()
