@@ -27,6 +27,10 @@ API_PORT, SIDE_CHANNEL_PORT, MASTER_PORT = 8100, 5600, 29500
 """The ports of the first replica; each further one takes the next."""
 MOST_MEMORY = 0.95
 """vLLM needs a rest for its graphs and its workspace, also where a cost model counts on all memory."""
+KV_LEASE_S = 90
+"""A prefill side keeps a KV cache that nobody fetches for so long. The decode side renews it every sixth of
+that, to two thirds; one that hangs and wakes up has half of it, then it would read blocks that are another
+request's. `hexgen2 launch` ends one that hangs in less (see runtime/engine/vllm/health.py)."""
 TORCH = "run it with `hexgen2 launch --engine torch`"
 
 
@@ -185,6 +189,7 @@ def _kv_transfer(role: str, cpu: bool) -> str:
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
         "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"kv_lease_duration": KV_LEASE_S},
     }
     if cpu:
         settings["kv_buffer_device"] = "cpu"
