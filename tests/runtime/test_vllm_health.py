@@ -97,10 +97,24 @@ def test_a_vllm_whose_health_says_that_its_engine_died_is_lost(monkeypatch, busy
     run(scenario)
 
 
+def test_an_engine_that_hangs_while_it_is_idle_is_lost(monkeypatch):
+    monkeypatch.setattr(health, "STALL_S", 1.0)
+    monkeypatch.setattr(health, "PROBE_IDLE_AFTER_S", 0.3)
+
+    async def scenario():
+        async with serving(TWO) as (coordinator, servers, _):
+            servers["d0"].stuck = True
+            while not coordinator.lost:
+                await asyncio.sleep(0.01)
+            assert list(coordinator.lost) == ["d0"]
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("stuck", [False, True])
 def test_an_engine_that_computes_nothing_is_lost_and_one_that_waits_for_others_is_not(monkeypatch, stuck):
     """/health says 200 all the while; only an engine that works answers for another prompt."""
-    monkeypatch.setattr(health, "STALL_S", 1.5)
+    monkeypatch.setattr(health, "STALL_S", 1.0)
     monkeypatch.setattr(health, "PROBE_AFTER_S", 0.3)
 
     async def scenario():

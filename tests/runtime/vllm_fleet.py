@@ -15,8 +15,8 @@ from hexgen2.placement import Placement, Stage
 
 HEAD_DIM = 32
 """The least that vLLM's attention on CPUs has."""
-START_S = 900.0
-LIMIT_S = 600.0
+START_S = 1200.0
+LIMIT_S = 1200.0
 CPU_SETTINGS = {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
@@ -57,6 +57,7 @@ class VllmFleet(Launched):
     def __init__(self, placement: Placement, folder: Path, work: Path) -> None:
         how = ["--engine", "vllm", "--dtype", "float32", "--queue-timeout-s", str(START_S)]
         super().__init__(placement, folder, work, *how, **CPU_SETTINGS)
+        self.replicas = [replica.id for replica in placement.replicas]
 
     def descendants(self) -> list[psutil.Process]:
         """Every process that it has started, vLLM's in sessions of their own, too."""
@@ -131,7 +132,7 @@ class VllmFleet(Launched):
         ours = self.front_metrics()
         names = ("kv_tokens", "requests_running", "engine_kv_use_ratio", "engine_requests_running")
         left = [name for name in names if self.figures_of(ours, f"hexgen2_{name}")]
-        for replica in ("prefill-0", "decode-0"):
+        for replica in self.replicas:
             text = self.metrics(replica)
             for name in ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
                 if value := self.figures_of(text, f"vllm:{name}"):

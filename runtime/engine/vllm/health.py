@@ -1,8 +1,8 @@
 """Whether a vLLM answers and computes, and what it has to do, by its own /health and /metrics.
 
 /health speaks for the process of the API, which may live while that of the engine hangs. The engine is known
-to work by what comes out of it: tokens, or figures of /metrics that change. Where nothing does although
-requests are in work, they may all wait for KV caches; so it is asked for a token of another prompt.
+to work by what comes out of it: tokens, or figures of /metrics that change. Where nothing does, because it is
+idle or because all its requests wait for KV caches, it is asked for a token of another prompt.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from runtime.engine.vllm.requests import probe
 from runtime.messages import Load
 
 HEALTH_TIMEOUT_S = 5.0
-PATIENCE_S = 15.0
+PATIENCE_S = 30.0
 """An API on a busy machine may be silent for so long; a process that ends is seen at once."""
+PROBE_AFTER_S, PROBE_IDLE_AFTER_S = 10.0, 60.0
+"""An engine, with work and without, of which nothing has come for so long is asked for a token, ..."""
 STALL_S = 30.0
-"""An engine with work may show no sign of it for so long: a step, or the first contact with a peer."""
-PROBE_AFTER_S = 10.0
+"""... and hangs if it shows no sign of work for so long; neither a step takes that nor to meet a peer."""
 LOAD_EVERY_S = 1.0
 END_S = 10.0
 """A vLLM whose engine has died ends within this time, or is ended."""
@@ -52,7 +53,7 @@ class Health:
     ) -> None:
         self._http, self._model, self._busy = http, model, busy
         self._on_load, self._on_death = on_load, on_death
-        self._answered_s = self._moved_s = time.monotonic()
+        self._answered_s = self._moved_s = self._probed_s = time.monotonic()
         self._asked_load_s = 0.0
         self._load: Load | None = None
         self._figures: tuple[float, ...] = ()
@@ -61,11 +62,9 @@ class Health:
 
     @property
     def good(self) -> bool:
-        """Whether it has answered lately, and computed if it had something to compute."""
-        now = time.monotonic()
-        if not self._busy():
-            self._moved_s = now
-        return now - self._answered_s < PATIENCE_S and now - self._moved_s < STALL_S
+        """Whether it has answered lately, and computes."""
+        hangs = self._owes_a_token and self._still_s > STALL_S
+        return time.monotonic() - self._answered_s < PATIENCE_S and not hangs
 
     def moved(self) -> None:
         """Something came out of the engine."""
@@ -75,9 +74,18 @@ class Health:
         """Ask whether it is there, and now and then for its load, unless it still owes an answer."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
-        idle = self._probing is None or self._probing.done()
-        if idle and self._busy() and time.monotonic() - self._moved_s > PROBE_AFTER_S:
+        after_s = PROBE_AFTER_S if self._busy() else PROBE_IDLE_AFTER_S
+        if not self._owes_a_token and self._still_s > after_s:
             self._probing = asyncio.create_task(self._probe())
+
+    @property
+    def _owes_a_token(self) -> bool:
+        return self._probing is not None and not self._probing.done()
+
+    @property
+    def _still_s(self) -> float:
+        """Since something came out of the engine, or it was asked for it."""
+        return time.monotonic() - max(self._moved_s, self._probed_s)
 
     async def ends(self, ended: asyncio.Event) -> bool:
         """After a fault: whether this vLLM is no more, rather than one request of it. If so, this returns
@@ -127,9 +135,9 @@ class Health:
             self._on_load(load)
 
     async def _probe(self) -> None:
+        self._probed_s = time.monotonic()
         with contextlib.suppress(httpx.HTTPError):
-            response = await self._http.post("/v1/completions", json=probe(self._model), timeout=STALL_S)
-            if response.status_code == 200:
+            if (await self._http.post("/v1/completions", json=probe(self._model))).status_code == 200:
                 self.moved()
 
 
