@@ -7,7 +7,12 @@ import asyncio
 import pytest
 from scripted import run, settle, tokens_of
 from scripted_vllm import PROMPT, following, serving
+from served import make_placement
+from vllm_fleet import write_fleet_model
 
+from cost_model.errors import InputError
+from hexgen2.export.vllm_command import check_vllm
+from hexgen2.placement import Placement
 from runtime.engine.vllm.requests import EngineError, completion, outputs_of
 from runtime.messages import Sampling
 from runtime.router import Route
@@ -114,3 +119,16 @@ def test_logprobs_and_ends_of_a_stream():
     for bad in ({"error": {"message": "x"}}, {"choices": [{"token_ids": [], "finish_reason": "error"}]}):
         with pytest.raises(EngineError):
             outputs_of(bad, "r", 0, -1)
+
+
+def test_on_cpus_a_replica_may_be_tensor_parallel_and_no_pipeline(tmp_path):
+    write_fleet_model(tmp_path)
+    placement = make_placement(tmp_path)
+
+    def alone(name: str) -> Placement:
+        replica = placement.replica(name).model_copy(update={"role": "colocated"})
+        return placement.model_copy(update={"replicas": [replica], "routes": []})
+
+    check_vllm(alone("decode-0"), "test")
+    with pytest.raises(InputError, match=r"prefill-1.*pipeline on CPUs"):
+        check_vllm(alone("prefill-1"), "test")
