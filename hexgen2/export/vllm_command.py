@@ -27,7 +27,7 @@ API_PORT, SIDE_CHANNEL_PORT, MASTER_PORT = 8100, 5600, 29500
 """The ports of the first replica; each further one takes the next."""
 MOST_MEMORY = 0.95
 """vLLM needs a rest for its graphs and its workspace, also where a cost model counts on all memory."""
-KV_LEASE_S = 120
+KV_LEASE_S = 300
 """A prefill side keeps a KV cache that nobody fetches for so long. The decode side renews it every sixth of
 that, to two thirds; one that hangs and wakes up has half of it, then it would read blocks that are another
 request's. `hexgen2 launch` ends one that hangs in less (see runtime/engine/vllm/health.py)."""
@@ -81,7 +81,7 @@ def check_vllm(placement: Placement, source: str) -> None:
             does = "reads from" if replica.role == "prefill" else "writes to"
             problem = f"{len(replica.stages)} pipeline stages, and vLLM's NixlConnector {does} one only"
         elif on_cpu(placement, replica) and len(replica.stages) > 1:
-            problem = "a pipeline on CPUs, through which no request was seen to come in vLLM 0.32"
+            problem = "a pipeline on CPUs, which has not been seen to serve with vLLM 0.32"
         elif not _blocks_of_nodes(replica):
             problem = "its nodes hold unequal shares of its GPUs, which vLLM cannot divide its ranks into"
         if problem:

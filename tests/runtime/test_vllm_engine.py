@@ -152,11 +152,12 @@ def test_a_killed_prefill_side_comes_back_and_takes_no_token_along(fleet, refere
 
 
 def test_a_dead_engine_and_a_frozen_one_are_replaced(fleet, reference):
-    """Prefill: the engine's own process is killed. Decode: it is stopped while its API still answers."""
+    """Prefill: the engine's own process is killed. Decode: all of its processes are stopped."""
     before = [*fleet.processes("decode-0"), *fleet.processes("prefill-0")]
     several = Streams(fleet, prompts(140, 12))
     several.until_under_way(2)
-    fleet.engine("decode-0").suspend()
+    for each in fleet.processes("decode-0")[1:]:
+        each.suspend()
     fleet.engine("prefill-0").kill()
     several.check(reference)
     fleet.until_restarted("decode-0", 1)
