@@ -169,6 +169,9 @@ def _of_replica(
             gib = longest * replica.max_batch * placement.model.kv_bytes_per_token / 2**30
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(math.ceil(gib), 1))
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            environment["TORCHDYNAMO_DISABLE"] = (
+                "1"  # else its sampler is compiled in the first steps, by g++
+            )
         else:
             own = [gpu for gpu in replica.gpus if split(gpu)[0] == node]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(around.device(gpu)) for gpu in own)

@@ -24,8 +24,7 @@ PATIENCE_S = 30.0
 PROBE_AFTER_S, PROBE_IDLE_AFTER_S = 10.0, 60.0
 """An engine, with work and without, of which nothing has come for so long is asked for a token, ..."""
 STALL_S = 110.0
-"""... and hangs if it shows no sign of work for so long. vLLM compiles inside its first steps: on two
-cores that ten others shared, one took more than 30 s."""
+"""... and hangs if it shows no sign of work for so long: it may compile something in a step."""
 LOAD_EVERY_S = 1.0
 END_S = 10.0
 """A vLLM whose engine has died ends within this time, or is ended."""
