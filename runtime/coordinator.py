@@ -31,6 +31,7 @@ from runtime.logs import about
 from runtime.messages import (
     Cancel,
     KvMoved,
+    Load,
     Message,
     Pong,
     Released,
@@ -348,8 +349,12 @@ class Coordinator:
                     request.record.kv_arrived, request.record.kv_arrived_s = True, time.monotonic()
             case RequestFailed():
                 self._on_failed(replica, message)
+            case Load():
+                replica.take(message)
+                self._admit()
             case Released(request_id=request_id):
-                replica.free_blocks, replica.preemptions = message.free_blocks, message.preemptions
+                if replica.load is None:
+                    replica.free_blocks, replica.preemptions = message.free_blocks, message.preemptions
                 self._on_released(replica, request_id)
             case Pong():
                 pass  # the link has counted it

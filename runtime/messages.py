@@ -309,6 +309,17 @@ class Released(Message, frozen=True):
     preemptions: int = 0
 
 
+class Load(Message, frozen=True):
+    """What an engine that schedules for itself says of its work: requests in work and those that wait inside
+    it, the share of its KV cache in use, blocks that nobody holds, and preemptions since its start."""
+
+    running: int
+    waiting: int
+    kv_use: float
+    free_blocks: int
+    preemptions: int
+
+
 # ---------------------------------------------------------------------------------------------
 # worker -> worker
 
@@ -493,7 +504,7 @@ class KvTaken(Message, frozen=True):
 
 SupervisorToWorker = Configure | Connect | Shutdown | Expect | Prefill | Decode | Cancel | Ping
 WorkerToSupervisor = (
-    Listening | Ready | Failed | Pong | Reserved | StepOutput | KvMoved | RequestFailed | Released
+    Listening | Ready | Failed | Pong | Reserved | StepOutput | KvMoved | RequestFailed | Released | Load
 )
 KvConnection = KvOpen | KvOpened | KvSlice | KvTaken
 WorkerToWorker = (

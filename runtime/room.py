@@ -55,7 +55,8 @@ class Room:
     one is let in only if every one of them may still grow by `growth_tokens`. If they grow beyond that, the
     replica preempts. All that may be `high_water` of the budget; a request that is alone may have the whole.
     `refused` is set when the replica had no room although the accounting saw some; it lasts until something
-    is released.
+    is released. `crowded` is set while its engine says so; what one that serves nothing says does not count,
+    as it may be old.
     """
 
     kv_budget_tokens: int
@@ -65,6 +66,7 @@ class Room:
     held: dict[Any, int] = field(default_factory=dict)
     held_tokens: int = 0
     refused: bool = False
+    crowded: bool = False
 
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
         """Whether a request of that many KV tokens, which could be served here, may be sent now.
@@ -76,6 +78,8 @@ class Room:
             return False
         if not self.held:
             return True
+        if self.crowded:
+            return False
         growth = 0 if prefill_only else self.growth_tokens * (len(self.held) + 1)
         if self.held_tokens + tokens + growth > self.kv_budget_tokens * self.high_water:
             return False

@@ -27,6 +27,10 @@ API_PORT, SIDE_CHANNEL_PORT, MASTER_PORT = 8100, 5600, 29500
 """The ports of the first replica; each further one takes the next."""
 MOST_MEMORY = 0.95
 """vLLM needs a rest for its graphs and its workspace, also where a cost model counts on all memory."""
+KV_LEASE_S = 300
+"""A prefill side keeps a KV cache that nobody fetches for so long. The decode side renews it every sixth of
+that, to two thirds; one that hangs and wakes up has half of it, then it would read blocks that are another
+request's. `hexgen2 launch` ends one that hangs in less (see runtime/engine/vllm/health.py)."""
 TORCH = "run it with `hexgen2 launch --engine torch`"
 
 
@@ -76,8 +80,8 @@ def check_vllm(placement: Placement, source: str) -> None:
         elif replica.role != "colocated" and len(replica.stages) > 1:
             does = "reads from" if replica.role == "prefill" else "writes to"
             problem = f"{len(replica.stages)} pipeline stages, and vLLM's NixlConnector {does} one only"
-        elif on_cpu(placement, replica) and len(replica.gpus) > 1:
-            problem = "CPU devices of one replica would each be a process of vLLM, which places those itself"
+        elif on_cpu(placement, replica) and len(replica.stages) > 1:
+            problem = "a pipeline on CPUs, which has not been seen to serve with vLLM 0.32"
         elif not _blocks_of_nodes(replica):
             problem = "its nodes hold unequal shares of its GPUs, which vLLM cannot divide its ranks into"
         if problem:
@@ -165,6 +169,9 @@ def _of_replica(
             gib = longest * replica.max_batch * placement.model.kv_bytes_per_token / 2**30
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(math.ceil(gib), 1))
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            environment["TORCHDYNAMO_DISABLE"] = (
+                "1"  # else its sampler is compiled in the first steps, by g++
+            )
         else:
             own = [gpu for gpu in replica.gpus if split(gpu)[0] == node]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(around.device(gpu)) for gpu in own)
@@ -185,6 +192,7 @@ def _kv_transfer(role: str, cpu: bool) -> str:
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
         "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"kv_lease_duration": KV_LEASE_S},
     }
     if cpu:
         settings["kv_buffer_device"] = "cpu"

@@ -109,6 +109,14 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+ENGINE = {
+    "running": ("hexgen2_engine_requests_running", "Requests in work, as the engine says"),
+    "waiting": ("hexgen2_engine_requests_waiting", "Requests that wait inside the engine, as it says"),
+    "kv_use": ("hexgen2_engine_kv_use_ratio", "Share of the KV cache in use, as the engine says"),
+}
+"""Of engines that schedule for themselves (vLLM), by their own account; names of runtime.messages.Load."""
+
+
 class _Gauges(Collector):
     """What the coordinator holds at the moment of the scrape."""
 
@@ -136,6 +144,15 @@ class _Gauges(Collector):
             if replica.free_blocks is not None:
                 free.add_metric([replica_id], replica.free_blocks)
         yield from (running, used, budget, free, preempted, up, restarts)
+        yield from self._of_engines()
+
+    def _of_engines(self) -> Iterator[Metric]:
+        loads = {name: own.load for name, own in self._coordinator.replicas.items() if own.load is not None}
+        for key, (metric, what) in ENGINE.items() if loads else ():
+            family = GaugeMetricFamily(metric, what, labels=["replica"])
+            for replica_id, load in loads.items():
+                family.add_metric([replica_id], getattr(load, key))
+            yield family
 
 
 def _histogram(

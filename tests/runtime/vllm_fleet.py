@@ -1,16 +1,30 @@
-"""A prefill and a decode replica on CPUs, for the vLLM engine."""
+"""A prefill and a decode replica on CPUs, for the vLLM engine, and the processes behind them."""
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 
-from served import make_placement
+import httpx
+import psutil
+from served import Launched, make_placement
 from tokenizer_files import write_model
 
 from hexgen2.placement import Placement, Stage
 
 HEAD_DIM = 32
 """The least that vLLM's attention on CPUs has."""
+START_S = 1200.0
+LIMIT_S = 1200.0
+CPU_SETTINGS = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "UCX_NET_DEVICES": "lo",
+    "UCX_TLS": "tcp,sm,self",
+}
+ENGINE = "VLLM::EngineCore"
 
 
 def write_fleet_model(folder: Path) -> None:
@@ -35,3 +49,97 @@ def pair(folder: Path) -> Placement:
             "throughput": placement.throughput.model_copy(update={"req_s": 1.0, "output_tok_s": 16.0}),
         }
     )
+
+
+class VllmFleet(Launched):
+    """`hexgen2 launch --engine vllm`, whose replicas can be looked into."""
+
+    def __init__(self, placement: Placement, folder: Path, work: Path) -> None:
+        how = ["--engine", "vllm", "--dtype", "float32", "--queue-timeout-s", str(START_S)]
+        super().__init__(placement, folder, work, *how, **CPU_SETTINGS)
+        self.replicas = [replica.id for replica in placement.replicas]
+
+    def descendants(self) -> list[psutil.Process]:
+        """Every process that it has started, vLLM's in sessions of their own, too."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        rest = self.descendants() if self.process.poll() is None else []
+        for each in alive_among(rest):
+            each.kill()
+        super().close()
+
+    def guard(self, replica: str) -> psutil.Process:
+        """The process that keeps a replica's vLLM."""
+        side = "kv_producer" if replica.startswith("prefill") else "kv_consumer"
+        for each in psutil.Process(self.process.pid).children():
+            line = " ".join(each.cmdline())
+            if "vllm.guard" in line and side in line:
+                return each
+        raise AssertionError(f"{replica} does not run")
+
+    def processes(self, replica: str) -> list[psutil.Process]:
+        """All of a replica's processes."""
+        guard = self.guard(replica)
+        return [guard, *guard.children(recursive=True)]
+
+    def server(self, replica: str) -> psutil.Process:
+        """Its `vllm serve`."""
+        (server,) = self.guard(replica).children()
+        return server
+
+    def engine(self, replica: str) -> psutil.Process:
+        """The process that computes."""
+        (engine,) = [each for each in self.processes(replica) if " ".join(each.cmdline()).startswith(ENGINE)]
+        return engine
+
+    def metrics(self, replica: str) -> str:
+        """What its vLLM says."""
+        (port,) = re.findall(r"--port (\d+)", " ".join(self.guard(replica).cmdline()))
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=LIMIT_S).text
+
+    def front_metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics", trust_env=False, timeout=LIMIT_S).text
+
+    def figures_of(self, text: str, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have the labels."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        found = [line for line in text.splitlines() if re.match(rf"{name}[ {{]", line)]
+        return sum(float(line.rpartition(" ")[2]) for line in found if all(each in line for each in wanted))
+
+    def figure(self, replica: str, name: str, **labels: str) -> float:
+        return self.figures_of(self.metrics(replica), f"vllm:{name}", **labels)
+
+    def until_restarted(self, replica: str, times: int) -> None:
+        """Wait until a replica was started again so often, and serves."""
+        deadline = time.monotonic() + START_S
+        while True:
+            text = self.front_metrics()
+            starts = self.figures_of(text, "hexgen2_replica_restarts_total", replica=replica)
+            if starts == times and self.figures_of(text, "hexgen2_replica_up", replica=replica) == 1:
+                return
+            assert starts <= times and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.2)
+
+    def until_idle(self) -> None:
+        """Wait until nobody holds anything, by our account, by vLLM's own, and by what we show of that."""
+        deadline = time.monotonic() + LIMIT_S
+        while left := self._left():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
+
+    def _left(self) -> list[str]:
+        ours = self.front_metrics()
+        names = ("kv_tokens", "requests_running", "engine_kv_use_ratio", "engine_requests_running")
+        left = [name for name in names if self.figures_of(ours, f"hexgen2_{name}")]
+        for replica in self.replicas:
+            text = self.metrics(replica)
+            for name in ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
+                if value := self.figures_of(text, f"vllm:{name}"):
+                    left.append(f"{replica} {name} {value}")
+        return left
+
+
+def alive_among(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that were not gone by now."""
+    return [each for each in processes if each.is_running()]

@@ -18,6 +18,7 @@ import httpx
 from cost_model.errors import HexGen2Error, InputError
 from hexgen2.export.vllm_command import Surroundings, VllmProcess, check_vllm, vllm_processes
 from hexgen2.placement import Placement
+from runtime.engine.vllm.guard import kill_rest
 from runtime.engine.vllm.link import Exchange, QuietLink, VllmLink
 from runtime.launcher.base import Launcher
 from runtime.launcher.configure import device_of
@@ -147,6 +148,7 @@ class VllmLauncher(Launcher):
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         ended = asyncio.Event()
         self._processes[process.replica], self._ends[process.replica] = started, ended
@@ -179,6 +181,7 @@ class VllmLauncher(Launcher):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            kill_rest(process.pid)
 
 
 def vllm_command() -> str | None:
@@ -201,6 +204,7 @@ def _free_port() -> int:
 async def _watch(process: subprocess.Popen[bytes], ended: asyncio.Event) -> None:
     while process.poll() is None:
         await asyncio.sleep(0.1)
+    await asyncio.to_thread(kill_rest, process.pid)  # its guard may have been killed before it could
     ended.set()
 
 

@@ -18,13 +18,16 @@ from typing import Any
 
 import httpx
 
+from runtime.engine.vllm.health import Health
 from runtime.engine.vllm.requests import EngineError, completion, outputs_of, prefill
 from runtime.launcher.link import Link
 from runtime.messages import (
     Cancel,
     Decode,
     Expect,
+    Failed,
     KvMoved,
+    Load,
     Message,
     Ping,
     Pong,
@@ -36,10 +39,7 @@ from runtime.messages import (
     StepOutput,
 )
 
-HEALTH_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
-PATIENCE_S = 30.0
-"""A vLLM that compiles, or meets another one, may be silent for so long; one that ends is seen at once."""
 
 
 class Exchange:
@@ -78,9 +78,8 @@ class VllmLink(Link):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
         self._handed: dict[str, _Handed] = {}
-        self._pinging: asyncio.Task[None] | None = None
-        self._answered_s = time.monotonic()
         self._closing: asyncio.Task[None] | None = None
+        self._health = Health(self._http, exchange.model, lambda: bool(self._tasks), self._say, self._fail)
         exchange.links[replica] = self
 
     def send(self, message: Message) -> None:
@@ -102,9 +101,9 @@ class VllmLink(Link):
                     task.cancel()
                 self._release(request_id)
             case Ping():
-                self.heard += time.monotonic() - self._answered_s < PATIENCE_S
-                if self._pinging is None or self._pinging.done():
-                    self._pinging = asyncio.create_task(self._ping())
+                self._health.ask()
+                if self._health.good:
+                    self._say(Pong(worker=self._worker))
             case Shutdown():
                 self.close()
 
@@ -122,6 +121,8 @@ class VllmLink(Link):
         for task in self._tasks.values():
             task.cancel()
         self._tasks.clear()
+        self._held.clear()
+        self._health.close()
         if self._closing is None:
             self._closing = asyncio.create_task(self._http.aclose())
 
@@ -135,7 +136,8 @@ class VllmLink(Link):
         self._begin(request_id, self._generate(handed.message, handed))
 
     def _say(self, message: Message) -> None:
-        self.heard += 1
+        if not isinstance(message, Load):  # which an engine that hangs may have, too
+            self.heard += 1
         self._inbox.put_nowait(message)
 
     def _leave_the_other_side(self, request_id: str) -> None:
@@ -161,6 +163,8 @@ class VllmLink(Link):
             problem, fault = str(error), error.fault
         except (httpx.HTTPError, ValueError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
+        if fault and await self._health.ends(self._ended):
+            return  # the replica is lost as a whole, and nothing need be said of one request
         self._tasks.pop(request_id, None)
         text = " ".join(problem.split())[:500]
         self._say(RequestFailed(request_id=request_id, replica=self._replica, text=text, fault=fault))
@@ -172,6 +176,7 @@ class VllmLink(Link):
         response = await self._http.post("/v1/completions", json=body)
         _check(response.status_code, response.content)
         kv = response.json().get("kv_transfer_params")
+        self._health.moved()
         self._tasks.pop(request_id, None)
         target = self._exchange.links.get(message.target)
         if target is None:
@@ -189,6 +194,7 @@ class VllmLink(Link):
                 continue
             if handed is not None and index == message.index:
                 self._say(self._moved(message, kv, begun_s))
+            self._health.moved()
             index += len(outputs)
             self._say(StepOutput(replica=self._replica, outputs=tuple(outputs)))
             if outputs[-1].finish_reason:
@@ -211,12 +217,8 @@ class VllmLink(Link):
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line[len("data: ") :])
 
-    async def _ping(self) -> None:
-        with contextlib.suppress(httpx.HTTPError):
-            response = await self._http.get("/health", timeout=HEALTH_TIMEOUT_S)
-            if response.status_code == 200:
-                self._answered_s = time.monotonic()
-                self._say(Pong(worker=self._worker))
+    def _fail(self, problem: str) -> None:
+        self._say(Failed(worker=self._worker, kind="fault", text=problem))
 
 
 class QuietLink(Link):

@@ -70,6 +70,11 @@ def prefill(model: str, prompt: Sequence[int], sampling: Sampling) -> dict[str, 
     }
 
 
+def probe(model: str) -> dict[str, Any]:
+    """The body of a request that an engine which works answers soon, whatever else it is asked."""
+    return {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0.0}
+
+
 def outputs_of(chunk: dict[str, Any], request_id: str, index: int, top: int) -> list[TokenOutput]:
     """The tokens of one chunk of a stream; the first is output `index`. top : as Sampling.logprobs.
 
