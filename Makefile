@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
-EXTRAS := runtime,p2p,dev
+EXTRAS := runtime,p2p,ray,dev
 
 # Many small processes share few cores here; one thread each is fastest.
 export OMP_NUM_THREADS ?= 1
@@ -16,12 +16,14 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# What runs in one process goes beside each other; fleets of processes, with deadlines, one after another.
 test: check
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests --ignore=tests/runtime -n logical --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest tests/runtime --durations 15
 
 # `--engine vllm` with the real vLLM, on CPUs, from an environment of its own.
 test-vllm: $(STAMP) $(VLLM)/.installed
-	PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(BIN)/python -m pytest tests/runtime/test_vllm_engine.py -rs
+	PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(BIN)/python -m pytest tests/runtime/test_vllm_engine.py -rs --durations 6
 
 $(VLLM)/.installed: tests/vllm_environment.py constraints.txt
 	$(PYTHON) tests/vllm_environment.py $(VLLM)
