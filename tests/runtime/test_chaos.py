@@ -24,6 +24,7 @@ GOOD = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="connections are cut from outside on Linux only")
 def test_no_token_is_lost_while_workers_links_and_the_front_end_die():
     command = [sys.executable, str(SCRIPT), *FLEET, *FAULTS]

@@ -20,6 +20,7 @@ from served import ROOT, SECONDS, Launched, alive, gauge, make_placement, small,
 from hexgen2.placement import Placement
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
 HEXGEN2, RAY = (str(Path(sys.executable).with_name(name)) for name in ("hexgen2", "ray"))
 PROMPT = list(range(20, 60))
 

@@ -139,6 +139,7 @@ def test_a_client_that_leaves_frees_the_blocks_on_both_sides(fleet):
     assert ended == 2
 
 
+@pytest.mark.slow
 def test_a_killed_prefill_side_comes_back_and_takes_no_token_along(fleet, reference):
     survivor, killed = fleet.processes("decode-0"), fleet.processes("prefill-0")
     several = Streams(fleet, prompts(100, 12))
@@ -151,6 +152,7 @@ def test_a_killed_prefill_side_comes_back_and_takes_no_token_along(fleet, refere
     fleet.until_idle()
 
 
+@pytest.mark.slow
 def test_a_dead_engine_and_a_frozen_one_are_replaced(fleet, reference):
     """Prefill: the engine's own process is killed. Decode: all of its processes are stopped."""
     before = [*fleet.processes("decode-0"), *fleet.processes("prefill-0")]

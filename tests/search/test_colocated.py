@@ -53,7 +53,7 @@ def optimum(problem: Problem) -> float:
     return best(tuple(len(gpus) for gpus in problem.node_gpus))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(max_gpus=6))
 def test_hexgen_finds_the_best_partition_and_the_bound_holds_for_it(problem):
     best = optimum(problem)

@@ -37,7 +37,7 @@ def many_nodes(cards: list[str], bandwidth_gbit_s: float = 100) -> dict:
     return {"name": "many", "nodes": nodes, "network": network}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(max_gpus=7))
 def test_every_bound_holds_against_exhaustive_search(problem):
     try:

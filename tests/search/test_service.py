@@ -1,5 +1,6 @@
 """Times of service from a placement alone are those that its search had in mind."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,13 @@ from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
 
-@pytest.mark.parametrize("strategy", ["hexgen2", "vllm"])
-@pytest.mark.parametrize("pipeline", PIPELINE_SEMANTICS)
-@pytest.mark.parametrize("workload", ["HPLD", "LPHD"])
+@pytest.mark.parametrize(
+    ("strategy", "pipeline", "workload"),
+    [
+        ("hexgen2", "pipelined", "LPHD"),
+        *itertools.product(["splitwise", "vllm"], PIPELINE_SEMANTICS, ["HPLD", "LPHD"]),
+    ],
+)
 def test_a_placement_tells_its_own_times_and_limits(strategy, pipeline, workload):
     problem = make_problem("hexgen2-setting-1", "opt-30b", workload, pipeline=pipeline)
     placement = find_strategy(strategy)(problem, SearchOptions(0, 2.0))

@@ -123,7 +123,7 @@ LENGTHS = st.tuples(GAP_S, st.integers(1, 60), st.integers(2, 40))
 ROWS = st.lists(LENGTHS, min_size=1, max_size=10).map(
     lambda rows: [(sum(gap for gap, *_ in rows[: k + 1]), isl, osl) for k, (_, isl, osl) in enumerate(rows)]
 )
-MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @MANY
