@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: check
-	$(MAKE) --no-print-directory -j2 -Oline test-fleets test-alone
+	$(MAKE) --no-print-directory -j2 test-fleets test-alone
 
 # Fleets of processes, with deadlines, one after another; they wait more than they compute.
 test-fleets: $(STAMP)

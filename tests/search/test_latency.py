@@ -46,7 +46,7 @@ def solutions() -> list[Solution]:
     return found
 
 
-@pytest.mark.parametrize("rate", [0.5, 1.4])
+@pytest.mark.parametrize("rate", [pytest.param(0.5, marks=pytest.mark.slow), 1.4])
 def test_no_solution_within_any_targets_is_quicker(rate):
     problem = small(rate)
     found = run(problem)
@@ -84,6 +84,7 @@ def test_the_same_command_gives_the_same_bytes():
     assert one.to_json() == two.to_json()
 
 
+@pytest.mark.slow
 def test_own_targets_are_kept():
     goal = make_goal("latency", request_rate=3.0, ttft_ms=200, tpot_ms=60)
     found = run(make_problem("hexgen2-case-study", "llama-2-70b", "HPHD", goal=goal))

@@ -206,7 +206,10 @@ def test_what_cannot_fit_says_why(cluster, model):
         find_strategy("hexgen2")(problem, OPTIONS)
 
 
-@pytest.mark.parametrize("cluster", ["helix-single-24", "helix-geo-24", "hetis-12", "huawei-v100-a800"])
+SLOW_24 = pytest.param("helix-geo-24", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("cluster", ["helix-single-24", SLOW_24, "hetis-12", "huawei-v100-a800"])
 def test_other_papers_clusters(cluster):
     run("hexgen2", make_problem(cluster, "llama-30b", "online"))
 

@@ -90,7 +90,10 @@ def test_the_same_seed_gives_the_same_bytes(strategy):
     assert first.to_json() == second.to_json()
 
 
-@pytest.mark.parametrize("strategy", ["random-swap", "genetic", "hexgen"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["random-swap", *(pytest.param(each, marks=pytest.mark.slow) for each in ("genetic", "hexgen"))],
+)
 def test_another_seed_takes_another_way(strategy):
     problem = make("hexgen2-setting-2", "llama-2-70b", "HPHD")
     one, two = (run(strategy, problem, SearchOptions(seed=seed)) for seed in (1, 2))

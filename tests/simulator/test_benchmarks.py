@@ -25,6 +25,7 @@ from step_profile import BATCHES, CONTEXTS, SHORT, STEPS, Profiled, StepTimes, f
 TIMES = StepTimes(0.01, 0.001, 2e-7, 0.004, (1.0, 2.0, 8.0), (0.01, 0.02, 0.032), 1e-6, 0.005)
 
 
+@pytest.mark.slow
 def test_the_speed_is_measured(tmp_path):
     trace = tmp_path / "trace.csv"
     rows = "".join(f"2023-11-16 18:00:{second:02d},700,200\n" for second in range(40))
