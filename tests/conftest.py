@@ -1,4 +1,5 @@
-"""Property tests draw the same examples in every run, so that a commit is judged by what it changes.
+"""Property tests draw the same examples in every run, and none has a deadline, so that a commit is judged by
+what it changes and not by what else the machine does.
 
 `HYPOTHESIS_PROFILE=explore` draws new ones; what it finds belongs into a test as an @example.
 """
@@ -7,6 +8,6 @@ import os
 
 from hypothesis import settings
 
-settings.register_profile("same", derandomize=True)
-settings.register_profile("explore", derandomize=False, print_blob=True)
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))

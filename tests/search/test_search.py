@@ -177,7 +177,7 @@ def paper_cells():
                 yield pytest.param(cluster, model, workload, marks=marks)
 
 
-@pytest.mark.parametrize(("cluster", "model", "workload"), paper_cells())
+@pytest.mark.parametrize(("cluster", "model", "workload"), list(paper_cells()))
 def test_paper_settings(cluster, model, workload):
     """Valid, within the schema, and the same bytes for the same seed, times aside."""
     problem = make_problem(cluster, model, workload)
