@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -341,23 +342,25 @@ def _line(case: str, side: str, each: dict[str, float]) -> str:
 
 
 def overload(options: argparse.Namespace, servers: Servers, model: Path) -> list[dict]:
-    """Half, all and twice the requests/s of saturation, at random times."""
+    """Half, all and twice the requests/s of saturation, at random times; of the front ends in turns."""
     results = []
-    print("\ncase        offered  requests/s  answered/s  503/s  busy  client  p50, p99 ms of those answered")
+    titles = "offered  requests/s  answered/s  503/s  busy  client  p50, p99 ms of those answered"
+    print(f"\ncase        side    {titles}")
+    sides = [side for side in ("socket", "before") if side in servers]
     for case in options.overload:
         most = asyncio.run(saturate(clients_of(case, "socket", servers, model), options.seconds))
-        for factor in (0.5, 1.0, 2.0):
+        for factor, side in itertools.product((0.5, 1.0, 2.0), sides):
             offered = factor * most.seen.requests_s
-            clients = clients_of(case, "socket", servers, model)
+            clients = clients_of(case, side, servers, model)
             seen = asyncio.run(clients.open(offered, 2 * options.seconds))
             _check(seen)
             refused, first = seen.ended["503"] / seen.seconds, (seen.first_ms(50), seen.first_ms(99))
             print(
-                f"{case:11} {factor:7.1f} {offered:11.1f} {seen.requests_s:11.1f} {refused:6.1f}"
+                f"{case:11} {side:7} {factor:7.1f} {offered:11.1f} {seen.requests_s:11.1f} {refused:6.1f}"
                 f" {seen.busy:5.2f} {seen.client_busy:7.2f}  {first[0]:.1f}, {first[1]:.1f}",
                 flush=True,
             )
-            results.append({"case": case, "factor": factor, **asdict(seen)})
+            results.append({"case": case, "side": side, "factor": factor, **asdict(seen)})
     return results
 
 

@@ -129,6 +129,15 @@ class Coordinator:
             raise Unavailable("the server is stopping")
         self._admission.check_serving()
 
+    def check_place(self, client: str) -> None:
+        """Raise Unavailable, Overloaded or TooMany if no request of a client can be taken now."""
+        self.check_serving()
+        try:
+            self._queue.check_place(client)
+        except Overloaded as refusal:
+            refusal.retry_after_s = self._pace.retry_after_s(len(self._queue), time.monotonic())
+            raise
+
     def start(self, on_lost: Callable[[Replica], bool] = lambda _: False) -> None:
         """Begin to listen to the workers and to watch them; needs a running event loop.
 

@@ -128,16 +128,12 @@ class FairQueue(Generic[Request]):
         return len(self._again) + sum(tag <= finish for tag in tags)
 
     def make_way(self, request: Request) -> Request | None:
-        own = self.waiting_of(request.client)
-        if self._client_limit is not None and own >= self._client_limit:
-            raise TooMany(f"{own} requests of this client are waiting already")
-        if len(self) < self._limit:
-            return None
-        longest = max(self._lines.values(), key=lambda line: len(line.waiting), default=None)
-        if longest is None or len(longest.waiting) <= own + 1:
-            _check(len(self), self._limit)
-            return None
-        return longest.waiting[-1][1]
+        longest = self._line_to_shorten(request.client)
+        return longest.waiting[-1][1] if longest else None
+
+    def check_place(self, client: str) -> None:
+        """Raise Overloaded or TooMany if one more request of a client would find no place."""
+        self._line_to_shorten(client)
 
     def append(self, request: Request) -> None:
         line = self._lines.setdefault(request.client, _Line())
@@ -170,6 +166,19 @@ class FairQueue(Generic[Request]):
         line.waiting = deque([*kept[:place], *behind])
         line.finish -= request.cost_tokens
         self._left()
+
+    def _line_to_shorten(self, client: str) -> _Line[Request] | None:
+        """Whose last request makes way for one of this client, if the queue is full."""
+        own = self.waiting_of(client)
+        if self._client_limit is not None and own >= self._client_limit:
+            raise TooMany(f"{own} requests of this client are waiting already")
+        if len(self) < self._limit:
+            return None
+        longest = max(self._lines.values(), key=lambda line: len(line.waiting), default=None)
+        if longest is None or len(longest.waiting) <= own + 1:
+            _check(len(self), self._limit)
+            return None
+        return longest
 
     def _first_line(self) -> _Line[Request]:
         if self._next is None:

@@ -27,7 +27,7 @@ def create_app(service: Service, options: FrontOptions = FRONT_DEFAULTS) -> Fast
     app = FastAPI(title="HexGen-2", docs_url=None, redoc_url=None, responses=ERRORS)
     describe(app, with_keys=bool(options.api_keys))
     errors.install(app)
-    app.add_middleware(Gate, options=options)
+    app.add_middleware(Gate, options=options, check_place=service.check_place)
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
 

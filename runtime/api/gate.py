@@ -6,17 +6,20 @@ import asyncio
 import math
 import re
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.api.errors import ApiError, bad_request
+from cost_model.errors import HexGen2Error
+from runtime.api.errors import ApiError, bad_request, from_serving
 from runtime.api.keys import KeyRing
 from runtime.generation import Origin
 from runtime.options import FrontOptions
 
 OPEN_PATHS = frozenset({"/health", "/metrics"})
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 MAX_HEADERS, MAX_HEADER_BYTES = 100, 32 * 1024
 LONGEST_TIMEOUT_S = 1e6
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -28,10 +31,16 @@ class Gate:
     Refused are requests without a key (401; health and metrics are open), with too many headers (431), with a
     body that is too large (413) or too slow (408). A client may name its request with X-Request-Id, which
     every answer carries, and say with X-Request-Timeout-S in how many seconds it must have ended.
+
+    Parameters
+    ----------
+    check_place : raises HexGen2Error if nothing that a client asks for can be generated now: it is then
+        refused before its body is read, so that refusing takes little from those who are served
     """
 
-    def __init__(self, app: ASGIApp, options: FrontOptions) -> None:
+    def __init__(self, app: ASGIApp, options: FrontOptions, check_place: Callable[[str], None]) -> None:
         self._app, self._options, self._keys = app, options, KeyRing(options.api_keys)
+        self._check_place = check_place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,7 +56,10 @@ class Gate:
 
         try:
             origin = self._origin(scope, headers, request_id)
-        except ApiError as refusal:
+            if scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
+                self._check_place(origin.client)
+        except (ApiError, HexGen2Error) as error:
+            refusal = error if isinstance(error, ApiError) else from_serving(error)
             await refusal.response()(scope, receive, named)
             return
         scope.setdefault("state", {})["origin"] = origin

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,9 +61,19 @@ class Service:
         ApiError : a prompt is empty, too long, or not of this model
         HexGen2Error : the coordinator refuses
         """
-        try:
+        with self._counting_refusals():
             self.coordinator.check_serving()
             return self._answer(body, prompts, max_tokens, logprobs, origin)
+
+    def check_place(self, client: str) -> None:
+        """Raise HexGen2Error if no request of a client can be taken now: nobody need read what it asks."""
+        with self._counting_refusals():
+            self.coordinator.check_place(client)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
         except (Overloaded, Unavailable, TooLong) as error:
             self.metrics.refused(type(error).__name__.lower())
             raise

@@ -21,6 +21,15 @@ def asked(client, *costs):
     return [Asked(client, cost, number) for number, cost in enumerate(costs)]
 
 
+def refusal(ask, *given):
+    """The name and text of the error, if it is one."""
+    try:
+        ask(*given)
+    except Overloaded as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def drained(queue):
     return [queue.popleft() for _ in range(len(queue))]
 
@@ -145,6 +154,21 @@ def test_a_full_queue_makes_way_for_who_has_fewer_waiting():
     queue.append(Asked("modest", 5))
     with pytest.raises(Overloaded):
         queue.make_way(Asked("modest", 5))
+
+
+@given(st.lists(st.tuples(CLIENTS, st.booleans()), max_size=40), st.integers(0, 6), st.integers(1, 4))
+def test_a_client_learns_beforehand_whether_there_is_a_place(steps, limit, client_limit):
+    queue = FairQueue(limit=limit, client_limit=client_limit)
+    for client, serve in steps:
+        request = Asked(client, 5)
+        before, after = refusal(queue.check_place, client), refusal(queue.make_way, request)
+        assert before == after
+        if not before:
+            if (leaves := queue.make_way(request)) is not None:
+                queue.remove(leaves)
+            queue.append(request)
+        if serve and len(queue):
+            queue.popleft()
 
 
 def test_a_client_may_have_a_limit_of_its_own():

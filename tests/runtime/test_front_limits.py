@@ -15,15 +15,23 @@ from runtime.api.connection import limited_by
 from runtime.api.gate import MAX_HEADER_BYTES, Gate
 from runtime.api.keys import KeyRing, collect
 from runtime.options import FrontOptions
+from runtime.refusals import Overloaded
 
 POST = b"POST /echo HTTP/1.1\r\nhost: here\r\nauthorization: Bearer sesame\r\n"
+
+
+def check_place(client):
+    """There is never any for baba."""
+    if client == "baba":
+        raise Overloaded("nine requests are waiting already")
 
 
 def app(options, endless):
     app = FastAPI()
     errors.install(app)
-    app.add_middleware(Gate, options=options)
+    app.add_middleware(Gate, options=options, check_place=check_place)
 
+    @app.post("/v1/completions")
     @app.post("/echo")
     async def echo(request: Request):
         origin = request.state.origin
@@ -141,6 +149,27 @@ def test_the_clients_own_time_is_a_number_of_seconds(given, status):
             assert answered[2]["timeout_s"] == 2.5
         else:
             refused(400, answered)
+        writer.close()
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize("body_first", [False, True])
+def test_who_finds_no_place_is_told_so_whatever_the_body(body_first):
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        ask = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 1400\r\n"
+        for key, status in ((b"open", 503), (b"sesame", 200), (b"open", 503)):
+            writer.write(ask + b"authorization: Bearer " + key + b"\r\n\r\n")
+            if body_first or status == 200:
+                writer.write(b"x" * 1400)
+            answered = await answer(reader)
+            if status == 200:
+                assert answered[0] == 200 and answered[2]["bytes"] == 1400
+            else:
+                assert int(refused(503, answered)["retry-after"]) >= 1
+            if not body_first and status != 200:
+                writer.write(b"x" * 1400)  # the connection serves on
         writer.close()
 
     talk(scenario)
