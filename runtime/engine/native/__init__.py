@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 _SPAN = 4
-_LANES = 16  # as in kernels.cpp
+_LANES = 16  # in kernels.cpp, at most
 
 
 @dataclass(frozen=True, slots=True)

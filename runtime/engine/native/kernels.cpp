@@ -13,7 +13,14 @@
 
 namespace {
 
-constexpr int LANES = 16;
+// As wide as the registers: GCC splits wider vectors by way of the stack. SUMS are what adds up in registers.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, SUMS = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8, SUMS = 12;
+#else
+constexpr int LANES = 4, SUMS = 12;
+#endif
 constexpr long PARALLEL_FROM = 1 << 15; // values; below, waking a thread takes longer than it saves
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
@@ -29,10 +36,29 @@ inline void store(float *to, const Floats &values) { std::memcpy(to, &values, si
 
 inline Floats all(float value) { return Floats{} + value; }
 
+// The greatest divisor that is `most` at most.
+constexpr int divisor(int of, int most) {
+    while (of % most != 0) --most;
+    return most;
+}
+
+// Half to half, which rounds less than one after the other.
 inline float sum(const Floats &values) {
-    float total = 0;
-    for (int lane = 0; lane < LANES; ++lane) total += values[lane];
-    return total;
+    float lanes[LANES];
+    store(lanes, values);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    return lanes[0];
+}
+
+template <int VECTORS> inline float dot(const Floats *one, const float *other) {
+    constexpr int CHAINS = divisor(VECTORS, std::min(VECTORS, 4));
+    Floats products[CHAINS];
+    for (int part = 0; part < CHAINS; ++part) products[part] = one[part] * load(other + part * LANES);
+    for (int part = CHAINS; part < VECTORS; ++part)
+        products[part % CHAINS] += one[part] * load(other + part * LANES);
+    for (int part = 1; part < CHAINS; ++part) products[0] += products[part];
+    return sum(products[0]);
 }
 
 // e^x to 1e-7 of itself between -87 and 88, where it stays beyond; not a number stays that.
@@ -89,57 +115,43 @@ struct Context {
 };
 
 // HEADS query heads that share a KV head. keys and values point at that head of slot 0, rows are `row` apart.
-template <int VECTORS, int HEADS>
+template <int DIM, int HEADS>
 void attend(const float *query, const float *keys, const float *values, long row, const Context &context,
             float scale, float *scores, long padded, float *output) {
-    constexpr int DIM = VECTORS * LANES;
-    Floats asked[HEADS][VECTORS], answer[HEADS][VECTORS];
+    constexpr int VECTORS = DIM / LANES, PARTS = divisor(VECTORS, std::min(VECTORS, SUMS / HEADS));
+    Floats asked[HEADS][VECTORS];
     for (int head = 0; head < HEADS; ++head)
-        for (int part = 0; part < VECTORS; ++part) {
+        for (int part = 0; part < VECTORS; ++part)
             asked[head][part] = load(query + head * DIM + part * LANES) * scale;
-            answer[head][part] = Floats{};
-        }
     context.runs([&](long token, long slot, long count) {
         for (long each = 0; each < count; ++each) {
             const float *key = keys + (slot + each) * row;
-            for (int head = 0; head < HEADS; ++head) {
-                Floats product = asked[head][0] * load(key);
-                for (int part = 1; part < VECTORS; ++part)
-                    product += asked[head][part] * load(key + part * LANES);
-                scores[head * padded + token + each] = sum(product);
-            }
+            for (int head = 0; head < HEADS; ++head)
+                scores[head * padded + token + each] = dot<VECTORS>(asked[head], key);
         }
     });
     for (int head = 0; head < HEADS; ++head)
         softmax(scores + head * padded, context.end - context.first, padded);
-    context.runs([&](long token, long slot, long count) {
-        for (long each = 0; each < count; ++each) {
-            const float *value = values + (slot + each) * row;
-            for (int part = 0; part < VECTORS; ++part) {
-                const Floats seen = load(value + part * LANES);
-                for (int head = 0; head < HEADS; ++head)
-                    answer[head][part] += scores[head * padded + token + each] * seen;
+    for (int from = 0; from < DIM; from += PARTS * LANES) {
+        Floats answer[HEADS][PARTS] = {};
+        context.runs([&](long token, long slot, long count) {
+            for (long each = 0; each < count; ++each) {
+                const float *value = values + (slot + each) * row + from;
+                for (int part = 0; part < PARTS; ++part) {
+                    const Floats seen = load(value + part * LANES);
+                    for (int head = 0; head < HEADS; ++head)
+                        answer[head][part] += scores[head * padded + token + each] * seen;
+                }
             }
-        }
-    });
-    for (int head = 0; head < HEADS; ++head)
-        for (int part = 0; part < VECTORS; ++part)
-            store(output + head * DIM + part * LANES, answer[head][part]);
+        });
+        for (int head = 0; head < HEADS; ++head)
+            for (int part = 0; part < PARTS; ++part)
+                store(output + head * DIM + from + part * LANES, answer[head][part]);
+    }
 }
 
 // Rows of a chunk, a token and one of its heads each, that attend together: as many as registers hold.
-#ifdef __AVX512F__
 constexpr int TILE = 12;
-#else
-constexpr int TILE = 6;
-#endif
-
-// How many rows take their values together: so that answers stay in registers too.
-constexpr int together(int vectors) {
-    const int fits = std::max(1, TILE * 4 / 3 / vectors);
-    for (int rows = std::min(fits, TILE);; --rows)
-        if (TILE % rows == 0) return rows;
-}
 
 struct Row {
     const float *query;
@@ -148,10 +160,12 @@ struct Row {
 };
 
 // TILE rows over keys packed in [tokens / LANES, dim, LANES]. `values` is as in `attend`.
-template <int VECTORS>
+template <int DIM>
 void attend_tile(const Row *rows, const float *packed, const float *values, long row, const Context &context,
                  float scale, float *scores, long padded) {
-    constexpr int DIM = VECTORS * LANES, SOME = together(VECTORS);
+    // rows, and parts of them, that take their values together
+    constexpr int VECTORS = DIM / LANES, PARTS = divisor(VECTORS, std::min(VECTORS, 6));
+    constexpr int SOME = divisor(TILE, SUMS / PARTS);
     const long low = rows[0].first / LANES * LANES, high = rows[TILE - 1].end;
     for (long token = low; token < high; token += LANES) {
         Floats product[TILE] = {};
@@ -171,20 +185,21 @@ void attend_tile(const Row *rows, const float *packed, const float *values, long
         std::fill(own + rows[n].end, own + low + end, 0.f);
     }
     const Context seen{context.table, context.first + low, context.first + high, context.block_tokens};
-    for (int n = 0; n < TILE; n += SOME) {
-        Floats answer[SOME][VECTORS] = {};
-        seen.runs([&](long token, long slot, long count) {
-            const float *value = values + slot * row, *weight = scores + n * padded + low + token;
-            for (long each = 0; each < count; ++each, value += row, ++weight)
-                for (int part = 0; part < VECTORS; ++part) {
-                    const Floats held = load(value + part * LANES);
-                    for (int m = 0; m < SOME; ++m) answer[m][part] += weight[m * padded] * held;
-                }
-        });
-        for (int m = 0; m < SOME; ++m)
-            for (int part = 0; part < VECTORS; ++part)
-                store(rows[n + m].output + part * LANES, answer[m][part]);
-    }
+    for (int n = 0; n < TILE; n += SOME)
+        for (int from = 0; from < DIM; from += PARTS * LANES) {
+            Floats answer[SOME][PARTS] = {};
+            seen.runs([&](long token, long slot, long count) {
+                const float *value = values + slot * row + from, *weight = scores + n * padded + low + token;
+                for (long each = 0; each < count; ++each, value += row, ++weight)
+                    for (int part = 0; part < PARTS; ++part) {
+                        const Floats held = load(value + part * LANES);
+                        for (int m = 0; m < SOME; ++m) answer[m][part] += weight[m * padded] * held;
+                    }
+            });
+            for (int m = 0; m < SOME; ++m)
+                for (int part = 0; part < PARTS; ++part)
+                    store(rows[n + m].output + from + part * LANES, answer[m][part]);
+        }
 }
 
 // Keys of one head in the layout of `attend_tile`: `block` of LANES tokens, zeros behind the last.
@@ -203,25 +218,25 @@ void pack(const float *keys, long row, const Context &context, long dim, long bl
 typedef void (*Attend)(const float *, const float *, const float *, long, const Context &, float, float *,
                        long, float *);
 
-template <int VECTORS> Attend by_heads(long heads) {
+template <int DIM> Attend by_heads(long heads) {
     switch (heads) {
-    case 1: return attend<VECTORS, 1>;
-    case 2: return attend<VECTORS, 2>;
-    case 3: return attend<VECTORS, 3>;
-    default: return attend<VECTORS, 4>;
+    case 1: return attend<DIM, 1>;
+    case 2: return attend<DIM, 2>;
+    case 3: return attend<DIM, 3>;
+    default: return attend<DIM, 4>;
     }
 }
 
 // For one to four heads of `dim` values; null for sizes that are not compiled.
 Attend attend_for(long dim, long heads) {
     switch (dim) {
-    case 16: return by_heads<1>(heads);
-    case 32: return by_heads<2>(heads);
-    case 64: return by_heads<4>(heads);
-    case 80: return by_heads<5>(heads);
-    case 96: return by_heads<6>(heads);
-    case 128: return by_heads<8>(heads);
-    case 256: return by_heads<16>(heads);
+    case 16: return by_heads<16>(heads);
+    case 32: return by_heads<32>(heads);
+    case 64: return by_heads<64>(heads);
+    case 80: return by_heads<80>(heads);
+    case 96: return by_heads<96>(heads);
+    case 128: return by_heads<128>(heads);
+    case 256: return by_heads<256>(heads);
     default: return nullptr;
     }
 }
@@ -231,13 +246,13 @@ typedef void (*AttendTile)(const Row *, const float *, const float *, long, cons
 
 AttendTile attend_tile_for(long dim) {
     switch (dim) {
-    case 16: return attend_tile<1>;
-    case 32: return attend_tile<2>;
-    case 64: return attend_tile<4>;
-    case 80: return attend_tile<5>;
-    case 96: return attend_tile<6>;
-    case 128: return attend_tile<8>;
-    case 256: return attend_tile<16>;
+    case 16: return attend_tile<16>;
+    case 32: return attend_tile<32>;
+    case 64: return attend_tile<64>;
+    case 80: return attend_tile<80>;
+    case 96: return attend_tile<96>;
+    case 128: return attend_tile<128>;
+    case 256: return attend_tile<256>;
     default: return nullptr;
     }
 }
@@ -246,7 +261,7 @@ constexpr int PANEL_VECTORS = 2, PANEL = PANEL_VECTORS * LANES;
 #ifdef __AVX512F__
 constexpr int PRODUCT_ROWS = 12; // rows of x whose results stay in registers
 #else
-constexpr int PRODUCT_ROWS = 3;
+constexpr int PRODUCT_ROWS = 6;
 #endif
 constexpr long AHEAD = 64;            // inputs of a panel between what is fetched and what is used
 constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the second cache while all panels pass
