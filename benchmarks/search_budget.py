@@ -11,11 +11,12 @@ and seconds. The settings have data centres with slow links between them; what i
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import time
 from functools import cache
 from pathlib import Path
+
+from csv_file import write_csv
 
 from hexgen2.goal import make_goal
 from hexgen2.placement import Placement
@@ -82,10 +83,7 @@ def main() -> None:
     seconds = [row["seconds"] for row in rows]
     print(f"seconds: median {statistics.median(seconds)}, worst {max(seconds)}")
     if arguments.csv:
-        with arguments.csv.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(arguments.csv, rows)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ matplotlib.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from csv_file import write_csv
 
 from cost_model.errors import InfeasibleError
 from hexgen2.search.problem import Problem, make_problem
@@ -163,10 +164,7 @@ def main() -> None:
         print(f"{strategy}: {statistics.mean(found):.3f} of hexgen2 on average, {min(found):.3f} at worst")
     if arguments.csv:
         points = [asdict(p) for cell in cells.values() for runs in cell.values() for run in runs for p in run]
-        with arguments.csv.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, points[0])
-            writer.writeheader()
-            writer.writerows(points)
+        write_csv(arguments.csv, points)
     if arguments.plot:
         plot(cells, arguments.plot)
 

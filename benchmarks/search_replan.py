@@ -11,7 +11,6 @@ process.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import subprocess
@@ -19,6 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from csv_file import write_csv
 
 CHANGES = {
     "hexgen2-setting-1": [
@@ -95,10 +96,7 @@ def main() -> None:
         times = [row[key] for row in rows]
         print(f"{key}: median {statistics.median(times):.2f}, worst {max(times)}")
     if arguments.csv:
-        with arguments.csv.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(arguments.csv, rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ share of it.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 import statistics
@@ -20,6 +19,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from csv_file import write_csv
 
 SETTINGS = ("hexgen2-homogeneous", *(f"hexgen2-setting-{k}" for k in range(1, 6)))
 MODELS = ("llama-2-70b", "opt-30b")
@@ -107,10 +108,7 @@ def main() -> None:
             times = [row[key] for row in rows]
             print(f"{key}: median {statistics.median(times)}, worst {max(times)}")
     if arguments.csv:
-        with arguments.csv.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(arguments.csv, rows)
 
 
 if __name__ == "__main__":

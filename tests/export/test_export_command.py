@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from placements import by_hand
+from by_hand import by_hand
 
 from hexgen2.export.ray import ray_files
 from hexgen2.placement import Placement

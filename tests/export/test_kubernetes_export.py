@@ -9,8 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from by_hand import by_hand
 from leader_worker_set import SCHEMA
-from placements import by_hand
 
 from cost_model.errors import InputError
 from hexgen2.export.kubernetes import kubernetes_files

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from placements import by_hand
+from by_hand import by_hand
 
 from cost_model.errors import InputError
 from hexgen2.export.folder import write_folder

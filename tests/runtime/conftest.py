@@ -1,8 +1,9 @@
-"""One served placement for all tests of the API, and clients of it."""
+"""One served placement for all tests of the API, clients of it, and a receiver of KV caches."""
 
 import httpx
 import openai
 import pytest
+from kv_pairs import HALF, Pool, Receiving
 from reference import Reference
 from served import KEY, SECONDS, Server
 from tokenizer_files import write_model
@@ -40,3 +41,11 @@ def http(server):
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=SECONDS) as http:
         yield http
+
+
+@pytest.fixture
+def receiving():
+    """The worker d/0, with half of the heads and no layer 0."""
+    there = Receiving("d/0", Pool(HALF))
+    yield there
+    there.close()

@@ -48,6 +48,20 @@ class Instant:
         self.answer(Released(request_id=asked.request_id, replica="c"))
 
 
+def limited_server(app, options):
+    """A server of this app, on a free port, with the limits that options set to its clients."""
+    config = uvicorn.Config(
+        app,
+        port=0,
+        log_level="critical",
+        lifespan="off",
+        ws="none",
+        http=limited_by(options),
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
+    return uvicorn.Server(config)
+
+
 @contextmanager
 def instant_server(folder, options=FRONT_DEFAULTS, **coordination):
     """The URL of a server, and its coordinator."""
@@ -57,16 +71,7 @@ def instant_server(folder, options=FRONT_DEFAULTS, **coordination):
     metrics.watch(coordinator)
     link.answer = partial(coordinator._handle, replica)
     service = Service(make_placement(folder), coordinator, ModelTokenizer.load(folder), metrics)
-    config = uvicorn.Config(
-        create_app(service, options),
-        port=0,
-        log_level="critical",
-        lifespan="off",
-        ws="none",
-        http=limited_by(options),
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-    )
-    server = uvicorn.Server(config)
+    server = limited_server(create_app(service, options), options)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

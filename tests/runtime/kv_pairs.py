@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,11 +24,13 @@ from runtime.engine.kv import KvReceiver, KvSender
 from runtime.engine.kv.pool import shared_cache
 from runtime.introduction import Introduction, accept
 from runtime.kv_layout import KvTransfer, Part
-from runtime.messages import KvLanded
-from runtime.transport import listen
+from runtime.messages import KvLanded, KvOpen
+from runtime.transport import Connection, listen
 
 SECRET, DIM = "secret", 4
 TIMEOUT_S = 20.0
+WHOLE, HALF = Part(0, 3, 0, 4), Part(1, 3, 2, 4)
+TO_D0 = (KvTransfer("p/0", "d/0", HALF),)
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,20 @@ class Sending:
                 self.sender.layer_ready(request_id, layer, table, upto)
 
 
+def sending_to(receiving: Receiving, **options: Any) -> Sending:
+    """A sender whose request 1 has 32 tokens in the first 8 blocks."""
+    sending = Sending("p/0", Pool(WHOLE), {receiving.worker: receiving.address}, **options)
+    fill(sending.cache, sending.pool, 1, list(range(8)), 32)
+    return sending
+
+
+def met(listener: socket.socket) -> Connection:
+    """A sender's connection, accepted by hand; what it offers is read."""
+    accepted = accept(listener.accept()[0], SECRET)
+    assert accepted is not None and isinstance(accepted[0].receive(), KvOpen)
+    return accepted[0]
+
+
 def scattered(seed: int, pool: Pool, tokens: int, taken: Iterable[int] = ()) -> list[int]:
     """A table for so many tokens, of blocks that nobody has taken, in any order."""
     free = [block for block in range(pool.blocks) if block not in set(taken)]
@@ -196,55 +213,45 @@ def _child(target: Callable[..., None], pipe: Pipe, *arguments: Any) -> None:
 
 
 def receive_process(pipe: Pipe, worker: str, pool: Pool, deadline_s: float = TIMEOUT_S) -> None:
-    """A receiver that does what it is told: (verb, arguments) in, answers out."""
+    """A receiver that says its address and does what it is told."""
     receiving = Receiving(worker, pool, deadline_s)
     pipe.send(receiving.address)
-    while True:
-        try:
-            verb, *arguments = pipe.recv()
-        except EOFError:
-            return
-        match verb:
-            case "expect":
-                receiving.receiver.expect(*arguments)
-                pipe.send(None)
-            case "forget":
-                receiving.receiver.forget(*arguments)
-                pipe.send(None)
-            case "event":
-                try:
-                    pipe.send(next_event(receiving.events, *arguments))
-                except queue.Empty:
-                    pipe.send(None)
-            case "holds":
-                pipe.send(holds(receiving.cache, pool, *arguments))
-            case "fill":
-                fill(receiving.cache, pool, *arguments)
-                pipe.send(None)
-            case "usage":
-                pipe.send(usage())
+    _obey(
+        pipe,
+        expect=receiving.receiver.expect,
+        event=partial(_event, receiving.events),
+        holds=partial(holds, receiving.cache, pool),
+        usage=usage,
+    )
 
 
 def send_process(pipe: Pipe, worker: str, pool: Pool, peers: dict[str, Any], options: dict[str, Any]) -> None:
     """A sender that does what it is told."""
     sending = Sending(worker, pool, peers, **options)
+    _obey(
+        pipe,
+        fill=partial(fill, sending.cache, pool),
+        push=sending.push,
+        event=partial(_event, sending.events),
+    )
+
+
+def _obey(pipe: Pipe, **verbs: Callable[..., Any]) -> None:
+    """(verb, arguments) in, answers out, until the other end is closed."""
     while True:
         try:
             verb, *arguments = pipe.recv()
         except EOFError:
             return
-        match verb:
-            case "fill":
-                fill(sending.cache, pool, *arguments)
-                pipe.send(None)
-            case "push":
-                sending.push(*arguments)
-                pipe.send(None)
-            case "event":
-                try:
-                    pipe.send(next_event(sending.events, *arguments))
-                except queue.Empty:
-                    pipe.send(None)
+        pipe.send(verbs[verb](*arguments))
+
+
+def _event(events: queue.SimpleQueue, timeout_s: float) -> Any:
+    """The next one, None if it takes too long."""
+    try:
+        return next_event(events, timeout_s)
+    except queue.Empty:
+        return None
 
 
 def usage() -> tuple[int, int, int]:

@@ -15,20 +15,11 @@ from typing import Any
 
 import httpx
 import psutil
+from placements import CORE, placement_of, replica_of
 
-from cluster_specs.schema import AcceleratorSpec, ClusterSpec, NodeSpec
+from cluster_specs.schema import ClusterSpec, NodeSpec
 from cost_model.config import architecture_from_folder
-from hexgen2.placement import (
-    Bound,
-    CostModelName,
-    Latency,
-    Placement,
-    Replica,
-    Route,
-    SearchRecord,
-    Stage,
-    Throughput,
-)
+from hexgen2.placement import Placement, Route
 from hexgen2.workload import RequestClass, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +29,13 @@ STOP_S = 30.0
 SECONDS = 60
 MODEL = "tiny-llama"
 KEY = "a-key"
+SHAPES = {
+    "prefill-0": [("box/0", 4)],
+    "prefill-1": [("box/1", 3), ("box/2", 1)],
+    "decode-0": [("box/3 box/4", 4)],
+    "decode-1": [("box/5", 4)],
+}
+CAPACITY_REQ_S = 4.0
 FLOWS = {("prefill-0", "decode-0"): 1.0, ("prefill-1", "decode-0"): 1.0, ("prefill-1", "decode-1"): 2.0}
 COMMAND = "from hexgen2.cli import main; main()"
 RUN = """
@@ -62,58 +60,33 @@ except HexGen2Error as error:
 def make_placement(folder: Path) -> Placement:
     """Two prefill replicas (one GPU; two stages of 3 and 1 layers) and two decode replicas (tp2; one
     GPU) of the model in a folder, with three routes between them."""
-    shapes = {
-        "prefill-0": [(1, (0, 4))],
-        "prefill-1": [(1, (0, 3)), (1, (3, 4))],
-        "decode-0": [(2, (0, 4))],
-        "decode-1": [(1, (0, 4))],
-    }
-    gpus = iter(f"box/{index}" for index in range(WORKERS))
-    replicas = [
-        Replica(
-            id=name,
-            role="prefill" if name.startswith("prefill") else "decode",
-            stages=[
-                Stage(gpus=[next(gpus) for _ in range(width)], layers=layers) for width, layers in stages
-            ],
-            max_batch=4,
-            capacity_req_s=4.0,
-            utilisation=sum(flow for ends, flow in FLOWS.items() if name in ends) / 4.0,
-        )
-        for name, stages in shapes.items()
-    ]
+    box = NodeSpec(name="box", accelerators=f"Core:{WORKERS}", interconnect="shared-memory")
     model = architecture_from_folder(folder).model_copy(update={"name": MODEL})
-    return Placement(
-        strategy="by-hand",
-        cluster=ClusterSpec(
-            name="one-box",
-            nodes=[NodeSpec(name="box", accelerators=f"Core:{WORKERS}", interconnect="shared-memory")],
-            accelerators={
-                "Core": AcceleratorSpec(
-                    memory_gib=2, bf16_dense_tflops=0.2, memory_bandwidth_gbyte_s=10, kind="cpu"
-                )
-            },
-        ),
-        model=model,
-        workload=Workload(name="short", classes=(RequestClass(name="short", isl=32, osl=16),)),
-        cost_model=CostModelName(name="calibrated", calibration="none", pipeline="pipelined"),
-        replicas=replicas,
-        routes=[
+    carried = {name: sum(flow for ends, flow in FLOWS.items() if name in ends) for name in SHAPES}
+    return placement_of(
+        ClusterSpec(name="one-box", nodes=[box], accelerators={"Core": CORE}),
+        model,
+        Workload(name="short", classes=(RequestClass(name="short", isl=32, osl=16),)),
+        [
+            replica_of(
+                name,
+                stages,
+                max_batch=4,
+                capacity_req_s=CAPACITY_REQ_S,
+                utilisation=carried[name] / CAPACITY_REQ_S,
+            )
+            for name, stages in SHAPES.items()
+        ],
+        [
             Route(
                 from_=prefill,
                 to=decode,
                 flow_req_s=flow,
-                capacity_req_s=4.0,
+                capacity_req_s=CAPACITY_REQ_S,
                 kv_bytes_per_req=32 * model.kv_bytes_per_token,
             )
             for (prefill, decode), flow in FLOWS.items()
         ],
-        throughput=Throughput(req_s=4.0, output_tok_s=64.0),
-        latency=Latency(ttft_ms=10.0, tpot_ms=10.0),
-        price_per_hour=0.0,
-        bound=Bound(req_s=4.0, gap=0.0, assumptions=[]),
-        bottlenecks=[],
-        search=SearchRecord(seconds=0.0, seed=0, evaluations=0),
     )
 
 

@@ -5,14 +5,13 @@ import contextlib
 import json
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
+from instant import limited_server
 
 from cost_model.errors import InputError
 from runtime.api import errors
-from runtime.api.connection import limited_by
-from runtime.api.gate import MAX_HEADER_BYTES, Gate
+from runtime.api.gate import Gate
 from runtime.api.keys import KeyRing, collect
 from runtime.options import FrontOptions
 from runtime.refusals import Overloaded
@@ -62,16 +61,7 @@ def talk(scenario, **options):
     async def limited():
         chosen = FrontOptions(**{"api_keys": {"ali": "sesame", "baba": "open"}, **options})
         endless = asyncio.Event()
-        config = uvicorn.Config(
-            app(chosen, endless),
-            port=0,
-            log_level="critical",
-            lifespan="off",
-            ws="none",
-            http=limited_by(chosen),
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        )
-        server = uvicorn.Server(config)
+        server = limited_server(app(chosen, endless), chosen)
         server.install_signal_handlers = lambda: None
         serving = asyncio.create_task(server._serve())
         while not server.started:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -78,9 +78,21 @@ def door() -> Iterator[Door]:
 
 
 @contextmanager
+def listener_that(serves: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+    """The address of a listener that does as a test likes with its only connection."""
+    listener = listen("127.0.0.1")
+    thread = threading.Thread(target=lambda: serves(listener.accept()[0]), daemon=True)
+    thread.start()
+    yield listener.getsockname()[:2]
+    thread.join(TIMEOUT_S)
+    listener.close()
+    assert not thread.is_alive()
+
+
+@contextmanager
 def wire_tap(address: tuple[str, int]) -> Iterator[tuple[tuple[str, int], bytearray, bytearray]]:
     """A listener's address that leads to another's, and what crosses there, to it and from it."""
-    listener, there, back = listen("127.0.0.1"), bytearray(), bytearray()
+    there, back = bytearray(), bytearray()
 
     def carry(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
         while data := source.recv(65536):
@@ -88,8 +100,7 @@ def wire_tap(address: tuple[str, int]) -> Iterator[tuple[tuple[str, int], bytear
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
 
-    def serve() -> None:
-        near, _ = listener.accept()
+    def serve(near: socket.socket) -> None:
         far = socket.create_connection(address)
         answers = threading.Thread(target=carry, args=(far, near, back), daemon=True)
         answers.start()
@@ -98,12 +109,8 @@ def wire_tap(address: tuple[str, int]) -> Iterator[tuple[tuple[str, int], bytear
         near.close()
         far.close()
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield listener.getsockname()[:2], there, back
-    thread.join(TIMEOUT_S)
-    listener.close()
-    assert not thread.is_alive()
+    with listener_that(serve) as tapped:
+        yield tapped, there, back
 
 
 def frames(data: bytearray) -> list[bytes]:
@@ -168,22 +175,16 @@ def test_what_a_worker_was_heard_to_say_opens_nothing(door: Door) -> None:
 def test_what_a_listener_was_heard_to_say_deceives_nobody(door: Door) -> None:
     """A stranger who took its place answers as it did: the worker has another nonce now."""
     _, back = overheard(door)
-    stranger = listen("127.0.0.1")
+    told: list[bytes] = []
 
-    def answer() -> None:
-        stream, _ = stranger.accept()
+    def answer(stream: socket.socket) -> None:
         stream.sendall(b"".join(back))
         told.append(bytes(stream.recv(65536)))
         told.append(bytes(stream.recv(65536)))
         stream.close()
 
-    told: list[bytes] = []
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    with pytest.raises(ConnectionError, match="does not know the secret"):
-        connect(stranger.getsockname()[:2], WORKER, TIMEOUT_S)
-    thread.join(TIMEOUT_S)
-    stranger.close()
+    with listener_that(answer) as stranger, pytest.raises(ConnectionError, match="does not know the secret"):
+        connect(stranger, WORKER, TIMEOUT_S)
     assert isinstance(message(told[0]), Hello) and told[1] == b""
 
 
@@ -199,10 +200,8 @@ def test_a_listeners_own_proof_is_not_taken_back(door: Door) -> None:
 
 def test_a_proof_is_for_what_was_said_alone(door: Door) -> None:
     """Who sits in the way cannot make a control connection of a KV connection."""
-    listener = listen("127.0.0.1")
 
-    def change() -> None:
-        stream, _ = listener.accept()
+    def change(stream: socket.socket) -> None:
         worker, caller = Connection(stream), door.caller()
         hello = worker.receive()
         assert isinstance(hello, Hello)
@@ -212,12 +211,8 @@ def test_a_proof_is_for_what_was_said_alone(door: Door) -> None:
         worker.send(answer)
         worker.close()
 
-    thread = threading.Thread(target=change, daemon=True)
-    thread.start()
-    with pytest.raises(ConnectionError, match="does not know the secret"):
-        connect(listener.getsockname()[:2], WORKER, TIMEOUT_S)
-    thread.join(TIMEOUT_S)
-    listener.close()
+    with listener_that(change) as address, pytest.raises(ConnectionError, match="does not know the secret"):
+        connect(address, WORKER, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("theirs", ["", "other", SECRET[:-1], SECRET + "0"])
@@ -249,18 +244,12 @@ def test_what_is_no_hello_is_refused(door: Door, first: Message) -> None:
 
 
 def test_a_listener_that_says_something_else_is_left() -> None:
-    listener = listen("127.0.0.1")
-
-    def answer() -> None:
-        connection = Connection(listener.accept()[0])
+    def answer(stream: socket.socket) -> None:
+        connection = Connection(stream)
         connection.receive()
         connection.send(KvTaken(slices=1))
         connection.receive()
         connection.close()
 
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    with pytest.raises(ConnectionError, match="not let this worker in"):
-        connect(listener.getsockname()[:2], WORKER, TIMEOUT_S)
-    thread.join(TIMEOUT_S)
-    listener.close()
+    with listener_that(answer) as address, pytest.raises(ConnectionError, match="not let this worker in"):
+        connect(address, WORKER, TIMEOUT_S)

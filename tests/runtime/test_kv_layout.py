@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stage_shapes import stages
 
 from runtime.kv_layout import (
     KvTransfer,
@@ -22,17 +23,6 @@ from runtime.kv_layout import (
 from runtime.messages import StageShape
 
 Stages = tuple[StageShape, ...]
-
-
-def stages(name: str, shape: list[tuple[int, int, int]]) -> Stages:
-    return tuple(
-        StageShape(
-            workers=tuple(f"{name}/{number}.{rank}" for rank in range(degree)),
-            first_layer=first,
-            end_layer=end,
-        )
-        for number, (degree, first, end) in enumerate(shape)
-    )
 
 
 @st.composite

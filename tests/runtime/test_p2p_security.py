@@ -169,26 +169,27 @@ def test_raw_garbage_is_refused_and_the_host_serves_on(caplog):
     assert refusals(caplog)
 
 
-def raw_stream(peers, channel):
-    """The libp2p stream under a channel, and its thread's way to run something."""
-    return channel._stream, peers._thread.bridge.to_trio
+@asynccontextmanager
+async def raw_channel():
+    """A channel, and a way to write bytes past its frames; another one must work all the same in the end."""
+    key = new_network_key()
+    async with server(key) as peers:
+        client = Peers(new_identity(), [], key, None, [])
+        await client.start()
+        channel = await client.open(peers.addresses[0], "echo")
+        thread, stream = client._thread, channel._stream
+        yield channel, lambda data: thread.bridge.to_trio(lambda: thread._spawn(stream.write, data))
+        other = await client.open(peers.addresses[0], "echo")
+        other.send(b"still")
+        assert await other.receive() == b"still"
+        await client.stop()
 
 
 def test_a_frame_that_claims_too_much_closes_the_channel_not_the_host(caplog):
     async def check():
-        key = new_network_key()
-        async with server(key) as peers:
-            client = Peers(new_identity(), [], key, None, [])
-            await client.start()
-            channel = await client.open(peers.addresses[0], "echo")
-            stream, to_trio = raw_stream(client, channel)
-            head = (MAX_FRAME_BYTES + 1).to_bytes(4, "little")
-            to_trio(lambda: client._thread._spawn(stream.write, head))
+        async with raw_channel() as (channel, write):
+            write((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
             assert await channel.receive() is None
-            other = await client.open(peers.addresses[0], "echo")
-            other.send(b"still")
-            assert await other.receive() == b"still"
-            await client.stop()
 
     run(check())
     assert len([line for line in refusals(caplog) if "over the limit" in line]) == 1
@@ -198,18 +199,9 @@ def test_a_frame_that_claims_too_much_closes_the_channel_not_the_host(caplog):
 @given(st.lists(st.binary(max_size=200), max_size=10))
 def test_any_bytes_on_a_channel_do_no_harm(pieces):
     async def check():
-        key = new_network_key()
-        async with server(key) as peers:
-            client = Peers(new_identity(), [], key, None, [])
-            await client.start()
-            channel = await client.open(peers.addresses[0], "echo")
-            stream, to_trio = raw_stream(client, channel)
+        async with raw_channel() as (_, write):
             for piece in pieces:
-                to_trio(lambda piece=piece: client._thread._spawn(stream.write, piece))
-            other = await client.open(peers.addresses[0], "echo")
-            other.send(b"still")
-            assert await other.receive() == b"still"
-            await client.stop()
+                write(piece)
 
     run(check())
 

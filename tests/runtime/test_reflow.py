@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from placements import placement_of, replica_of
 from scipy.optimize import linprog
 from search.problems import clusters, problem_from
 
@@ -12,17 +13,7 @@ from cost_model.registry import make_cost_model
 from hexgen2.checks import check_flow, check_gpus, check_links, check_names, verify
 from hexgen2.cluster import Cluster
 from hexgen2.kv_parts import route_links
-from hexgen2.placement import (
-    Bound,
-    CostModelName,
-    Latency,
-    Placement,
-    Replica,
-    Route,
-    SearchRecord,
-    Stage,
-    Throughput,
-)
+from hexgen2.placement import Route
 from hexgen2.search.flow import FlowNetwork, balance, solve
 from hexgen2.search.problem import make_problem
 from hexgen2.service import latency_of
@@ -35,11 +26,25 @@ from runtime.router import Router, routes_of
 
 RATES = st.floats(0.05, 20.0)
 TOLERANCE = 1e-6
+LAYERS = 48  # of OPT-30B
+
+
+def route_between(problem, source, target, capacity_req_s):
+    """A route that carries one request/s."""
+    layer_bytes = problem.costs.kv_bytes_per_layer
+    return Route(
+        from_=source.id,
+        to=target.id,
+        flow_req_s=1.0,
+        capacity_req_s=capacity_req_s,
+        kv_bytes_per_req=layer_bytes * LAYERS,
+        links=route_links(source, target, layer_bytes),
+    )
 
 
 @st.composite
 def placements(draw, links=("pairwise", "shared"), max_gpus=9):
-    """Replicas of one or two stages on random GPUs, some pairs of them routes; flows are left at zero."""
+    """Replicas of one or two stages on random GPUs, some pairs of them routes of one request/s."""
     problem = problem_from(draw(clusters(max_gpus)), "opt-30b", draw(st.sampled_from(["HPLD", "LPHD"])))
     gpus, replicas = draw(st.permutations(problem.cluster.gpu_ids)), []
     while gpus:
@@ -47,46 +52,19 @@ def placements(draw, links=("pairwise", "shared"), max_gpus=9):
         own, gpus = gpus[:stages], gpus[stages:]
         any_role = st.sampled_from(["prefill", "decode", "decode", "prefill", "colocated"])
         role = ("prefill", "decode")[len(replicas)] if len(replicas) < 2 else draw(any_role)
-        cuts = [0, 20, 48] if stages == 2 else [0, 48]
+        layers = [20, LAYERS - 20] if stages == 2 else [LAYERS]
         replicas.append(
-            Replica(
-                id=f"{role}-{len(replicas)}",
-                role=role,
-                stages=[Stage(gpus=[g], layers=(cuts[k], cuts[k + 1])) for k, g in enumerate(own)],
-                max_batch=8,
+            replica_of(
+                f"{role}-{len(replicas)}",
+                list(zip(own, layers, strict=True)),
                 capacity_req_s=draw(RATES),
                 utilisation=draw(st.floats(0, 1)) * 0.01 if role == "colocated" else 0.0,
             )
         )
     pairs = [(p, d) for p in replicas for d in replicas if (p.role, d.role) == ("prefill", "decode")]
-    return Placement(
-        strategy="by-hand",
-        cluster=problem.spec,
-        model=problem.model,
-        workload=problem.workload,
-        cost_model=CostModelName(
-            name="calibrated", calibration="none", pipeline="pipelined", links=draw(st.sampled_from(links))
-        ),
-        replicas=replicas,
-        routes=[
-            Route(
-                from_=p.id,
-                to=d.id,
-                flow_req_s=1.0,
-                capacity_req_s=draw(RATES),
-                kv_bytes_per_req=problem.costs.kv_bytes_per_layer * 48,
-                links=route_links(p, d, problem.costs.kv_bytes_per_layer),
-            )
-            for p, d in pairs
-            if draw(st.booleans())
-        ],
-        throughput=Throughput(req_s=1.0, output_tok_s=1.0),
-        latency=Latency(ttft_ms=1.0, tpot_ms=1.0),
-        price_per_hour=0.0,
-        bound=Bound(req_s=1.0, gap=0.0, assumptions=[]),
-        bottlenecks=[],
-        search=SearchRecord(seconds=0.0, seed=0, evaluations=0),
-    )
+    shared = draw(st.sampled_from(links))
+    routes = [route_between(problem, p, d, draw(RATES)) for p, d in pairs if draw(st.booleans())]
+    return placement_of(problem.spec, problem.model, problem.workload, replicas, routes, shared)
 
 
 @st.composite
@@ -272,42 +250,10 @@ def test_both_partners_of_a_pair_lost_leaves_the_other_two_serving():
         "network": {"default": {"bandwidth_gbit_s": 10, "latency_us": 50}},
     }
     problem = problem_from(spec, "opt-30b", "HPLD")
-    replicas = [
-        Replica(
-            id=i,
-            role=i.rsplit("-")[0],
-            stages=[Stage(gpus=[g], layers=(0, 48))],
-            max_batch=8,
-            capacity_req_s=2.0,
-        )
-        for i, g in (("prefill-0", "a/0"), ("decode-0", "a/1"), ("prefill-1", "b/0"), ("decode-1", "b/1"))
-    ]
-    layer_bytes = problem.costs.kv_bytes_per_layer
-    placement = Placement(
-        strategy="by-hand",
-        cluster=problem.spec,
-        model=problem.model,
-        workload=problem.workload,
-        cost_model=CostModelName(name="calibrated", calibration="none", pipeline="pipelined", links="shared"),
-        replicas=replicas,
-        routes=[
-            Route(
-                from_=p.id,
-                to=d.id,
-                flow_req_s=1.0,
-                capacity_req_s=9.0,
-                kv_bytes_per_req=layer_bytes * 48,
-                links=route_links(p, d, layer_bytes),
-            )
-            for p, d in (replicas[:2], replicas[2:])
-        ],
-        throughput=Throughput(req_s=2.0, output_tok_s=1.0),
-        latency=Latency(ttft_ms=1.0, tpot_ms=1.0),
-        price_per_hour=0.0,
-        bound=Bound(req_s=2.0, gap=0.0, assumptions=[]),
-        bottlenecks=[],
-        search=SearchRecord(seconds=0.0, seed=0, evaluations=0),
-    )
-    (route,) = Reflow(placement).routes({"prefill-0", "decode-1"})
-    assert (route.prefill, route.decode) == ("prefill-1", "decode-0")
-    assert route.weight == pytest.approx(min(2.0, 10e9 / 8 / (layer_bytes * 48)), rel=1e-3)
+    gpus = {"prefill-0": "a/0", "decode-0": "a/1", "prefill-1": "b/0", "decode-1": "b/1"}
+    replicas = [replica_of(name, [(gpu, LAYERS)]) for name, gpu in gpus.items()]
+    routes = [route_between(problem, *pair, 9.0) for pair in (replicas[:2], replicas[2:])]
+    placement = placement_of(problem.spec, problem.model, problem.workload, replicas, routes, "shared")
+    (left,) = Reflow(placement).routes({"prefill-0", "decode-1"})
+    assert (left.prefill, left.decode) == ("prefill-1", "decode-0")
+    assert left.weight == pytest.approx(min(2.0, 10e9 / 8 / routes[0].kv_bytes_per_req), rel=1e-3)
