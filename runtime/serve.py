@@ -23,7 +23,6 @@ from hexgen2.placement import Placement
 from runtime import logs
 from runtime.api.app import add_views, create_app
 from runtime.api.connection import limited_by
-from runtime.api.gate import MAX_HEADER_BYTES
 from runtime.api.metrics import Metrics
 from runtime.api.numbers import NumberTokenizer
 from runtime.api.operations import operations_router
@@ -367,7 +366,6 @@ async def _serve_http(
         lifespan="off",
         ws="none",
         http=limited_by(front),
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_graceful_shutdown=DRAIN_S,
     )
     server = _HttpServer(config)

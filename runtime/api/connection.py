@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-import h11
-from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from runtime.api.errors import ApiError
 from runtime.options import FrontOptions
 
 log = logging.getLogger(__name__)
 
+MAX_HEAD_BYTES = 32 * 1024
+"""Of what comes before the body of a request."""
+OFFERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 LINGER_S = 5.0
 """How long the rest of what was refused is read, so that its sender sees the refusal."""
 
@@ -51,18 +53,21 @@ class _Gathered:
         return getattr(self._transport, name)
 
 
-class Connection(H11Protocol):
-    """uvicorn's connection over h11, but that answers in OpenAI's form what is no request:
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection over httptools, but that answers in OpenAI's form what is no request:
 
     503 where there are `max_connections` already, 408 for headers that are not here within `read_timeout_s`,
     431 for too many bytes of them, 400 for what is not HTTP. One whose client reads nothing for
-    `write_timeout_s` is cut.
+    `write_timeout_s` is cut. Offers of other protocols (h2c of Java's client) are passed over.
     """
 
     options: FrontOptions
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _refused = False
+    _in_head = True
+    _heads = _head_bytes = 0
+    """Those that have come, and of the next one what has come in pieces that hold nothing else."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _Gathered(transport, self.loop)))
@@ -78,18 +83,58 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        super().data_received(data)
+        before = self._in_head and self._heads
+        self._feed(data)
         if self._refused or self.transport.is_closing():
             return
-        if self.conn.their_state is not h11.IDLE:
-            if self.conn.our_state is not h11.DONE:
-                self._stop_timer()
-        elif self._timer is None:
+        if self._in_head and before == self._heads:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._too_long()
+                return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()
+        elif self._in_head and self._timer is None:
             self._within(self.options.read_timeout_s, self._too_slow)
+
+    def _feed(self, data: bytes) -> None:
+        """Let the parser have it. An offer of another protocol ends what it reads, so that it is told again
+        without the offer."""
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserError as fault:
+                self._refuse(ApiError(400, f"this is no HTTP request: {fault}", "invalid_request_error"))
+                return
+            except httptools.HttpParserUpgrade as offer:
+                head = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
+                kept = (header for header in self.headers if header[0] not in OFFERS)
+                lines = b"".join(b"%b: %b\r\n" % header for header in kept)
+                data = b"%b%b\r\n%b" % (head, lines, data[offer.args[0] :])
+                self.parser = httptools.HttpRequestParser(self)
+
+    def on_headers_complete(self) -> None:
+        if self._is_offer:
+            return
+        super().on_headers_complete()
+        self._in_head, self._head_bytes = False, 0
+        self._heads += 1
+
+    def on_message_complete(self) -> None:
+        if self._is_offer:
+            return
+        super().on_message_complete()
+        self._in_head = True
+
+    @property
+    def _is_offer(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+        if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
             self._within(LINGER_S, self.transport.abort)
 
     def pause_writing(self) -> None:
@@ -107,13 +152,9 @@ class Connection(H11Protocol):
         self.resume_writing()
         super().connection_lost(exc)
 
-    def send_400_response(self, msg: str) -> None:
-        fault = sys.exception()
-        status = getattr(fault, "error_status_hint", 400)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        self._refuse(ApiError(status, f"this is no HTTP request: {fault or msg}", "invalid_request_error"))
+    def _too_long(self) -> None:
+        most = f"there are more than {MAX_HEAD_BYTES} bytes of headers"
+        self._refuse(ApiError(431, most, "invalid_request_error"))
 
     def _too_slow(self) -> None:
         late = f"the headers took longer than {self.options.read_timeout_s:g} s"
@@ -126,17 +167,18 @@ class Connection(H11Protocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer where there is no request, read on for a moment so that the answer arrives, and close."""
         self._refused = True
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.abort()
-            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started or self.pipeline:
+                self.transport.abort()
+                return
         body = json.dumps(error.body()).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body)))]
-        headers += [("connection", "close")]
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
         if error.retry_after_s is not None:
-            headers += [("retry-after", str(error.retry_after_s))]
-        head = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
-        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+            head += b"retry-after: %d\r\n" % error.retry_after_s
+        self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
         self.transport.write_eof()
         self._within(LINGER_S, self.transport.abort)
 

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cost_model.errors import HexGen2Error
+from runtime.api.connection import MAX_HEAD_BYTES
 from runtime.api.errors import ApiError, bad_request, from_serving
 from runtime.api.keys import KeyRing
 from runtime.generation import Origin
@@ -20,7 +21,7 @@ from runtime.options import FrontOptions
 
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-MAX_HEADERS, MAX_HEADER_BYTES = 100, 32 * 1024
+MAX_HEADERS = 100
 LONGEST_TIMEOUT_S = 1e6
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
@@ -68,9 +69,13 @@ class Gate:
     def _origin(self, scope: Scope, headers: Headers, request_id: str) -> Origin:
         """Who asks; raises ApiError if it may not."""
         raw = scope["headers"]
-        if len(raw) > MAX_HEADERS or sum(len(name) + len(value) for name, value in raw) > MAX_HEADER_BYTES:
-            message = f"there are more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them"
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in raw)
+        if len(raw) > MAX_HEADERS or size > MAX_HEAD_BYTES:
+            message = f"there are more than {MAX_HEADERS} headers, or {MAX_HEAD_BYTES} bytes with the path"
             raise ApiError(431, message, "invalid_request_error")
+        if scope["http_version"] == "1.1" and "host" not in headers:
+            raise bad_request("the header Host is missing", "Host")
         client = self._client(scope, headers)
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._options.max_body_bytes:

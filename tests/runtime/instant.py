@@ -10,7 +10,6 @@ from served import make_placement
 
 from runtime.api.app import create_app
 from runtime.api.connection import limited_by
-from runtime.api.gate import MAX_HEADER_BYTES
 from runtime.api.metrics import Metrics
 from runtime.api.service import Service
 from runtime.api.tokenizer import ModelTokenizer
@@ -57,7 +56,6 @@ def limited_server(app, options):
         lifespan="off",
         ws="none",
         http=limited_by(options),
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
     return uvicorn.Server(config)
 

@@ -180,6 +180,9 @@ def chunked(size):
         (b"x-long: " + b"y" * 200_000 + b"\r\n\r\n", 431),
         (b"x-a: " + b"y" * 20_000 + b"\r\nx-b: " + b"y" * 20_000 + b"\r\n\r\n", 431),
         (b"content-length: two\r\n\r\n", 400),
+        (b"content-length: 3\r\ncontent-length: 4\r\n\r\nabcd", 400),
+        (b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"transfer-encoding: gzip\r\n\r\nabcd", 400),
         (b"no colon here\r\n\r\n", 400),
     ],
 )
@@ -205,6 +208,61 @@ def test_what_is_not_http_is_refused_and_cut():
             refused(400, await answer(reader))
             assert await reader.read() == b""
             writer.close()
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize("piece", [b"x-more: y\r\n", b"y" * 100])
+def test_headers_without_end_are_refused_while_they_come(piece):
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        writer.write(POST + b"x-long: ")
+        refusal = asyncio.create_task(answer(reader))
+        with contextlib.suppress(ConnectionError):
+            while not refusal.done():
+                writer.write(piece * 10)
+                await writer.drain()
+                await asyncio.sleep(0.002)
+        refused(431, await refusal)
+        writer.close()
+
+    talk(scenario)
+
+
+def test_requests_that_come_together_are_answered_in_order():
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        sizes = [3, 0, 1500, 7]
+        writer.write(b"".join(POST + b"content-length: %d\r\n\r\n" % size + b"x" * size for size in sizes))
+        assert [(await answer(reader))[2]["bytes"] for _ in sizes] == sizes
+        writer.close()
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_offers_of_another_protocol_are_passed_over(pieces):
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
+        for size in (2, 0, 1400):
+            request = POST + offer + b"content-length: %d\r\n\r\n" % size + b"x" * size
+            for at in range(pieces):
+                writer.write(request[len(request) * at // pieces : len(request) * (at + 1) // pieces])
+                await asyncio.sleep(0.01)
+            status, _, body = await answer(reader)
+            assert (status, body["client"], body["bytes"]) == (200, "ali", size)
+        writer.close()
+
+    talk(scenario)
+
+
+def test_a_request_that_names_no_host_is_refused():
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        writer.write(POST.replace(b"host: here\r\n", b"") + b"content-length: 0\r\n\r\n")
+        refused(400, await answer(reader))
+        writer.close()
 
     talk(scenario)
 
