@@ -1,14 +1,8 @@
-"""The front end's side of serving: takes requests through prefill, KV transfer and decode.
+"""The front end's side of serving: takes requests, lets them begin, and knows which replicas there are.
 
-One state machine per request, driven by the messages of the replicas' lead workers:
-
-    waiting -> reserving (Expect) -> prefilling (Prefill) -> decoding (Decode) -> ended
-
-A request that decodes where it was prefilled, or that asks for one token, skips reserving and
-decoding. One whose replica is lost or gives it up waits again, under another id, to be resumed elsewhere: its
-prompt and the tokens so far are prefilled, and the stream goes on with the next one. Memory is accounted
-for from the moment a request is routed until every replica involved has said Released (or refused it), so
-that the accounting never runs ahead of the workers.
+A request waits until a route has room for it (`admission.py`), or its time is up. Once it has begun, it is in
+work (`in_work.py`), until it ends, or waits again because a replica failed it. Meanwhile replicas are lost,
+come back, and make way for those of another placement.
 """
 
 from __future__ import annotations
@@ -17,7 +11,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
@@ -25,23 +18,11 @@ from cost_model.errors import HexGen2Error
 from runtime.admission import Admission
 from runtime.fair_queue import FairQueue
 from runtime.generation import UNKNOWN, Generation, Observer, Origin, Outcome, RequestRecord
+from runtime.in_work import InWork
+from runtime.in_work import log_request as _log
 from runtime.launcher.link import Link
 from runtime.listeners import Listeners
-from runtime.logs import about
-from runtime.messages import (
-    Cancel,
-    KvMoved,
-    Load,
-    Message,
-    Pong,
-    Released,
-    RequestFailed,
-    Reserved,
-    Sampling,
-    Shutdown,
-    StepOutput,
-    TokenOutput,
-)
+from runtime.messages import Sampling, Shutdown
 from runtime.options import QUEUE_LIMIT, QUEUE_TIMEOUT_S
 from runtime.pace import Pace
 from runtime.patience import PING_EVERY_S
@@ -52,13 +33,9 @@ from runtime.router import Route, Router
 
 log = logging.getLogger(__name__)
 
-RECORDS_KEPT = 1000
-RESUMES = 3
-"""How often a request is resumed at most: it may be what its replicas fail of."""
-
 
 class Coordinator:
-    """Routes requests, follows them through the replicas and accounts for their KV cache.
+    """Takes requests, has each begin on a route with room for it, and keeps account of who serves.
 
     Parameters
     ----------
@@ -83,8 +60,6 @@ class Coordinator:
         plan: Reflow | None = None,
     ) -> None:
         self.replicas = dict(replicas)
-        self.records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
-        self._observer = observer
         self.plan = plan
         self._queue: FairQueue[Generation] = FairQueue(queue_limit, client_queue_limit)
         self._admission: Admission[Generation] = Admission(
@@ -92,9 +67,9 @@ class Coordinator:
         )
         self._queue_timeout_s, self._pace = queue_timeout_s, Pace()
         self._usual_output_tokens = 2 * max(replica.growth_tokens for replica in self.replicas.values())
-        self._requests: dict[str, Generation] = {}
+        self._in_work = InWork(self.replicas, observer, self._admit, self._can_wait_again, self._wait_again)
         self._numbers = itertools.count()
-        self._listeners = Listeners(self._handle, self._lose, ping_every_s)
+        self._listeners = Listeners(self._in_work.handle, self._lose, ping_every_s)
         self._on_lost: Callable[[Replica], bool] = lambda _: False
         self._stopped = False
 
@@ -117,6 +92,11 @@ class Coordinator:
     def absent(self) -> Collection[str]:
         """Replicas that take no requests: lost, on their way or about to leave."""
         return self._admission.absent
+
+    @property
+    def records(self) -> Sequence[RequestRecord]:
+        """Of the last requests that ended, oldest first."""
+        return self._in_work.records
 
     @property
     def context_tokens(self) -> int:
@@ -195,11 +175,7 @@ class Coordinator:
 
     def send_away(self, replica_id: str) -> None:
         """Resume elsewhere what a replica still serves."""
-        leaves = Unavailable(f"replica {replica_id} leaves")
-        for request_id in reversed(list(self.replicas[replica_id].held)):
-            request = self._requests.get(request_id)
-            if request is not None and request.phase != "ended" and _needs(request, replica_id):
-                self._resume(request, leaves)
+        self._in_work.send_away(self.replicas[replica_id], Unavailable(f"replica {replica_id} leaves"))
         self._admit()
 
     def leave(self, replica_id: str) -> None:
@@ -255,7 +231,7 @@ class Coordinator:
     async def stop(self) -> None:
         """Fail every request and stop listening. The workers are left to the launcher."""
         self._stopped = True
-        for request in [*self._admission.waiting, *self._requests.values()]:
+        for request in [*self._admission.waiting, *self._in_work.requests.values()]:
             if request.phase != "ended":
                 self._end(request, "failed", Unavailable("the server is stopping"))
         await self._listeners.stop()
@@ -315,89 +291,11 @@ class Coordinator:
         """Start waiting requests as long as there is room."""
         while not self._stopped and (admitted := self._admission.next()) is not None:
             self._pace.started(time.monotonic())
-            self._begin(*admitted)
+            self._in_work.begin(*admitted)
         self._pace.waiting(len(self._queue) > 0, time.monotonic())
 
-    def _begin(self, request: Generation, route: Route) -> None:
-        request.route = route
-        self._requests[request.request_id] = request
-        record = request.record
-        record.routed_s = record.routed_s or time.monotonic()
-        record.prefill_replica = route.prefill
-        _log(request, "routed to %s and %s", route.prefill, route.decode)
-        alone = route.colocated or request.one_token
-        record.decode_replica = route.prefill if alone else route.decode
-        prefill, decode = self.replicas[route.prefill], self.replicas[route.decode]
-        if alone:
-            request.hold(prefill, request.prompt_tokens)
-            request.phase = "prefilling"
-            prefill.send(request.prefill(target=""))
-        else:
-            request.hold(prefill, request.prompt_tokens)
-            request.hold(decode, request.prompt_tokens)
-            request.phase = "reserving"
-            decode.send(request.expect())
-
-    def _use(self, replica: Replica) -> None:
-        self._admission.restore(replica.replica_id)
-        self._listeners.listen(replica)
-        self._admit()
-
-    # messages of the workers
-
-    def _handle(self, replica: Replica, message: Message) -> None:
-        match message:
-            case StepOutput(outputs=outputs):
-                for output in outputs:
-                    self._on_token(output)
-            case Reserved(request_id=request_id, ok=ok, cached_tokens=cached_tokens):
-                self._on_reserved(replica, request_id, ok, cached_tokens)
-            case KvMoved(request_id=request_id, bytes_received=received, seconds=seconds):
-                if request := self._requests.get(request_id):
-                    request.record.kv_bytes, request.record.kv_s = received, seconds
-                    request.record.kv_arrived, request.record.kv_arrived_s = True, time.monotonic()
-            case RequestFailed():
-                self._on_failed(replica, message)
-            case Load():
-                replica.take(message)
-                self._admit()
-            case Released(request_id=request_id):
-                if replica.load is None:
-                    replica.free_blocks, replica.preemptions = message.free_blocks, message.preemptions
-                self._on_released(replica, request_id)
-            case Pong():
-                pass  # the link has counted it
-            case _:
-                log.warning("replica %s sent an unexpected %s", replica.replica_id, type(message).__name__)
-
-    def _on_reserved(self, replica: Replica, request_id: str, ok: bool, cached_tokens: int) -> None:
-        request = self._requests.get(request_id)
-        if request is None:
-            if not ok:
-                replica.release(request_id)
-                self._admit()
-        elif not ok:
-            self._on_refused(replica, request)
-        elif request.phase == "reserving":
-            request.phase = "prefilling"
-            prefill = self.replicas[request.record.prefill_replica]
-            prefill.send(request.prefill(replica.replica_id, cached_tokens))
-
-    def _on_refused(self, replica: Replica, request: Generation) -> None:
-        """A replica had no room, although the accounting saw some: it holds nothing of the request."""
-        if request.phase == "ended":
-            self._on_released(replica, request.request_id)
-            return
-        for holder in list(request.holders):
-            request.release(holder)
-        del self._requests[request.request_id]
-        if replica.held:
-            replica.refused = True
-            self._wait_again(request)
-        else:
-            no_room = f"replica {replica.replica_id} has no room for the request"
-            self._end(request, "failed", Unavailable(no_room))
-        self._admit()
+    def _can_wait_again(self, request: Generation) -> bool:
+        return not self._stopped and self._admission.can_ever_start(request)
 
     def _wait_again(self, request: Generation) -> None:
         """Put a request first in the queue, under another id: workers may still be forgetting the old one."""
@@ -406,109 +304,17 @@ class Coordinator:
         self._admission.put_back(request)
         self._end_after(request, self._queue_timeout_s, partial(self._still_waits, request.request_id))
 
-    def _resume(self, request: Generation, error: HexGen2Error) -> None:
-        """Go on elsewhere with a request that was failed by a replica; end it if that is impossible."""
-        record = request.record
-        if record.resumes == RESUMES or self._stopped or not self._admission.can_ever_start(request):
-            self._end(request, "failed", error)
-            return
-        _log(request, "is resumed after %d tokens: %s", record.output_tokens, error)
-        if request.phase == "reserving":
-            request.release(record.prefill_replica)
-        for replica in request.holders.values():
-            replica.send(Cancel(request_id=record.request_id))
-        request.holders.clear()  # what they hold counts as used until they say Released of the old id
-        self._requests.pop(record.request_id, None)
-        record.resumes += 1
-        record.kv_bytes, record.kv_s, record.kv_arrived = 0, 0.0, False
-        self._wait_again(request)
-
-    def _on_token(self, output: TokenOutput) -> None:
-        request = self._requests.get(output.request_id)
-        if request is None or request.phase == "ended" or output.index < request.record.output_tokens:
-            return
-        record, now = request.record, time.monotonic()
-        if output.index > record.output_tokens:
-            lost = f"token {record.output_tokens} of request {record.request_id} never arrived"
-            self._resume(request, Unavailable(lost))
-            self._admit()
-            return
-        if output.index == 0:
-            record.first_token_s = now
-            _log(request, "has its first token")
-            record.cached_tokens = output.cached_tokens
-        elif self._observer is not None:
-            self._observer.token_gap(now - record.last_token_s)
-        record.last_token_s = now
-        record.output_tokens += 1
-        self.replicas[record.decode_replica].grow(record.request_id)
-        request.put(output)
-        if output.finish_reason:
-            outcome: Outcome = "stop" if output.finish_reason == "stop" else "length"
-            self._end(request, outcome, None, by_itself=True)
-        elif request.phase == "prefilling":
-            request.phase = "decoding"
-            if record.decode_replica != record.prefill_replica:
-                self.replicas[record.decode_replica].send(request.decode(output))
-
-    def _on_failed(self, replica: Replica, message: RequestFailed) -> None:
-        """A replica gives a request up, and says Released later as it does after a Cancel."""
-        request = self._requests.get(message.request_id)
-        if request is not None and request.phase != "ended":
-            gave_up = f"replica {replica.replica_id} gave up request {message.request_id}: {message.text}"
-            log.warning(gave_up, extra=about(request.origin.request_id, request.request_id))
-            if message.fault:
-                self._resume(request, Unavailable(gave_up))
-            else:
-                self._end(request, "failed", Unavailable(gave_up))
-            self._admit()
-
-    def _on_released(self, replica: Replica, request_id: str) -> None:
-        replica.release(request_id)
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.holders.pop(replica.replica_id, None)
-            needed = replica.replica_id == request.record.decode_replica or request.phase == "prefilling"
-            if needed and request.phase != "ended":
-                gave_up = f"replica {replica.replica_id} gave up request {request_id}"
-                self._resume(request, Unavailable(gave_up))
-            self._forget_if_settled(request)
-        self._admit()
-
-    # ends
-
-    def _end(
-        self, request: Generation, outcome: Outcome, error: HexGen2Error | None, by_itself: bool = False
-    ) -> None:
-        """Close the request's stream, and have every replica free what it still holds for it.
-
-        After an end by itself (its last token came) they do so unasked, but for a decode replica that
-        still waits for its KV cache.
-        """
+    def _end(self, request: Generation, outcome: Outcome, error: HexGen2Error | None) -> None:
         if request.phase == "waiting":
             self._admission.withdraw(request)
-        if request.phase == "reserving":
-            request.release(request.record.prefill_replica)
-        decode_side_waits = request.phase == "prefilling"
-        request.phase = "ended"
-        for deadline in request.deadlines:
-            deadline.cancel()
-        request.record.outcome, request.record.ended_s = outcome, time.monotonic()
-        _log(request, "ended (%s) after %d tokens", outcome, request.record.output_tokens)
-        request.put(error)
-        for replica_id, replica in request.holders.items():
-            waits = decode_side_waits and replica_id != request.record.prefill_replica
-            if waits or not by_itself:
-                replica.send(Cancel(request_id=request.request_id))
-        self._forget_if_settled(request)
-        self.records.append(request.record)
-        if self._observer is not None:
-            self._observer.ended(request.record)
+        self._in_work.end(request, outcome, error)
 
-    def _forget_if_settled(self, request: Generation) -> None:
-        """Once a request has ended and holds nothing, no message can be about it."""
-        if request.phase == "ended" and not request.holders:
-            self._requests.pop(request.request_id, None)
+    # replicas that come and go
+
+    def _use(self, replica: Replica) -> None:
+        self._admission.restore(replica.replica_id)
+        self._listeners.listen(replica)
+        self._admit()
 
     def _lose(self, replica: Replica, reason: str) -> None:
         """A replica is gone: route around it, resume elsewhere what needs it, stop its other workers."""
@@ -521,26 +327,7 @@ class Coordinator:
         for link in replica.links.values():
             link.send(Shutdown())
         error = Unavailable(text)
-        for request_id in reversed(list(replica.held)):  # the oldest goes to the head of the queue last
-            replica.release(request_id)
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
-            request.release(replica.replica_id)
-            if request.phase != "ended" and _needs(request, replica.replica_id):
-                self._resume(request, error)
-            self._forget_if_settled(request)
+        self._in_work.lose(replica, error)
         for request in stranded:
             self._end(request, "failed", error)
         self._admit()
-
-
-def _needs(request: Generation, replica_id: str) -> bool:
-    """Whether a request cannot go on without a replica that holds some of it."""
-    return replica_id == request.record.decode_replica or not request.record.kv_arrived
-
-
-def _log(request: Generation, text: str, *values: object) -> None:
-    """Say what became of a request."""
-    if log.isEnabledFor(logging.INFO):
-        log.info(f"request {text}", *values, extra=about(request.origin.request_id, request.request_id))

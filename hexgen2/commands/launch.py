@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cost_model.errors import InputError
-from hexgen2.commands.options import POSITIVE
+from hexgen2.commands.options import POSITIVE, setting, settings_of
 from runtime.options import (
     DEFAULTS,
     DTYPES,
@@ -28,9 +29,14 @@ if TYPE_CHECKING:
     from runtime.p2p.membership import Membership
 
 
+_PATH = click.Path(path_type=Path)
+_SECONDS = click.FloatRange(0, min_open=True)
+_engine, _front = partial(setting, DEFAULTS), partial(setting, FRONT_DEFAULTS)
+
+
 @click.command()
-@click.argument("placement", type=click.Path(path_type=Path))
-@click.option("--model-path", type=click.Path(path_type=Path), help="The checkpoint's folder.")
+@click.argument("placement", type=_PATH)
+@click.option("--model-path", type=_PATH, help="The checkpoint's folder.")
 @click.option(
     "--engine",
     type=click.Choice(ENGINES),
@@ -46,63 +52,25 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--api-keys",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     help="A file with more: `name: key`, or a key, on each line. Logs and metrics show names only.",
 )
-@click.option(
-    "--queue-limit",
-    type=click.IntRange(0),
-    default=FRONT_DEFAULTS.queue_limit,
-    show_default=True,
-    help="Requests that may wait for room.",
-)
-@click.option(
+@_front("--queue-limit", click.IntRange(0), "Requests that may wait for room.")
+@_front(
     "--client-queue-limit",
-    type=click.IntRange(0),
-    help="Requests of one client (its key, or its address) that may wait.  [default: as many]",
+    click.IntRange(0),
+    "Requests of one client (its key, or its address) that may wait.  [default: as many]",
 )
-@click.option(
-    "--queue-timeout-s",
-    type=click.FloatRange(0, min_open=True),
-    default=FRONT_DEFAULTS.queue_timeout_s,
-    show_default=True,
-    help="How long a request may wait before it starts.",
-)
-@click.option(
+@_front("--queue-timeout-s", _SECONDS, "How long a request may wait before it starts.")
+@_front(
     "--kv-high-water",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=FRONT_DEFAULTS.kv_high_water,
-    show_default=True,
-    help="Share of the KV cache up to which requests are let in, with what they are expected to grow by.",
+    click.FloatRange(0, 1, min_open=True),
+    "Share of the KV cache up to which requests are let in, with what they are expected to grow by.",
 )
-@click.option(
-    "--max-body-bytes",
-    type=click.IntRange(1),
-    default=FRONT_DEFAULTS.max_body_bytes,
-    show_default=True,
-    help="Of one request.",
-)
-@click.option(
-    "--max-connections",
-    type=click.IntRange(1),
-    default=FRONT_DEFAULTS.max_connections,
-    show_default=True,
-    help="Open at a time.",
-)
-@click.option(
-    "--read-timeout-s",
-    type=click.FloatRange(0, min_open=True),
-    default=FRONT_DEFAULTS.read_timeout_s,
-    show_default=True,
-    help="How long the headers of a request may take, and then its body.",
-)
-@click.option(
-    "--write-timeout-s",
-    type=click.FloatRange(0, min_open=True),
-    default=FRONT_DEFAULTS.write_timeout_s,
-    show_default=True,
-    help="How long a client may read nothing of what is sent to it.",
-)
+@_front("--max-body-bytes", click.IntRange(1), "Of one request.")
+@_front("--max-connections", click.IntRange(1), "Open at a time.")
+@_front("--read-timeout-s", _SECONDS, "How long the headers of a request may take, and then its body.")
+@_front("--write-timeout-s", _SECONDS, "How long a client may read nothing of what is sent to it.")
 @click.option(
     "--log-format",
     type=click.Choice(["text", "json"]),
@@ -111,32 +79,23 @@ if TYPE_CHECKING:
     help="Of the log on stderr, one event a line. HEXGEN2_LOG=INFO shows every request's way.",
 )
 @click.option("--otlp-endpoint", default="", help="URL of an OpenTelemetry collector that takes traces.")
-@click.option(
+@_engine(
     "--dtype",
-    type=click.Choice(DTYPES),
-    default=DEFAULTS.dtype,
-    show_default=True,
-    help="Of weights and KV cache. auto: float32 if a worker is a CPU, else the checkpoint's.",
+    click.Choice(DTYPES),
+    "Of weights and KV cache. auto: float32 if a worker is a CPU, else the checkpoint's.",
 )
-@click.option(
-    "--chunk-tokens",
-    type=click.IntRange(1),
-    default=DEFAULTS.chunk_tokens,
-    show_default=True,
-    help="Prompt tokens in a step in which requests decode, too.",
-)
+@_engine("--chunk-tokens", click.IntRange(1), "Prompt tokens in a step in which requests decode, too.")
 @click.option(
     "--prefix-caching/--no-prefix-caching",
+    "reuse_prefixes",
     default=True,
     show_default=True,
     help="Let prompts share the KV cache of a common beginning.",
 )
-@click.option(
+@_engine(
     "--kv-transport",
-    type=click.Choice(KV_TRANSPORTS),
-    default=DEFAULTS.kv_transport,
-    show_default=True,
-    help="The way of KV caches between workers. auto: the best that both have.",
+    click.Choice(KV_TRANSPORTS),
+    "The way of KV caches between workers. auto: the best that both have.",
 )
 @click.option(
     "--restarts",
@@ -158,16 +117,12 @@ if TYPE_CHECKING:
     "--listen", metavar="MULTIADDR", help="p2p: where members are heard.  [default: loopback, any port]"
 )
 @click.option("--mdns", is_flag=True, help="p2p: find nodes on the local network; --listen says on which.")
-@click.option("--identity", type=click.Path(path_type=Path), help="p2p: file of the key pair.")
-@click.option("--network-key", type=click.Path(path_type=Path), help="p2p: file of the network's key.")
+@click.option("--identity", type=_PATH, help="p2p: file of the key pair.")
+@click.option("--network-key", type=_PATH, help="p2p: file of the network's key.")
 @click.option("--allow", multiple=True, metavar="PEERID", help="p2p: let in these members only.")
 @click.option("--emulate-links", is_flag=True, help="Move KV caches no faster than the placement's links.")
-@click.option(
-    "--kv-scale",
-    type=click.FloatRange(1),
-    default=DEFAULTS.kv_scale,
-    show_default=True,
-    help="The emulated engine moves one byte in so many, in the time of all.",
+@_engine(
+    "--kv-scale", click.FloatRange(1), "The emulated engine moves one byte in so many, in the time of all."
 )
 def launch(
     placement: Path,
@@ -178,20 +133,7 @@ def launch(
     port: int,
     api_key: tuple[str, ...],
     api_keys: Path | None,
-    queue_limit: int,
-    client_queue_limit: int | None,
-    queue_timeout_s: float,
-    kv_high_water: float,
-    max_body_bytes: int,
-    max_connections: int,
-    read_timeout_s: float,
-    write_timeout_s: float,
     log_format: str,
-    otlp_endpoint: str,
-    dtype: str,
-    chunk_tokens: int,
-    prefix_caching: bool,
-    kv_transport: str,
     restarts: int,
     replan: bool,
     replan_after_s: float,
@@ -201,8 +143,7 @@ def launch(
     identity: Path | None,
     network_key: Path | None,
     allow: tuple[str, ...],
-    emulate_links: bool,
-    kv_scale: float,
+    **settings: Any,  # of EngineOptions and FrontOptions
 ) -> None:
     """Start a placement's replicas, on this machine or on nodes, and serve the OpenAI API."""
     from hexgen2.placement import Placement
@@ -218,31 +159,18 @@ def launch(
         ) from error
     keys = {"identity": identity, "network_key": network_key, "allow": allow}
     membership = _membership(launcher, join=join, listen=listen, mdns=mdns, **keys)
-    options = EngineOptions(
-        dtype=dtype,
-        chunk_tokens=chunk_tokens,
-        reuse_prefixes=prefix_caching,
-        kv_transport=kv_transport,
-        emulate_links=emulate_links,
-        kv_scale=kv_scale,
-    )
-    front = FrontOptions(
-        queue_limit=queue_limit,
-        client_queue_limit=client_queue_limit,
-        queue_timeout_s=queue_timeout_s,
-        kv_high_water=kv_high_water,
-        api_keys=collect(api_key, api_keys),
-        max_body_bytes=max_body_bytes,
-        max_connections=max_connections,
-        read_timeout_s=read_timeout_s,
-        write_timeout_s=write_timeout_s,
-        otlp_endpoint=otlp_endpoint,
-    )
+    options = settings_of(EngineOptions, settings)
+    front = settings_of(FrontOptions, settings, api_keys=collect(api_key, api_keys))
     os.environ[logs.FORMAT_VARIABLE] = log_format  # workers inherit it
-    how: dict[str, Any] = {"launcher": launcher, "engine": engine, "source": str(placement)}
-    how |= {"options": options, "front": front, "restarts": restarts, "membership": membership}
-    how["replan_after_s"] = replan_after_s if replan else None
-    sys.exit(serve(loaded, model_path, host, port, **how))
+    code = serve(
+        *(loaded, model_path, host, port, launcher, engine, str(placement)),
+        options=options,
+        restarts=restarts,
+        front=front,
+        replan_after_s=replan_after_s if replan else None,
+        membership=membership,
+    )
+    sys.exit(code)
 
 
 def _membership(launcher: str, **options: Any) -> Membership | None:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from cost_model.errors import InputError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 class _Positive(click.FloatRange):
@@ -24,6 +33,20 @@ class _Positive(click.FloatRange):
 
 
 POSITIVE = _Positive()
+
+
+def setting(
+    defaults: DataclassInstance, flag: str, kind: click.ParamType, help: str
+) -> Callable[[Function], Function]:
+    """An option for a field of some settings: it is called like the field, and has its default."""
+    default = getattr(defaults, flag.removeprefix("--").replace("-", "_"))
+    return click.option(flag, type=kind, default=default, show_default=True, help=help)
+
+
+def settings_of(kind: type[Settings], values: Mapping[str, Any], **others: Any) -> Settings:
+    """Settings from the values of the options that are called like their fields, and from others."""
+    named = {field.name: values[field.name] for field in fields(kind) if field.name in values}
+    return kind(**named, **others)
 
 
 def check_folder(path: Path | None) -> None:

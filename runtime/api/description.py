@@ -43,6 +43,18 @@ class Trace(_Described):
     kv_bytes: int
 
 
+class _Answer(_Described):
+    """What completions of both kinds have; object and choices are of the kind."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Any
+    usage: Usage
+    hexgen2: Trace
+
+
 class CompletionChoice(_Described):
     index: int
     text: str
@@ -50,14 +62,9 @@ class CompletionChoice(_Described):
     finish_reason: Literal["stop", "length"]
 
 
-class Completion(_Described):
-    id: str
+class Completion(_Answer):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage
-    hexgen2: Trace
 
 
 class AssistantMessage(_Described):
@@ -72,14 +79,9 @@ class ChatChoice(_Described):
     finish_reason: Literal["stop", "length"]
 
 
-class ChatCompletion(_Described):
-    id: str
+class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
-    hexgen2: Trace
 
 
 class ModelCard(_Described):

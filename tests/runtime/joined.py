@@ -60,7 +60,7 @@ async def tokens_of(generation):
 async def settle(coordinator):
     while any(replica.held for replica in coordinator.replicas.values()):
         await asyncio.sleep(0.01)
-    assert not coordinator._requests
+    assert not coordinator._in_work.requests
 
 
 def tell_addresses(cluster, links, **moved):

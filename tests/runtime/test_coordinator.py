@@ -141,7 +141,7 @@ def test_many_requests_follow_the_weights_and_leave_nothing_behind():
             await settle(coordinator)
             assert not any(lead.held for lead in leads.values())
             assert all(replica.held_tokens == 0 for replica in coordinator.replicas.values())
-            assert not coordinator._requests
+            assert not coordinator._in_work.requests
 
     run(scenario)
 

@@ -54,7 +54,7 @@ def test_a_refusal_that_crosses_a_cancel_frees_the_room():
             coordinator.cancel(generation)
             lead.gate.set()
             await settle(coordinator)
-            assert not coordinator._requests
+            assert not coordinator._in_work.requests
 
     run(scenario)
 
@@ -103,7 +103,7 @@ def test_a_request_that_a_replica_gives_up_fails_alone(name, when):
                 await tokens_of(failed)
             assert await tokens_of(beside) == [300, 301, 302, 303]
             await settle(coordinator)
-            assert not any(lead.held for lead in leads.values()) and not coordinator._requests
+            assert not any(lead.held for lead in leads.values()) and not coordinator._in_work.requests
             assert [record.outcome for record in coordinator.records] == ["failed", "length"]
             if name == "p0":
                 assert Cancel(request_id="r0") in leads["d0"].received
@@ -123,7 +123,7 @@ def test_a_request_that_a_fault_struck_is_resumed_where_it_was(name, when):
             generation = coordinator.submit(PROMPT, sampling())
             assert await tokens_of(generation) == [300, 301, 302, 303]
             await settle(coordinator)
-            assert not any(lead.held for lead in leads.values()) and not coordinator._requests
+            assert not any(lead.held for lead in leads.values()) and not coordinator._in_work.requests
             (record,) = coordinator.records
             assert (record.outcome, record.resumes, record.output_tokens) == ("length", 1, 4)
             again = [m for m in leads[routes[0].prefill].received if isinstance(m, Prefill)][-1]
@@ -240,7 +240,7 @@ def test_requests_of_a_lost_replica_go_on_elsewhere(lost, phase):
                 for request_id in list(d0.held):
                     d0.release(request_id)
                 await settle(coordinator)
-                assert not coordinator._requests
+                assert not coordinator._in_work.requests
                 order = [request.record.routed_s for request in doomed]
                 assert order == sorted(order)
 
@@ -296,7 +296,7 @@ def test_whatever_fails_every_token_comes_once(seed):
                 else:
                     assert tokens == list(range(300, 300 + length))
             await settle(coordinator)
-            assert not coordinator._requests and coordinator.waiting == 0
+            assert not coordinator._in_work.requests and coordinator.waiting == 0
             assert all(replica.held_tokens == 0 for replica in coordinator.replicas.values())
 
     run(scenario)

@@ -1,0 +1,148 @@
+"""Where the options of `hexgen2 launch` go, without a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from test_search_command import hexgen2
+
+import runtime.serve
+from cost_model.errors import InputError
+from hexgen2.commands.launch import launch
+from hexgen2.placement import Placement
+from runtime.logs import FORMAT_VARIABLE
+from runtime.options import RESTARTS, EngineOptions, FrontOptions
+from runtime.p2p.membership import IDENTITIES, LOOPBACK_LISTEN, Membership
+
+SERVE = inspect.signature(runtime.serve.serve)
+ENGINE = EngineOptions(
+    dtype="float16",
+    chunk_tokens=7,
+    reuse_prefixes=False,
+    kv_transport="tcp",
+    emulate_links=True,
+    kv_scale=3.0,
+)
+FRONT = FrontOptions(
+    queue_limit=5,
+    client_queue_limit=4,
+    queue_timeout_s=3.5,
+    kv_high_water=0.5,
+    max_body_bytes=99,
+    max_connections=12,
+    read_timeout_s=1.5,
+    write_timeout_s=2.5,
+    otlp_endpoint="http://collector",
+)
+
+
+@pytest.fixture(scope="module")
+def placement(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("launch") / "placement.json")
+    asked = ["--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "LPLD", "-o", path]
+    done = hexgen2("search", *asked)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture
+def served(placement, monkeypatch):
+    """What `serve` is called with after these arguments, by name."""
+    monkeypatch.setenv(FORMAT_VARIABLE, "")
+    monkeypatch.delenv("HEXGEN2_API_KEY", raising=False)
+
+    def ask(*arguments):
+        calls = []
+
+        def serve(*values, **named):
+            calls.append(SERVE.bind(*values, **named).arguments)
+            return 0
+
+        monkeypatch.setattr(runtime.serve, "serve", serve)
+        done = CliRunner().invoke(launch, [placement, *arguments])
+        assert done.exit_code == 0, done.output
+        (call,) = calls
+        return call
+
+    return ask
+
+
+def flags_of(options) -> list[str]:
+    """Options of the command line that say the same; not those that are None, nor keys."""
+    flags = []
+    for name, value in dataclasses.asdict(options).items():
+        flag = f"--{name.replace('_', '-')}"
+        if name == "reuse_prefixes":
+            flags.append("--prefix-caching" if value else "--no-prefix-caching")
+        elif isinstance(value, bool):
+            flags += [flag] * value
+        elif name not in ("block_tokens", "api_keys") and value is not None:
+            flags += [flag, str(value)]
+    return flags
+
+
+def test_without_options_all_is_as_the_defaults_say(served, placement):
+    call = served()
+    assert call.pop("placement") == Placement.load(Path(placement))
+    assert os.environ[FORMAT_VARIABLE] == "text"
+    assert call == {
+        "model_path": None,
+        "host": "127.0.0.1",
+        "port": 8000,
+        "launcher": "local",
+        "engine": "torch",
+        "source": placement,
+        "options": EngineOptions(),
+        "front": FrontOptions(),
+        "restarts": RESTARTS,
+        "membership": None,
+        "replan_after_s": None,
+    }
+
+
+def test_every_option_of_the_engine_arrives(served):
+    left = {field.name for field in dataclasses.fields(EngineOptions)} - {"block_tokens"}
+    assert all(getattr(ENGINE, name) != getattr(EngineOptions(), name) for name in left)
+    call = served("--engine", "emulated", "--launcher", "ray", *flags_of(ENGINE))
+    assert call["options"] == ENGINE and call["front"] == FrontOptions()
+    assert (call["engine"], call["launcher"]) == ("emulated", "ray")
+
+
+def test_every_option_of_the_front_end_arrives(served, tmp_path):
+    left = {field.name for field in dataclasses.fields(FrontOptions)} - {"api_keys"}
+    assert all(getattr(FRONT, name) != getattr(FrontOptions(), name) for name in left)
+    keys = tmp_path / "keys"
+    keys.write_text("alice: secret\n")
+    more = ["--api-key", "open", "--api-keys", str(keys), "--log-format", "json"]
+    call = served(*flags_of(FRONT), *more, "--host", "127.0.0.2", "--port", "0", "--model-path", "model")
+    assert call["front"] == dataclasses.replace(FRONT, api_keys={"key-1": "open", "alice": "secret"})
+    assert call["options"] == EngineOptions() and os.environ[FORMAT_VARIABLE] == "json"
+    assert (call["model_path"], call["host"], call["port"]) == (Path("model"), "127.0.0.2", 0)
+
+
+def test_how_long_a_replan_waits_counts_only_with_one(served):
+    assert served("--replan-after-s", "2", "--restarts", "1")["replan_after_s"] is None
+    call = served("--replan", "--replan-after-s", "2", "--restarts", "1")
+    assert call["replan_after_s"] == 2 and call["restarts"] == 1
+
+
+def test_the_head_of_a_network_is_a_member_and_others_are_not(served):
+    assert served("--launcher", "p2p")["membership"] == Membership(IDENTITIES / "head.key")
+    options = ["--join", "a", "--join", "b", "--listen", "c", "--mdns", "--identity", "d"]
+    options += ["--network-key", "e", "--allow", "f"]
+    found = served("--launcher", "p2p", *options)["membership"]
+    assert found == Membership(Path("d"), ("a", "b"), "c", Path("e"), ("f",), True)
+    assert found.listen != LOOPBACK_LISTEN
+
+
+@pytest.mark.parametrize("option", ["--join a", "--listen a", "--mdns", "--identity a", "--network-key a"])
+def test_options_of_a_network_are_refused_without_one(placement, option):
+    refused = CliRunner().invoke(launch, [placement, *option.split()]).exception
+    assert isinstance(refused, InputError)
+    line = f"{option.split()[0]}: is for a network of nodes; add --launcher p2p, or leave it out"
+    assert str(refused) == line
