@@ -28,7 +28,9 @@ def test_a_kv_transfer_that_breaks_fails_its_request_alone_and_frees_both_sides(
             assert await tokens_of(ask(coordinator, TO_D)) == answer
             tell_addresses(cluster, links, **{"d/1": 1})
             for _ in range(4):  # more in all than a replica has room for, unless it comes back
-                broken, beside = ask(coordinator, TO_D, 120), ask(coordinator, TO_E)
+                unknown = [*PROMPT[1:], 3]  # d has nothing of it, so that it can't go on without
+                sampling = Sampling(max_tokens=120, ignore_eos=True)
+                broken, beside = coordinator.submit(unknown, sampling, TO_D), ask(coordinator, TO_E)
                 with pytest.raises(
                     Unavailable, match=r"replica p gave up .* sending the KV cache to d/1 failed"
                 ):
