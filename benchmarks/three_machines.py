@@ -352,6 +352,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=1)
     parser.add_argument("--requests", type=int, default=8)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the machines go in any case
     try:
         links = Links(options.rate_mbit, options.delay_ms)
         with tempfile.TemporaryDirectory() as work, machines(links) as shape:
@@ -387,17 +388,8 @@ def fleet(work: Path, requests: int, links: Links) -> bool:
             other = line_of(logs["right"], "node right listening on ", right).split()[-1]
             print(f"join: two nodes listen after {time.monotonic() - begun:.1f} s", flush=True)
             begun = time.monotonic()
-            words = [
-                "launch",
-                str(placement),
-                "--launcher",
-                "p2p",
-                "--kv-transport",
-                "tcp",
-                "--restarts",
-                "99",
-            ]
-            words += ["--port", "0", "--join", address, "--join", other, *secrets, str(work / "head.key")]
+            words = f"launch {placement} --launcher p2p --kv-transport tcp --restarts 99 --port 0".split()
+            words += ["--join", address, "--join", other, *secrets, str(work / "head.key")]
             with process("head", logs["head"], *words) as head:
                 url = line_of(logs["head"], "serving ", head).split(" on ")[1].split()[0]
                 print(f"launch: serving after {time.monotonic() - begun:.1f} s", flush=True)

@@ -140,13 +140,14 @@ def test_a_client_that_leaves_frees_the_blocks_on_both_sides(fleet):
 
 
 @pytest.mark.slow
-def test_a_killed_prefill_side_comes_back_and_takes_no_token_along(fleet, reference):
-    survivor, killed = fleet.processes("decode-0"), fleet.processes("prefill-0")
-    several = Streams(fleet, prompts(100, 12))
+@pytest.mark.parametrize(("lost", "left"), [("prefill-0", "decode-0"), ("decode-0", "prefill-0")])
+def test_a_killed_side_comes_back_and_takes_no_token_along(fleet, reference, lost, left):
+    survivor, killed, restarts = fleet.processes(left), fleet.processes(lost), fleet.restarts(lost)
+    several = Streams(fleet, prompts(100 if lost == "prefill-0" else 200, 12))
     several.until_under_way(2)
-    os.kill(fleet.server("prefill-0").pid, signal.SIGKILL)
+    os.kill(fleet.server(lost).pid, signal.SIGKILL)
     several.check(reference)
-    fleet.until_restarted("prefill-0", 1)
+    fleet.until_restarted(lost, restarts + 1)
     assert not alive(killed)
     assert sorted(alive(survivor), key=_pid) == sorted(survivor, key=_pid)
     fleet.until_idle()
@@ -156,14 +157,15 @@ def test_a_killed_prefill_side_comes_back_and_takes_no_token_along(fleet, refere
 def test_a_dead_engine_and_a_frozen_one_are_replaced(fleet, reference):
     """Prefill: the engine's own process is killed. Decode: all of its processes are stopped."""
     before = [*fleet.processes("decode-0"), *fleet.processes("prefill-0")]
+    restarts = {replica: fleet.restarts(replica) for replica in fleet.replicas}
     several = Streams(fleet, prompts(140, 12))
     several.until_under_way(2)
     for each in fleet.processes("decode-0")[1:]:
         each.suspend()
     fleet.engine("prefill-0").kill()
     several.check(reference)
-    fleet.until_restarted("decode-0", 1)
-    fleet.until_restarted("prefill-0", 2)
+    for replica, times in restarts.items():
+        fleet.until_restarted(replica, times + 1)
     assert not alive(before)
     fleet.until_idle()
 

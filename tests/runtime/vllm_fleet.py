@@ -110,7 +110,11 @@ class VllmFleet(Launched):
     def figure(self, replica: str, name: str, **labels: str) -> float:
         return self.figures_of(self.metrics(replica), f"vllm:{name}", **labels)
 
-    def until_restarted(self, replica: str, times: int) -> None:
+    def restarts(self, replica: str) -> float:
+        """How often a replica was started again."""
+        return self.figures_of(self.front_metrics(), "hexgen2_replica_restarts_total", replica=replica)
+
+    def until_restarted(self, replica: str, times: float) -> None:
         """Wait until a replica was started again so often, and serves."""
         deadline = time.monotonic() + START_S
         while True:
