@@ -10,7 +10,7 @@ import click
 from cost_model.errors import InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
-from hexgen2.commands.options import POSITIVE
+from hexgen2.commands.options import POSITIVE, Number
 
 STRATEGIES = "hexgen2,hexgen,splitwise,vllm"
 
@@ -29,7 +29,7 @@ STRATEGIES = "hexgen2,hexgen,splitwise,vllm"
     "NAME:POLICY another engine (see `simulate --policy`).",
 )
 @click.option(
-    "--share", type=click.FloatRange(0.01, 0.99), default=0.75, show_default=True, help="Of the peak, online."
+    "--share", type=Number(0.01, 0.99), default=0.75, show_default=True, help="Of the peak, online."
 )
 @click.option("--seconds", type=POSITIVE, default=300.0, show_default=True, help="Of load in a simulation.")
 @click.option("--cost-model", type=click.Choice(list(COST_MODELS)), default="calibrated", show_default=True)

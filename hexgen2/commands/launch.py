@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cost_model.errors import InputError
-from hexgen2.commands.options import POSITIVE, setting, settings_of
+from hexgen2.commands.options import POSITIVE, Number, setting, settings_of
 from runtime.options import (
     DEFAULTS,
     DTYPES,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _PATH = click.Path(path_type=Path)
-_SECONDS = click.FloatRange(0, min_open=True)
+_SECONDS = Number(0, min_open=True)
 _engine, _front = partial(setting, DEFAULTS), partial(setting, FRONT_DEFAULTS)
 
 
@@ -64,7 +64,7 @@ _engine, _front = partial(setting, DEFAULTS), partial(setting, FRONT_DEFAULTS)
 @_front("--queue-timeout-s", _SECONDS, "How long a request may wait before it starts.")
 @_front(
     "--kv-high-water",
-    click.FloatRange(0, 1, min_open=True),
+    Number(0, 1, min_open=True),
     "Share of the KV cache up to which requests are let in, with what they are expected to grow by.",
 )
 @_front("--max-body-bytes", click.IntRange(1), "Of one request.")
@@ -121,9 +121,7 @@ _engine, _front = partial(setting, DEFAULTS), partial(setting, FRONT_DEFAULTS)
 @click.option("--network-key", type=_PATH, help="p2p: file of the network's key.")
 @click.option("--allow", multiple=True, metavar="PEERID", help="p2p: let in these members only.")
 @click.option("--emulate-links", is_flag=True, help="Move KV caches no faster than the placement's links.")
-@_engine(
-    "--kv-scale", click.FloatRange(1), "The emulated engine moves one byte in so many, in the time of all."
-)
+@_engine("--kv-scale", Number(1), "The emulated engine moves one byte in so many, in the time of all.")
 def launch(
     placement: Path,
     model_path: Path | None,

@@ -19,7 +19,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
-class _Positive(click.FloatRange):
+class Number(click.FloatRange):
+    """A number in a range, which may have no end; nan is none."""
+
+    def convert(self, value, param, ctx) -> float:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
+
+
+class _Positive(Number):
     """A finite number above zero."""
 
     def __init__(self) -> None:
@@ -27,7 +37,7 @@ class _Positive(click.FloatRange):
 
     def convert(self, value, param, ctx) -> float:
         number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
+        if math.isinf(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 

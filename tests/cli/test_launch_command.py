@@ -125,6 +125,26 @@ def test_every_option_of_the_front_end_arrives(served, tmp_path):
     assert (call["model_path"], call["host"], call["port"]) == (Path("model"), "127.0.0.2", 0)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--queue-timeout-s", "nan"),
+        ("--read-timeout-s", "NaN"),
+        ("--write-timeout-s", "0"),
+        ("--kv-high-water", "nan"),
+        ("--kv-scale", "nan"),
+        ("--replan-after-s", "inf"),
+    ],
+)
+def test_what_is_no_number_in_the_range_is_refused(placement, option, value):
+    refused = CliRunner().invoke(launch, [placement, option, value])
+    assert refused.exit_code == 2 and option in refused.output and value in refused.output
+
+
+def test_a_limit_may_be_none_at_all(served):
+    assert served("--queue-timeout-s", "inf")["front"].queue_timeout_s == float("inf")
+
+
 def test_how_long_a_replan_waits_counts_only_with_one(served):
     assert served("--replan-after-s", "2", "--restarts", "1")["replan_after_s"] is None
     call = served("--replan", "--replan-after-s", "2", "--restarts", "1")
