@@ -34,6 +34,7 @@ from libp2p.transport.upgrader import TransportUpgrader
 from runtime.p2p.identity import Identity
 
 log = logging.getLogger(__name__)
+logging.getLogger("libp2p.transport.tcp").setLevel(logging.CRITICAL)  # a line for each try, of many
 
 MUXER = TProtocol("/hexgen2/yamux/1")  # for its own name libp2p takes its own Yamux, whatever class is given
 UPGRADE_S = 5.0
