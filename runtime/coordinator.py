@@ -18,8 +18,7 @@ from cost_model.errors import HexGen2Error
 from runtime.admission import Admission
 from runtime.fair_queue import FairQueue
 from runtime.generation import UNKNOWN, Generation, Observer, Origin, Outcome, RequestRecord
-from runtime.in_work import InWork
-from runtime.in_work import log_request as _log
+from runtime.in_work import InWork, log_request
 from runtime.launcher.link import Link
 from runtime.listeners import Listeners
 from runtime.messages import Sampling, Shutdown
@@ -214,7 +213,7 @@ class Coordinator:
         )
         self.check_serving()
         self._join_queue(request)
-        _log(request, "received from %s: %d tokens", origin.client, len(prompt))
+        log_request(request, "received from %s: %d tokens", origin.client, len(prompt))
         self._admit()
         if request.phase == "waiting":
             self._end_after(request, self._queue_timeout_s, self._waited_too_long)
