@@ -54,8 +54,9 @@ def next_tokens(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
     keys, values = torch.randn(2, REQUESTS * CONTEXT, kv_heads, dim)
     query = torch.randn(REQUESTS, heads, dim)
     output, blocks = torch.empty_like(query), CONTEXT // BLOCK_TOKENS
-    singles = [(k, 0, CONTEXT, range(k * blocks, (k + 1) * blocks)) for k in range(REQUESTS)]
-    spans = native.Spans.make([(*rest, list(table)) for *rest, table in singles])
+    spans = native.Spans.make(
+        [(one, 0, CONTEXT, range(one * blocks, (one + 1) * blocks)) for one in range(REQUESTS)]
+    )
     k, v = (part.view(REQUESTS, CONTEXT, kv_heads, dim).transpose(1, 2) for part in (keys, values))
 
     def by_torch() -> None:
