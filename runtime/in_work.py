@@ -276,7 +276,8 @@ class InWork:
 
 def _needs(request: Generation, replica_id: str) -> bool:
     """Whether a request cannot go on without a replica that holds some of it."""
-    return replica_id == request.record.decode_replica or not request.record.kv_arrived
+    prefilled = request.phase == "decoding" and request.record.kv_arrived
+    return replica_id == request.record.decode_replica or not prefilled
 
 
 def log_request(request: Generation, text: str, *values: object) -> None:

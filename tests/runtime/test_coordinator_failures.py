@@ -6,7 +6,7 @@ import random
 import pytest
 from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
 
-from runtime.messages import Cancel, Decode, Expect, Failed, Prefill, RequestFailed, Reserved
+from runtime.messages import Cancel, Decode, Expect, Failed, KvMoved, Prefill, RequestFailed, Reserved
 from runtime.refusals import TooLong, Unavailable
 from runtime.router import Route
 
@@ -334,6 +334,26 @@ def test_a_prefill_replica_may_go_once_its_request_decodes():
             await sent.wait()
             leads["p0"].link.close()
             assert await tokens_of(generation) == [300, 301, 302, 303]
+
+    run(scenario)
+
+
+def test_a_prefill_replica_that_goes_with_the_first_token_is_missed_though_the_kv_cache_has_arrived():
+    async def scenario():
+        async with serving([Route("p0", "d0", 1.0), Route("p1", "d0", 0.1)]) as (coordinator, leads):
+            leads["p0"].gate.clear()
+            request = coordinator.submit(PROMPT, sampling())
+            while "Prefill" not in leads["p0"].kinds():
+                await asyncio.sleep(0.005)
+            moved = KvMoved(request_id=request.request_id, bytes_received=640, seconds=0.001)
+            leads["d0"].link.send(moved)
+            while not request.record.kv_arrived:
+                await asyncio.sleep(0.005)
+            leads["p0"].link.close()
+            assert await tokens_of(request) == [300, 301, 302, 303]
+            assert request.record.resumes == 1 and list(coordinator.lost) == ["p0"]
+            leads["p0"].gate.set()
+            await settle(coordinator)
 
     run(scenario)
 
