@@ -17,6 +17,7 @@ from cost_model.collectives import all_reduce_s
 from cost_model.dtypes import matrix_flops_s
 from cost_model.hardware import NO_LINK, Accelerator
 from cost_model.lengths import RequestLengths
+from cost_model.portable import power
 from cost_model.roofline import EdgeWork, LayerWork, edge_s, layer_s
 
 
@@ -140,7 +141,7 @@ class Calibrated(CostModel):
         """Bytes of weights that a step reads in one layer: of a mixture, the experts that at least one
         token chose, expected under uniform routing."""
         model = self.model
-        idle_share = (1 - model.active_experts / model.experts) ** tokens if model.experts > 1 else 0.0
+        idle_share = power(1 - model.active_experts / model.experts, tokens) if model.experts > 1 else 0.0
         idle = model.experts * idle_share * model.expert_params
         return (model.layer_params - idle) * model.weight_bytes
 

@@ -11,11 +11,11 @@ relative to the bandwidth of the link itself, so that a card with slower links, 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
 from cost_model.hardware import Link
+from cost_model.portable import log, power
 
 MIB = 1024**2
 Table = tuple[tuple[float, float], ...]
@@ -71,4 +71,4 @@ def _interpolated(table: Sequence[tuple[float, float]], at: float) -> float:
         return table[-1][1]
     k = bisect_left(table, (at, 0.0))
     (low, a), (high, b) = table[k - 1], table[k]
-    return a * (b / a) ** (math.log(at / low) / math.log(high / low))
+    return a * power(b / a, log(at / low) / log(high / low))

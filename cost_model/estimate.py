@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cost_model.architecture import ModelArchitecture
@@ -71,7 +72,7 @@ def estimate(
     def walk_s(phase: Phase) -> float:
         """Through all stages, one after the other."""
         layer_s = costs.layer_s(phase, group, batch)
-        edges_s = sum(costs.edge_s(phase, group, batch, stage == last) for stage in range(shape.pp))
+        edges_s = math.fsum(costs.edge_s(phase, group, batch, stage == last) for stage in range(shape.pp))
         return model.layers * layer_s + edges_s + last * costs.boundary_s(phase, shape.link, batch)
 
     memory = [costs.stage_memory("decode", group, stage == 0, stage == last) for stage in range(shape.pp)]

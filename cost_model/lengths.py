@@ -6,6 +6,7 @@ request that is under way at some moment, which is the more often a long one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -37,8 +38,8 @@ class RequestLengths:
         if len(self.classes) == 1:
             isl, osl, _ = self.classes[0]
             return value(isl, osl)
-        total = sum(weight * by(isl, osl) for isl, osl, weight in self.classes)
-        return sum(weight * by(isl, osl) * value(isl, osl) for isl, osl, weight in self.classes) / total
+        total = math.fsum(weight * by(isl, osl) for isl, osl, weight in self.classes)
+        return math.fsum(weight * by(isl, osl) * value(isl, osl) for isl, osl, weight in self.classes) / total
 
     @property
     def isl(self) -> float:

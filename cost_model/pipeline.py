@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -63,7 +64,7 @@ def prefill_pace(
     Latency is the sum of all. Requests/s are batch / latency (Appendix A), but batch / slowest stage or hop
     where stages work on batches of their own ("pipelined").
     """
-    latency = sum(stage_s) + sum(boundary_s)
+    latency = math.fsum((*stage_s, *boundary_s))
     period = max(*stage_s, *boundary_s, 0.0) if semantics == "pipelined" else latency
     return Pace(batch / period, latency)
 
@@ -82,7 +83,7 @@ def decode_pace(
     longer of the sum and of one turn of the slowest stage or hop for each micro-batch; the requests under
     way are `batch` together ("pipelined") or in each micro-batch ("paper_optimistic").
     """
-    walk = sum(stage_s) + sum(boundary_s)
+    walk = math.fsum((*stage_s, *boundary_s))
     if semantics == "literal":
         return Pace(batch / (walk * osl), walk)
     stages = len(stage_s)

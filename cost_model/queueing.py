@@ -18,6 +18,7 @@ from scipy.special import gammainccinv, pdtr
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.lengths import RequestLengths
+from cost_model.portable import exp, twelve_digits
 
 _STEPS = 60
 
@@ -37,15 +38,15 @@ class ServiceMix:
         for isl, osl, _ in lengths.classes:
             attended = RequestLengths.fixed(isl, osl).prompt_attended(model.sliding_window)
             times.append(isl * (2 * model.active_layer_params + 4 * model.heads * model.head_dim * attended))
-        total = sum(weight for _, _, weight in lengths.classes)
+        total = math.fsum(weight for _, _, weight in lengths.classes)
         shares = tuple(weight / total for _, _, weight in lengths.classes)
-        mean = sum(share * time for share, time in zip(shares, times, strict=True))
+        mean = math.fsum(share * time for share, time in zip(shares, times, strict=True))
         return cls(shares, tuple(time / mean for time in times))
 
     @cached_property
     def second_moment(self) -> float:
         """E[S^2] / E[S]^2 of the service time S: 1 if all prompts take as long."""
-        return sum(w * r**2 for w, r in zip(self.shares, self.relative, strict=True))
+        return math.fsum(w * r * r for w, r in zip(self.shares, self.relative, strict=True))
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class PrefillQueue:
         if wait_s < 0 or load >= 1:
             return 1.0
         decay = 2 * (1 - load) * self.capacity_req_s / self.mix.second_moment
-        return load * math.exp(-decay * wait_s)
+        return load * exp(-decay * wait_s)
 
     @property
     def services(self) -> list[tuple[float, float]]:
@@ -95,14 +96,16 @@ class PrefillQueue:
 
     def attained(self, rate: float, ttft_s: float) -> float:
         """Share of requests whose first token comes within ttft_s, waiting included."""
-        return sum(
+        return math.fsum(
             share * (1 - self.wait_tail(rate, ttft_s - service_s)) for share, service_s in self.services
         )
 
     def soonest_s(self, share: float) -> float:
         """Seconds within which that share of the first tokens comes where nobody waits."""
         return min(
-            within for _, within in self.services if sum(w for w, s in self.services if s <= within) >= share
+            within
+            for _, within in self.services
+            if math.fsum(w for w, s in self.services if s <= within) >= share
         )
 
     def largest_rate(self, ttft_s: float, share: float) -> float:
@@ -114,14 +117,14 @@ class PrefillQueue:
         """
         per_second = 2 * self.capacity_req_s / self.mix.second_moment
         decays = [(w, per_second * (ttft_s - s)) for w, s in self.services if s <= ttft_s]
-        spare = sum(w for w, _ in decays) - share
+        spare = math.fsum(w for w, _ in decays) - share
         if spare <= 0:
             return 0.0
         load = 1.0
         for _ in range(_STEPS):
-            tails = [(w * math.exp(decay * (load - 1)), decay) for w, decay in decays]
-            late = sum(tail for tail, _ in tails) * load
-            step = (late - spare) / sum(tail * (1 + decay * load) for tail, decay in tails)
+            tails = [(w * exp(decay * (load - 1)), decay) for w, decay in decays]
+            late = math.fsum(tail for tail, _ in tails) * load
+            step = (late - spare) / math.fsum(tail * (1 + decay * load) for tail, decay in tails)
             load -= step
             if step <= 1e-12 * load:
                 break
@@ -175,11 +178,11 @@ class DecodeQueue:
         places = self.places_within(tpot_s)
         if rate >= self.capacity_req_s or places < 1:
             return 0.0
-        return float(pdtr(places - 1, self.under_way(rate)))
+        return twelve_digits(float(pdtr(places - 1, self.under_way(rate))))
 
     def largest_rate(self, share: float) -> float:
         """Most requests/s at which that share of them find a place at once."""
-        others = float(gammainccinv(self.places, share))
+        others = twelve_digits(float(gammainccinv(self.places, share)))
         return others / (self.osl * self.mean_tpot_s(others))
 
 

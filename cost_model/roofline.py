@@ -13,6 +13,7 @@ import math
 from typing import Any, NamedTuple
 
 from cost_model.coefficients import Coefficients
+from cost_model.portable import power
 
 Amount = Any
 """A float, or a numpy array of them."""
@@ -68,4 +69,9 @@ def kernel_s(compute_s: Amount, read_s: Amount, k: Coefficients) -> Amount:
     compute, read = compute_s / k.compute_efficiency, read_s / k.memory_efficiency
     if k.overlap == math.inf:
         return max(compute, read)
-    return (compute**k.overlap + read**k.overlap) ** (1 / k.overlap)
+    if not isinstance(compute, float):
+        return (compute**k.overlap + read**k.overlap) ** (1 / k.overlap)
+    longer, shorter = max(compute, read), min(compute, read)
+    if shorter <= 0:
+        return longer
+    return longer * power(1 + power(shorter / longer, k.overlap), 1 / k.overlap)

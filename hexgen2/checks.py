@@ -5,6 +5,7 @@ Each checker yields (key, problem) pairs; none means that the invariant holds.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,8 +181,10 @@ def check_flow(placement: Placement) -> Iterator[Violation]:
 def check_throughput(placement: Placement) -> Iterator[Violation]:
     """Flow is conserved: what the routes (and colocated replicas) carry is the throughput, and it stays
     within the bound."""
-    carried = sum(route.flow_req_s for route in placement.routes)
-    carried += sum(r.utilisation * r.capacity_req_s for r in placement.replicas if r.role == "colocated")
+    carried = math.fsum(route.flow_req_s for route in placement.routes)
+    carried += math.fsum(
+        r.utilisation * r.capacity_req_s for r in placement.replicas if r.role == "colocated"
+    )
     total = placement.throughput.req_s
     if abs(carried - total) > TOLERANCE * max(total, 1e-9):
         yield "throughput.req_s", f"{total:.6g} is not the {carried:.6g} that the routes carry"
@@ -199,7 +202,7 @@ def check_links(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
         if any(link.from_ not in senders or link.to not in receivers for link in route.links):
             yield f"routes[{k}].links", "name GPUs that the two replicas do not have"
             return
-        moved = sum(link.bytes_per_req for link in route.links)
+        moved = math.fsum(link.bytes_per_req for link in route.links)
         if abs(moved - route.kv_bytes_per_req) > TOLERANCE * route.kv_bytes_per_req:
             yield f"routes[{k}].links", f"move {moved:.6g} bytes of {route.kv_bytes_per_req:.6g} per request"
     workload = placement.workload

@@ -80,5 +80,5 @@ def _latencies(name: str, seconds: np.ndarray, counts: np.ndarray) -> dict[str, 
     order = np.argsort(seconds, kind="stable")
     values, seen = seconds[order] * 1e3, np.cumsum(counts[order])
     ranks = [np.searchsorted(seen, seen[-1] * share / 100) for share in (50, *PERCENTILES)]
-    mean = float(np.average(values, weights=counts[order]))
+    mean = float((values * counts[order]).sum() / counts.sum())
     return dict(zip(keys, [mean, *(float(values[min(r, len(values) - 1)]) for r in ranks)], strict=True))

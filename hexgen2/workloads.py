@@ -116,7 +116,9 @@ def _mixture(text: str) -> Workload:
             raise InputError("--workload", text[:200], f"names {workload.name} twice", "add up its shares")
         shares[workload.name] = _share(share, text) if colon else 1.0
     classes = [
-        c.model_copy(update={"weight": share * c.weight / sum(one.weight for one in SHIPPED[name].classes)})
+        c.model_copy(
+            update={"weight": share * c.weight / math.fsum(one.weight for one in SHIPPED[name].classes)}
+        )
         for name, share in shares.items()
         for c in SHIPPED[name].classes
     ]

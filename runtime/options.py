@@ -14,6 +14,7 @@ QUEUE_TIMEOUT_S = 60.0
 KV_SCALE = 64.0
 TORCH, EMULATED, VLLM = "torch", "emulated", "vllm"
 ENGINES = (TORCH, EMULATED, VLLM)
+INSTRUCTIONS = ("auto", "avx2")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NIXL = "nixl"
 GPU_TRANSPORTS, CPU_TRANSPORTS = ("cuda_ipc", "nccl"), ("shm",)

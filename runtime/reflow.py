@@ -8,6 +8,7 @@ and the ports of GPUs are shared as hexgen2.checks has it, unless the placement 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from itertools import pairwise, product
@@ -95,7 +96,7 @@ class Reflow:
             else:
                 used = loads[replica.id] / replica.capacity_req_s if replica.capacity_req_s else 0.0
                 replicas.append(replica.model_copy(update={"utilisation": used}))
-        served = sum(route.weight for route in routes)
+        served = math.fsum(route.weight for route in routes)
         carrying = [
             self.between(route.prefill, route.decode).model_copy(update={"flow_req_s": route.weight})
             for route in routes

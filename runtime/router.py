@@ -6,6 +6,7 @@ needs neither torch nor asyncio: the runtime and the simulator share it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ class Router:
         candidates = [standing for standing in self._standing if admissible(standing.route)]
         if not candidates:
             return self._pick_spare(admissible)
-        total = sum([standing.route.weight for standing in candidates])
+        total = math.fsum([standing.route.weight for standing in candidates])
         for standing in candidates:
             standing.credit += standing.route.weight / total
         due = [standing for standing in candidates if standing.credit >= self._margin]

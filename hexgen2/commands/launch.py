@@ -17,6 +17,7 @@ from runtime.options import (
     DTYPES,
     ENGINES,
     FRONT_DEFAULTS,
+    INSTRUCTIONS,
     KV_TRANSPORTS,
     REPLAN_AFTER_S,
     RESTARTS,
@@ -84,6 +85,13 @@ _engine, _front = partial(setting, DEFAULTS), partial(setting, FRONT_DEFAULTS)
     click.Choice(DTYPES),
     "Of weights and KV cache. auto: float32 if a worker is a CPU, else the checkpoint's.",
 )
+@click.option(
+    "--cpu-instructions",
+    type=click.Choice(INSTRUCTIONS),
+    default=INSTRUCTIONS[0],
+    show_default=True,
+    help="avx2: local workers use no wider ones, so that replicas on different processors round alike.",
+)
 @_engine("--chunk-tokens", click.IntRange(1), "Prompt tokens in a step in which requests decode, too.")
 @click.option(
     "--prefix-caching/--no-prefix-caching",
@@ -132,6 +140,7 @@ def launch(
     api_key: tuple[str, ...],
     api_keys: Path | None,
     log_format: str,
+    cpu_instructions: str,
     restarts: int,
     replan: bool,
     replan_after_s: float,
@@ -150,6 +159,7 @@ def launch(
     try:
         from runtime import logs
         from runtime.api.keys import collect
+        from runtime.launcher.processes import limit_instructions
         from runtime.serve import serve
     except ModuleNotFoundError as error:
         raise InputError(
@@ -160,6 +170,7 @@ def launch(
     options = settings_of(EngineOptions, settings)
     front = settings_of(FrontOptions, settings, api_keys=collect(api_key, api_keys))
     os.environ[logs.FORMAT_VARIABLE] = log_format  # workers inherit it
+    limit_instructions(cpu_instructions)
     code = serve(
         *(loaded, model_path, host, port, launcher, engine, str(placement)),
         options=options,

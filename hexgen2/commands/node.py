@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from cost_model.errors import InputError
+from runtime.options import INSTRUCTIONS
 
 EXTRAS = "pip install 'hexgen2[runtime,p2p]'"
 
@@ -29,6 +30,13 @@ EXTRAS = "pip install 'hexgen2[runtime,p2p]'"
     help="The GPUs here, as the cluster has them.  [default: what the driver shows]",
 )
 @click.option(
+    "--cpu-instructions",
+    type=click.Choice(INSTRUCTIONS),
+    default=INSTRUCTIONS[0],
+    show_default=True,
+    help="avx2: workers use no wider ones, so that replicas on different processors round alike.",
+)
+@click.option(
     "--new-network-key", type=click.Path(path_type=Path), help="Write a new network key, and do nothing else."
 )
 def node(
@@ -42,10 +50,12 @@ def node(
     model_path: Path | None,
     address: str | None,
     accelerators: str | None,
+    cpu_instructions: str,
     new_network_key: Path | None,
 ) -> None:
     """Make this machine a node, until Ctrl-C: heads of its network start workers here."""
     try:
+        from runtime.launcher.processes import limit_instructions
         from runtime.node import run_node
         from runtime.p2p import identity as keys
         from runtime.p2p.membership import IDENTITIES, LOOPBACK_LISTEN, Membership
@@ -54,6 +64,7 @@ def node(
     if new_network_key is not None:
         keys.new_network_key(new_network_key)
         return
+    limit_instructions(cpu_instructions)
     membership = Membership(
         identity=identity or IDENTITIES / f"{name}.key",
         join=join,

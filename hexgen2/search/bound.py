@@ -14,6 +14,7 @@ The bounds by programs (search/master.py) know what replicas really do, and wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from cost_model.base import TensorGroup
 from cost_model.hardware import NO_LINK
 from hexgen2.placement import Bound
 from hexgen2.search.problem import Problem
+from hexgen2.search.ties import greatest_first
 
 ROUNDING = 1e-9
 """A gap below this is that of floating point."""
@@ -90,8 +92,8 @@ def decode_batch_limit(problem: Problem) -> int:
 
 def best_split(rates: Iterable[tuple[float, float]], prefill: float = 0.0, decode: float = 0.0) -> float:
     """max over x in [0, 1]^n of min(prefill + sum x p, decode + sum (1 - x) q), for rates (p, q)."""
-    order = sorted(rates, key=lambda rate: -rate[0] / rate[1])
-    before, after = prefill, decode + sum(q for _, q in order)
+    order = greatest_first(rates, lambda rate: rate[0] / rate[1])
+    before, after = prefill, decode + math.fsum(q for _, q in order)
     best = min(before, after)
     for p, q in order:
         # This one is divided: before + x p = after - x q.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hexgen2.kv_parts import route_links
@@ -65,8 +67,7 @@ def build_placement(
         for j in range(len(evaluation.decode))
         if carried[i, j] > 0
     ]
-    served = sum(route.flow_req_s for route in routes)
-    served += sum(alone)
+    served = math.fsum([*(route.flow_req_s for route in routes), *alone])
     used = {gpu for name in names for stage in name.gpus for gpu in stage}
     cards = {problem.cluster.accelerators[gpu] for gpu in used}
     idle = [problem.cluster.gpu_ids[gpu] for gpu in problem.usable.tolist() if gpu not in used]
@@ -131,12 +132,12 @@ def _latency(evaluation: ev.Evaluation, routes: np.ndarray) -> Latency:
     """Means over requests: a prefill step's time and a decode step's time where each request goes, the latter
     stretched by the prefills of a colocated replica."""
     alone = [(r.plan, float(w)) for r, w in zip(evaluation.colocated, evaluation.alone, strict=True)]
-    total = float(routes.sum() + sum(w for _, w in alone)) or 1.0
-    ttft = sum(r.plan.latency_s * w for r, w in zip(evaluation.prefill, routes.sum(axis=1), strict=True))
-    tpot = sum(r.plan.latency_s * w for r, w in zip(evaluation.decode, routes.sum(axis=0), strict=True))
-    ttft += sum(plan.latency_s * w for plan, w in alone)
-    tpot += sum(plan.token_s * w for plan, w in alone)
-    return Latency(ttft_ms=float(ttft) / total * 1e3, tpot_ms=float(tpot) / total * 1e3)
+    total = math.fsum([float(routes.sum()), *(w for _, w in alone)]) or 1.0
+    first = zip(evaluation.prefill, routes.sum(axis=1).tolist(), strict=True)
+    rest = zip(evaluation.decode, routes.sum(axis=0).tolist(), strict=True)
+    ttft = [*(r.plan.latency_s * w for r, w in first), *(plan.latency_s * w for plan, w in alone)]
+    tpot = [*(r.plan.latency_s * w for r, w in rest), *(plan.token_s * w for plan, w in alone)]
+    return Latency(ttft_ms=math.fsum(ttft) / total * 1e3, tpot_ms=math.fsum(tpot) / total * 1e3)
 
 
 def _goodput(problem: Problem, evaluation: ev.Evaluation, carried: np.ndarray) -> Goodput | None:

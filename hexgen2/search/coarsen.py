@@ -32,11 +32,16 @@ def gpu_graph(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 def coarsen(weights: np.ndarray, memory: np.ndarray, labels: np.ndarray) -> CoarseGraph:
     """Merge the vertices of each group; parallel edges add up, inner edges vanish."""
     groups = np.unique(labels)
-    member = (labels[:, None] == groups[None, :]).astype(float)
-    edges = member.T @ np.where(np.eye(len(weights), dtype=bool), 0.0, weights) @ member
+    edges = sums_by(sums_by(np.where(np.eye(len(weights), dtype=bool), 0.0, weights), labels).T, labels)
     np.fill_diagonal(edges, 0.0)
     members = tuple(tuple(int(v) for v in np.flatnonzero(labels == g)) for g in groups)
-    return CoarseGraph(members, edges, member.T @ memory)
+    return CoarseGraph(members, edges, sums_by(memory, labels))
+
+
+def sums_by(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """[k, ...] sums of the values [n, ...] that share a label [n], in the order of the labels; added up in
+    their order, which a matrix product's depends on the processor."""
+    return np.array([values[labels == label].sum(axis=0) for label in np.unique(labels)])
 
 
 def project(problem: Problem, graph: CoarseGraph, roles: list[str]) -> Solution:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from hexgen2.search.classes import Pattern, widest_span
 from hexgen2.search.plan import Planner
+from hexgen2.search.ties import exceeds
 
 ROLES = ("prefill", "decode")
 
@@ -55,7 +56,7 @@ def undominated(columns: Sequence[Column]) -> list[Column]:
             default=0.0,
         )
         best[column.role, column.pattern] = max(parts, column.capacity_req_s)
-        if column.capacity_req_s > parts * (1 + 1e-9):
+        if exceeds(column.capacity_req_s, parts):
             kept.append(column)
     return kept
 

@@ -15,6 +15,7 @@ from hexgen2.search.classes import NodeClasses
 from hexgen2.search.columns import Column
 from hexgen2.search.master import Master
 from hexgen2.search.problem import Blocks, Group, Solution, blocks_of
+from hexgen2.search.ties import first_largest, greatest, least
 
 ROUNDING = 1e-6
 
@@ -38,7 +39,7 @@ def dive(
         # All whole groups at once the first time, then the one that is most nearly whole.
         whole = np.floor(ahead + ROUNDING).astype(int)
         if not whole.any():
-            whole[int(np.argmax(ahead))] = 1
+            whole[first_largest(ahead)] = 1
         for k in _largest_first(columns, whole):
             price = master.price_of(columns[k])
             for _ in range(whole[k]):
@@ -103,7 +104,7 @@ class Layout:
             if not free:
                 return None
             slowest = {n: min((links[n][m].bandwidth_bytes_s for m in taken), default=0.0) for n in free}
-            surplus = {n: sign * self._surplus[n] for n in free}
-            taken.append(min(free, key=lambda n: (-slowest[n], surplus[n], self._free[n], n)))
+            spare = least(greatest(free, slowest.__getitem__), lambda n: sign * self._surplus[n])
+            taken.append(min(spare, key=lambda n: (self._free[n], n)))
         ordered = sorted(column.pattern, key=lambda part: -part[1])
         return blocks_of({node: count for node, (_, count) in zip(taken, ordered, strict=True)})

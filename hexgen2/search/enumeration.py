@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from hexgen2.search.bound import Limit
 from hexgen2.search.problem import Group, Solution, blocks_of
 from hexgen2.search.refine import SearchState
+from hexgen2.search.ties import exceeds
 
 ASSUMPTIONS = (
     "every partition of the GPUs into replicas was tried or excluded",
@@ -72,7 +73,7 @@ class _Enumeration:
         if state.market and not state.market.affordable(Solution(tuple(self._groups))):
             return True
         best = max(state.best.net_req_s if state.best else 0.0, self._wanted * (1 - 1e-8))
-        if state.evaluator.limit_with_rest(done, free) <= best * (1 + 1e-9):
+        if not exceeds(state.evaluator.limit_with_rest(done, free), best):
             return True
         if node == len(free):
             if self._left is not None:

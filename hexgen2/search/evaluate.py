@@ -7,6 +7,7 @@ capacities does not already decide.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from hexgen2.search.bound import best_split, node_rates
-from hexgen2.search.flow import Flow, FlowNetwork, solve
+from hexgen2.search.flow import Flow, FlowNetwork, settled, solve
 from hexgen2.search.neighbourhood import Alike
 from hexgen2.search.plan import GroupPlan, PlannedStage, Planner
 from hexgen2.search.prices import Prices, Stages
@@ -22,6 +23,7 @@ from hexgen2.search.problem import Blocks, Group, Problem, Solution
 from hexgen2.search.relaxed import Relaxed
 from hexgen2.search.routes import RouteUse, pipeline_use, route_use
 from hexgen2.search.shared_use import SharedUse, shared_use
+from hexgen2.search.ties import exceeds, least, ranks_above
 
 PLATEAU_SHARE = 1e-3
 """Weight of the replicas' summed capacity in the score: it leads across plateaus of the flow."""
@@ -78,6 +80,12 @@ class Evaluation:
         """The plan of each group."""
         return {(r.group.role, r.group.blocks): r.plan for r in self.replicas}
 
+    @cached_property
+    def routes(self) -> np.ndarray:
+        """[P, D] what each route carries, in requests/s: of all maximum flows the one to read (see
+        flow.settled)."""
+        return settled(self.network, self.flow).routes
+
     @property
     def req_s(self) -> float:
         return self.flow.value + float(self.alone.sum())
@@ -94,13 +102,17 @@ class Evaluation:
 
     @property
     def rank(self) -> tuple[float, float, float]:
-        """Greater is better: the flow less its cost (to rounding), of equals the one with least to change,
-        then the score."""
-        return round(self.net_req_s, 9), -self.idle_req_s, self.score
+        """Greater is better: the flow less its cost, of equals the one with least to change, then the
+        score."""
+        return self.net_req_s, -self.idle_req_s, self.score
+
+    def better_than(self, other: Evaluation) -> bool:
+        """Whether it ranks above the other."""
+        return ranks_above(self.rank, other.rank)
 
 
 def _capacity(replicas: Sequence[Replica]) -> float:
-    return sum(replica.plan.capacity_req_s for replica in replicas)
+    return math.fsum(replica.plan.capacity_req_s for replica in replicas)
 
 
 class Evaluator:
@@ -194,14 +206,14 @@ class Evaluator:
         for group in solution.groups:
             capacity[group.role] += capacity_of(group)
         served = min(capacity["prefill"], capacity["decode"]) + capacity["colocated"]
-        return served + PLATEAU_SHARE * sum(capacity.values())
+        return served + PLATEAU_SHARE * math.fsum(capacity.values())
 
     def _rate_limit(self, group: Group) -> float:
         key = (group.role, group.blocks)
         known = self._rate_limits.get(key)
         if known is None:
             rates = self._rates[group.role]
-            known = self._rate_limits[key] = sum(count * rates[node] for node, count in group.blocks)
+            known = self._rate_limits[key] = math.fsum(count * rates[node] for node, count in group.blocks)
         return known
 
     def _plan_capacity(self, group: Group) -> float:
@@ -293,7 +305,7 @@ class Evaluator:
             [(replica.stages, replica.plan.capacity_req_s) for replica in side]
             for side in (self._replicas(solution, role, near.plans) for role in ("prefill", "decode"))
         ]
-        total = sum(capacity for side in sides for _, capacity in side)
+        total = math.fsum(capacity for side in sides for _, capacity in side)
         return prices.limit(*sides) + PLATEAU_SHARE * total
 
     def _reorder(self, start: Evaluation) -> Evaluation:
@@ -308,7 +320,7 @@ class Evaluator:
             prefill = tuple(self._reordered(p, best.decode, prices, sending=True) for p in best.prefill)
             decode = tuple(self._reordered(d, prefill, prices, sending=False) for d in best.decode)
             tried = self.with_plans(best.solution, prefill, decode, best.colocated)
-            if tried.score <= best.score * (1 + 1e-9):
+            if not exceeds(tried.score, best.score):
                 break
             best = tried
         return best
@@ -325,7 +337,7 @@ class Evaluator:
             return total
 
         candidates = [replace(replica, plan=plan) for plan in self.orders(replica)]
-        return min([replica, *candidates], key=cost)
+        return least([replica, *candidates], cost)[0]
 
     def orders(self, replica: Replica) -> list[GroupPlan]:
         """The replica's plan under other orders of its stages that keep its capacity; the layers are split

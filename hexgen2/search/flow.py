@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from ortools.graph.python import max_flow
 from ortools.linear_solver.python import model_builder_helper as linear
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, vstack
 
 from hexgen2.search.shared_use import SharedUse
+from hexgen2.search.ties import TOLERANCE
 
 SCALE = 1e12
 """Integer capacities of the solver per unit of the largest possible flow."""
@@ -39,7 +40,9 @@ class FlowNetwork:
 
     def carries(self, flow: np.ndarray) -> bool:
         """True if the routes can carry a flow [P, D], alone and together."""
-        return bool((flow <= self.routes).all()) and (self.shared is None or self.shared.carries(flow))
+        return bool((flow <= self.routes * (1 + TOLERANCE)).all()) and (
+            self.shared is None or self.shared.carries(flow)
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def solve(network: FlowNetwork) -> Flow:
     pairwise = without_sharing(network)
     if network.shared is None or network.shared.carries(pairwise.routes):
         return pairwise
-    return _with_sharing(network, network.shared)
+    return _with_sharing(network)
 
 
 def _in_proportion(network: FlowNetwork) -> Flow:
@@ -67,7 +70,7 @@ def _in_proportion(network: FlowNetwork) -> Flow:
     if p <= 0 or d <= 0:
         return Flow(0.0, np.zeros(network.routes.shape))
     value = min(p, d)
-    return Flow(float(value), np.outer(network.prefill / p, network.decode / d) * value)
+    return Flow(float(value), np.multiply.outer(network.prefill / p, network.decode / d) * value)
 
 
 def without_sharing(network: FlowNetwork) -> Flow:
@@ -105,7 +108,7 @@ def balance(network: FlowNetwork, flow: Flow, rounds: int = 10) -> Flow:
         return flow
     mean_prefill, mean_decode = flow.value / network.prefill.sum(), flow.value / network.decode.sum()
     wanted = flow.value * (1 - 1e-9)
-    best, low, high, slack = flow, 0.0, 1.0, 0.0
+    best, at, low, high, slack = flow, network, 0.0, 1.0, 0.0
     for _ in range(rounds + 1):
         shrunk = replace(
             network,
@@ -114,13 +117,13 @@ def balance(network: FlowNetwork, flow: Flow, rounds: int = 10) -> Flow:
         )
         tried = solve(shrunk)
         if tried.value >= wanted:
-            best, high = tried, slack
+            best, at, high = tried, shrunk, slack
         else:
             low = slack
         if high == low:
             break
         slack = (low + high) / 2
-    return best
+    return settled(at, best)
 
 
 def few_routes(network: FlowNetwork, flow: Flow) -> Flow:
@@ -137,10 +140,41 @@ def few_routes(network: FlowNetwork, flow: Flow) -> Flow:
     return Flow(flow.value, routes) if network.carries(routes) else flow
 
 
-def _with_sharing(network: FlowNetwork, shared: SharedUse) -> Flow:
+def settled(network: FlowNetwork, flow: Flow) -> Flow:
+    """The maximum flow to read shares from. Many flows have the greatest value, and which of them a solver
+    returns is a matter of its pivots; this one is the same for every solver: shares in proportion to the
+    capacities if the routes carry them, else the flow of least transfer time."""
+    even = _in_proportion(network)
+    if network.carries(even.routes) or flow.value <= 0:
+        return even
+    matrix, limits = _constraints(network)
+    transfer_s = 1 / network.routes.ravel()
+    # Equal routes are told apart by multiples of the golden section less their whole parts, which lie as far
+    # from one another as so many numbers can.
+    apart = np.modf(np.arange(1, flow.routes.size + 1) * 0.6180339887498949)[0]
+    total = csr_array(np.full((1, flow.routes.size), -1.0))
+    found = _solved(
+        network.routes.ravel(),
+        vstack([matrix, total], format="csr"),
+        np.append(limits, -flow.value * (1 - 1e-10)),
+        -(transfer_s / transfer_s.max() + 0.01 * apart),
+    )
+    return _within(network, np.asarray(found.variable_values()))
+
+
+def _with_sharing(network: FlowNetwork) -> Flow:
     """max sum f under the capacities of replicas and routes, and sum busy_s f <= 1 for all they share."""
+    solver = _solved(network.routes.ravel(), *_constraints(network))
+    return _within(network, np.asarray(solver.variable_values()))
+
+
+def _constraints(network: FlowNetwork) -> tuple[csr_array, np.ndarray]:
+    """Matrix [r, P * D] and limits [r]: matrix @ flow <= limits says what replicas and shared links carry."""
     p, d = network.routes.shape
-    busy_s, user, entries = shared.limiting(network.prefill, network.decode)
+    none = np.zeros(0, dtype=np.int64)
+    busy_s, user, entries = np.zeros(0), none, none
+    if network.shared:
+        busy_s, user, entries = network.shared.limiting(network.prefill, network.decode)
     # Row by row: the routes of each prefill replica, of each decode replica, and of each shared resource.
     route = np.arange(p * d)
     columns = np.concatenate([route, route.reshape(p, d).T.ravel(), user])
@@ -148,19 +182,18 @@ def _with_sharing(network: FlowNetwork, shared: SharedUse) -> Flow:
     starts = np.concatenate([[0], np.cumsum(np.concatenate([np.full(p, d), np.full(d, p), entries]))])
     limits = np.concatenate([network.prefill, network.decode, np.ones(len(entries))])
     matrix = csr_array((values, columns, starts), shape=(len(limits), p * d))
-    return _within(network, _largest_sum(network.routes.ravel(), matrix, limits))
+    return matrix, limits
 
 
-def _largest_sum(most: np.ndarray, matrix: csr_array, limits: np.ndarray) -> np.ndarray:
-    """argmax sum x over 0 <= x <= most and matrix x <= limits."""
-    return np.asarray(_solved(most, matrix, limits).variable_values())
-
-
-def _solved(most: np.ndarray, matrix: csr_array, limits: np.ndarray) -> linear.ModelSolverHelper:
-    """The same, solved by the simplex method (GLOP), with its duals."""
+def _solved(
+    most: np.ndarray, matrix: csr_array, limits: np.ndarray, weights: np.ndarray | None = None
+) -> linear.ModelSolverHelper:
+    """max sum weights x (1 each by default) over 0 <= x <= most and matrix x <= limits, by the simplex method
+    (GLOP), with its duals."""
     model, solver = linear.ModelBuilderHelper(), linear.ModelSolverHelper("GLOP")
     solver.set_solver_specific_parameters(GLOP_PARAMETERS)
-    none, gain, free = np.zeros(len(most)), np.ones(len(most)), np.full(len(limits), -np.inf)
+    gain = np.ones(len(most)) if weights is None else weights
+    none, free = np.zeros(len(most)), np.full(len(limits), -np.inf)
     model.fill_model_from_sparse_data(none, most, gain, free, limits, matrix)  # type: ignore[arg-type]
     model.set_maximize(True)
     solver.solve(model)

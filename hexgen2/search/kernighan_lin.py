@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hexgen2.search.coarsen import sums_by
+from hexgen2.search.ties import first_largest, order
+
 MAX_PAIRS = 1000
 """Most pairs of groups that are refined: all of up to 45 groups."""
 
@@ -49,11 +52,10 @@ def _most_to_gain(edges: np.ndarray, shares: np.ndarray, labels: np.ndarray) -> 
     """The pairs of groups to refine: all, or the MAX_PAIRS with the largest objective, which no swap can
     make less than zero."""
     groups = np.unique(labels)
-    member = (labels[:, None] == groups[None, :]).astype(float)
     a, b = np.triu_indices(len(groups), 1)
-    held = member.T @ shares
-    objective = (member.T @ edges @ member)[a, b] + np.abs(held[a] - held[b])
-    chosen = np.sort(np.argsort(-objective, kind="stable")[:MAX_PAIRS])
+    held = sums_by(shares, labels)
+    objective = sums_by(sums_by(edges, labels).T, labels)[a, b] + np.abs(held[a] - held[b])
+    chosen = np.sort(order((-objective).tolist())[:MAX_PAIRS])
     return list(zip(groups[a[chosen]].tolist(), groups[b[chosen]].tolist(), strict=True))
 
 
@@ -77,7 +79,7 @@ def _refine_pair(edges: np.ndarray, shares: np.ndarray, labels: np.ndarray, a: i
         gain = save_left[:, None] + save_right[None, :] - 2 * between
         gain = gain + abs(difference) - np.abs(difference - transfer)
         gain[~open_pairs] = -np.inf
-        i, j = np.unravel_index(np.argmax(gain), gain.shape)
+        i, j = np.unravel_index(first_largest(gain), gain.shape)
         total += float(gain[i, j])
         history.append((i, j))
         difference -= float(transfer[i, j])

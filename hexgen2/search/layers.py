@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+from hexgen2.search.ties import greatest, least, order
 
 
 def balance_layers(
@@ -24,18 +27,18 @@ def balance_layers(
     if layers < stages or min(limit) < 1 or sum(limit) < layers:
         return None
     # Continuous water level first; only its rounding (and the stages that hit a limit) is left over.
-    level = (layers + sum(e / a for a, e in zip(layer_s, edge_s, strict=True))) / sum(1 / a for a in layer_s)
-    split = [max(1, min(limit[j], int((level - edge_s[j]) / layer_s[j]))) for j in range(stages)]
+    edges = math.fsum(e / a for a, e in zip(layer_s, edge_s, strict=True))
+    level = (layers + edges) / math.fsum(1 / a for a in layer_s)
+    split = [max(1, min(limit[j], int((level - edge_s[j]) / layer_s[j] + 1e-9))) for j in range(stages)]
     missing = layers - sum(split)
     while missing > 0:
-        j = min(
-            (j for j in range(stages) if split[j] < limit[j]),
-            key=lambda j: layer_s[j] * (split[j] + 1) + edge_s[j],
-        )
+        room = (j for j in range(stages) if split[j] < limit[j])
+        j = least(room, lambda j: layer_s[j] * (split[j] + 1) + edge_s[j])[0]
         split[j] += 1
         missing -= 1
     while missing < 0:
-        j = max((j for j in range(stages) if split[j] > 1), key=lambda j: layer_s[j] * split[j] + edge_s[j])
+        several = (j for j in range(stages) if split[j] > 1)
+        j = greatest(several, lambda j: layer_s[j] * split[j] + edge_s[j])[0]
         split[j] -= 1
         missing += 1
     return split
@@ -48,7 +51,7 @@ def fastest_layers(layers: int, layer_s: Sequence[float], limit: Sequence[int]) 
         return None
     split = [1] * stages
     missing = layers - stages
-    for j in sorted(range(stages), key=lambda j: (layer_s[j], j)):
+    for j in order(layer_s):
         taken = min(missing, limit[j] - 1)
         split[j] += taken
         missing -= taken

@@ -6,6 +6,7 @@ no candidate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,7 @@ class Market:
     def price(self, solution: Solution) -> float:
         """US dollars per hour for the GPUs in groups."""
         prices = self.problem.node_price
-        return sum(prices[node] * count for group in solution.groups for node, count in group.blocks)
+        return math.fsum(prices[node] * count for group in solution.groups for node, count in group.blocks)
 
     def affordable(self, solution: Solution) -> bool:
         """Whether the solution's price is within the budget."""
@@ -95,7 +96,7 @@ def trades(market: Market, solution: Solution, givers: list[int], takers: list[i
     nothing: tuple[int | None, Blocks] = (None, ())
     gifts = [nothing, *((a, given) for a in givers for given in _given(solution.groups[a]))]
     for giver, given in gifts:
-        money = left + sum(prices[node] * count for node, count in given)
+        money = left + math.fsum(prices[node] * count for node, count in given)
         for node, idle in offered:
             if any(node == n for n, _ in given):
                 continue

@@ -33,6 +33,7 @@ from scipy.sparse import csr_array
 from hexgen2.placement import OPTIMAL
 from hexgen2.search.bound import node_rates
 from hexgen2.search.classes import NodeClasses
+from hexgen2.search.coarsen import sums_by
 from hexgen2.search.columns import ROLES, Column
 
 INFINITY = math.inf
@@ -77,12 +78,12 @@ class Master:
         """Rows and columns of y. What links and cards carry is added up over the nodes of a class."""
         problem, classes = self._problem, self._classes.nodes
         size, nodes = len(classes), len(problem.node_gpus)
-        member = np.array([np.isin(np.arange(nodes), members) for members in classes], dtype=float)
         links = problem.shared_links.capacity_bytes_s[: nodes**2].reshape(nodes, nodes).copy()
         np.fill_diagonal(links, 0.0)
         kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers
-        between = member @ links @ member.T / kv_bytes
-        card = member @ problem.cluster.card_bytes_s / kv_bytes
+        class_of = np.array(self._classes.class_of)
+        between = sums_by(sums_by(links, class_of).T, class_of).T / kv_bytes
+        card = sums_by(problem.cluster.card_bytes_s, class_of) / kv_bytes
 
         total = self._row(0.0, 0.0)
         self._flow.append((total, -1.0))
@@ -166,7 +167,7 @@ class Master:
 
     def price_of(self, column: Column) -> float:
         """US dollars per hour for the GPUs of one group."""
-        return sum(self._price[which] * count for which, count in column.gpus)
+        return math.fsum(self._price[which] * count for which, count in column.gpus)
 
     def _model(self, columns: Sequence[Column]) -> tuple[linear.ModelBuilderHelper, int]:
         """The linear program, and where its columns z begin."""

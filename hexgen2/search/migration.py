@@ -7,6 +7,7 @@ weights they need.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,7 +156,7 @@ class Migrator:
     def _moved(self, replica: Replica, gpus: tuple[tuple[int, ...], ...], loads: list[float]) -> Successor:
         drain = max(self.previous.drain_s.get(gpu, 0.0) for stage in gpus for gpu in stage)
         load_s = self.terms.restart_s + max(loads) / self.terms.load_bytes_s
-        return Successor(replica, gpus, None, "start", sum(loads), drain, load_s)
+        return Successor(replica, gpus, None, "start", math.fsum(loads), drain, load_s)
 
     def missed_requests(self, successors: Sequence[Successor], req_s: float) -> float:
         """Requests that are not served within the horizon because replicas of the new plan, which serves
@@ -178,7 +179,7 @@ class Migrator:
         found = self.successors(evaluation.replicas)
         return Cost(
             req_s=evaluation.req_s,
-            load_bytes=sum(s.load_bytes for s in found),
+            load_bytes=math.fsum(s.load_bytes for s in found),
             missed_requests=self.missed_requests(found, evaluation.req_s),
         )
 

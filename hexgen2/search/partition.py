@@ -18,6 +18,7 @@ from hexgen2.search.kernighan_lin import kernighan_lin
 from hexgen2.search.problem import Problem, Solution
 from hexgen2.search.secondary import secondary_partition
 from hexgen2.search.spectral import spectral_partition
+from hexgen2.search.ties import first_largest, greatest
 
 BATCH_PER_REPLICA = 32
 """Concurrent requests assumed when the number of groups is estimated (Appendix A)."""
@@ -66,7 +67,7 @@ def initial_solution(
         project(problem, graph, ["prefill" if s == first else "decode" for s in side])
         for first in (True, False)
     ]
-    return max(both, key=lambda solution: evaluator.evaluate(solution).score)
+    return greatest(both, lambda solution: evaluator.evaluate(solution).score)[0]
 
 
 def group_graph(problem: Problem, groups: int, partitioner: Partitioner) -> CoarseGraph:
@@ -94,6 +95,6 @@ def node_parts(node_of: np.ndarray, memory: np.ndarray, groups: int) -> np.ndarr
     sizes, held = np.bincount(node), np.bincount(node, memory)
     parts = np.clip(np.floor(held / held.sum() * groups).astype(int), 1, sizes)
     while parts.sum() < min(groups, len(node)):
-        parts[np.argmax(np.where(parts < sizes, held / parts, -1.0))] += 1
+        parts[first_largest(np.where(parts < sizes, held / parts, -1.0))] += 1
     place = np.arange(len(node)) - (np.cumsum(sizes) - sizes)[node]
     return (np.cumsum(parts) - parts)[node] + place * parts[node] // sizes[node]

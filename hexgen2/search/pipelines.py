@@ -7,6 +7,7 @@ remembered by kind of stage and batch.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -103,7 +104,7 @@ class Pipelines:
         pipeline = Pipeline(role, tuple(shape), kinds, hops, memory, batch, 0.0)
         # All L layers pass every request, so L requests/s is at most the sum of the stages' layers/s.
         timing = self.timing(pipeline, phase, running) if role == "prefill" else self.turn(pipeline, batch)
-        rate = sum(running / layer_s for layer_s in timing.layer_s)
+        rate = math.fsum(running / layer_s for layer_s in timing.layer_s)
         return replace(pipeline, limit_req_s=rate / (layers * outputs))
 
     def _stage_kind(self, node: int, degree: int) -> StageKind:

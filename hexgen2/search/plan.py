@@ -18,6 +18,7 @@ from hexgen2.search.classes import node_classes, widest_span
 from hexgen2.search.pipelines import Pipeline, Pipelines, Timing
 from hexgen2.search.problem import Blocks, Problem
 from hexgen2.search.shapes import Shapes, vllm_runs
+from hexgen2.search.ties import exceeds, greatest, greatest_first
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 """Shares of the largest batch tried: a smaller one leaves room for layers on the faster stages."""
@@ -126,11 +127,11 @@ class Planner:
             p for p in (self._pipelines.of(role, shape) for shape in self._shapes_of(role, blocks)) if p
         ]
         best: GroupPlan | None = None
-        for pipeline in sorted(pipelines, key=lambda p: -p.limit_req_s):
-            if best and pipeline.limit_req_s <= best.capacity_req_s * (1 + 1e-12):
+        for pipeline in greatest_first(pipelines, lambda p: p.limit_req_s):
+            if best and not exceeds(pipeline.limit_req_s, best.capacity_req_s):
                 break
             plan = self._plan(pipeline)
-            if plan and (best is None or plan.capacity_req_s > best.capacity_req_s * (1 + 1e-12)):
+            if plan and (best is None or exceeds(plan.capacity_req_s, best.capacity_req_s)):
                 best = plan
         return best
 
@@ -185,7 +186,7 @@ class Planner:
 
     def _plan(self, pipeline: Pipeline) -> GroupPlan | None:
         found = self._prefill(pipeline) if pipeline.role == "prefill" else self._decode(pipeline)
-        best = max(found, key=lambda one: one.req_s, default=None)
+        best = next(iter(greatest(found, lambda one: one.req_s)), None)
         if best is None or best.req_s <= 0:
             return None
         stages = tuple(

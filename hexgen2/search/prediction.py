@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +60,7 @@ class LoadedPlacement:
         rest = np.array(
             [q.attained(rate * w, target.tpot_s) for q, w in zip(self.decode, shares[1], strict=True)]
         )
-        return float(first @ self.routes @ rest)
+        return float((first[:, None] * self.routes * rest).sum())
 
     def goodput_req_s(self) -> float:
         """The largest rate at which the attainment asked for is reached; 0 if it never is."""
@@ -68,7 +69,7 @@ class LoadedPlacement:
     def mean_ttft_s(self, rate: float) -> float:
         """Seconds to the first token, waiting included."""
         shares = self.routes.sum(axis=1)
-        return sum(
+        return math.fsum(
             float(w) * (q.mean_wait_s(rate * w) + q.latency_s)
             for q, w in zip(self.prefill, shares, strict=True)
         )
@@ -79,7 +80,7 @@ class LoadedPlacement:
 
         def too_short(ttft_s: float) -> bool:
             within = (w * q.attained(rate * w, ttft_s) for q, w in zip(self.prefill, weights, strict=True))
-            return sum(within) < share
+            return math.fsum(within) < share
 
         longest = 1.0
         while too_short(longest):
@@ -89,7 +90,7 @@ class LoadedPlacement:
     def mean_tpot_s(self, rate: float) -> float:
         """Seconds per output token."""
         shares = self.routes.sum(axis=0)
-        return sum(
+        return math.fsum(
             float(w) * q.mean_tpot_s(q.under_way(rate * w)) for q, w in zip(self.decode, shares, strict=True)
         )
 

@@ -12,6 +12,7 @@ their own, and the rest can be tried in the order of their promise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -92,10 +93,10 @@ class Prices:
         for j in np.flatnonzero(~priced):
             y_right[j] = _cheapest(right[j].capacity_req_s, missing[:, j] - y_left, routes[:, j])
         unpaid = np.maximum(0.0, missing - y_left[:, None] - y_right[None, :])
-        ports = sum(float(replica.ports.sum()) for replica in (*left, *right))
+        ports = math.fsum(float(replica.ports.sum()) for replica in (*left, *right))
         return float(
-            y_left @ [p.capacity_req_s for p in left]
-            + y_right @ [d.capacity_req_s for d in right]
+            (y_left * [p.capacity_req_s for p in left]).sum()
+            + (y_right * [d.capacity_req_s for d in right]).sum()
             + (unpaid * routes).sum()
             + self._links_price.sum()
             + ports
@@ -104,7 +105,7 @@ class Prices:
     def toll(self, use: RouteUse) -> float:
         """Requests/s that a request/s on a route takes from others, on links, network cards and uplinks."""
         shared = use.resources < self._links
-        return float(use.busy_s[shared] @ self._links_price[use.resources[shared]])
+        return float((use.busy_s[shared] * self._links_price[use.resources[shared]]).sum())
 
     def _priced(self, role: str, stages: Stages, capacity_req_s: float) -> _Priced:
         price, ports = self._known[role].get(stages, (None, self._free))
@@ -117,7 +118,7 @@ class Prices:
         if found is None:
             use = self._use_of(*key)
             price = np.concatenate([self._links_price, prefill.ports, decode.ports])
-            found = 1.0 - float(use.busy_s @ price[use.resources]), 1 / use.transfer_s
+            found = 1.0 - float((use.busy_s * price[use.resources]).sum()), 1 / use.transfer_s
             self._pairs[key] = found
         return found
 
@@ -125,5 +126,5 @@ class Prices:
 def _cheapest(capacity: float, gaps: np.ndarray, limits: np.ndarray) -> float:
     """The price y >= 0 that minimises capacity y + sum limits max(0, gaps - y): at a gap, or 0."""
     candidates = np.append(np.maximum(gaps, 0.0), 0.0)
-    costs = capacity * candidates + np.maximum(0.0, gaps[None, :] - candidates[:, None]) @ limits
-    return float(candidates[np.argmin(costs)])
+    unpaid = (np.maximum(0.0, gaps[None, :] - candidates[:, None]) * limits).sum(axis=1)
+    return float(candidates[np.argmin(capacity * candidates + unpaid)])

@@ -30,9 +30,9 @@ from hexgen2.search.neighbourhood import (
     swaps,
 )
 from hexgen2.search.problem import Solution
+from hexgen2.search.ties import exceeds, greatest_first
 
 FULL = 1 - 1e-6
-MINIMUM_GAIN = 1e-9
 EFFORT_PER_PLAN = 3
 EFFORT_PER_ROUTE = 1 / 50
 EFFORT_PER_GROUP = 1 / 60
@@ -69,7 +69,7 @@ class SearchState:
         """Keep the evaluation if it can be paid for and ranks above the best."""
         if self.market and not self.market.affordable(evaluation.solution):
             return
-        if self.best and evaluation.rank <= self.best.rank:
+        if self.best and not evaluation.better_than(self.best):
             return
         self.best = evaluation
         self._compare()
@@ -98,7 +98,7 @@ class SearchState:
 
     def bounded_by(self, limit: Limit) -> None:
         """Keep the limit if it is the tightest."""
-        if self.limit is None or limit.req_s < self.limit.req_s:
+        if self.limit is None or exceeds(self.limit.req_s, limit.req_s):
             self.limit = limit
             self._compare()
             if self.progress and self.best:
@@ -163,30 +163,30 @@ def _best_step(
     """The step of highest score, if it improves. Steps are tried in the order of what they promise at most,
     until none left promises more than the best has."""
     evaluator = state.evaluator
-    threshold = current.score * (1 + MINIMUM_GAIN)
+    threshold = current.score
     prices = evaluator.prices(current)
-    promising: list[tuple[float, int, Step]] = []
+    promising: list[tuple[float, Step]] = []
     seen = set()
     for name, solution in steps:
         state.groups_looked_at += len(solution.groups)
         if state.market and not state.market.affordable(solution):
             continue
         limit = evaluator.score_limit(solution, threshold)
-        if limit <= threshold or solution.key in seen:
+        if not exceeds(limit, threshold) or solution.key in seen:
             continue
         seen.add(solution.key)
         if prices:
             limit = min(limit, evaluator.priced_limit(solution, current, prices))
-        if limit > threshold:
-            promising.append((-limit, len(promising), (name, solution)))
+        if exceeds(limit, threshold):
+            promising.append((limit, (name, solution)))
         if state.finished():
             break
     best: tuple[str, Evaluation] | None = None
-    for negative, _, (name, solution) in sorted(promising):
-        if -negative <= threshold or (best and state.finished()):
+    for limit, (name, solution) in greatest_first(promising, lambda step: step[0]):
+        if not exceeds(limit, threshold) or (best and state.finished()):
             break
         tried = evaluator.evaluate(solution, current)
-        if tried.score > threshold:
+        if exceeds(tried.score, threshold):
             best, threshold = (name, tried), tried.score
     return best
 
@@ -233,7 +233,7 @@ def _node_sizes(evaluator: Evaluator) -> tuple[int, ...]:
 
 def _pressure(evaluation: Evaluation) -> tuple[list[int], list[int]]:
     """Indices of groups whose replicas are at capacity, and of those with room (or no plan at all)."""
-    loads = evaluation.flow.routes
+    loads = evaluation.routes
     full = [
         replica.index
         for replicas, capacity, carried in (
@@ -248,7 +248,7 @@ def _pressure(evaluation: Evaluation) -> tuple[list[int], list[int]]:
 
 def _full_route_ends(evaluation: Evaluation) -> list[int]:
     """Indices of the groups at either end of a KV route that is full or takes what is full."""
-    network, flow = evaluation.network, evaluation.flow.routes
+    network, flow = evaluation.network, evaluation.routes
     if not flow.size:
         return []
     full = (flow >= network.routes * FULL) & (flow > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from hexgen2.search.plan import GroupPlan, Planner
 from hexgen2.search.previous import OldReplica
 from hexgen2.search.problem import Blocks, Group, Problem, Solution
 from hexgen2.search.shards import shard_bytes, shards_of
+from hexgen2.search.ties import exceeds
 
 POLISH_ROUNDS = 3
 """Most rounds over all replicas in which each tries its other plans."""
@@ -31,7 +33,7 @@ class ReplanEvaluator(Evaluator):
     def way_cost(self, replicas: Sequence[Replica], req_s: float) -> tuple[float, float]:
         horizon = self.migrator.terms.horizon_s
         found = self.migrator.successors(replicas)
-        idle = sum(s.replica.plan.capacity_req_s * min(1.0, s.absent_s / horizon) for s in found)
+        idle = math.fsum(s.replica.plan.capacity_req_s * min(1.0, s.absent_s / horizon) for s in found)
         return self.migrator.missed_requests(found, req_s) / horizon, idle
 
     def plan_of(self, group: Group) -> GroupPlan | None:
@@ -44,7 +46,7 @@ class ReplanEvaluator(Evaluator):
             best, most = None, 0.0
             for plan, absent_s in self._options(group):
                 served = plan.capacity_req_s * max(0.0, horizon - absent_s)
-                if best is None or served > most * (1 + 1e-9):
+                if best is None or exceeds(served, most):
                     best, most = plan, served
             self._chosen[group] = best
         return self._chosen[group]
@@ -88,7 +90,7 @@ class ReplanEvaluator(Evaluator):
         their solution if no better one is known."""
         found = self.with_plans(evaluation.solution, *_by_role(evaluation.replicas))
         known = self._evaluated.get(found.solution.key)
-        if known is None or known.rank < found.rank:
+        if known is None or found.better_than(known):
             self._evaluated[found.solution.key] = found
         return found
 
@@ -110,7 +112,7 @@ class ReplanEvaluator(Evaluator):
             replicas = list(start.replicas)
             replicas[place] = replace(replica, plan=plan)
             tried = self.with_plans(start.solution, *_by_role(replicas))
-            if tried.rank > best.rank:
+            if tried.better_than(best):
                 best = tried
         return best
 

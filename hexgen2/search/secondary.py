@@ -11,6 +11,8 @@ import itertools
 import numpy as np
 
 from hexgen2.search.coarsen import CoarseGraph
+from hexgen2.search.spectral import RESOLUTION, first_eigenvector, laplacian
+from hexgen2.search.ties import first_largest
 
 EXHAUSTIVE_LIMIT = 12
 """Up to so many super nodes every bipartition is tried (2^11 at most)."""
@@ -31,25 +33,26 @@ def secondary_partition(graph: CoarseGraph) -> np.ndarray:
 def _best(graph: CoarseGraph, sides: np.ndarray) -> int:
     """Index of the best of several bipartitions [m, k]."""
     signs = np.where(sides, 1.0, -1.0)
-    cut = (graph.weights.sum() - np.einsum("mk,kl,ml->m", signs, graph.weights, signs)) / 4
-    imbalance = np.abs(signs @ graph.memory) / graph.memory.sum()
+    cut = np.zeros(len(signs))
+    for k, m in itertools.combinations(range(len(graph.members)), 2):
+        cut += np.where(sides[:, k] != sides[:, m], graph.weights[k, m], 0.0)
+    imbalance = np.abs((signs * graph.memory).sum(axis=1)) / graph.memory.sum()
     value = cut / max(float(graph.weights.sum()) / 2, 1e-30) - 1e-6 * imbalance
-    return int(np.argmax(value))
+    return first_largest(value)
 
 
 def _local_search(graph: CoarseGraph) -> np.ndarray:
     """From the sign of the Laplacian's last eigenvector (largest cut of the relaxation), flip single
     super nodes while the cut grows."""
     weights = graph.weights / max(float(graph.weights.max()), 1e-30)
-    laplacian = np.diag(weights.sum(axis=1)) - weights
-    side = np.linalg.eigh(laplacian)[1][:, -1] > 0
+    side = first_eigenvector(-laplacian(weights)) > RESOLUTION
     for _ in range(10 * len(side)):
         signs = np.where(side, 1.0, -1.0)
-        gain = signs * (weights @ signs)
-        k = int(np.argmax(gain))
-        if gain[k] <= 1e-12:
+        gain = signs * (weights * signs).sum(axis=1)
+        k = first_largest(gain)
+        if gain[k] <= 1e-9:
             break
         side[k] = ~side[k]
     if side.all() or not side.any():
-        side[int(np.argmax(graph.memory))] ^= True
+        side[first_largest(graph.memory)] ^= True
     return side

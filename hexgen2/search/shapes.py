@@ -9,9 +9,11 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 
 from hexgen2.search.problem import Blocks, Problem
+from hexgen2.search.ties import least
 
 MAX_SHAPES = 64
 """Most combinations of tensor degrees tried per group; beyond it every block takes one degree."""
@@ -85,11 +87,11 @@ class Shapes:
         if nodes not in self._paths:
             if len(nodes) <= 5:
                 walks = itertools.permutations(nodes)
-                path = min(walks, key=lambda walk: sum(itertools.starmap(hop, itertools.pairwise(walk))))
+                path = least(walks, lambda walk: math.fsum(itertools.starmap(hop, pairwise(walk))))[0]
             else:
                 path, rest = (nodes[0],), set(nodes[1:])
                 while rest:
-                    nearest = min(rest, key=lambda node: (hop(path[-1], node), node))
+                    nearest = least(sorted(rest), partial(hop, path[-1]))[0]
                     path, rest = (*path, nearest), rest - {nearest}
             self._paths[nodes] = path
         counts = dict(blocks)

@@ -50,7 +50,7 @@ class SharedUse:
         most_sent, most_received = np.zeros((len(used), len(prefill))), np.zeros((len(used), len(decode)))
         np.maximum.at(most_sent, (row, self.route // self.shape[1]), self.busy_s)
         np.maximum.at(most_received, (row, self.route % self.shape[1]), self.busy_s)
-        fillable = np.minimum(most_sent @ prefill, most_received @ decode) > 1
+        fillable = np.minimum((most_sent * prefill).sum(axis=1), (most_received * decode).sum(axis=1)) > 1
         kept = np.flatnonzero(fillable[row])
         kept = kept[np.argsort(row[kept], kind="stable")]
         return self.busy_s[kept], self.route[kept], np.bincount(row, minlength=len(used))[fillable]

@@ -3,11 +3,23 @@
 HexGen-2, section 3.2, step (i). Nodes weigh their memory, edges their bandwidth. Each cut orders the
 GPUs along the Fiedler vector of the Laplacian (the eigenvector of its second smallest eigenvalue;
 Alpert & Yao, 1995) and splits the order where memory is in proportion to the groups on either side.
+
+Where nodes are alike, many vectors answer, and a solver returns whichever its rounding leads to. The one
+taken here does not depend on the solver: of all answers, the one nearest to the order of the cluster's file.
 """
 
 from __future__ import annotations
 
 import numpy as np
+
+from hexgen2.search.ties import first_largest, order
+
+ALIKE = 1e-4
+"""Eigenvalues within this share of the smallest count as equal: their vectors are found together, since
+rounding mixes those of eigenvalues that nearly meet."""
+
+RESOLUTION = 1e-6
+"""Places along an eigenvector (of length 1) that lie closer are the same: rounding moves them by 1e-8."""
 
 
 def spectral_partition(weights: np.ndarray, memory: np.ndarray, groups: int) -> np.ndarray:
@@ -37,21 +49,45 @@ def _bisect(
         labels[vertices] = first
         return
     left_groups = groups // 2
-    order = vertices[np.argsort(fiedler_vector(weights[np.ix_(vertices, vertices)]), kind="stable")]
-    filled = np.cumsum(memory[order]) / memory[order].sum()
+    ordered = vertices[order(fiedler_vector(weights[np.ix_(vertices, vertices)]).tolist(), RESOLUTION)]
+    filled = np.cumsum(memory[ordered]) / memory[ordered].sum()
     # The cut whose left share is nearest to the left groups' share, leaving enough GPUs on both sides.
-    cuts = np.arange(left_groups, len(order) - (groups - left_groups) + 1)
-    cut = cuts[np.argmin(np.abs(filled[cuts - 1] - left_groups / groups))]
-    _bisect(weights, memory, order[:cut], left_groups, first, labels)
-    _bisect(weights, memory, order[cut:], groups - left_groups, first + left_groups, labels)
+    cuts = np.arange(left_groups, len(ordered) - (groups - left_groups) + 1)
+    cut = cuts[first_largest(-np.abs(filled[cuts - 1] - left_groups / groups))]
+    _bisect(weights, memory, ordered[:cut], left_groups, first, labels)
+    _bisect(weights, memory, ordered[cut:], groups - left_groups, first + left_groups, labels)
+
+
+def laplacian(weights: np.ndarray) -> np.ndarray:
+    """[n, n] of a graph of these bandwidths [n, n], in units of the largest; the diagonal is ignored."""
+    adjacency = np.where(np.eye(len(weights), dtype=bool), 0.0, weights)
+    adjacency = adjacency / (adjacency.max() or 1.0)
+    return np.diag(adjacency.sum(axis=1)) - adjacency
 
 
 def fiedler_vector(weights: np.ndarray) -> np.ndarray:
-    """The second eigenvector of the graph's Laplacian, rounded so that equal vertices stay equal and
-    with its first non-zero entry negative, so that the order does not depend on the solver's sign."""
-    adjacency = np.where(np.eye(len(weights), dtype=bool), 0.0, weights)
-    adjacency = adjacency / adjacency.max()
-    laplacian = np.diag(adjacency.sum(axis=1)) - adjacency
-    vector = np.round(np.linalg.eigh(laplacian)[1][:, 1], 9)
-    nonzero = vector[np.flatnonzero(vector)]
-    return -vector if len(nonzero) and nonzero[0] > 0 else vector
+    """[n] places of the vertices along the second eigenvector of the graph's Laplacian; those closer than
+    RESOLUTION are the same."""
+    matrix = laplacian(weights)
+    # The constant vector, of eigenvalue 0, is moved behind all others: eigenvalues are at most twice the
+    # largest degree (Gershgorin). So the second eigenvector comes first, in a graph of several parts too.
+    apart = 4 * float(np.diag(matrix).max()) + 1.0
+    return first_eigenvector(matrix + apart / len(matrix))
+
+
+def first_eigenvector(matrix: np.ndarray) -> np.ndarray:
+    """[n] the eigenvector of a symmetric matrix's smallest eigenvalue; where that has several, the one that
+    points along 0, 1, ..., n-1 (or if none does, the one of which some vertex has most).
+
+    It is the projection of that ramp onto the eigenvectors, and so the same for every basis that a solver
+    may return, sign included.
+    """
+    values, vectors = np.linalg.eigh(matrix)
+    near = values - values[0] <= ALIKE * abs(values[0]) + 1e-9 * np.abs(values).max()
+    basis = vectors[:, near]
+    ramp = np.arange(len(matrix)) - (len(matrix) - 1) / 2
+    found = basis @ (basis.T @ ramp)
+    if np.abs(found).max() <= 1e-3 * np.abs(ramp).max():
+        share = (basis * basis).sum(axis=1)
+        found = basis @ basis[first_largest(share)]
+    return found / np.sqrt((found * found).sum())

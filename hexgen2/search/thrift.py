@@ -7,6 +7,7 @@ import itertools
 from hexgen2.search.evaluate import Evaluation, Evaluator
 from hexgen2.search.market import Market, releases, trades
 from hexgen2.search.problem import Solution
+from hexgen2.search.ties import exceeds, least, smallest_first
 
 
 def fitted(evaluator: Evaluator, market: Market, solution: Solution) -> Solution:
@@ -20,7 +21,7 @@ def fitted(evaluator: Evaluator, market: Market, solution: Solution) -> Solution
             return (score - evaluator.evaluate(rest).score) / saved if saved > 0 else float("inf")
 
         rests = [rest for _, rest in releases(solution, range(len(solution.groups)))]
-        solution = min(rests, key=loss_per_dollar)
+        solution = least(rests, loss_per_dollar)[0]
     return solution
 
 
@@ -40,10 +41,10 @@ def _cheaper(evaluator: Evaluator, current: Evaluation, req_s: float) -> Evaluat
     below = Market(evaluator.problem, price * (1 - 1e-6))
     steps = itertools.chain(releases(solution, everyone), trades(below, solution, everyone, everyone))
     options = {rest.key: rest for _, rest in steps if below.affordable(rest)}
-    for rest in sorted(options.values(), key=below.price):
-        if evaluator.score_limit(rest, req_s) < req_s:
+    for rest in smallest_first(options.values(), below.price):
+        if exceeds(req_s, evaluator.score_limit(rest, req_s)):
             continue
         found = evaluator.reordered(evaluator.evaluate(rest))
-        if found.req_s >= req_s:
+        if not exceeds(req_s, found.req_s):
             return found
     return None

@@ -135,7 +135,8 @@ def online(lengths: Lengths, rate: float, count: int, seed: int, burstiness: flo
     """At random, `rate` a second on average."""
     rng = np.random.default_rng(seed)
     isl, osl = lengths.sample(rng, count)
-    gaps = rng.gamma(burstiness, 1 / (rate * burstiness), size=count)
+    # To the nanosecond: the last bits of a gamma variate depend on the C library.
+    gaps = np.round(rng.gamma(burstiness, 1 / (rate * burstiness), size=count), 9)
     kind = "Poisson" if burstiness == 1 else f"burstiness {burstiness:g}"
     return Requests(
         np.cumsum(gaps) - gaps[0], isl, osl, f"{lengths.source}; {rate:g} requests/s, {kind}, seed {seed}"

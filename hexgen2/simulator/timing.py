@@ -9,6 +9,7 @@ one machine in a cyclic flow shop; see Baccelli and others, Synchronization and 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
@@ -79,9 +80,9 @@ class ReplicaTimes:
     def turn_s(self, works: Sequence[Work]) -> float:
         """Seconds in which each of these micro-batches, at most `in_flight`, passes through once."""
         steps = [self.step(work) for work in works]
-        walk = max(sum(stage_s) + sum(hop_s) for stage_s, hop_s in steps)
+        walk = max(math.fsum((*stage_s, *hop_s)) for stage_s, hop_s in steps)
         parts = ([*stage_s, *hop_s] for stage_s, hop_s in steps)
-        return max(walk, *map(sum, zip(*parts, strict=True)))
+        return max(walk, *map(math.fsum, zip(*parts, strict=True)))
 
     def decode_turn(self, requests: int) -> tuple[Line, ...]:
         """Seconds of one output token for each of so many requests: the greatest of these lines.
@@ -97,7 +98,7 @@ class ReplicaTimes:
         turns = min(self._micro_batches, requests)
         size = requests / turns
         stage_s, hop_s = self.step(Work(0.0, 0.0, size, 0.0, size))
-        walk = sum(stage_s) + sum(hop_s), sum(self._context_s) / turns
+        walk = math.fsum((*stage_s, *hop_s)), math.fsum(self._context_s) / turns
         stages = ((turns * a, b) for a, b in zip(stage_s, self._context_s, strict=True))
         return _upper([walk, *stages, *((turns * a, 0.0) for a in hop_s)])
 

@@ -243,7 +243,7 @@ def binding(costs: Mapping[Any, RouteCost]) -> dict[Any, RouteCost]:
         for resource, seconds in cost.busy_s.items():
             takers[resource][route] = seconds
     kept: list[Resource] = []
-    for resource in sorted(takers, key=lambda r: (-len(takers[r]), -sum(takers[r].values()))):
+    for resource in sorted(takers, key=lambda r: (-len(takers[r]), -math.fsum(takers[r].values()))):
         own = takers[resource]
         if not any(all(takers[o].get(route, 0.0) >= s for route, s in own.items()) for o in kept):
             kept.append(resource)

@@ -16,6 +16,7 @@ from hexgen2.placement import Placement
 from hexgen2.search.neighbourhood import Step
 from hexgen2.search.problem import Problem
 from hexgen2.search.refine import SearchState
+from hexgen2.search.ties import exceeds
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.paper import require_found
 from hexgen2.strategies.uniform import (
@@ -92,7 +93,7 @@ def _divisions(
     for count in range(1, len(p.replicas) + 1):
         left = (total - count * p.size) // d.size
         best = state.best.req_s if state.best else 0.0
-        if min(count * p.capacity_req_s, left * d.capacity_req_s) <= best:
+        if not exceeds(min(count * p.capacity_req_s, left * d.capacity_req_s), best):
             continue
         for spread in (False, True):
             free = free_gpus(problem, nodes)

@@ -18,6 +18,7 @@ from hexgen2.search.partition import estimated_groups
 from hexgen2.search.problem import Problem, Solution
 from hexgen2.search.refine import SearchState
 from hexgen2.search.secondary import secondary_partition
+from hexgen2.search.ties import greatest_first
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.paper import require_found
 
@@ -54,7 +55,7 @@ def _survivors(state: SearchState, population: list[Solution], step: str) -> lis
         if evaluated and state.out_of_time():
             break
         evaluated.setdefault(solution.key, state.evaluator.evaluate(solution))
-    best = sorted(evaluated.values(), key=lambda evaluation: -evaluation.score)[:POPULATION]
+    best = greatest_first(evaluated.values(), lambda evaluation: evaluation.score)[:POPULATION]
     for evaluation in best:
         # Unordered if that is all there is time for.
         state.offer(evaluation if state.out_of_time() else state.evaluator.reordered(evaluation), step)

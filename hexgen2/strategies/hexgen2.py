@@ -20,6 +20,7 @@ from hexgen2.search.metis import metis_partition
 from hexgen2.search.partition import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.problem import Problem
 from hexgen2.search.refine import SearchState, refine
+from hexgen2.search.ties import greatest
 from hexgen2.strategies import exact
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.latency import explore_latency
@@ -85,7 +86,7 @@ def climb_from_starts(state: SearchState) -> None:
     """Refine the linear program's start and the paper's, each on its own."""
     evaluator = state.evaluator
     laid_out = [evaluator.relaxed.start(pair_roles=pair_roles) for pair_roles in (False, True)]
-    linear = max(laid_out, key=lambda solution: evaluator.evaluate(solution).score)
+    linear = greatest(laid_out, lambda solution: evaluator.evaluate(solution).score)[0]
     if linear.groups:
         refine(state, linear, "start from the linear program")
     sizes = start_sizes(state.evaluator.problem)

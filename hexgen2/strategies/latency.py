@@ -11,6 +11,7 @@ best is kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from hexgen2.search.kick import kick
 from hexgen2.search.prediction import LoadedPlacement
 from hexgen2.search.reach import soonest_s
 from hexgen2.search.refine import SearchState, refine
+from hexgen2.search.ties import exceeds, least
 
 STEP = 1.2
 LARGEST = 20
@@ -80,7 +82,7 @@ class _LatencySearch:
     def run(self) -> None:
         """Down the stairs of the coarse grid, then from point to point around the best."""
         self._stairs()
-        at = min(self._tried, key=lambda point: self._tried[point])
+        at = least(self._tried, lambda point: self._tried[point])[0]
         for stride in STRIDES:
             better: Point | None = at
             while better is not None:
@@ -103,14 +105,14 @@ class _LatencySearch:
 
     def _better_neighbour(self, at: Point, stride: int) -> Point | None:
         near = [(at[0] + i * stride, at[1] + j * stride) for i, j in DIRECTIONS]
-        best = min((p for p in near if min(p) > 0), key=self._try, default=at)
-        if self._try(best) < self._try(at):
+        best = next(iter(least((p for p in near if min(p) > 0), self._try)), at)
+        if exceeds(self._try(at), self._try(best)):
             return best
         if self._try(at) == float("inf"):
             return None
         # As good within a tighter target: on the way to where a replica must change.
-        tighter = (p for p in near if min(p) > 0 and sum(p) < sum(at) and self._try(p) == self._try(at))
-        return next(tighter, None)
+        tighter = (p for p in near if min(p) > 0 and sum(p) < sum(at))
+        return next((p for p in tighter if not exceeds(self._try(p), self._try(at))), None)
 
     def _try(self, point: Point) -> float:
         """Least mean latency in seconds of what was found within these targets; infinite if nothing there
@@ -123,7 +125,7 @@ class _LatencySearch:
         state, own = self._state, self._problem.targets
         if state.out_of_time():
             return float("inf")
-        ttft_s, tpot_s = (s * STEP**k for s, k in zip(self._soonest, point, strict=True))
+        ttft_s, tpot_s = (s * math.prod([STEP] * k) for s, k in zip(self._soonest, point, strict=True))
         goal = self._problem.goal.model_copy(
             update={
                 "objective": "goodput",
@@ -161,7 +163,7 @@ class _LatencySearch:
         if self._load >= loaded.limit_req_s or not self._in_time(loaded):
             return float("inf")
         latency_s = loaded.mean_e2el_s(self._load)
-        if latency_s < self._least_s * (1 - 1e-9):
+        if exceeds(self._least_s, latency_s):
             self._least_s = latency_s
             self._state.best = at_full_load
             self._state.note(f"{latency_s:.4g} s on average {step}")

@@ -16,7 +16,8 @@ from hexgen2.search.evaluate import Evaluation, Evaluator
 from hexgen2.search.neighbourhood import Step
 from hexgen2.search.partition import estimated_groups, initial_solution
 from hexgen2.search.problem import Problem, Solution
-from hexgen2.search.refine import MINIMUM_GAIN, SearchState, guided_steps
+from hexgen2.search.refine import SearchState, guided_steps
+from hexgen2.search.ties import exceeds
 from hexgen2.strategies.base import SearchOptions, run_search
 
 NAME = "hexgen2-paper"
@@ -75,10 +76,10 @@ def require_found(state: SearchState, why: str, other: str = "hexgen2") -> None:
 def _best_guided_swap(state: SearchState, current: Evaluation) -> tuple[str, Evaluation] | None:
     """The step of highest score, if it improves on the current one."""
     best: tuple[str, Evaluation] | None = None
-    threshold = current.score * (1 + MINIMUM_GAIN)
+    threshold = current.score
     for name, solution in _guided_swaps(state.evaluator, current):
         tried = valued(state.evaluator, solution)
-        if tried.score > threshold:
+        if exceeds(tried.score, threshold):
             best, threshold = (name, tried), tried.score
         if state.out_of_time():
             break

@@ -12,7 +12,8 @@ from hexgen2.placement import Placement
 from hexgen2.search.neighbourhood import swaps
 from hexgen2.search.partition import estimated_groups
 from hexgen2.search.problem import Problem
-from hexgen2.search.refine import MINIMUM_GAIN, SearchState
+from hexgen2.search.refine import SearchState
+from hexgen2.search.ties import exceeds
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.paper import paper_start, require_found, valued
 
@@ -36,7 +37,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
                 continue
             name, solution = steps[int(rng.integers(len(steps)))]
             tried = valued(state.evaluator, solution)
-            if tried.score > current.score * (1 + MINIMUM_GAIN):
+            if exceeds(tried.score, current.score):
                 current = tried
                 state.offer(current, name)
         require_found(state, f"{NAME} keeps to {estimated_groups(problem)} groups, and too few of them")

@@ -11,6 +11,7 @@ from hexgen2.search.plan import Planner
 from hexgen2.search.problem import Blocks, Group, Problem, Solution, blocks_of
 from hexgen2.search.refine import SearchState
 from hexgen2.search.shapes import Shapes
+from hexgen2.search.ties import exceeds
 from hexgen2.strategies.paper import valued
 
 MAX_NODES = 16
@@ -54,7 +55,7 @@ def keep_best(state: SearchState, candidates: Iterator[Step]) -> None:
         if state.out_of_time():
             return
         best = state.best.req_s if state.best else 0.0
-        if state.evaluator.score_limit(solution, best) > best:
+        if exceeds(state.evaluator.score_limit(solution, best), best):
             state.offer(valued(state.evaluator, solution), name)
 
 

@@ -8,10 +8,13 @@ whole copy fills stay idle.
 
 from __future__ import annotations
 
+import math
+
 from cost_model.hardware import Accelerator
 from hexgen2.placement import Placement
 from hexgen2.search.problem import Group, Problem, Solution
 from hexgen2.search.refine import SearchState
+from hexgen2.search.ties import exceeds
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.paper import require_found
 from hexgen2.strategies.uniform import Replicas, UniformPlanner, copies, nodes_by_type
@@ -48,7 +51,7 @@ def _best_copies(problem: Problem, accelerator: Accelerator, nodes: list[int]) -
         planner = UniformPlanner(problem, {accelerator: degree})
         for _, _, replicas in copies(problem, nodes):
             plans = (planner.plan(ROLE, blocks) for blocks in replicas)
-            served = sum(plan.capacity_req_s for plan in plans if plan)
-            if served > best[0] * (1 + 1e-9):
+            served = math.fsum(plan.capacity_req_s for plan in plans if plan)
+            if exceeds(served, best[0]):
                 best = (served, degree, replicas)
     return best[1:]

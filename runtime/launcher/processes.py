@@ -25,6 +25,16 @@ WORKER_ENVIRONMENT = {
     "LRU_CACHE_CAPACITY": "64",
 }
 
+AVX2_ONLY = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""For torch and our own kernels, which follow it; for oneDNN; for MKL."""
+
+
+def limit_instructions(choice: str) -> None:
+    """Let workers that are started from now on compute with these instructions (one of INSTRUCTIONS) at most,
+    so that replicas on different processors round alike. "auto" leaves the environment as it is."""
+    if choice == "avx2":
+        os.environ.update(AVX2_ONLY)
+
 
 def _run_worker(worker: str, control: socket.socket) -> None:
     """Body of a worker process. A terminal's Ctrl-C reaches it too; its parent decides instead."""

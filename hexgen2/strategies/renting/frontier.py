@@ -7,6 +7,7 @@ import numpy as np
 from hexgen2.search.evaluate import Evaluation
 from hexgen2.search.market import Market, spendable
 from hexgen2.search.refine import SearchState
+from hexgen2.search.ties import exceeds
 from hexgen2.strategies.renting.budget import Plain, explore_budget
 from hexgen2.strategies.renting.cost import leave_cheapest
 from hexgen2.strategies.renting.universe import attempt, fresh
@@ -42,4 +43,4 @@ def explore_frontier(state: SearchState, seed: int, plain: Plain) -> None:
 
 def _better(cheaper: Evaluation, dearer: Evaluation | None) -> Evaluation:
     """The same groups in another order differ in the last digits: only a gain is worth the price."""
-    return dearer if dearer is not None and dearer.req_s > cheaper.req_s else cheaper
+    return dearer if dearer is not None and exceeds(dearer.req_s, cheaper.req_s) else cheaper

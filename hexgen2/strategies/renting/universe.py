@@ -15,6 +15,7 @@ from hexgen2.search.market import Market
 from hexgen2.search.problem import Solution
 from hexgen2.search.refine import SearchState, refine
 from hexgen2.search.thrift import cheapest_alike, fitted
+from hexgen2.search.ties import greatest_first
 from hexgen2.strategies.exact import MAX_GPUS
 
 ATTEMPT_EFFORT = 2500
@@ -41,7 +42,7 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
     state.effort_limit = state.effort + effort
     for solution in starts:
         refine(state, solution, "start from another budget")
-    ranked = sorted(linear.values(), key=lambda s: -evaluator.evaluate(s).score)
+    ranked = greatest_first(linear.values(), lambda s: evaluator.evaluate(s).score)
     climbed = [refine(state, s, "start from the linear program") for s in ranked[:CLIMBS]]
     if state.best is not None and not any(state.best is found for found in climbed):
         refine(state, state.best.solution, "start from the best rental")

@@ -1,0 +1,90 @@
+"""Comparisons that a last bit cannot turn.
+
+Clusters are full of likes: equal nodes, equal replicas, the same stages in another order. Their values are
+equal by structure and differ, if at all, by rounding, which is not the same for every processor, library
+and version. So whatever chooses between values compares them here: what differs by less than `TOLERANCE`
+is a tie, and of those that tie the first in the order given wins. That order must come from the input (the
+order of nodes in the cluster's file, the order in which steps are listed), never from a value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+TOLERANCE = 1e-9
+"""Relative: far above rounding (1e-16 a step, 1e-12 after a linear program) and far below any gain that
+would be worth a step."""
+
+SMALLEST = 1e-12
+"""Differences below this, of values near zero, are ties as well."""
+
+
+def exceeds(value: float, other: float) -> bool:
+    """Whether the value is greater by more than rounding."""
+    if math.isinf(value) or math.isinf(other):
+        return value > other
+    return value - other > TOLERANCE * max(abs(value), abs(other)) + SMALLEST
+
+
+def ranks_above(value: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether the first of several figures that differ by more than rounding is the greater one."""
+    for mine, theirs in zip(value, other, strict=True):
+        if exceeds(mine, theirs):
+            return True
+        if exceeds(theirs, mine):
+            return False
+    return False
+
+
+def first_largest(values: np.ndarray) -> int:
+    """Index of the first of the greatest values [n]; of several axes, in C order."""
+    flat = np.ravel(values)
+    most = float(flat.max())
+    if math.isinf(most):
+        return int(np.argmax(flat))
+    return int(np.argmax(flat >= most - (TOLERANCE * abs(most) + SMALLEST)))
+
+
+def greatest(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
+    """The items that tie for the greatest value, in their order."""
+    found = [(value(item), item) for item in items]
+    most = max((v for v, _ in found), default=0.0)
+    return [item for v, item in found if not exceeds(most, v)]
+
+
+def least(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
+    """The items that tie for the smallest value, in their order."""
+    return greatest(items, lambda item: -value(item))
+
+
+def order(values: Iterable[float], resolution: float = 0.0) -> list[int]:
+    """Indices that sort the values, smallest first; likes keep their order.
+
+    Values without a gap between one and the next (of more than the resolution, if one is given) are one
+    tie, however many they are, so that what is alike by structure never ends up on two sides of a limit.
+    """
+    found = list(values)
+    rank, run = [0] * len(found), 0
+    by_value = sorted(range(len(found)), key=found.__getitem__)
+    for before, k in itertools.pairwise(by_value):
+        run += exceeds(found[k], found[before] + resolution)
+        rank[k] = run
+    return sorted(by_value, key=lambda k: (rank[k], k))
+
+
+def smallest_first(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
+    """The items sorted by value; likes keep their order."""
+    found = list(items)
+    return [found[k] for k in order(map(value, found))]
+
+
+def greatest_first(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
+    """The items sorted by value, the greatest first; likes keep their order."""
+    return smallest_first(items, lambda item: -value(item))
