@@ -48,6 +48,36 @@ def test_packages_import_downwards(package):
         assert others <= allowed, f"{path} imports {others - allowed}"
 
 
+PLANNING = ("cost_model", "hexgen2/search", "hexgen2/strategies", "hexgen2/simulator")
+MACHINE_DEPENDENT = {
+    *(f"math.{name}" for name in ("exp", "expm1", "log", "log2", "log10", "log1p", "pow")),
+    *(
+        f"np.{name}"
+        for name in ("dot", "vdot", "inner", "outer", "matmul", "einsum", "tensordot", "exp", "log")
+    ),
+}
+MAY_DEPEND = {
+    "cost_model/portable.py": "asks math.log for its errors only",
+    "cost_model/calibration.py": "fits to five digits",
+    "hexgen2/search/spectral.py": "reads eigenvectors so that last bits do not matter",
+}
+
+
+@pytest.mark.parametrize("folder", PLANNING)
+def test_planning_computes_alike_on_every_machine(folder):
+    """No BLAS and none of the C library's functions whose last bits differ (docs/structure.md)."""
+    for path in (ROOT / folder).rglob("*.py"):
+        if str(path.relative_to(ROOT)) in MAY_DEPEND:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert not product, f"{path}:{node.lineno} multiplies matrices by BLAS"
+            assert called not in MACHINE_DEPENDENT and ".linalg." not in called, (
+                f"{path}:{node.lineno} {called}"
+            )
+
+
 def loaded_by(module: str) -> set[str]:
     """Modules in memory after importing one in a fresh interpreter."""
     code = f"import sys, {module}; print(*sys.modules)"

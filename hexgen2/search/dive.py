@@ -30,6 +30,7 @@ def dive(
     """The solution that rounding the linear program gives, within the budget (US dollars per hour); empty
     if there are no columns."""
     layout, program = Layout(classes, pair_roles), master.program(columns, budget)
+    program.break_ties([column.capacity_req_s for column in columns])
     placed, spent, reached = np.zeros(len(columns)), 0.0, False
     while len(columns):
         relaxed = program.solve()

@@ -19,7 +19,7 @@ from ortools.linear_solver.python import model_builder_helper as linear
 from scipy.sparse import csr_array, vstack
 
 from hexgen2.search.shared_use import SharedUse
-from hexgen2.search.ties import TOLERANCE
+from hexgen2.search.ties import TOLERANCE, spread
 
 SCALE = 1e12
 """Integer capacities of the solver per unit of the largest possible flow."""
@@ -149,15 +149,12 @@ def settled(network: FlowNetwork, flow: Flow) -> Flow:
         return even
     matrix, limits = _constraints(network)
     transfer_s = 1 / network.routes.ravel()
-    # Equal routes are told apart by multiples of the golden section less their whole parts, which lie as far
-    # from one another as so many numbers can.
-    apart = np.modf(np.arange(1, flow.routes.size + 1) * 0.6180339887498949)[0]
     total = csr_array(np.full((1, flow.routes.size), -1.0))
     found = _solved(
         network.routes.ravel(),
         vstack([matrix, total], format="csr"),
         np.append(limits, -flow.value * (1 - 1e-10)),
-        -(transfer_s / transfer_s.max() + 0.01 * apart),
+        -(transfer_s / transfer_s.mean() + 0.1 * spread(flow.routes.size)),
     )
     return _within(network, np.asarray(found.variable_values()))
 

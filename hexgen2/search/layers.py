@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hexgen2.search.ties import greatest, least, order
+from hexgen2.search.ties import greatest, order
 
 
 def balance_layers(
@@ -32,8 +32,8 @@ def balance_layers(
     split = [max(1, min(limit[j], int((level - edge_s[j]) / layer_s[j] + 1e-9))) for j in range(stages)]
     missing = layers - sum(split)
     while missing > 0:
-        room = (j for j in range(stages) if split[j] < limit[j])
-        j = least(room, lambda j: layer_s[j] * (split[j] + 1) + edge_s[j])[0]
+        room = [j for j in range(stages) if split[j] < limit[j]]
+        j = greatest(room, lambda j: -(layer_s[j] * (split[j] + 1) + edge_s[j]))[0]
         split[j] += 1
         missing -= 1
     while missing < 0:

@@ -35,8 +35,11 @@ from hexgen2.search.bound import node_rates
 from hexgen2.search.classes import NodeClasses
 from hexgen2.search.coarsen import sums_by
 from hexgen2.search.columns import ROLES, Column
+from hexgen2.search.ties import spread
 
 INFINITY = math.inf
+TIE = 1e-3
+"""Share of a column's capacity by which a rule may prefer another one: the solver's tolerance is 1e-6."""
 Entries = list[tuple[int, float]]
 """A column of the matrix: (row, coefficient)."""
 
@@ -192,6 +195,17 @@ class Program:
 
     def __init__(self, model: linear.ModelBuilderHelper, first: int) -> None:
         self._model, self._first = model, first
+
+    def break_ties(self, capacities: Sequence[float]) -> None:
+        """From now on, of the solutions within TIE of the optimum take the one that weighs least, by weights
+        that no two columns share: otherwise the solver's pivots would choose. The value is then no bound.
+
+        Parameters
+        ----------
+        capacities : requests/s of each column
+        """
+        for k, weight in enumerate(spread(len(capacities)).tolist()):
+            self._model.set_var_objective_coefficient(self._first + k, -TIE * weight * capacities[k])
 
     def at_least(self, column: int, groups: int) -> None:
         """From now on, no fewer groups of the column."""

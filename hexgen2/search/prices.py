@@ -59,6 +59,7 @@ class Prices:
         y_prefill, y_decode, y_resource = shadow_prices(network)
         # Without sharing, links cost nothing but the routes' own limits.
         self._links_price = y_resource[:links] if network.shared else np.zeros(links)
+        self._link_prices = self._links_price.tolist()
         p = len(prefill)
         ports = y_resource[links:].reshape(p + len(decode), layers) if len(y_resource) > links else None
         free = np.zeros(layers)
@@ -104,8 +105,8 @@ class Prices:
 
     def toll(self, use: RouteUse) -> float:
         """Requests/s that a request/s on a route takes from others, on links, network cards and uplinks."""
-        shared = use.resources < self._links
-        return float((use.busy_s[shared] * self._links_price[use.resources[shared]]).sum())
+        price = self._link_prices
+        return math.fsum([busy_s * price[r] for r, busy_s in use.pairs if r < self._links])
 
     def _priced(self, role: str, stages: Stages, capacity_req_s: float) -> _Priced:
         price, ports = self._known[role].get(stages, (None, self._free))

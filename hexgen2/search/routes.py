@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -45,6 +46,11 @@ class RouteUse:
     transfer_s: float
     resources: np.ndarray
     busy_s: np.ndarray
+
+    @cached_property
+    def pairs(self) -> list[tuple[int, float]]:
+        """Each resource with its seconds, for sums over the few that there are."""
+        return list(zip(self.resources.tolist(), self.busy_s.tolist(), strict=True))
 
 
 def route_use(problem: Problem, prefill: Sequence[PlannedStage], decode: Sequence[PlannedStage]) -> RouteUse:

@@ -28,9 +28,10 @@ SMALLEST = 1e-12
 
 def exceeds(value: float, other: float) -> bool:
     """Whether the value is greater by more than rounding."""
-    if math.isinf(value) or math.isinf(other):
-        return value > other
-    return value - other > TOLERANCE * max(abs(value), abs(other)) + SMALLEST
+    if value <= other:
+        return False
+    gap = value - other
+    return gap > TOLERANCE * max(abs(value), abs(other)) + SMALLEST or gap == math.inf
 
 
 def ranks_above(value: Sequence[float], other: Sequence[float]) -> bool:
@@ -46,17 +47,21 @@ def ranks_above(value: Sequence[float], other: Sequence[float]) -> bool:
 def first_largest(values: np.ndarray) -> int:
     """Index of the first of the greatest values [n]; of several axes, in C order."""
     flat = np.ravel(values)
-    most = float(flat.max())
-    if math.isinf(most):
-        return int(np.argmax(flat))
-    return int(np.argmax(flat >= most - (TOLERANCE * abs(most) + SMALLEST)))
+    return int(np.argmax(flat >= _just_below(float(flat.max()))))
+
+
+def spread(count: int) -> np.ndarray:
+    """[count] weights in [0, 1), drawn once and for all: by them a linear program tells apart what is alike.
+    Regular ones would not do, for their differences cancel."""
+    return np.random.default_rng(0).random(count)
 
 
 def greatest(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
     """The items that tie for the greatest value, in their order."""
-    found = [(value(item), item) for item in items]
-    most = max((v for v, _ in found), default=0.0)
-    return [item for v, item in found if not exceeds(most, v)]
+    found = list(items)
+    values = [value(item) for item in found]
+    floor = _just_below(max(values, default=0.0))
+    return [item for item, v in zip(found, values, strict=True) if v >= floor]
 
 
 def least(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
@@ -88,3 +93,8 @@ def smallest_first(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
 def greatest_first(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
     """The items sorted by value, the greatest first; likes keep their order."""
     return smallest_first(items, lambda item: -value(item))
+
+
+def _just_below(value: float) -> float:
+    """The least that ties with the value."""
+    return value if math.isinf(value) else value - TOLERANCE * abs(value) - SMALLEST

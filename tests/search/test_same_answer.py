@@ -64,11 +64,10 @@ def test_the_same_bytes_on_every_machine(machine: str, expected: list[dict]) -> 
     assert differ == []
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_last_bits_decide_nothing(seed: int, expected: list[dict]) -> None:
+def test_last_bits_decide_nothing(expected: list[dict]) -> None:
     """With other last bits in every cost, and other bases of eigenvectors, the answer is the same in six
     digits: the same replicas and routes by the same steps."""
-    found = answers(QUICK, {}, disturb=seed)
+    found = answers(QUICK, {}, disturb=1)
     rough = [(one["roughly"], other["roughly"]) for one, other in zip(expected, found, strict=True)]
     assert [command for command, (one, other) in zip(QUICK, rough, strict=True) if one != other] == []
 
@@ -80,3 +79,7 @@ def test_every_cluster_and_strategy_on_every_machine() -> None:
         found = answers(ALL, MACHINES[machine])
         differ = [command for command, one, other in zip(ALL, expected, found, strict=True) if one != other]
         assert differ == [], machine
+    for seed in (2, 3):
+        found = answers(ALL, {}, disturb=seed)
+        pairs = zip(ALL, expected, found, strict=True)
+        assert [command for command, one, other in pairs if one["roughly"] != other["roughly"]] == [], seed

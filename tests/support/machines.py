@@ -21,8 +21,8 @@ NEEDS = {"SkylakeX": "AVX512F", "Haswell": "AVX2", "Zen": "AVX2", "Prescott": "S
 
 
 def machines() -> dict[str, dict[str, str]]:
-    """Environments by name: kernels of OpenBLAS, its threads, orders of hashes; the last one without the
-    vector instructions of numpy and the fused multiplications of the C library."""
+    """Environments by name: kernels of OpenBLAS, its threads, orders of hashes; with those for the oldest
+    processors also neither numpy's vector instructions nor the C library's fused multiplications."""
     has = _cpu_features()
     found = {
         kernels: {
@@ -33,12 +33,11 @@ def machines() -> dict[str, dict[str, str]]:
         for number, kernels in enumerate(NEEDS)
         if has.get(NEEDS[kernels], False)
     }
-    plain = {
+    found["Prescott"] |= {
         "NPY_DISABLE_CPU_FEATURES": " ".join(name for name in _dispatched() if has.get(name, False)),
         "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-AVX2_Usable,-FMA_Usable",
-        "PYTHONHASHSEED": "77",
     }
-    return {**found, "Prescott without vectors": {**found.get("Prescott", {}), **plain}}
+    return found
 
 
 def answers(
