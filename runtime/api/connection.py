@@ -57,8 +57,8 @@ class Connection(HttpToolsProtocol):
     """uvicorn's connection over httptools, but that answers in OpenAI's form what is no request:
 
     503 where there are `max_connections` already, 408 for headers that are not here within `read_timeout_s`,
-    431 for too many bytes of them, 400 for what is not HTTP. One whose client reads nothing for
-    `write_timeout_s` is cut. Offers of other protocols (h2c of Java's client) are passed over.
+    431 for too many bytes of them, 405 for CONNECT, 400 for what is not HTTP. One whose client reads nothing
+    for `write_timeout_s` is cut. Offers of other protocols (h2c of Java's client) are passed over.
     """
 
     options: FrontOptions
@@ -109,6 +109,9 @@ class Connection(HttpToolsProtocol):
                 self._refuse(ApiError(400, f"this is no HTTP request: {fault}", "invalid_request_error"))
                 return
             except httptools.HttpParserUpgrade as offer:
+                if self.parser.get_method() == b"CONNECT":
+                    self._refuse(ApiError(405, "this server is no proxy: CONNECT", "invalid_request_error"))
+                    return
                 head = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
                 kept = (header for header in self.headers if header[0] not in OFFERS)
                 lines = b"".join(b"%b: %b\r\n" % header for header in kept)
@@ -130,7 +133,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_offer(self) -> bool:
-        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        return self.parser.should_upgrade()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

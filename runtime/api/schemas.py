@@ -8,7 +8,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
-TokenId = Annotated[int, Field(ge=0)]
+LARGEST = 2**31 - 1
+"""Of numbers that reach the engine, which holds them in 64 bits and adds them up; as in vLLM, a seed may have
+all 64."""
+TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -74,20 +77,20 @@ class GenerateRequest(NotServed):
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=LARGEST)
     min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(default=None, gt=0, le=100, allow_inf_nan=False)
     logit_bias: dict[TokenIdText, Bias] | None = None
-    min_tokens: int | None = Field(default=None, ge=0)
-    max_tokens: int | None = Field(default=None, ge=1)
+    min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
+    max_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     ignore_eos: bool = False
 
     @property
@@ -158,7 +161,7 @@ class ChatRequest(GenerateRequest):
     """Body of /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Annotated[Any, _off(False)] = None

@@ -98,6 +98,7 @@ WRONG = {
     "mixed prompt": ("/v1/completions", COMPLETION | {"prompt": [1, "a"]}, 400, None),
     "foreign token": ("/v1/completions", COMPLETION | {"prompt": [100_000]}, 400, None),
     "negative token": ("/v1/completions", COMPLETION | {"prompt": [-1]}, 400, None),
+    "token of 65 bits": ("/v1/completions", COMPLETION | {"prompt": [2**64]}, 400, None),
     "text for a number": ("/v1/completions", COMPLETION | {"max_tokens": "4"}, 400, None),
     "no tokens": ("/v1/completions", COMPLETION | {"max_tokens": 0}, 400, None),
     "too hot": ("/v1/completions", COMPLETION | {"temperature": 3}, 400, None),
@@ -119,6 +120,15 @@ REFUSED = [
     {"min_p": 1.1},
     {"top_p": 0},
     {"top_k": -2},
+    {"top_k": 2**31},
+    {"top_k": 2**63},
+    {"top_k": 2**64 - 1},
+    {"top_k": 10**30},
+    {"seed": 2**63},
+    {"seed": -(2**63) - 1},
+    {"max_tokens": 2**31},
+    {"min_tokens": 2**63},
+    {"stop_token_ids": [2**64]},
     {"min_tokens": -1},
     {"min_tokens": 5},
     {"logit_bias": {"5": 101}},
@@ -158,6 +168,18 @@ def test_an_option_that_is_wrong_or_not_served_is_named(http, option):
         response = http.post(path, json=body | option)
         check_error(response, 400, None)
         assert response.json()["error"]["param"] == next(iter(option))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"top_k": 2**31 - 1}, {"seed": 2**63 - 1}, {"seed": -(2**63)}, {"temperature": 5e-324}],
+    ids=str,
+)
+def test_the_ends_of_ranges_are_served(http, option):
+    """By the engine, which answers others afterwards."""
+    for body in (COMPLETION | option, COMPLETION):
+        response = http.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -257,6 +257,50 @@ def test_offers_of_another_protocol_are_passed_over(pieces):
     talk(scenario)
 
 
+@pytest.mark.parametrize("before", [b"", POST + b"content-length: 0\r\n\r\n"])
+@pytest.mark.parametrize(
+    ("target", "version"), [(b"http://here:1/", b"1.1"), (b"here:443", b"1.1"), (b"here:443", b"1.0")]
+)
+def test_connect_gets_one_answer_and_a_close(before, target, version):
+    """With a tunnel's bytes behind it, too; the loop serves others at once."""
+
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        if before:
+            writer.write(before)
+            assert (await answer(reader))[0] == 200
+        writer.write(b"CONNECT %b HTTP/%b\r\nhost: here\r\n\r\n\x16\x03\x01" % (target, version))
+        refused(405, await answer(reader))
+        assert await reader.read() == b""
+        writer.close()
+        reader, writer = await connect()
+        writer.write(POST + b"content-length: 2\r\n\r\nhi")
+        assert (await answer(reader))[0] == 200
+        writer.close()
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        bytes.fromhex("16030100c8010000c40303") + bytes(200),
+        b"BREW /pot HTTP/1.1\r\nhost: here\r\n\r\n",
+        b"\x00" * 50,
+    ],
+)
+def test_what_is_not_http_1_gets_one_answer_and_a_close(greeting):
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        writer.write(greeting)
+        refused(400, await answer(reader))
+        assert await reader.read() == b""
+        writer.close()
+
+    talk(scenario)
+
+
 def test_a_request_that_names_no_host_is_refused():
     async def scenario(connect, _):
         reader, writer = await connect()
