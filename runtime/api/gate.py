@@ -23,6 +23,7 @@ OPEN_PATHS = frozenset({"/health", "/metrics"})
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 MAX_HEADERS = 100
 LONGEST_TIMEOUT_S = 1e6
+BEARER = re.compile("^bearer ", re.IGNORECASE)  # schemes have no case (RFC 9110, section 11.1)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -30,8 +31,9 @@ class Gate:
     """ASGI middleware: gives each request an Origin (`request.state.origin`), or refuses it.
 
     Refused are requests without a key (401; health and metrics are open), with too many headers (431), with a
-    body that is too large (413) or too slow (408). A client may name its request with X-Request-Id, which
-    every answer carries, and say with X-Request-Timeout-S in how many seconds it must have ended.
+    body that is too large (413), too slow (408) or not JSON by its Content-Type (415). A client may name its
+    request with X-Request-Id, which every answer carries, and say with X-Request-Timeout-S in how many
+    seconds it must have ended.
 
     Parameters
     ----------
@@ -58,6 +60,7 @@ class Gate:
         try:
             origin = self._origin(scope, headers, request_id)
             if scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
+                _check_json(headers)
                 self._check_place(origin.client)
         except (ApiError, HexGen2Error) as error:
             refusal = error if isinstance(error, ApiError) else from_serving(error)
@@ -85,7 +88,7 @@ class Gate:
     def _client(self, scope: Scope, headers: Headers) -> str:
         """The name of the client's key; of an open server, its address."""
         if self._keys and scope["path"] not in OPEN_PATHS:
-            given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+            given = BEARER.sub("", headers.get("authorization", "")).strip()
             name = self._keys.name_of(given)
             if name is None:
                 message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
@@ -124,6 +127,15 @@ def _request_id(headers: Headers) -> str:
     """The client's own id of the request if it is fit for a log, else a new one."""
     given = headers.get("x-request-id", "")
     return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _check_json(headers: Headers) -> None:
+    """Refuse a body that does not say that it is JSON: browsers send that to another site only if it agrees,
+    so that no web page can post requests for whoever looks at it."""
+    kind = headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        message = "the body must be JSON; send it with Content-Type: application/json"
+        raise ApiError(415, message, "invalid_request_error", "Content-Type")
 
 
 def _timeout_s(headers: Headers) -> float | None:

@@ -40,6 +40,18 @@ def _refusal(text: str) -> PydanticCustomError:
     return PydanticCustomError("refused", text)  # type: ignore[arg-type]
 
 
+def _whole(text: str) -> str:
+    """The text; half of a character (a lone surrogate, which JSON can write) is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _refusal(f"has half of a character (a lone surrogate) at {error.start}") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+
+
 class NotServed(BaseModel):
     """Options of OpenAI and vLLM that would change the answer, and are refused."""
 
@@ -86,7 +98,7 @@ class GenerateRequest(NotServed):
     min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
     max_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -107,7 +119,7 @@ class GenerateRequest(NotServed):
 class CompletionRequest(GenerateRequest):
     """Body of /v1/completions. prompt: one text, several, one list of token ids, or several."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
     logprobs: int | None = Field(default=None, ge=0, le=20)
     best_of: int | None = None
     echo: bool | None = None
@@ -140,15 +152,15 @@ class TextPart(BaseModel):
     model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
 
     def plain(self) -> dict[str, str]:
         """The message as a chat template takes it."""

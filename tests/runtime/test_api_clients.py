@@ -21,6 +21,7 @@ from runtime.messages import Prefill, Released, RequestFailed, Sampling, StepOut
 from runtime.replica import Replica
 from runtime.router import Route, Router
 
+JSON = {"Content-Type": "application/json"}
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "which route?"}]
 # clients that leave
 
@@ -188,14 +189,47 @@ def test_wrong_requests_get_openai_errors(http, name):
     check_error(http.post(path, json=body), status, code)
 
 
+HALF = b"\\ud800"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", b'{"model": "tiny-llama", "prompt": "a%b"}', "prompt"),
+        ("/v1/completions", b'{"model": "tiny-llama", "prompt": ["a", "%b"]}', "prompt"),
+        ("/v1/completions", b'{"model": "tiny-llama", "prompt": "a", "stop": ["%b"]}', "stop"),
+        (
+            "/v1/chat/completions",
+            b'{"model": "tiny-llama", "messages": [{"role": "user", "content": "%b"}]}',
+            "messages",
+        ),
+    ],
+)
+def test_half_characters_are_refused(http, path, body, param):
+    response = http.post(path, content=body % HALF, headers=JSON)
+    check_error(response, 400, None)
+    assert response.json()["error"]["param"] == param
+    assert http.post(path, content=body % b"\\ud83d\\ude00", headers=JSON).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "text/json"])
+def test_a_body_that_does_not_say_that_it_is_json_is_refused(http, kind):
+    """What a web page could send to another site without asking."""
+    body = json.dumps(COMPLETION).encode()
+    response = http.post("/v1/completions", content=body, headers={"Content-Type": kind} if kind else {})
+    check_error(response, 415, None)
+    for good in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
+        assert http.post("/v1/completions", content=body, headers={"Content-Type": good}).status_code == 200
+
+
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b"null"])
 def test_bodies_that_are_not_json_objects(http, content):
-    response = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    response = http.post("/v1/completions", content=content, headers=JSON)
     check_error(response, 400, None)
 
 
 def test_a_large_body_without_a_length_is_cut_off(http):
-    response = http.post("/v1/completions", content=(b" " * 65536 for _ in range(80)))
+    response = http.post("/v1/completions", content=(b" " * 65536 for _ in range(80)), headers=JSON)
     check_error(response, 413, None)
 
 

@@ -16,6 +16,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from served import MODEL
 
+JSON = {"Content-Type": "application/json"}
 EXAMPLES = 30
 QUIET = settings(
     max_examples=EXAMPLES,
@@ -130,7 +131,7 @@ def test_options_of_any_kind_get_an_answer_or_an_error_of_the_client(instant, ki
         **(chat if kind != "completions" else {"prompt": "the"}),
         **options,
     }
-    answer = httpx.post(f"{instant[0]}/v1/{kind}", content=json.dumps(body), timeout=30)
+    answer = httpx.post(f"{instant[0]}/v1/{kind}", content=json.dumps(body), headers=JSON, timeout=30)
     assert answer.status_code in (200, 400), (answer.status_code, body, answer.text)
     if answer.status_code == 400:
         assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -139,7 +140,7 @@ def test_options_of_any_kind_get_an_answer_or_an_error_of_the_client(instant, ki
 @QUIET
 @given(st.binary(max_size=200))
 def test_bodies_of_any_bytes_are_errors_of_the_client(instant, body):
-    answer = httpx.post(f"{instant[0]}/v1/completions", content=body, timeout=30)
+    answer = httpx.post(f"{instant[0]}/v1/completions", content=body, headers=JSON, timeout=30)
     assert answer.status_code == 400 and "error" in answer.json()
 
 

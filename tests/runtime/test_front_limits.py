@@ -93,11 +93,12 @@ def refused(status, answered):
 
 
 @pytest.mark.parametrize(("key", "client"), [("sesame", "ali"), ("open", "baba"), ("shut", None), ("", None)])
-def test_each_key_has_its_client_and_others_are_refused(key, client):
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_each_key_has_its_client_and_others_are_refused(key, client, scheme):
     async def scenario(connect, _):
         reader, writer = await connect()
         writer.write(b"POST /echo HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n")
-        writer.write(f"authorization: Bearer {key}\r\nx-request-id: mine-7\r\n\r\nhi".encode())
+        writer.write(f"authorization: {scheme} {key}\r\nx-request-id: mine-7\r\n\r\nhi".encode())
         answered = await answer(reader)
         if client:
             assert answered[::2] == (200, {"bytes": 2, "client": client, "timeout_s": None})
@@ -149,6 +150,7 @@ def test_who_finds_no_place_is_told_so_whatever_the_body(body_first):
     async def scenario(connect, _):
         reader, writer = await connect()
         ask = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 1400\r\n"
+        ask += b"content-type: application/json\r\n"
         for key, status in ((b"open", 503), (b"sesame", 200), (b"open", 503)):
             writer.write(ask + b"authorization: Bearer " + key + b"\r\n\r\n")
             if body_first or status == 200:
