@@ -143,20 +143,26 @@ def few_routes(network: FlowNetwork, flow: Flow) -> Flow:
 def settled(network: FlowNetwork, flow: Flow) -> Flow:
     """The maximum flow to read shares from. Many flows have the greatest value, and which of them a solver
     returns is a matter of its pivots; this one is the same for every solver: shares in proportion to the
-    capacities if the routes carry them, else the flow of least transfer time."""
+    capacities if the routes carry them, else the flow of least transfer time (to a tenth, for routes that are
+    alike). Where the solver does not find it, the given one."""
     even = _in_proportion(network)
     if network.carries(even.routes) or flow.value <= 0:
         return even
     matrix, limits = _constraints(network)
-    transfer_s = 1 / network.routes.ravel()
-    total = csr_array(np.full((1, flow.routes.size), -1.0))
-    found = _solved(
-        network.routes.ravel(),
-        vstack([matrix, total], format="csr"),
-        np.append(limits, -flow.value * (1 - 1e-10)),
-        -(transfer_s / transfer_s.mean() + 0.1 * spread(flow.routes.size)),
-    )
-    return _within(network, np.asarray(found.variable_values()))
+    routes = network.routes.ravel()
+    transfer_s = np.divide(1.0, routes, out=np.zeros(routes.size), where=routes > 0)
+    total = csr_array(np.full((1, routes.size), -1.0))
+    try:
+        found = _solved(
+            routes,
+            vstack([matrix, total], format="csr"),
+            np.append(limits, -flow.value * (1 - 1e-10)),
+            -(transfer_s / transfer_s.mean() + 0.1 * spread(routes.size)),
+        )
+    except RuntimeError:
+        return flow
+    least = _within(network, np.asarray(found.variable_values()))
+    return least if least.value >= flow.value * (1 - TOLERANCE) else flow
 
 
 def _with_sharing(network: FlowNetwork) -> Flow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,20 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import problem_from, problems
 from scipy.optimize import linprog
+from scipy.sparse import csr_array
 from test_flow_and_routes import check_flow, networks, with_networkx
 
 from cost_model.errors import InfeasibleError
 from hexgen2.checks import violations
 from hexgen2.kv_parts import layer_overlaps
 from hexgen2.placement import SearchRecord
+from hexgen2.search import flow
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluate import Evaluator
-from hexgen2.search.flow import FlowNetwork, balance, solve, without_sharing
+from hexgen2.search.flow import FlowNetwork, balance, settled, solve, without_sharing
 from hexgen2.search.plan import PlannedStage
 from hexgen2.search.problem import Group, Solution, make_problem
 from hexgen2.search.refine import guided_steps
 from hexgen2.search.routes import route_use
 from hexgen2.search.shared_use import SharedUse
+from hexgen2.search.ties import spread
 from hexgen2.shared_links import LINKS
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
@@ -69,6 +73,42 @@ def test_shared_flow_equals_scipys_linear_program(network):
     check_flow(network, even)
     assert (dense(network.shared) @ even.routes.ravel() <= 1 + 1e-6).all()
     assert even.value == pytest.approx(flow.value, rel=1e-6)
+
+
+def weighed(network: FlowNetwork, routes: np.ndarray) -> float:
+    """What the settled flow makes least: the transfer times, and a tenth of a weight for each route."""
+    transfer_s = 1 / network.routes.ravel()
+    weights = transfer_s / transfer_s.mean() + 0.1 * spread(transfer_s.size)
+    return float((weights * routes.ravel()).sum())
+
+
+@settings(deadline=None)
+@given(shared_networks(), st.integers(0, 99))
+def test_the_flow_to_read_does_not_depend_on_the_solvers_pivots(network, seed):
+    """The same with the program's rows and columns in another order, in which the solver meets other
+    vertices; as large as any, and no other maximum flow weighs less."""
+    found = solve(network)
+    expected, solver = settled(network, found), flow._solved
+    check_flow(network, expected)
+    assert expected.value == pytest.approx(found.value, rel=1e-8)
+    in_proportion = flow._in_proportion(network).routes
+    if not network.carries(in_proportion):
+        assert weighed(network, expected.routes) <= weighed(network, found.routes) * (1 + 1e-6) + 1e-6
+    draw = np.random.default_rng(seed)
+
+    def shuffled(most, matrix, limits, weights=None):
+        columns, rows = draw.permutation(len(most)), draw.permutation(len(limits))
+        moved = csr_array(csr_array(matrix)[rows][:, columns])
+        weights = np.ones(len(most)) if weights is None else weights
+        values = np.empty(len(most))
+        values[columns] = solver(most[columns], moved, limits[rows], weights[columns]).variable_values()
+        return SimpleNamespace(variable_values=lambda: values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flow, "_solved", shuffled)
+        for _ in range(3):
+            other = settled(network, solve(network))
+            assert np.allclose(other.routes, expected.routes, rtol=1e-5, atol=1e-5 * max(found.value, 1e-9))
 
 
 @settings(deadline=None)
