@@ -73,17 +73,17 @@ def main() -> int:
         for number in range(1, options.disturb + 1):
             found[f"disturbed {number}"] = answers(commands, {}, disturb=number)
     print(f"random clusters of --seed {seed}")
-    print(f"{'':58}{'  '.join(f'{name:>11}' for name in found)}")
-    differ = 0
     exact, rough = list(machines()), [name for name in found if name.startswith("disturbed")]
+    print(f"{'':58}{'  '.join(f'{name:>11}' for name in (*exact, 'six digits', *rough))}")
+    differ = 0
     for k, (cluster, model, workload, strategy) in enumerate(rows):
-        bytes_of = [found[name][k]["printed"][:4] for name in exact]
-        digits = [found[name][k].get("roughly", found[name][k]["printed"])[:4] for name in rough]
-        reference = found[exact[0]][k].get("roughly", found[exact[0]][k]["printed"])[:4]
-        same = len(set(bytes_of)) == 1 and set(digits) <= {reference}
+        bytes_of = [found[name][k]["printed"] for name in exact]
+        digits = [found[name][k].get("roughly", bytes_of[0]) for name in (exact[0], *rough)]
+        same = len(set(bytes_of)) == 1 == len(set(digits))
         differ += not same
         what = f"{Path(cluster).stem} {model} {workload} {strategy}"
-        print(f"{what:58}{'  '.join(f'{d:>11}' for d in (*bytes_of, *digits))}{'' if same else '  DIFFERS'}")
+        shown = "  ".join(f"{digest[:4]:>11}" for digest in (*bytes_of, *digits))
+        print(f"{what:58}{shown}{'' if same else '  DIFFERS'}")
     print(f"{len(rows)} commands on {len(exact)} machines and {len(rough)} disturbed: {differ} differ")
     return int(differ > 0)
 
