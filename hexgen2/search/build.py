@@ -47,6 +47,7 @@ def build_placement(
     even = balance(evaluation.network, evaluation.flow)
     carried = (few_routes(evaluation.network, even) if even.routes.size > MANY_ROUTES else even).routes
     carried = np.where(carried > carried.sum() * NEGLIGIBLE, carried, 0.0)
+    carried = np.minimum(carried, evaluation.network.routes)  # which it may exceed by rounding
     names = names or fresh_names(problem, evaluation)
     alone = evaluation.alone.tolist()
     loads = [*carried.sum(axis=1), *carried.sum(axis=0), *alone]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pymetis
 
+from hexgen2.search.ties import first_largest
+
 RECURSIVE_LIMIT = 8
 """Up to so many groups by recursive bisection, which cuts better there; more at once (METIS manual, 4.1)."""
 
@@ -64,5 +66,5 @@ def _filled(edges: np.ndarray, labels: np.ndarray, groups: int) -> np.ndarray:
     labels = labels.copy()
     for empty in np.setdiff1d(np.arange(groups), labels):
         members = np.flatnonzero(labels == np.argmax(np.bincount(labels, minlength=groups)))
-        labels[members[np.argmin(edges[np.ix_(members, members)].sum(axis=1))]] = empty
+        labels[members[first_largest(-edges[np.ix_(members, members)].sum(axis=1))]] = empty
     return labels

@@ -21,6 +21,7 @@ import numpy as np
 from hexgen2.search.flow import FlowNetwork, shadow_prices
 from hexgen2.search.plan import PlannedStage
 from hexgen2.search.routes import RouteUse
+from hexgen2.search.ties import first_largest
 
 Stages = tuple[PlannedStage, ...]
 
@@ -128,4 +129,4 @@ def _cheapest(capacity: float, gaps: np.ndarray, limits: np.ndarray) -> float:
     """The price y >= 0 that minimises capacity y + sum limits max(0, gaps - y): at a gap, or 0."""
     candidates = np.append(np.maximum(gaps, 0.0), 0.0)
     unpaid = (np.maximum(0.0, gaps[None, :] - candidates[:, None]) * limits).sum(axis=1)
-    return float(candidates[np.argmin(capacity * candidates + unpaid)])
+    return float(candidates[first_largest(-(capacity * candidates + unpaid))])

@@ -71,7 +71,7 @@ class Node(Process):
         listen: str = LOOPBACK_LISTEN,
         options: tuple[str, ...] = (),
     ) -> None:
-        self.name, self.work, self.model, self.joins = name, work, model, joins
+        self.name, self.work, self.model, self.joins, self.options = name, work, model, joins, options
         words = ["--name", name, "--listen", listen, "--model-path", str(model), *options]
         words += ["--identity", str(work / f"{name}.key"), "--network-key", str(network_key(work))]
         words += [word for node in joins for word in ("--join", node.address)]
@@ -83,7 +83,8 @@ class Node(Process):
 
     def again(self) -> Node:
         """A new process in the place of this one, which has ended."""
-        return Node(self.name, self.work, self.model, self.joins, self.address.partition("/p2p/")[0])
+        listen = self.address.partition("/p2p/")[0]
+        return Node(self.name, self.work, self.model, self.joins, listen, self.options)
 
 
 class Head(Server):

@@ -76,13 +76,13 @@ def test_launch_takes_the_instructions_to_its_workers(model_folder: Path, tmp_pa
     server = Launched(make_placement(model_folder), model_folder, tmp_path, "--cpu-instructions", "avx2")
     try:
         server.until_serving()
-        loaded = {kernel for process in server.family() for kernel in _kernels(process)}
+        loaded = {kernel for process in server.family() for kernel in kernels(process)}
         assert loaded == {"avx2"}
     finally:
         server.close()
 
 
-def _kernels(process: psutil.Process) -> set[str]:
+def kernels(process: psutil.Process) -> set[str]:
     """Builds of our kernels that a process has loaded."""
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text()

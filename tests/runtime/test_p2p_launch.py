@@ -9,6 +9,7 @@ import psutil
 import pytest
 from p2p_fleet import LONG, TOKENS, Head, Node, fleet_placement, stream_through, until, workers
 from served import SECONDS, alive, gauge, until_idle
+from test_cpu_instructions import kernels, needs_avx512
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,8 @@ def fleet(model_folder, tmp_path_factory):
     fleet_placement(model_folder).save(work / "placement.json")
     nodes = {"left": Node("left", work, model_folder, [])}
     try:
-        nodes["right"] = Node("right", work, model_folder, [nodes["left"]])
+        limited = ("--cpu-instructions", "avx2")
+        nodes["right"] = Node("right", work, model_folder, [nodes["left"]], options=limited)
         yield work, nodes
     finally:
         for node in nodes.values():
@@ -87,6 +89,15 @@ def test_tokens_are_those_of_the_model_wherever_they_are_made(fleet, http, refer
         "right": ("worker", "ready"),
     }
     assert all(node["hardware"][0]["memory_bytes"] > 0 for name, node in nodes.items() if name != "head")
+
+
+@needs_avx512
+def test_a_node_limits_the_instructions_of_its_workers(fleet, http):
+    _, nodes = fleet
+    found = {
+        name: {kernel for each in workers(node) for kernel in kernels(each)} for name, node in nodes.items()
+    }
+    assert found == {"left": {"avx512"}, "right": {"avx2"}}
 
 
 def test_a_node_is_killed_and_comes_back(fleet, head, http, reference):
