@@ -66,10 +66,14 @@ class Coordinator:
         )
         self._queue_timeout_s, self._pace = queue_timeout_s, Pace()
         self._usual_output_tokens = 2 * max(replica.growth_tokens for replica in self.replicas.values())
-        self._in_work = InWork(self.replicas, observer, self._admit, self._can_wait_again, self._wait_again)
+        self._in_work = InWork(
+            *(self.replicas, observer, self._admit, self._can_wait_again, self._wait_again),
+            explained=lambda replicas: self._on_explained(replicas),
+        )
         self._numbers = itertools.count()
         self._listeners = Listeners(self._in_work.handle, self._lose, ping_every_s)
         self._on_lost: Callable[[Replica], bool] = lambda _: False
+        self._on_explained: Callable[[Collection[str]], None] = lambda _: None
         self._stopped = False
 
     @property
@@ -117,14 +121,19 @@ class Coordinator:
             refusal.retry_after_s = self._pace.retry_after_s(len(self._queue), time.monotonic())
             raise
 
-    def start(self, on_lost: Callable[[Replica], bool] = lambda _: False) -> None:
+    def start(
+        self,
+        on_lost: Callable[[Replica], bool] = lambda _: False,
+        on_explained: Callable[[Collection[str]], None] = lambda _: None,
+    ) -> None:
         """Begin to listen to the workers and to watch them; needs a running event loop.
 
         Parameters
         ----------
         on_lost : told of a replica that is lost; whether it will be revived, so that requests may wait for it
+        on_explained : told of replicas that died of a request, which is served no more
         """
-        self._on_lost = on_lost
+        self._on_lost, self._on_explained = on_lost, on_explained
         for replica in self.replicas.values():
             self._listeners.listen(replica)
 

@@ -62,6 +62,16 @@ class RequestRecord:
     traceparent: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The end of a replica with a request on board; number is its place among all. The replica had made no
+    token for the request, or had (made_tokens)."""
+
+    number: int
+    replica_id: str
+    made_tokens: bool
+
+
 class Observer(Protocol):
     """Told of every token and of every request's end; the metrics are one."""
 
@@ -75,8 +85,9 @@ class Observer(Protocol):
 class Generation:
     """One request in work: an async iterator of its tokens, in order and each once.
 
-    Iteration raises Unavailable if the request cannot be finished. `holders` are the replicas that KV
-    cache is accounted to; `tokens` are the prompt and the output so far.
+    Iteration raises Unavailable, or Broken, if the request cannot be finished. `holders` are the replicas
+    that KV cache is accounted to; `tokens` are the prompt and the output so far, `begun_tokens` of which were
+    there when it began on its route; `deaths` are of replicas that it may have killed.
     """
 
     def __init__(
@@ -94,6 +105,8 @@ class Generation:
         self.route: Route | None = None
         self.phase: Phase = "waiting"
         self.holders: dict[str, Replica] = {}
+        self.deaths: list[Death] = []
+        self.begun_tokens = 0
         self.deadlines: list[asyncio.TimerHandle] = []
         self._events: asyncio.Queue[TokenOutput | HexGen2Error | None] = asyncio.Queue()
 
@@ -104,6 +117,11 @@ class Generation:
     @property
     def client(self) -> str:
         return self.origin.client
+
+    @property
+    def known_as(self) -> str:
+        """The id that the client knows, or else our own."""
+        return self.origin.request_id or self.request_id
 
     @property
     def cost_tokens(self) -> int:
@@ -149,6 +167,13 @@ class Generation:
         """Account for KV cache on a replica."""
         replica.hold(self.request_id, tokens)
         self.holders[replica.replica_id] = replica
+
+    def made_tokens(self, replica_id: str) -> bool:
+        """Whether a replica of the request's route has made tokens for it: the first one comes from where it
+        was prefilled."""
+        made = len(self.tokens) - self.begun_tokens
+        elsewhere = replica_id != self.record.prefill_replica
+        return made > elsewhere
 
     def release(self, replica_id: str) -> None:
         """Free what is accounted to a replica; nothing if that was done before."""

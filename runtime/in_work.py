@@ -6,7 +6,8 @@ One state machine per request, driven by the messages of the replicas' lead work
 
 A request that decodes where it was prefilled, or that asks for one token, skips reserving and
 decoding. One whose replica is lost or gives it up waits again, under another id, to be resumed elsewhere: its
-prompt and the tokens so far are prefilled, and the stream goes on with the next one. Memory is accounted
+prompt and the tokens so far are prefilled, and the stream goes on with the next one. One that may be what two
+replicas died of is resumed no more, and neither is one that a replica says is broken. Memory is accounted
 for from the moment a request is routed until every replica involved has said Released (or refused it), so
 that the accounting never runs ahead of the workers.
 """
@@ -16,10 +17,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from cost_model.errors import HexGen2Error
-from runtime.generation import Generation, Observer, Outcome, RequestRecord
+from runtime.generation import Death, Generation, Observer, Outcome, RequestRecord
 from runtime.logs import about
 from runtime.messages import (
     Cancel,
@@ -33,7 +34,7 @@ from runtime.messages import (
     StepOutput,
     TokenOutput,
 )
-from runtime.refusals import Unavailable
+from runtime.refusals import Broken, Unavailable
 from runtime.replica import Replica
 from runtime.router import Route
 
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 RECORDS_KEPT = 1000
 RESUMES = 3
 """How often a request is resumed at most: it may be what its replicas fail of."""
+DEATHS = 2
+"""Replicas that a request may see die before it is resumed no more: it may be what they die of."""
 
 
 class InWork:
@@ -59,6 +62,7 @@ class InWork:
     admit : lets requests begin that wait for room, after some may have become free
     can_wait_again : whether a request could begin on some route, now or later
     wait_again : makes a request the first to begin, under another id
+    explained : told of replicas that a request killed, which is not resumed any more
     """
 
     def __init__(
@@ -68,15 +72,23 @@ class InWork:
         admit: Callable[[], None],
         can_wait_again: Callable[[Generation], bool],
         wait_again: Callable[[Generation], None],
+        explained: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
         self.requests: dict[str, Generation] = {}
         self.records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
         self._replicas, self._observer = replicas, observer
         self._admit, self._can_wait_again, self._wait_again = admit, can_wait_again, wait_again
+        self._explained, self._deaths = explained, 0
 
     def begin(self, request: Generation, route: Route) -> None:
         """Start a request on a route that has room for it."""
-        request.route = route
+        try:
+            self._begin(request, route)
+        except Exception as error:
+            self._break(request, error)
+
+    def _begin(self, request: Generation, route: Route) -> None:
+        request.route, request.begun_tokens = route, len(request.tokens)
         self.requests[request.request_id] = request
         record = request.record
         record.routed_s = record.routed_s or time.monotonic()
@@ -88,12 +100,12 @@ class InWork:
         if alone:
             request.hold(prefill, request.prompt_tokens)
             request.phase = "prefilling"
-            prefill.send(request.prefill(target=""))
+            _ask(prefill, request, request.prefill(target=""))
         else:
             request.hold(prefill, request.prompt_tokens)
             request.hold(decode, request.prompt_tokens)
             request.phase = "reserving"
-            decode.send(request.expect())
+            _ask(decode, request, request.expect())
 
     def end(
         self, request: Generation, outcome: Outcome, error: HexGen2Error | None, by_itself: bool = False
@@ -119,7 +131,19 @@ class InWork:
         self._forget_if_settled(request)
         self.records.append(request.record)
         if self._observer is not None:
-            self._observer.ended(request.record)
+            try:
+                self._observer.ended(request.record)
+            except Exception:
+                log.exception("the end of request %s could not be told", request.known_as)
+
+    def _break(self, request: Generation, why: Exception | str) -> None:
+        """End a request that fails by itself; the others of its replicas go on."""
+        fault = why if isinstance(why, Exception) else None
+        text = "request %s fails by itself, after %d tokens: %s"
+        values = request.known_as, request.record.output_tokens, why
+        log.error(text, *values, exc_info=fault, extra=about(request.known_as, request.request_id))
+        if request.phase != "ended":
+            self.end(request, "failed", Broken(request.known_as))
 
     # without a replica
 
@@ -132,6 +156,7 @@ class InWork:
 
     def lose(self, replica: Replica, error: HexGen2Error) -> None:
         """Resume elsewhere what needs a replica that is gone, and holds nothing any more."""
+        on_board = list[Generation]()
         for request_id in reversed(list(replica.held)):  # the oldest goes to the head of the queue last
             replica.release(request_id)
             request = self.requests.get(request_id)
@@ -139,8 +164,32 @@ class InWork:
                 continue
             request.release(replica.replica_id)
             if request.phase != "ended" and _needs(request, replica.replica_id):
-                self._resume(request, error)
+                on_board.append(request)
             self._forget_if_settled(request)
+        self._quarantine(replica.replica_id, on_board)
+        for request in on_board:
+            if request.phase != "ended":
+                self._resume(request, error)
+
+    def _quarantine(self, lost: str, on_board: Sequence[Generation]) -> None:
+        """End requests that have been on board when DEATHS replicas died, since one of them may be the cause.
+        If some of them never got a token from a replica that died, it is one of those: the others ran on
+        without harm beside them."""
+        self._deaths += 1
+        for request in on_board:
+            request.deaths.append(Death(self._deaths, lost, request.made_tokens(lost)))
+        suspects = [request for request in on_board if len(request.deaths) >= DEATHS]
+        at_once = [each for each in suspects if not any(death.made_tokens for death in each.deaths)]
+        caught = at_once or suspects
+        explained = {death.number: death.replica_id for request in caught for death in request.deaths}
+        for request in caught:
+            died = ", ".join(death.replica_id for death in request.deaths)
+            self._break(request, f"it was on board when replicas died ({died}), and is not resumed again")
+        for request in on_board:
+            if request not in caught:
+                request.deaths = [death for death in request.deaths if death.number not in explained]
+        if explained:
+            self._explained(set(explained.values()))
 
     def _resume(self, request: Generation, error: HexGen2Error) -> None:
         """Go on elsewhere with a request that was failed by a replica; end it if that is impossible."""
@@ -162,11 +211,21 @@ class InWork:
     # messages of the workers
 
     def handle(self, replica: Replica, message: Message) -> None:
-        """Take what a worker of a replica says."""
+        """Take what a worker of a replica says. What fails at that about one request ends that request."""
+        for part in message.outputs if isinstance(message, StepOutput) else (message,):
+            try:
+                self._take(replica, part)
+            except Exception as error:
+                request = self.requests.get(getattr(part, "request_id", ""))
+                if request is None:
+                    raise
+                self._break(request, error)
+                self._admit()
+
+    def _take(self, replica: Replica, message: Message | TokenOutput) -> None:
         match message:
-            case StepOutput(outputs=outputs):
-                for output in outputs:
-                    self._on_token(output)
+            case TokenOutput():
+                self._on_token(message)
             case Reserved(request_id=request_id, ok=ok, cached_tokens=cached_tokens):
                 self._on_reserved(replica, request_id, ok, cached_tokens)
             case KvMoved(request_id=request_id, bytes_received=received, seconds=seconds):
@@ -198,7 +257,7 @@ class InWork:
         elif request.phase == "reserving":
             request.phase = "prefilling"
             prefill = self._replicas[request.record.prefill_replica]
-            prefill.send(request.prefill(replica.replica_id, cached_tokens))
+            _ask(prefill, request, request.prefill(replica.replica_id, cached_tokens))
 
     def _on_refused(self, replica: Replica, request: Generation) -> None:
         """A replica had no room, although the accounting saw some: it holds nothing of the request."""
@@ -249,11 +308,11 @@ class InWork:
         request = self.requests.get(message.request_id)
         if request is not None and request.phase != "ended":
             gave_up = f"replica {replica.replica_id} gave up request {message.request_id}: {message.text}"
-            log.warning(gave_up, extra=about(request.origin.request_id, request.request_id))
             if message.fault:
+                log.warning(gave_up, extra=about(request.origin.request_id, request.request_id))
                 self._resume(request, Unavailable(gave_up))
             else:
-                self.end(request, "failed", Unavailable(gave_up))
+                self._break(request, gave_up)
             self._admit()
 
     def _on_released(self, replica: Replica, request_id: str) -> None:
@@ -278,6 +337,15 @@ def _needs(request: Generation, replica_id: str) -> bool:
     """Whether a request cannot go on without a replica that holds some of it."""
     prefilled = request.phase == "decoding" and request.record.kv_arrived
     return replica_id == request.record.decode_replica or not prefilled
+
+
+def _ask(replica: Replica, request: Generation, message: Message) -> None:
+    """Send a replica the first that it hears of a request. If that cannot be sent, it holds nothing."""
+    try:
+        replica.send(message)
+    except Exception:
+        request.release(replica.replica_id)
+        raise
 
 
 def log_request(request: Generation, text: str, *values: object) -> None:

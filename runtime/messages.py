@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 HEAD_BYTES = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 NONCE_BYTES = 32
@@ -288,7 +288,7 @@ class KvMoved(Message, frozen=True):
 class RequestFailed(Message, frozen=True):
     """The replica can't go on with this one request; Released follows. Other requests go on. A follower
     tells its lead, the lead the front end. After a fault (its KV transfer broke, say) another attempt may
-    succeed; otherwise it is the request itself that can't be run (it never fits).
+    succeed; otherwise it is the request itself that can't be run (it never fits, or what it asks for fails).
     """
 
     request_id: str
@@ -415,11 +415,15 @@ class Release(Message, frozen=True):
 
 
 class StepResult(Message, frozen=True):
-    """Last stage to the lead: the sampled tokens of a step, for the sequences that sample, in their order."""
+    """Last stage to the lead: the sampled tokens of a step, for the sequences that sample, in their order.
+
+    Of those in `broken` there is no token: pairs of a request that failed by itself, and why.
+    """
 
     step: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
+    broken: tuple[tuple[str, str], ...] = ()
 
 
 class Passed(Message, frozen=True):

@@ -19,6 +19,13 @@ class Unavailable(HexGen2Error):
     """No replica can serve the request: those it was on, or all, are gone, or the server stops."""
 
 
+class Broken(HexGen2Error):
+    """The request itself fails, wherever it is served, or its replicas died of it. The log says more."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"the server failed at request {request_id}; its log has the details")
+
+
 class TimedOut(HexGen2Error):
     """The client's own time for the request is over."""
 

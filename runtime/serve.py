@@ -245,7 +245,7 @@ async def _serve(
                 supervisor.on_stays_lost(replanner.stays_lost)
                 app.include_router(operations_router(replanner.ask, bool(front.api_keys)))
                 replanner.start()
-            coordinator.start(on_lost=supervisor.lost)
+            coordinator.start(supervisor.lost, supervisor.forgive)
             _freeze_what_stays()
             try:
                 await _serve_http(app, front, listener, coordinator, stopping, _banner(placement, listener))

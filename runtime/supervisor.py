@@ -99,6 +99,13 @@ class Supervisor:
         for name in names:
             self._tasks[name] = asyncio.create_task(self._bring_back(self._coordinator.replicas[name]))
 
+    def forgive(self, names: Collection[str]) -> None:
+        """Replicas died of a request, which is served no more: their deaths do not count."""
+        for name in names:
+            if history := self._histories.get(name):
+                history.in_a_row = 0
+                history.starts_s.clear()
+
     def look_after(self, name: str) -> None:
         """Bring a replica back, if it is lost, of which nothing is known from before."""
         self._left_alone.discard(name)

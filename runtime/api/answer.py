@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from runtime.api.tokenizer import Tokenizer
 from runtime.coordinator import Coordinator
 from runtime.generation import UNKNOWN, Generation, Origin
 from runtime.messages import Sampling, TokenOutput
-from runtime.refusals import Unavailable
+from runtime.refusals import Broken, Unavailable
+
+log = logging.getLogger(__name__)
 
 SEED_MASK = 2**63 - 1
 SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -58,7 +61,7 @@ class Answer:
 
     Raises
     ------
-    Overloaded, Unavailable, TooLong : nothing is left behind
+    Overloaded, Unavailable, TooLong, Broken : nothing is left behind
     """
 
     def __init__(
@@ -175,8 +178,14 @@ class Answer:
                     text += stop.finish()
                 self._pieces.put_nowait(Piece(index, text, output, reason))
         except HexGen2Error as error:
-            self._coordinator.cancel(generation)
-            self._pieces.put_nowait(error)
+            self._give_up(generation, error)
+        except Exception as error:
+            log.error("request %s cannot be shown", self.request_id, exc_info=error)
+            self._give_up(generation, Broken(self.request_id))
+
+    def _give_up(self, generation: Generation, error: HexGen2Error) -> None:
+        self._coordinator.cancel(generation)
+        self._pieces.put_nowait(error)
 
 
 def _reseeded(sampling: Sampling, number: int) -> Sampling:

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from cost_model.errors import HexGen2Error
-from runtime.refusals import Overloaded, TimedOut, TooLong, TooMany, Unavailable
+from runtime.refusals import Broken, Overloaded, TimedOut, TooLong, TooMany, Unavailable
 
 RESTART_S = 1
 """Until a client whose replica is lost should try again: others, or the same, may serve it by then."""
@@ -60,7 +60,8 @@ def from_serving(error: HexGen2Error) -> ApiError:
         return ApiError(503, str(error), "service_unavailable", None, "unavailable", RESTART_S)
     if isinstance(error, TimedOut):
         return ApiError(504, str(error), "timeout", code="timeout")
-    return ApiError(500, str(error), "server_error")
+    code = "request_failed" if isinstance(error, Broken) else None
+    return ApiError(500, str(error), "server_error", code=code)
 
 
 def install(app: FastAPI) -> None:

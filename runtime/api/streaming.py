@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -14,6 +15,9 @@ from starlette.types import Receive, Scope, Send
 from cost_model.errors import HexGen2Error
 from runtime.api.answer import Answer, Piece
 from runtime.api.errors import from_serving
+from runtime.refusals import Broken
+
+log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
@@ -56,7 +60,10 @@ async def _events(answer: Answer, chunks: AsyncIterator[dict[str, Any]]) -> Asyn
             if answer.must_wait:
                 yield b"".join(events)
                 events.clear()
-    except HexGen2Error as error:
+    except Exception as error:
+        if not isinstance(error, HexGen2Error):
+            log.exception("request %s cannot be streamed", answer.request_id)
+            error = Broken(answer.request_id)
         events.append(event(from_serving(error).body()))
     yield b"".join([*events, DONE])
 

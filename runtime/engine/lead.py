@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import NoReturn
 
-from runtime.engine.blocks import BlockPool, prefix_digests
+from runtime.engine.blocks import BlockPool, Digest, prefix_digests
+from runtime.engine.faults import describe, of_replica
 from runtime.engine.leases import Leases
 from runtime.engine.member import Member
 from runtime.engine.scheduler import Completed, Reservation, Scheduler
@@ -75,10 +76,15 @@ class Lead:
     def reserve(self, message: Expect) -> None:
         """Take blocks for a request and announce it to every worker, which then acknowledges."""
         request_id, prompt = message.request_id, message.prompt
-        digests = prefix_digests(prompt, self._pool.block_tokens) if self._pool.reuse else []
-        begun = None
-        if 0 < len(prompt) < message.capacity_tokens and not self._excess(message.capacity_tokens):
-            begun = self._pool.begin(len(prompt), digests, self._scheduler.growing)
+        try:
+            begun, digests = self._blocks_for(message)
+        except Exception as error:
+            if of_replica(error):
+                raise
+            log.exception("no reservation", extra=about(message.known_as, request_id))
+            self._say_failed(request_id, describe(error), fault=False)
+            self._say_released(request_id)
+            return
         if begun is None:
             self._front_end.send(Reserved(request_id=request_id, ok=False))
             return
@@ -94,6 +100,15 @@ class Lead:
         self._broadcast(arrival)
         self._member.expect(arrival)
         self.acknowledge(self._member.config.worker, request_id)
+
+    def _blocks_for(self, message: Expect) -> tuple[tuple[list[int], int] | None, list[Digest]]:
+        """Blocks for an expected prompt, with how much of it they have already (None: no room), and its
+        digests."""
+        prompt = message.prompt
+        digests = prefix_digests(prompt, self._pool.block_tokens) if self._pool.reuse else []
+        if not 0 < len(prompt) < message.capacity_tokens or self._excess(message.capacity_tokens):
+            return None, digests
+        return self._pool.begin(len(prompt), digests, self._scheduler.growing), digests
 
     def acknowledge(self, worker: str, request_id: str) -> None:
         """One worker is ready for a request's KV cache; the last one's answer goes to the front end."""
@@ -113,6 +128,11 @@ class Lead:
         """Serve until the process ends."""
         while True:
             step = self._scheduler.next_step()
+            faults = self._scheduler.take_faults()
+            for request_id, why in faults.items():
+                self._fail(request_id, why, fault=False)
+            if step is None and faults:
+                continue
             if step is None:
                 with suppress(queue.Empty):
                     self._handle(self._inbox.get(timeout=self._leases.next_s()))
@@ -126,6 +146,17 @@ class Lead:
                 self._expire(request_id)
 
     def _handle(self, message: Message | Reservation) -> None:
+        """Do what a message says; if that fails, so does the request that it is about, and no other."""
+        try:
+            self._follow(message)
+        except Exception as error:
+            request_id = getattr(message, "request_id", "")
+            if not request_id or of_replica(error):
+                raise
+            log.exception("a %s failed", type(message).__name__, extra=about(attempt=request_id))
+            self._fail(request_id, describe(error), fault=False)
+
+    def _follow(self, message: Message | Reservation) -> None:
         match message:
             case Reservation():
                 self._scheduler.expect(message)
@@ -203,10 +234,14 @@ class Lead:
             self._fail(request_id, f"nothing came for it in {self._leases.lease_s:g} s", fault=True)
 
     def _complete(self, result: StepResult) -> None:
-        done: Completed = self._scheduler.complete(result.step, result.tokens, result.logprobs)
+        broken = dict(result.broken)
+        done: Completed = self._scheduler.complete(result.step, result.tokens, result.logprobs, broken.keys())
         if done.outputs:
             self._front_end.send(StepOutput(replica=self._replica, outputs=done.outputs))
         self._free(done.released)
+        for request_id, why in broken.items():
+            if request_id in self._scheduler:
+                self._fail(request_id, why, fault=False)
 
     def _cancel(self, request_id: str) -> None:
         """Forget a request. Its workers do so first, so that nothing is written to blocks given to others."""
@@ -222,12 +257,15 @@ class Lead:
         """Give a request up; Released follows, at once if the replica has nothing of it."""
         known_as = self._known_as.get(request_id, "")
         log.warning("gives a request up: %s", text, extra=about(known_as, request_id))
-        failure = RequestFailed(request_id=request_id, replica=self._replica, text=text, fault=fault)
-        self._front_end.send(failure)
+        self._say_failed(request_id, text, fault)
         if request_id in self._scheduler:
             self._cancel(request_id)
         else:
             self._released([request_id])
+
+    def _say_failed(self, request_id: str, text: str, fault: bool) -> None:
+        failure = RequestFailed(request_id=request_id, replica=self._replica, text=text, fault=fault)
+        self._front_end.send(failure)
 
     def _land(self, message: KvLanded) -> None:
         if message.request_id not in self._scheduler:
@@ -272,13 +310,16 @@ class Lead:
             self._sent.pop(request_id, None)
             known_as = self._known_as.pop(request_id, "")
             log.info("has freed a request's memory", extra=about(known_as, request_id))
-            released = Released(
-                request_id=request_id,
-                replica=self._replica,
-                free_blocks=self._pool.free,
-                preemptions=self._scheduler.preemptions,
-            )
-            self._front_end.send(released)
+            self._say_released(request_id)
+
+    def _say_released(self, request_id: str) -> None:
+        released = Released(
+            request_id=request_id,
+            replica=self._replica,
+            free_blocks=self._pool.free,
+            preemptions=self._scheduler.preemptions,
+        )
+        self._front_end.send(released)
 
     def _broadcast(self, message: Arrival | Step | Release) -> None:
         for follower in self._followers.values():

@@ -8,9 +8,10 @@ import torch
 
 from runtime.engine.attention import Batch
 from runtime.engine.cache import PagedCache
+from runtime.engine.faults import Faults, of_replica
 from runtime.engine.models.base import DecoderStage
 from runtime.engine.sampler import Sampler
-from runtime.messages import Step, StepResult
+from runtime.messages import SequenceStep, Step, StepResult, TokenLogprobs
 
 
 class StageRunner:
@@ -19,18 +20,21 @@ class StageRunner:
     def __init__(self, stage: DecoderStage, cache: PagedCache) -> None:
         self._stage, self._cache = stage, cache
         self._sampler = Sampler() if stage.links.place.samples else None
+        self._faults = Faults()
 
     def begin(self, step: Step) -> None:
         """Take note of the requests that begin with a step."""
         if self._sampler is not None:
             for start in step.starts:
                 history = start.history[: start.prompt_tokens], start.history[start.prompt_tokens :]
-                self._sampler.start(start.request_id, start.sampling, history)
+                with self._faults.kept(start.request_id):
+                    self._sampler.start(start.request_id, start.sampling, history)
 
     def forget(self, request_id: str) -> None:
         """A request has ended, or was preempted."""
         if self._sampler is not None:
             self._sampler.forget(request_id)
+            self._faults.forget(request_id)
 
     @torch.inference_mode()
     def run(
@@ -45,7 +49,8 @@ class StageRunner:
 
         Returns
         -------
-        the tokens, on the worker that samples; None elsewhere
+        the tokens, on the worker that samples; None elsewhere. A request whose own token cannot be sampled
+        is broken, and no other is
         """
         stage, links = self._stage, self._stage.links
         batch = self._batch(step, tables)
@@ -62,11 +67,37 @@ class StageRunner:
         logits = stage.logits(hidden, batch)
         if logits is None or self._sampler is None:
             return None
-        tokens, logprobs = self._sampler.sample(
-            logits, [sequence.request_id for sequence in chosen], [sequence.index for sequence in chosen]
+        found = self._sample(self._sampler, logits, chosen)
+        logprobs = tuple(detail for _, detail in found)
+        return StepResult(
+            step=step.step,
+            tokens=tuple(token for token, _ in found),
+            logprobs=logprobs if any(detail is not None for detail in logprobs) else (),
+            broken=self._faults.take(sequence.request_id for sequence in chosen),
         )
-        wanted = any(detail is not None for detail in logprobs)
-        return StepResult(step=step.step, tokens=tuple(tokens), logprobs=tuple(logprobs) if wanted else ())
+
+    def _sample(
+        self, sampler: Sampler, logits: torch.Tensor, chosen: Sequence[SequenceStep]
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """The tokens of the rows of logits whose requests are sound: all at once, and one by one if that
+        fails, to find out whose fault it is."""
+        rows = [row for row, each in enumerate(chosen) if each.request_id not in self._faults]
+        if len(rows) < len(chosen):
+            logits, chosen = logits[rows], [chosen[row] for row in rows]
+        if not rows:
+            return []
+        try:
+            return _sampled(sampler, logits, chosen)
+        except Exception as error:
+            if of_replica(error):
+                raise
+            found = list[tuple[int, TokenLogprobs | None]]()
+            for row, sequence in enumerate(chosen):
+                with self._faults.kept(sequence.request_id):
+                    found += _sampled(sampler, logits[row : row + 1], [sequence])
+            if len(chosen) > 1 and not found:
+                raise  # it is none of them
+            return found
 
     def _batch(self, step: Step, tables: Mapping[str, Sequence[int]]) -> Batch:
         sequences = step.sequences
@@ -77,3 +108,10 @@ class StageRunner:
             [tables[sequence.request_id] for sequence in sequences],
             [sequence.samples for sequence in sequences],
         )
+
+
+def _sampled(
+    sampler: Sampler, logits: torch.Tensor, sequences: Sequence[SequenceStep]
+) -> list[tuple[int, TokenLogprobs | None]]:
+    ids, indices = [each.request_id for each in sequences], [each.index for each in sequences]
+    return list(zip(*sampler.sample(logits, ids, indices), strict=True))

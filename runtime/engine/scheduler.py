@@ -11,11 +11,14 @@ Pure bookkeeping, owned by the lead's main thread; only the block pool is shared
 from __future__ import annotations
 
 import enum
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from runtime.engine.blocks import BlockPool, Digest, prefix_digests
+from runtime.engine.faults import describe
+from runtime.logs import about
 from runtime.messages import (
     Decode,
     Prefill,
@@ -26,6 +29,11 @@ from runtime.messages import (
     TokenLogprobs,
     TokenOutput,
 )
+
+log = logging.getLogger(__name__)
+
+MAX_HISTORY_TOKENS = 4_000_000
+"""That requests with penalties bring along in one step, about, so that its frame is not too long."""
 
 
 class _State(enum.Enum):
@@ -118,6 +126,7 @@ class Scheduler:
         self._running: dict[str, _Request] = {}
         self._in_flight: dict[int, list[tuple[_Request, bool]]] = {}
         self._preempted: list[str] = []
+        self._faults = dict[str, str]()
         self._next_step = self._arrivals = 0
         self.preemptions = 0
 
@@ -211,17 +220,31 @@ class Scheduler:
         batch += self._chunks(self._max_mixed_tokens if decoding else self._max_prefill_tokens)
         return self._issue(batch) if batch else None
 
+    def take_faults(self) -> dict[str, str]:
+        """Requests that could not be put into a step since the last call, and why: to be failed, and
+        cancelled here."""
+        faults, self._faults = self._faults, {}
+        return faults
+
     def complete(
-        self, step: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = ()
+        self,
+        step: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None] = (),
+        broken: Collection[str] = (),
     ) -> Completed:
-        """Take in the tokens of a step, one per request that sampled, in its order."""
+        """Take in the tokens of a step, one per request that sampled, in its order. The broken ones have
+        none; they stay until they are cancelled."""
         outputs: list[TokenOutput] = []
         released: list[str] = []
         drawn = iter(zip(tokens, logprobs or (None,) * len(tokens), strict=True))
         for request, samples in self._in_flight.pop(step):
             request.steps -= 1
             reason = ""
-            if samples:
+            if samples and request.request_id in broken:
+                if not request.cancelled:
+                    continue
+            elif samples:
                 token, detail = next(drawn)
                 reason = self._take(request, token, detail, outputs)
             if self._is_over(request, samples, reason):
@@ -324,14 +347,27 @@ class Scheduler:
                 count = min(request.to_run, limit)
                 chunks.append((request, count))
                 limit -= count
-        while self._waiting and limit > 0 and self._begin(self._waiting[0]):
+        histories = 0
+        while self._waiting and limit > 0 and self._begins(self._waiting[0]):
             request = self._waiting.popleft()
             count = min(request.to_run, limit)
             chunks.append((request, count))
             limit -= count
             # The next one may share it: a layer stores all keys and values of a step before it reads any.
             self._publish(request, request.computed + count)
+            histories += len(request.tokens) * request.sampling.needs_history
+            if histories > MAX_HISTORY_TOKENS:
+                break
         return chunks
+
+    def _begins(self, request: _Request) -> bool:
+        """Begin with a request; one that fails at that is left for `take_faults`."""
+        try:
+            return self._begin(request)
+        except Exception as error:
+            log.exception("a request could not begin", extra=about(attempt=request.request_id))
+            self._faults[request.request_id] = describe(error)
+            return False
 
     def _begin(self, request: _Request) -> bool:
         """Take blocks for all of a request's tokens, sharing those that are computed already; False if there

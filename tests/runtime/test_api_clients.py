@@ -315,7 +315,7 @@ class GivesUp:
 
 
 @pytest.mark.parametrize(("stream", "tokens"), [(False, 0), (False, 2), (True, 0), (True, 2)])
-def test_a_request_that_a_replica_gives_up_is_503_or_an_error_event(model_folder, stream, tokens):
+def test_a_request_that_a_replica_gives_up_is_500_or_an_error_event(model_folder, stream, tokens, caplog):
     async def ask():
         async with in_process(model_folder, link=GivesUp(tokens)) as client:
             answer = await client.post(
@@ -329,10 +329,10 @@ def test_a_request_that_a_replica_gives_up_is_503_or_an_error_event(model_folder
         assert answer.status_code == 200 and events[-1] == "[DONE]"
         error = json.loads(events[-2])["error"]
     else:
-        check_error(answer, 503, "unavailable")
-        assert int(answer.headers["retry-after"]) > 0
+        check_error(answer, 500, "request_failed")
         error = answer.json()["error"]
-    assert "replica c gave up request r0: its KV cache is torn" in error["message"]
+    assert "failed at request" in error["message"] and error["code"] == "request_failed"
+    assert "replica c gave up request r0: its KV cache is torn" in caplog.text
     assert 'hexgen2_kv_tokens{replica="c"} 0.0' in metrics
     assert 'hexgen2_requests_total{outcome="failed"} 1.0' in metrics
 

@@ -7,7 +7,7 @@ import pytest
 from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
 
 from runtime.messages import Cancel, Decode, Expect, Failed, KvMoved, Prefill, RequestFailed, Reserved
-from runtime.refusals import TooLong, Unavailable
+from runtime.refusals import Broken, TooLong, Unavailable
 from runtime.router import Route
 
 
@@ -93,14 +93,15 @@ class Failing(FakeLead):
 
 
 @pytest.mark.parametrize(("name", "when"), [("p0", Prefill), ("d0", Decode), ("c0", Prefill)])
-def test_a_request_that_a_replica_gives_up_fails_alone(name, when):
+def test_a_request_that_a_replica_gives_up_fails_alone(name, when, caplog):
     async def scenario():
         routes = [Route("c0", "c0", 1.0)] if name == "c0" else PAIR
         async with serving(routes, lead=Failing) as (coordinator, leads):
             leads[name].gives_up = {"r0": when}
             failed, beside = coordinator.submit(PROMPT, sampling()), coordinator.submit(PROMPT, sampling())
-            with pytest.raises(Unavailable, match=f"replica {name} gave up request r0: sending KV cache"):
+            with pytest.raises(Broken, match="failed at request r0"):
                 await tokens_of(failed)
+            assert f"replica {name} gave up request r0: sending KV cache" in caplog.text
             assert await tokens_of(beside) == [300, 301, 302, 303]
             await settle(coordinator)
             assert not any(lead.held for lead in leads.values()) and not coordinator._in_work.requests
@@ -291,6 +292,8 @@ def test_whatever_fails_every_token_comes_once(seed):
             for request, length in zip(requests, lengths, strict=True):
                 try:
                     tokens = await tokens_of(request)
+                except Broken:
+                    assert len(request.deaths) >= 2
                 except Unavailable:
                     assert request.record.resumes == 3 or "no room" in str(request._events._queue[0])
                 else:

@@ -23,6 +23,7 @@ from runtime.engine.base import Engine, OnLayer
 from runtime.engine.emulated.cache import EmulatedCache, EmulatedShape
 from runtime.engine.emulated.hops import PURPOSE, Hops
 from runtime.engine.emulated.tokens import choose, seed_of, states
+from runtime.engine.faults import Faults
 from runtime.engine.place import Place
 from runtime.kv_layout import held
 from runtime.messages import Configure, Connect, Hello, Step, StepResult, TokenLogprobs
@@ -48,6 +49,7 @@ class EmulatedEngine(Engine):
         self._config, self._place = config, place
         self._hops = Hops(config, place)
         self._seeds: dict[str, tuple[int, bool]] = {}
+        self._faults = Faults()
 
     def load(self) -> None:
         config, place, emulation = self._config, self._place, self._config.emulation
@@ -76,10 +78,12 @@ class EmulatedEngine(Engine):
     def begin(self, step: Step) -> None:
         if self._place.samples:
             for start in step.starts:
-                self._seeds[start.request_id] = seed_of(start.sampling), start.sampling.logprobs >= 0
+                with self._faults.kept(start.request_id):
+                    self._seeds[start.request_id] = seed_of(start.sampling), start.sampling.logprobs >= 0
 
     def forget(self, request_id: str) -> None:
         self._seeds.pop(request_id, None)
+        self._faults.forget(request_id)
 
     def run(self, step: Step, tables: Mapping[str, list[int]], on_layer: OnLayer | None) -> StepResult | None:
         stage_s, hop_s = self._times.step(work_of(step, self._window))
@@ -120,14 +124,18 @@ class EmulatedEngine(Engine):
     def _sample(self, step: Step, last: list[int]) -> StepResult:
         tokens, logprobs = list[int](), list[TokenLogprobs | None]()
         for sequence, state in zip(step.sequences, last, strict=True):
-            if not sequence.samples:
+            if not sequence.samples or sequence.request_id in self._faults:
                 continue
-            seed, wanted = self._seeds[sequence.request_id]
-            token = choose(state, seed, self.spec.vocab)
-            tokens.append(token)
-            logprobs.append(TokenLogprobs(chosen=0.0, top=((token, 0.0),)) if wanted else None)
+            with self._faults.kept(sequence.request_id):
+                seed, wanted = self._seeds[sequence.request_id]
+                token = choose(state, seed, self.spec.vocab)
+                tokens.append(token)
+                logprobs.append(TokenLogprobs(chosen=0.0, top=((token, 0.0),)) if wanted else None)
         return StepResult(
-            step=step.step, tokens=tuple(tokens), logprobs=tuple(logprobs) if any(logprobs) else ()
+            step=step.step,
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs) if any(logprobs) else (),
+            broken=self._faults.take(each.request_id for each in step.sequences if each.samples),
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import httpx
 from runtime.engine.vllm.health import Health
 from runtime.engine.vllm.requests import EngineError, completion, outputs_of, prefill
 from runtime.launcher.link import Link
+from runtime.logs import about
 from runtime.messages import (
     Cancel,
     Decode,
@@ -38,6 +40,8 @@ from runtime.messages import (
     Shutdown,
     StepOutput,
 )
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -163,6 +167,9 @@ class VllmLink(Link):
             problem, fault = str(error), error.fault
         except (httpx.HTTPError, ValueError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            log.exception("a request failed by itself", extra=about(attempt=request_id))
+            problem, fault = f"{type(error).__name__}: {error}", False
         if fault and await self._health.ends(self._ended):
             return  # the replica is lost as a whole, and nothing need be said of one request
         self._tasks.pop(request_id, None)
