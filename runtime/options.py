@@ -57,7 +57,15 @@ class FrontOptions:
     kv_high_water : share of a replica's KV cache up to which requests are let in, counting what they are
         expected to grow by
     api_keys : what clients must send one of, by the name of the client; none: everybody may ask
-    max_body_bytes, max_connections : of a request, and open at a time
+    operator_key : what an operator must send to see metrics, requests and the placement, and to change it;
+        "": with api_keys that can be seen from this machine alone
+    allowed_hosts : names under which the server is asked; None: any
+    cors_origin : sites whose pages may ask
+    max_body_bytes, max_total_body_bytes : of a request, and of all that are in work
+    max_choices, max_prompt_tokens : prompts times n of a request, and the tokens of all their prompts
+    max_messages : of a chat, and so many parts of them
+    max_stop_strings, max_stop_length, max_stop_token_ids, max_logit_bias : strings, characters in one, tokens
+    max_connections, max_address_connections : open at a time, and from one address (None: nine in ten)
     read_timeout_s : how long the headers of a request may take, and then its body
     write_timeout_s : how long a client may read nothing of what is sent to it
     otlp_endpoint : URL of a collector of traces; "": none are made
@@ -68,8 +76,20 @@ class FrontOptions:
     queue_timeout_s: float = QUEUE_TIMEOUT_S
     kv_high_water: float = 1.0
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    operator_key: str = field(default="", repr=False)
+    allowed_hosts: tuple[str, ...] | None = None
+    cors_origin: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 1024 * 1024
+    max_total_body_bytes: int = 256 * 1024 * 1024
+    max_choices: int = 128
+    max_prompt_tokens: int = 1024 * 1024
+    max_messages: int = 2048
+    max_stop_strings: int = 4
+    max_stop_length: int = 256
+    max_stop_token_ids: int = 128
+    max_logit_bias: int = 1024
     max_connections: int = 1000
+    max_address_connections: int | None = None
     read_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
     otlp_endpoint: str = ""

@@ -10,6 +10,7 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,7 @@ from hexgen2.placement import Placement
 from runtime import logs
 from runtime.api.app import add_views, create_app
 from runtime.api.connection import limited_by
+from runtime.api.gate import is_loopback
 from runtime.api.metrics import Metrics
 from runtime.api.numbers import NumberTokenizer
 from runtime.api.operations import operations_router
@@ -132,14 +134,26 @@ def serve(
             f"1/{options.kv_scale:g} of the KV caches' bytes move, tokens mean nothing"
         )
     logs.set_up("front end")
+    front = replace(front, allowed_hosts=hosts_of(front, host))
     successors = _successors(told, configure, front.kv_high_water)
     with _bound(host, port) as listener:
+        if not front.api_keys and not is_loopback(host):
+            report(f"anybody who reaches {host} can use this server: it was started without --api-key")
         return asyncio.run(
             _serve(
                 *(placement, folder, told, successors, listener, starter),
                 *(restarts, replan_after_s, front),
             )
         )
+
+
+def hosts_of(front: FrontOptions, host: str) -> tuple[str, ...] | None:
+    """The names under which a server on an address may be asked; None: any. Without keys, and on this machine
+    alone, what comes under another name is from a web page that should not be here."""
+    given = front.allowed_hosts or ()
+    if given or (not front.api_keys and is_loopback(host)):
+        return given
+    return None
 
 
 def _vllm_launcher(launcher: str, options: EngineOptions) -> Launcher:
@@ -233,7 +247,7 @@ async def _serve(
                 plan=reflow,
             )
             metrics.watch(coordinator)
-            app = create_app(Service(placement, coordinator, tokenizer, metrics), front)
+            app = create_app(Service(placement, coordinator, tokenizer, metrics, front))
             add_views(app, launcher.views())
             supervisor = Supervisor(coordinator, launcher, restarts, report)
             replanner: Replanner | None = None
@@ -243,7 +257,8 @@ async def _serve(
                     metrics.replanned,
                 )
                 supervisor.on_stays_lost(replanner.stays_lost)
-                app.include_router(operations_router(replanner.ask, bool(front.api_keys)))
+                guarded = bool(front.api_keys or front.operator_key)
+                app.include_router(operations_router(replanner.ask, guarded))
                 replanner.start()
             coordinator.start(supervisor.lost, supervisor.forgive)
             _freeze_what_stays()

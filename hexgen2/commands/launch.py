@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 
 _PATH = click.Path(path_type=Path)
+_HOST = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
+_ORIGIN = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?")
 _SECONDS = Number(0, min_open=True)
 _engine, _front = partial(setting, DEFAULTS), partial(setting, FRONT_DEFAULTS)
 
@@ -49,12 +52,31 @@ _engine, _front = partial(setting, DEFAULTS), partial(setting, FRONT_DEFAULTS)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
 @click.option(
-    "--api-key", envvar="HEXGEN2_API_KEY", multiple=True, help="Clients must send one as a bearer token."
+    "--api-key",
+    envvar="HEXGEN2_API_KEY",
+    multiple=True,
+    help="Clients must send one as a bearer token. @FILE: its first line; -: asked for.",
 )
 @click.option(
     "--api-keys",
     type=_PATH,
     help="A file with more: `name: key`, or a key, on each line. Logs and metrics show names only.",
+)
+@click.option(
+    "--operator-key",
+    envvar="HEXGEN2_OPERATOR_KEY",
+    help="For /metrics, /requests, /placement and /replan; given like --api-key.  "
+    "[default: they are for this machine]",
+)
+@click.option(
+    "--allowed-hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Names by which the server may be asked.  [default: this machine's own; any with --api-key, or with "
+    "a --host that others reach]",
+)
+@click.option(
+    "--cors-origin", multiple=True, metavar="ORIGIN", help="A site whose pages may ask, as https://chat.here."
 )
 @_front("--queue-limit", click.IntRange(0), "Requests that may wait for room.")
 @_front(
@@ -69,7 +91,16 @@ _engine, _front = partial(setting, DEFAULTS), partial(setting, FRONT_DEFAULTS)
     "Share of the KV cache up to which requests are let in, with what they are expected to grow by.",
 )
 @_front("--max-body-bytes", click.IntRange(1), "Of one request.")
+@_front("--max-total-body-bytes", click.IntRange(1), "Of all requests in work.")
+@_front("--max-choices", click.IntRange(1), "Answers that one request asks for: prompts times n.")
+@_front("--max-prompt-tokens", click.IntRange(1), "Of all answers that one request asks for.")
+@_front("--max-messages", click.IntRange(1), "Of one chat, and so many parts of them.")
+@_front("--max-stop-strings", click.IntRange(1), "Of one request.")
+@_front("--max-stop-length", click.IntRange(1), "Characters of one stop string.")
+@_front("--max-stop-token-ids", click.IntRange(1), "Of one request.")
+@_front("--max-logit-bias", click.IntRange(1), "Tokens with a bias in one request.")
 @_front("--max-connections", click.IntRange(1), "Open at a time.")
+@_front("--max-address-connections", click.IntRange(1), "Of one address.  [default: nine in ten]")
 @_front("--read-timeout-s", _SECONDS, "How long the headers of a request may take, and then its body.")
 @_front("--write-timeout-s", _SECONDS, "How long a client may read nothing of what is sent to it.")
 @click.option(
@@ -139,6 +170,9 @@ def launch(
     port: int,
     api_key: tuple[str, ...],
     api_keys: Path | None,
+    operator_key: str | None,
+    allowed_hosts: tuple[str, ...],
+    cors_origin: tuple[str, ...],
     log_format: str,
     cpu_instructions: str,
     restarts: int,
@@ -158,7 +192,7 @@ def launch(
     loaded = Placement.load(placement)
     try:
         from runtime import logs
-        from runtime.api.keys import collect
+        from runtime.api.keys import check_operator_key, collect, read_key
         from runtime.launcher.processes import limit_instructions
         from runtime.serve import serve
     except ModuleNotFoundError as error:
@@ -168,7 +202,18 @@ def launch(
     keys = {"identity": identity, "network_key": network_key, "allow": allow}
     membership = _membership(launcher, join=join, listen=listen, mdns=mdns, **keys)
     options = settings_of(EngineOptions, settings)
-    front = settings_of(FrontOptions, settings, api_keys=collect(api_key, api_keys))
+    clients = collect([read_key(key, "--api-key", _ask) for key in api_key], api_keys)
+    operator = read_key(operator_key or "", "--operator-key", _ask)
+    if operator_key is not None:
+        check_operator_key(operator, clients)
+    front = settings_of(
+        FrontOptions,
+        settings,
+        api_keys=clients,
+        operator_key=operator,
+        allowed_hosts=checked_hosts(allowed_hosts),
+        cors_origin=checked_origins(cors_origin),
+    )
     os.environ[logs.FORMAT_VARIABLE] = log_format  # workers inherit it
     limit_instructions(cpu_instructions)
     code = serve(
@@ -180,6 +225,33 @@ def launch(
         membership=membership,
     )
     sys.exit(code)
+
+
+def _ask(what: str) -> str:
+    return click.prompt(what, hide_input=True, err=True)
+
+
+def checked_hosts(names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Names of --allowed-hosts, several of which may stand in one with commas; None without any."""
+    found = [name.strip().lower() for each in names for name in each.split(",")]
+    for name in found:
+        if name != "*" and not _HOST.fullmatch(name):
+            raise InputError(
+                "--allowed-hosts", "", f"{name!r} is no host name", "write it without port or path"
+            )
+    return tuple(found) or None
+
+
+def checked_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    """Origins of --cors-origin."""
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            problem, remedy = (
+                f"{origin!r} is no origin",
+                "write it as the browser does: https://chat.example.org",
+            )
+            raise InputError("--cors-origin", "", problem, remedy)
+    return origins
 
 
 def _membership(launcher: str, **options: Any) -> Membership | None:

@@ -191,7 +191,7 @@ class _Writer:
         ]
         container = self._container("front", FRONT, environment)
         container["ports"] = [{"name": "api", "containerPort": API_PORT}]
-        container |= _probes({"httpGet": {"path": "/metrics", "port": API_PORT}}, 3600)
+        container |= _probes({"httpGet": {"path": "/live", "port": API_PORT}}, 3600)
         container["resources"] = {"requests": {"cpu": "2", "memory": "4Gi"}}
         container["volumeMounts"].append(
             {"name": "placement", "mountPath": "/etc/hexgen2/placement", "readOnly": True}

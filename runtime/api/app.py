@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -17,17 +18,25 @@ from runtime.api.description import ERRORS, Health, ModelCard, ModelList, answer
 from runtime.api.gate import Gate
 from runtime.api.service import Service
 from runtime.api.streaming import ClientGone
-from runtime.options import FRONT_DEFAULTS, FrontOptions
 
 CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(service: Service, options: FrontOptions = FRONT_DEFAULTS) -> FastAPI:
+def create_app(service: Service) -> FastAPI:
     """The application that serves a placement."""
+    options = service.options
     app = FastAPI(title="HexGen-2", docs_url=None, redoc_url=None, responses=ERRORS)
     describe(app, with_keys=bool(options.api_keys))
     errors.install(app)
     app.add_middleware(Gate, options=options, check_place=service.check_place)
+    if options.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
 
@@ -52,6 +61,11 @@ def create_app(service: Service, options: FrontOptions = FRONT_DEFAULTS) -> Fast
     async def health() -> JSONResponse:
         state = service.health()
         return JSONResponse(state, 200 if state["status"] == "ok" else 503)
+
+    @app.get("/live")
+    async def live() -> dict[str, str]:
+        """200 as long as the server answers, whatever becomes of its replicas."""
+        return {"status": "live"}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

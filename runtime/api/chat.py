@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from runtime.api.answer import Answer, Piece
-from runtime.api.description import ChatCompletion, answers
+from runtime.api.description import ChatCompletion, answers, takes
 from runtime.api.errors import bad_request
 from runtime.api.logprobs import chat_logprobs
 from runtime.api.schemas import ChatRequest
@@ -24,9 +24,15 @@ def chat_router(service: Service) -> APIRouter:
     """The route, for a service."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", responses=answers(ChatCompletion, streamed=True))
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    @router.post(
+        "/v1/chat/completions",
+        responses=answers(ChatCompletion, streamed=True),
+        openapi_extra=takes(ChatRequest),
+    )
+    async def chat(request: Request) -> Response:
+        body = await service.bodies.read(request, ChatRequest)
         service.check_model(body.model)
+        service.check_choices(1, body.n)
         prompt = await _prompt(service, body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else -1
         max_tokens = body.max_completion_tokens or body.max_tokens
@@ -39,7 +45,7 @@ def chat_router(service: Service) -> APIRouter:
 
 async def _prompt(service: Service, body: ChatRequest) -> list[int]:
     try:
-        return await service.tokenizer.encode_chat([message.plain() for message in body.messages])
+        return await service.encode_chat([message.plain() for message in body.messages])
     except NoChatTemplate:
         message = f"{service.model} has no chat template; use /v1/completions"
         raise bad_request(message, "messages") from None
@@ -86,7 +92,8 @@ async def _chunks(
 
     def chunk(index: int, delta: dict[str, str], details: Any = None, reason: str = "") -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": details, "finish_reason": reason or None}
-        return {**envelope, "choices": [choice]}
+        made = {**envelope, "choices": [choice]}
+        return {**made, "usage": answer.usage()} if body.usage_in_chunks else made
 
     for index in range(len(answer.generations)):
         yield chunk(index, {"role": "assistant", "content": ""})
@@ -97,5 +104,5 @@ async def _chunks(
         if piece.text or piece.finish_reason or details:
             delta = {"content": piece.text} if piece.text else {}
             yield chunk(piece.choice, delta, details, piece.finish_reason)
-    if body.stream_options and body.stream_options.include_usage:
+    if body.usage_at_end:
         yield {**envelope, "choices": [], "usage": answer.usage(), "hexgen2": answer.trace()}

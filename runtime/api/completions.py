@@ -11,10 +11,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from runtime.api.answer import Answer, Piece
-from runtime.api.description import Completion, answers
-from runtime.api.errors import bad_request
+from runtime.api.description import Completion, answers, takes
 from runtime.api.logprobs import CompletionLogprobs
-from runtime.api.schemas import MAX_CHOICES, CompletionRequest
+from runtime.api.schemas import CompletionRequest
 from runtime.api.service import Service
 from runtime.api.streaming import respond
 
@@ -25,15 +24,19 @@ def completions_router(service: Service) -> APIRouter:
     """The route, for a service."""
     router = APIRouter()
 
-    @router.post("/v1/completions", responses=answers(Completion, streamed=True))
-    async def complete(body: CompletionRequest, request: Request) -> Response:
+    @router.post(
+        "/v1/completions",
+        responses=answers(Completion, streamed=True),
+        openapi_extra=takes(CompletionRequest),
+    )
+    async def complete(request: Request) -> Response:
+        body = await service.bodies.read(request, CompletionRequest)
         service.check_model(body.model)
+        service.check_choices(len(body.prompt), body.n)
         prompts = [
-            await service.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            for prompt in body.prompts
+            await service.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
+            for prompt in body.prompt
         ]
-        if not 0 < len(prompts) * (body.n or 1) <= MAX_CHOICES:
-            raise bad_request(f"prompts times n must be from 1 to {MAX_CHOICES}", "prompt")
         logprobs = -1 if body.logprobs is None else body.logprobs
         answer = service.answer(
             body, prompts, body.max_tokens or DEFAULT_MAX_TOKENS, logprobs, request.state.origin
@@ -51,7 +54,7 @@ def _echoes(service: Service, body: CompletionRequest, prompts: Sequence[list[in
         return [""] * (len(prompts) * (body.n or 1))
     texts = [
         given if isinstance(given, str) else service.tokenizer.decode(given, body.skip_special_tokens)
-        for given in body.prompts
+        for given in body.prompt
     ]
     return [text for text in texts for _ in range(body.n or 1)]
 
@@ -109,6 +112,7 @@ async def _chunks(
             logprobs[piece.choice].add(piece.output)
             details = logprobs[piece.choice].take()
         text = piece.text if piece.output.index else echoes[piece.choice] + piece.text
-        yield {**envelope, "choices": [_choice(piece.choice, text, details, piece.finish_reason)]}
-    if body.stream_options and body.stream_options.include_usage:
+        chunk = {**envelope, "choices": [_choice(piece.choice, text, details, piece.finish_reason)]}
+        yield {**chunk, "usage": answer.usage()} if body.usage_in_chunks else chunk
+    if body.usage_at_end:
         yield {**envelope, "choices": [], "usage": answer.usage(), "hexgen2": answer.trace()}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 32 * 1024
 """Of what comes before the body of a request."""
 OFFERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
+PROBE_S, LONGEST_PROBE_S = 0.1, 1.0
 LINGER_S = 5.0
 """How long the rest of what was refused is read, so that its sender sees the refusal."""
 
@@ -56,12 +59,18 @@ class _Gathered:
 class Connection(HttpToolsProtocol):
     """uvicorn's connection over httptools, but that answers in OpenAI's form what is no request:
 
-    503 where there are `max_connections` already, 408 for headers that are not here within `read_timeout_s`,
-    431 for too many bytes of them, 405 for CONNECT, 400 for what is not HTTP. One whose client reads nothing
-    for `write_timeout_s` is cut. Offers of other protocols (h2c of Java's client) are passed over.
+    503 where there are `max_connections` already, 429 where too many of them are of one address, 408 for
+    headers that are not here within `read_timeout_s`, 431 for too many bytes of them, 405 for CONNECT, 400
+    for what is not HTTP. One whose client reads nothing for `write_timeout_s` is cut. Offers of other
+    protocols (h2c of Java's client) are passed over. A client that sends no more, but listens, is answered.
     """
 
     options: FrontOptions
+    by_address: Counter[str]
+    """How many there are now."""
+    _address = ""
+    _half_closed = False
+    _probing: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _refused = False
@@ -71,12 +80,17 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _Gathered(transport, self.loop)))
-        most = self.options.max_connections
+        self._address = _site(self.client[0] if self.client else "")
+        self.by_address[self._address] += 1
+        most, own_most = self.options.max_connections, most_of_one_address(self.options)
         if len(self.connections) > 2 * most:
             transport.abort()
         elif len(self.connections) > most:
-            full = f"there are {most} connections already"
+            full = f"there are {most} connections already (--max-connections)"
             self._refuse(ApiError(503, full, "service_unavailable", None, "overloaded", 1))
+        elif self.by_address[self._address] > own_most:
+            full = f"there are {own_most} connections of this address already (--max-address-connections)"
+            self._refuse(ApiError(429, full, "rate_limit_error", None, "too_many_connections", 1))
         else:
             self._within(self.options.read_timeout_s, self._too_slow)
 
@@ -135,8 +149,33 @@ class Connection(HttpToolsProtocol):
     def _is_offer(self) -> bool:
         return self.parser.should_upgrade()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether the connection is kept for an answer."""
+        if self._refused or self.transport.is_closing():
+            return True
+        if self._head_bytes or not self._in_head:
+            self._refuse(ApiError(400, "the connection ended within a request", "invalid_request_error"))
+        elif self.cycle is None or self.cycle.response_complete:
+            return False
+        elif not self._half_closed:
+            self._half_closed = True
+            self._probe(PROBE_S)
+        return True
+
+    def _probe(self, again_s: float) -> None:
+        """Find out whether the client has only ended its sending, or has gone: nothing tells but that what is
+        sent to it comes back. Until there is an answer to send, that is an interim one."""
+        cycle = self.cycle
+        if self.transport.is_closing() or cycle.response_complete:
+            return
+        if not cycle.response_started and self.scope["http_version"] != "1.0":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probing = self.loop.call_later(again_s, self._probe, LONGEST_PROBE_S)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._half_closed and self.cycle.response_complete and not self.pipeline:
+            self.transport.close()
         if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
             self._within(LINGER_S, self.transport.abort)
 
@@ -152,6 +191,11 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._probing is not None:
+            self._probing.cancel()
+        self.by_address[self._address] -= 1
+        if self.by_address[self._address] <= 0:
+            del self.by_address[self._address]
         self.resume_writing()
         super().connection_lost(exc)
 
@@ -197,4 +241,19 @@ class Connection(HttpToolsProtocol):
 
 def limited_by(options: FrontOptions) -> type[Connection]:
     """The class of connections with these limits."""
-    return type("Connection", (Connection,), {"options": options})
+    return type("Connection", (Connection,), {"options": options, "by_address": Counter()})
+
+
+def most_of_one_address(options: FrontOptions) -> int:
+    """Connections that one address may have; unless it is said, the last tenth is left to others."""
+    most = options.max_address_connections
+    return options.max_connections - options.max_connections // 10 if most is None else most
+
+
+def _site(address: str) -> str:
+    """What counts as one client: an IPv4 address, or the /64 that an IPv6 host is free to choose from."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return address if found.version == 4 else found.exploded[:19]

@@ -7,6 +7,9 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import models_json_schema
+
+from runtime.api.schemas import ChatRequest, CompletionRequest
 
 
 class _Described(BaseModel):
@@ -104,6 +107,8 @@ class Health(_Described):
 
 
 EVENTS: dict[str, Any] = {"text/event-stream": {}}
+REFERENCE = "#/components/schemas/{model}"
+BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest)
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is wrong, too large, too slow, or not allowed"},
     "5XX": {"model": ErrorBody, "description": "The server is overloaded (with Retry-After), or failed"},
@@ -115,14 +120,24 @@ def answers(model: type[BaseModel], streamed: bool = False) -> dict[int | str, d
     return {200: {"model": model, "content": EVENTS} if streamed else {"model": model}}
 
 
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """What `openapi_extra` says of a route whose body is read as a model (see `describe`)."""
+    content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=model.__name__)}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def describe(app: FastAPI, with_keys: bool) -> None:
     """Serve the description at /openapi.json, with the key that clients need if there is one."""
 
     def described() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            components = schema.setdefault("components", {})
+            bodies = [(model, "validation") for model in BODIES]
+            _, definitions = models_json_schema(bodies, ref_template=REFERENCE)  # type: ignore[arg-type]
+            components.setdefault("schemas", {}).update(definitions["$defs"])
             if with_keys:
-                schemes = schema.setdefault("components", {}).setdefault("securitySchemes", {})
+                schemes = components.setdefault("securitySchemes", {})
                 schemes["key"] = {"type": "http", "scheme": "bearer"}
                 schema["security"] = [{"key": []}]
             app.openapi_schema = schema

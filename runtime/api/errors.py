@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -74,14 +73,6 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HexGen2Error)
     async def on_serving_error(_: Request, error: HexGen2Error) -> JSONResponse:
         return from_serving(error).response()
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = next((str(part) for part in first["loc"] if part != "body"), None)
-        if first["type"] == "json_invalid":
-            return bad_request(f"the body is not valid JSON: {first['ctx']['error']}").response()
-        return bad_request(f"{param or 'body'}: {first['msg']}", param).response()
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -1,8 +1,9 @@
-"""What every request passes first: its key, its sizes, and who it comes from."""
+"""What every request passes first: its key, the name it asks under, its sizes, and who it comes from."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import re
 import uuid
@@ -19,21 +20,31 @@ from runtime.api.keys import KeyRing
 from runtime.generation import Origin
 from runtime.options import FrontOptions
 
-OPEN_PATHS = frozenset({"/health", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/live"})
+CLIENT_PATHS = ("/v1/", "/openapi.json")
+"""All others are the operator's."""
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 MAX_HEADERS = 100
 LONGEST_TIMEOUT_S = 1e6
 BEARER = re.compile("^bearer ", re.IGNORECASE)  # schemes have no case (RFC 9110, section 11.1)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]*)(?::\d{0,5})?")
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+"""What proxies add: the client is elsewhere, though the connection comes from here."""
+OPERATOR, ANY = "operator", "*"
 
 
 class Gate:
     """ASGI middleware: gives each request an Origin (`request.state.origin`), or refuses it.
 
-    Refused are requests without a key (401; health and metrics are open), with too many headers (431), with a
-    body that is too large (413), too slow (408) or not JSON by its Content-Type (415). A client may name its
-    request with X-Request-Id, which every answer carries, and say with X-Request-Timeout-S in how many
-    seconds it must have ended.
+    Refused are requests under another name than `allowed_hosts` (403), without a key (401; health is open),
+    with too many headers (431), with a body that is too large (413), too slow (408) or not JSON by its
+    Content-Type (415), and, while the bodies of others fill the memory meant for them, with any (503). A
+    client may name its request with X-Request-Id, which every answer carries, and say with
+    X-Request-Timeout-S in how many seconds it must have ended. HEAD is answered as GET, without the body.
+
+    What is not for clients (metrics, requests, the placement) takes the operator's key if there is one; else,
+    where clients have keys, it is shown to this machine alone, and changed with one of those keys.
 
     Parameters
     ----------
@@ -42,8 +53,10 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, options: FrontOptions, check_place: Callable[[str], None]) -> None:
-        self._app, self._options, self._keys = app, options, KeyRing(options.api_keys)
+        self._app, self.options, self._keys = app, options, KeyRing(options.api_keys)
+        self._operator = KeyRing({OPERATOR: options.operator_key} if options.operator_key else {})
         self._check_place = check_place
+        self._body_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,10 +64,13 @@ class Gate:
             return
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
+        head = scope["method"] == "HEAD"
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif head:
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -66,8 +82,14 @@ class Gate:
             refusal = error if isinstance(error, ApiError) else from_serving(error)
             await refusal.response()(scope, receive, named)
             return
+        if head:
+            scope = {**scope, "method": "GET"}
         scope.setdefault("state", {})["origin"] = origin
-        await self._app(scope, self._limited(receive), named)
+        body = _Body(receive, self)
+        try:
+            await self._app(scope, body.receive, named)
+        finally:
+            self._body_bytes -= body.received
 
     def _origin(self, scope: Scope, headers: Headers, request_id: str) -> Origin:
         """Who asks; raises ApiError if it may not."""
@@ -77,50 +99,117 @@ class Gate:
         if len(raw) > MAX_HEADERS or size > MAX_HEAD_BYTES:
             message = f"there are more than {MAX_HEADERS} headers, or {MAX_HEAD_BYTES} bytes with the path"
             raise ApiError(431, message, "invalid_request_error")
-        if scope["http_version"] == "1.1" and "host" not in headers:
+        if "host" in headers:
+            self._check_host(headers["host"])
+        elif scope["http_version"] == "1.1":
             raise bad_request("the header Host is missing", "Host")
         client = self._client(scope, headers)
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._options.max_body_bytes:
-            raise ApiError(413, self._too_large(), "invalid_request_error")
+        if length.isdecimal() and int(length[:20]) > self.options.max_body_bytes:
+            raise ApiError(413, self.too_large(), "invalid_request_error")
         return Origin(client, request_id, _timeout_s(headers), headers.get("traceparent", ""))
+
+    def _check_host(self, host: str) -> None:
+        """Refuse what asks under a strange name: a web page whose name its owner has pointed at this machine
+        (DNS rebinding) asks under that. Clients that name no host (HTTP/1.0) are no browsers."""
+        allowed = self.options.allowed_hosts
+        if allowed is None or ANY in allowed:
+            return
+        found = HOST.fullmatch(host.strip().lower())
+        name = found[1].rstrip(".") if found else ""
+        if name not in allowed and not is_loopback(name):
+            message = "this server is not asked under this name; an operator adds it with --allowed-hosts"
+            raise ApiError(403, message, "invalid_request_error", "Host")
 
     def _client(self, scope: Scope, headers: Headers) -> str:
         """The name of the client's key; of an open server, its address."""
-        if self._keys and scope["path"] not in OPEN_PATHS:
-            given = BEARER.sub("", headers.get("authorization", "")).strip()
-            name = self._keys.name_of(given)
-            if name is None:
-                message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+        path, address = scope["path"], scope["client"][0] if scope.get("client") else ""
+        if path in OPEN_PATHS:
+            return address
+        if not path.startswith(CLIENT_PATHS):
+            self._check_operator(headers, address)
+            if self._operator:
+                return OPERATOR
+            if scope["method"] in ("GET", "HEAD"):
+                return address
+        if not self._keys:
+            return address
+        name = self._keys.name_of(_bearer(headers))
+        if name is None:
+            message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+            raise ApiError(401, message, "invalid_request_error", code="invalid_api_key")
+        return name
+
+    def _check_operator(self, headers: Headers, address: str) -> None:
+        if self._operator:
+            if self._operator.name_of(_bearer(headers)) is None:
+                message = "this takes the operator's key; send it as Authorization: Bearer KEY"
                 raise ApiError(401, message, "invalid_request_error", code="invalid_api_key")
-            return name
-        return scope["client"][0] if scope.get("client") else ""
+            return
+        elsewhere = not is_loopback(address) or any(name in headers for name in FORWARDED)
+        if self._keys and elsewhere:
+            message = (
+                "this is shown to the server's own machine alone, unless it is started with --operator-key"
+            )
+            raise ApiError(403, message, "invalid_request_error")
 
-    def _too_large(self) -> str:
-        return f"the body is larger than {self._options.max_body_bytes} bytes"
+    def take(self, size: int) -> None:
+        """Count bytes of a body; raises ApiError if there is no room for them."""
+        self._body_bytes += size
+        most = self.options.max_total_body_bytes
+        if self._body_bytes > most:
+            full = f"the bodies of all requests in work have {most} bytes already (--max-total-body-bytes)"
+            raise ApiError(503, full, "service_unavailable", None, "overloaded", 1)
 
-    def _limited(self, receive: Receive) -> Receive:
-        """A receive that ends a body that is too large, or is not all here in time."""
-        received, reading = 0, True
-        ends_s = asyncio.get_running_loop().time() + self._options.read_timeout_s
+    def too_slow(self) -> str:
+        """What is said of a body that is."""
+        return f"the body took longer than {self.options.read_timeout_s:g} s (--read-timeout-s)"
 
-        async def limited() -> Message:
-            nonlocal received, reading
-            if not reading:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(ends_s):
-                    message = await receive()
-            except TimeoutError:
-                took = f"the body took longer than {self._options.read_timeout_s:g} s"
-                raise HTTPException(408, took) from None
-            reading = message.get("more_body", False)
-            received += len(message.get("body", b""))
-            if received > self._options.max_body_bytes:
-                raise HTTPException(413, self._too_large())
-            return message
+    def too_large(self) -> str:
+        """What is said of a body that is."""
+        return f"the body is larger than {self.options.max_body_bytes} bytes (--max-body-bytes)"
 
-        return limited
+
+class _Body:
+    """The body of a request on its way: no larger and no slower than it may be."""
+
+    def __init__(self, receive: Receive, gate: Gate) -> None:
+        self._receive, self._gate = receive, gate
+        self.received, self._reading = 0, True
+        self._ends_s = asyncio.get_running_loop().time() + gate.options.read_timeout_s
+
+    async def receive(self) -> Message:
+        """The next message; raises HTTPException once the body is too slow or too large."""
+        if not self._reading:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._ends_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, self._gate.too_slow()) from None
+        self._reading = message.get("more_body", False)
+        size = len(message.get("body", b""))
+        self.received += size
+        self._gate.take(size)
+        if self.received > self._gate.options.max_body_bytes:
+            raise HTTPException(413, self._gate.too_large())
+        return message
+
+
+def _bearer(headers: Headers) -> str:
+    return BEARER.sub("", headers.get("authorization", "")).strip()
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name, or an address, is one that this machine has for itself."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
 
 
 def _request_id(headers: Headers) -> str:

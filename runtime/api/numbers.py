@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_NAMES = re.compile(r"(?:t\d+ )+")
+_NAMES = re.compile(r"(?:t\d{1,9} )+", re.ASCII)
 
 
 class NumberTokenizer:
@@ -19,8 +19,9 @@ class NumberTokenizer:
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
+        self.token_bytes = len("t123456789 ")
 
-    async def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         ids, at = list[int](), 0
         for found in _NAMES.finditer(text):
@@ -29,9 +30,9 @@ class NumberTokenizer:
             at = found.end()
         return ids + self._bytes(text[at:])
 
-    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a chat: a line per message."""
-        return await self.encode("".join(f"{each['role']}: {each['content']}\n" for each in messages))
+        return self.encode("".join(f"{each['role']}: {each['content']}\n" for each in messages))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; none is special."""

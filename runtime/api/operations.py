@@ -16,14 +16,14 @@ def operations_router(replan: Callable[[], bool], guarded: bool) -> APIRouter:
     Parameters
     ----------
     replan : begins; False if there is no reason to, or it is being done
-    guarded : whether clients must show a key; without one nobody may ask
+    guarded : whether a key must be shown, the operator's or, without that, a client's; else nobody may ask
     """
     router = APIRouter()
 
     @router.post("/replan")
     async def on_replan() -> JSONResponse:
         if not guarded:
-            message = "this is for clients with a key; start the server with --api-key"
+            message = "this takes a key; start the server with --operator-key"
             raise ApiError(403, message, "invalid_request_error")
         if not replan():
             message = "no replica is lost and no lost machine is back, or a new placement is on its way"

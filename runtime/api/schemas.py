@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
-MAX_CHOICES = 128
 LARGEST = 2**31 - 1
 """Of numbers that reach the engine, which holds them in 64 bits and adds them up; as in vLLM, a seed may have
 all 64."""
@@ -15,6 +23,7 @@ TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Prompts = list[str] | list[list[int]]
 
 
 class _Harmless(AfterValidator):
@@ -28,7 +37,7 @@ def _off(*harmless: Any) -> AfterValidator:
     """Of an option that is not served: null, or what changes nothing."""
 
     def check(value: Any) -> Any:
-        if value is not None and value not in harmless:
+        if value is not None and not any(_same(value, each) for each in harmless):
             raise _refusal("is not supported")
         return value
 
@@ -36,8 +45,13 @@ def _off(*harmless: Any) -> AfterValidator:
     return _Harmless(check)
 
 
+def _same(value: Any, harmless: Any) -> bool:
+    """Equal, where true is not 1 and false not 0."""
+    return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
+
+
 def _refusal(text: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", text)  # type: ignore[arg-type]
+    return PydanticCustomError("refused", text.replace("{", "{{").replace("}", "}}"))  # type: ignore[arg-type]
 
 
 def _whole(text: str) -> str:
@@ -49,43 +63,120 @@ def _whole(text: str) -> str:
     return text
 
 
+def _prompts(value: Any) -> Prompts:
+    """The prompts of a completion, one or several: each a text, or token ids; never both, and never none.
+
+    One pass over what may be a million of tokens, by hand: a union of types would look at each four times.
+    """
+    if isinstance(value, str):
+        return [_whole(value)]
+    if not isinstance(value, list) or not value:
+        raise _refusal("must be a text, a list of texts, a list of token ids, or a list of such lists")
+    if isinstance(value[0], str):
+        if not all(isinstance(each, str) for each in value):
+            raise _refusal("has a text first, and later something else")
+        return [_whole(each) for each in value]
+    if isinstance(value[0], list):
+        for each in value:
+            _check_token_ids(each)
+        return value
+    _check_token_ids(value)
+    return [value]
+
+
+def _check_token_ids(value: Any) -> None:
+    if not isinstance(value, list) or any(type(each) is not int for each in value):
+        raise _refusal("must have texts alone, or whole numbers (token ids) alone")
+    if value and not 0 <= min(value) <= max(value) <= LARGEST:
+        raise _refusal(f"has a token id outside the range from 0 to {LARGEST}")
+
+
+_TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": LARGEST}}
+_TEXTS = {"type": "array", "minItems": 1, "items": {"type": "string"}}
+_PROMPT = {"anyOf": [{"type": "string"}, _TOKENS, _TEXTS, {"type": "array", "minItems": 1, "items": _TOKENS}]}
 Text = Annotated[str, AfterValidator(_whole)]
 
 
+class Accepted(BaseModel):
+    """Fields without effect on the answer, which clients send: anything in them is accepted."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    prediction: Any = None
+    parallel_tool_calls: Any = None
+    include_reasoning: Any = None
+    priority: Any = None
+    request_id: Any = None
+    session_id: Any = None
+
+
 class NotServed(BaseModel):
-    """Options of OpenAI and vLLM that would change the answer, and are refused."""
+    """Options of OpenAI and vLLM that would change the answer, or what is promised of it, and are refused;
+    null, and values that change nothing, are not."""
 
     suffix: Annotated[Any, _off("")] = None
     tools: Annotated[Any, _off([])] = None
     tool_choice: Annotated[Any, _off("none", "auto")] = None
     functions: Annotated[Any, _off([])] = None
+    function_call: Annotated[Any, _off("none", "auto")] = None
     response_format: Annotated[Any, _off({"type": "text"})] = None
     structured_outputs: Annotated[Any, _off()] = None
+    structural_tag: Annotated[Any, _off()] = None
     guided_json: Annotated[Any, _off()] = None
     guided_regex: Annotated[Any, _off()] = None
     guided_choice: Annotated[Any, _off()] = None
     guided_grammar: Annotated[Any, _off()] = None
+    guided_decoding_backend: Annotated[Any, _off()] = None
+    guided_whitespace_pattern: Annotated[Any, _off()] = None
+    prompt_embeds: Annotated[Any, _off([])] = None
     prompt_logprobs: Annotated[Any, _off()] = None
+    logprob_token_ids: Annotated[Any, _off([])] = None
     allowed_token_ids: Annotated[Any, _off()] = None
     bad_words: Annotated[Any, _off([])] = None
+    logits_processors: Annotated[Any, _off([])] = None
     use_beam_search: Annotated[Any, _off(False)] = None
+    length_penalty: Annotated[Any, _off(1.0)] = None
+    early_stopping: Annotated[Any, _off(False)] = None
     truncate_prompt_tokens: Annotated[Any, _off()] = None
-    add_special_tokens: Annotated[Any, _off(True)] = None
+    truncation_side: Annotated[Any, _off()] = None
+    spaces_between_special_tokens: Annotated[Any, _off(True)] = None
+    repetition_detection: Annotated[Any, _off()] = None
+    thinking_token_budget: Annotated[Any, _off()] = None
+    watermarking: Annotated[Any, _off(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, _off(False)] = None
+    return_token_ids: Annotated[Any, _off(False)] = None
+    return_token_offsets: Annotated[Any, _off(False)] = None
+    return_prompt_text: Annotated[Any, _off(False)] = None
+    stream_interval: Annotated[Any, _off(1)] = None
+    cache_salt: Annotated[Any, _off()] = None
+    kv_transfer_params: Annotated[Any, _off()] = None
+    ec_transfer_params: Annotated[Any, _off()] = None
+    vllm_xargs: Annotated[Any, _off({})] = None
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    """include_obfuscation has no effect: nothing is hidden."""
 
-    include_usage: bool = False
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False
 
 
-class GenerateRequest(NotServed):
-    """What completions and chat completions have in common."""
+class GenerateRequest(Accepted, NotServed):
+    """What completions and chat completions have in common. Every field that is not here is refused."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str
-    stream: bool = False
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
@@ -97,7 +188,7 @@ class GenerateRequest(NotServed):
     logit_bias: dict[TokenIdText, Bias] | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
     max_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=LARGEST)
     stop: Text | list[Text] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
@@ -115,14 +206,25 @@ class GenerateRequest(NotServed):
         """logit_bias with token ids as numbers."""
         return tuple({int(token): bias for token, bias in (self.logit_bias or {}).items()}.items())
 
+    @property
+    def usage_at_end(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        """Whether every chunk of a stream has the usage up to then (vLLM's extension)."""
+        return self.usage_at_end and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class CompletionRequest(GenerateRequest):
     """Body of /v1/completions. prompt: one text, several, one list of token ids, or several."""
 
-    prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
+    prompt: Annotated[Prompts, PlainValidator(_prompts), WithJsonSchema(_PROMPT)]
     logprobs: int | None = Field(default=None, ge=0, le=20)
     best_of: int | None = None
     echo: bool | None = None
+    add_special_tokens: Annotated[Any, _off(True)] = None
 
     @field_validator("best_of")
     @classmethod
@@ -138,35 +240,38 @@ class CompletionRequest(GenerateRequest):
             raise _refusal("is not supported with logprobs: those of the prompt are not known")
         return echo
 
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """One entry per prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
-
 
 class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["text"]
     text: Text
 
 
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+    """A message of the conversation so far. Calls of tools and what else would change the answer are refused,
+    as long as they say something."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
     name: Text | None = None
+    tool_calls: Annotated[Any, _off([])] = None
+    tool_call_id: Annotated[Any, _off()] = None
+    function_call: Annotated[Any, _off()] = None
+    refusal: Annotated[Any, _off("")] = None
+    audio: Annotated[Any, _off()] = None
+    annotations: Annotated[Any, _off([])] = None
+    reasoning: Annotated[Any, _off("")] = None
+    reasoning_content: Annotated[Any, _off("")] = None
 
     def plain(self) -> dict[str, str]:
         """The message as a chat template takes it."""
-        if isinstance(self.content, list):
-            return {"role": self.role, "content": "".join(part.text for part in self.content)}
-        return {"role": self.role, "content": self.content or ""}
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        message = {"role": self.role, "content": text}
+        return message if self.name is None else {**message, "name": self.name}
 
 
 class ChatRequest(GenerateRequest):
@@ -179,10 +284,22 @@ class ChatRequest(GenerateRequest):
     echo: Annotated[Any, _off(False)] = None
     continue_final_message: Annotated[Any, _off(False)] = None
     add_generation_prompt: Annotated[Any, _off(True)] = None
+    add_special_tokens: Annotated[Any, _off(False)] = None
+    chat_template: Annotated[Any, _off()] = None
+    chat_template_kwargs: Annotated[Any, _off({})] = None
+    documents: Annotated[Any, _off([])] = None
+    modalities: Annotated[Any, _off(["text"])] = None
+    audio: Annotated[Any, _off()] = None
+    moderation: Annotated[Any, _off()] = None
+    reasoning_effort: Annotated[Any, _off("none")] = None
+    verbosity: Annotated[Any, _off()] = None
+    web_search_options: Annotated[Any, _off()] = None
+    media_io_kwargs: Annotated[Any, _off({})] = None
+    mm_processor_kwargs: Annotated[Any, _off({})] = None
 
     @field_validator("top_logprobs")
     @classmethod
     def _top_logprobs_need_logprobs(cls, top_logprobs: int | None, info: ValidationInfo) -> int | None:
-        if top_logprobs is not None and not info.data.get("logprobs"):
+        if top_logprobs and not info.data.get("logprobs"):
             raise _refusal("needs logprobs to be true")
         return top_logprobs

@@ -11,14 +11,20 @@ from typing import Any
 
 from hexgen2.placement import Placement
 from runtime.api.answer import SEED_MASK, Answer, TextRules
+from runtime.api.bodies import Bodies
 from runtime.api.errors import ApiError, bad_request
 from runtime.api.metrics import Metrics
 from runtime.api.schemas import GenerateRequest
 from runtime.api.tokenizer import Tokenizer
+from runtime.api.workroom import Workroom
 from runtime.coordinator import Coordinator
 from runtime.generation import UNKNOWN, Origin
 from runtime.messages import Sampling
+from runtime.options import FRONT_DEFAULTS, FrontOptions
 from runtime.refusals import Overloaded, TooLong, Unavailable
+
+TEXT_AT_ONCE, MESSAGE_COST = 2000, 50
+"""Characters that are tokenised where they are; a message of a chat takes as long as so many."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,13 @@ class Service:
     coordinator: Coordinator
     tokenizer: Tokenizer
     metrics: Metrics
+    options: FrontOptions = FRONT_DEFAULTS
     created: int = field(default_factory=lambda: int(time.time()))
+    texts: Workroom = field(default_factory=lambda: Workroom("texts", TEXT_AT_ONCE))
+    bodies: Bodies = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bodies", Bodies(self.options))
 
     @property
     def model(self) -> str:
@@ -40,6 +52,39 @@ class Service:
     def context_tokens(self) -> int:
         """Prompt and output of the longest request that can be served now."""
         return min(self.placement.model.max_position, self.coordinator.context_tokens)
+
+    async def encode(self, text: str, param: str) -> list[int]:
+        """Token ids of a text; one that cannot fit whatever its tokens are is refused at once (ApiError)."""
+        self._check_bytes(len(text.encode()), param)
+        return await self.texts.do(len(text), lambda: self.tokenizer.encode(text))
+
+    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a chat, likewise.
+
+        Raises
+        ------
+        ApiError, NoChatTemplate, BadChat
+        """
+        self._check_bytes(sum(len(each["content"].encode()) for each in messages), "messages")
+        size = sum(MESSAGE_COST + len(each["content"]) for each in messages)
+        return await self.texts.do(size, lambda: self.tokenizer.encode_chat(messages))
+
+    def _check_bytes(self, count: int, param: str) -> None:
+        longest, context = self.tokenizer.token_bytes, self.context_tokens
+        if count > context * longest:
+            message = (
+                f"{param}: the longest context is {context} tokens of {longest} bytes at most each, "
+                f"and the text has {count} bytes"
+            )
+            raise bad_request(message, param, "context_length_exceeded")
+
+    def check_choices(self, prompts: int, n: int | None) -> None:
+        """Raise ApiError for too many prompts times n."""
+        most = self.options.max_choices
+        if prompts * (n or 1) > most:
+            param = "n" if prompts == 1 else "prompt"
+            message = f"{param}: the request asks for {prompts * (n or 1)} answers, prompts times n"
+            raise bad_request(f"{message}, and this server takes {most} at most (--max-choices)", param)
 
     def check_model(self, name: str) -> None:
         if name != self.model:
@@ -88,6 +133,10 @@ class Service:
     ) -> Answer:
         longest = max(len(prompt) for prompt in prompts)
         self._check_prompts(prompts, longest, max_tokens)
+        total, most = sum(map(len, prompts)) * (body.n or 1), self.options.max_prompt_tokens
+        if total > most:
+            message = f"the prompts of all answers have {total} tokens, and this server takes {most} at most"
+            raise bad_request(f"{message} (--max-prompt-tokens)", "prompt")
         sampling = Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,

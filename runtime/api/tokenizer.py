@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from cost_model.errors import InputError
 
-LONG_TEXT = 2000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-Result = TypeVar("Result")
 
 
 class NoChatTemplate(Exception):
@@ -25,14 +20,18 @@ class BadChat(Exception):
 
 
 class Tokenizer(Protocol):
-    """What the API needs: texts and chats to token ids and back, and which tokens end an answer."""
+    """What the API needs: texts and chats to token ids and back, which tokens end an answer, and how many
+    bytes of a text one token is at most. It may be used from several threads."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
-    async def encode(self, text: str) -> list[int]: ...
+    @property
+    def token_bytes(self) -> int: ...
 
-    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
@@ -52,15 +51,15 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 class ModelTokenizer:
-    """A Hugging Face tokenizer with what the API needs of it. Long texts are encoded in a thread."""
+    """A Hugging Face tokenizer with what the API needs of it."""
 
     def __init__(self, hugging_face: Any, stop_token_ids: tuple[int, ...]) -> None:
         self._hugging_face = hugging_face
         self._core = hugging_face.backend_tokenizer
         self._core.no_truncation()
         self._core.no_padding()
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.stop_token_ids = stop_token_ids
+        self.token_bytes = max((len(token.encode()) for token in self._core.get_vocab()), default=1)
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
@@ -84,29 +83,17 @@ class ModelTokenizer:
             )
         return cls(tokenizer, _stop_token_ids(folder, tokenizer.eos_token_id))
 
-    async def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the model begins with."""
-        return await self._run(len(text), lambda: self._core.encode(text).ids)
+        return self._ids(text)
 
-    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a chat up to where the assistant's answer begins.
 
         Raises
         ------
         NoChatTemplate, BadChat
         """
-        size = sum(len(message["content"]) for message in messages)
-        return await self._run(size, lambda: self._encode_chat(messages))
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
-        return self._core.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def token_text(self, token: int) -> str:
-        """The text of one token alone, special tokens included."""
-        return self._core.decode([token], skip_special_tokens=False)
-
-    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         if not self._hugging_face.chat_template:
             raise NoChatTemplate
         from jinja2 import TemplateError
@@ -117,12 +104,20 @@ class ModelTokenizer:
             )
         except TemplateError as error:
             raise BadChat(str(error)) from error
-        return self._core.encode(text, add_special_tokens=False).ids
+        return self._ids(text, add_special_tokens=False)
 
-    async def _run(self, size: int, work: Callable[[], Result]) -> Result:
-        if size < LONG_TEXT:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self._core.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token alone, special tokens included."""
+        return self._core.decode([token], skip_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As `encode` of the core does it, which would keep all other threads from running meanwhile."""
+        (encoding,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
 
 def _stop_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:

@@ -33,8 +33,20 @@ FRONT = FrontOptions(
     client_queue_limit=4,
     queue_timeout_s=3.5,
     kv_high_water=0.5,
+    operator_key="sesame",
+    allowed_hosts=("llm.here", "10.0.0.7"),
+    cors_origin=("https://chat.here", "http://localhost:3000"),
     max_body_bytes=99,
+    max_total_body_bytes=990,
+    max_choices=3,
+    max_prompt_tokens=1000,
+    max_messages=9,
+    max_stop_strings=5,
+    max_stop_length=50,
+    max_stop_token_ids=6,
+    max_logit_bias=7,
     max_connections=12,
+    max_address_connections=8,
     read_timeout_s=1.5,
     write_timeout_s=2.5,
     otlp_endpoint="http://collector",
@@ -81,6 +93,8 @@ def flags_of(options) -> list[str]:
             flags.append("--prefix-caching" if value else "--no-prefix-caching")
         elif isinstance(value, bool):
             flags += [flag] * value
+        elif isinstance(value, tuple):
+            flags += [part for each in value for part in (flag, each)]
         elif name not in ("block_tokens", "api_keys") and value is not None:
             flags += [flag, str(value)]
     return flags
@@ -166,3 +180,28 @@ def test_options_of_a_network_are_refused_without_one(placement, option):
     assert isinstance(refused, InputError)
     line = f"{option.split()[0]}: is for a network of nodes; add --launcher p2p, or leave it out"
     assert str(refused) == line
+
+
+def test_keys_come_from_a_file_or_are_asked_for(served, placement, tmp_path):
+    file = tmp_path / "key"
+    file.write_text("from-a-file\nnot this\n")
+    assert served("--api-key", f"@{file}")["front"].api_keys == {"key-1": "from-a-file"}
+    assert served("--operator-key", f"@{file}")["front"].operator_key == "from-a-file"
+    asked = CliRunner().invoke(launch, [placement, "--operator-key", "-"], input="typed\n")
+    assert asked.exit_code == 0 and "typed" not in asked.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--operator-key", "@nowhere"], "--operator-key: @nowhere: cannot be read"),
+        (["--operator-key", "a b"], "--operator-key: is no key"),
+        (["--operator-key", "one", "--api-key", "one"], "is also the key of a client"),
+        (["--allowed-hosts", "here:80"], "--allowed-hosts: 'here:80' is no host name"),
+        (["--cors-origin", "chat.here"], "--cors-origin: 'chat.here' is no origin"),
+    ],
+    ids=str,
+)
+def test_keys_and_names_that_are_none_are_refused(placement, arguments, said):
+    refused = CliRunner().invoke(launch, [placement, *arguments])
+    assert isinstance(refused.exception, InputError) and said in str(refused.exception)

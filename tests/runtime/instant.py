@@ -68,8 +68,8 @@ def instant_server(folder, options=FRONT_DEFAULTS, **coordination):
     coordinator = Coordinator(Router([Route("c", "c", 1.0)]), {"c": replica}, metrics, **coordination)
     metrics.watch(coordinator)
     link.answer = partial(coordinator._in_work.handle, replica)
-    service = Service(make_placement(folder), coordinator, ModelTokenizer.load(folder), metrics)
-    server = limited_server(create_app(service, options), options)
+    service = Service(make_placement(folder), coordinator, ModelTokenizer.load(folder), metrics, options)
+    server = limited_server(create_app(service), options)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

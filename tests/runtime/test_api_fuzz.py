@@ -48,6 +48,7 @@ def test_the_description_names_every_path_and_its_errors(instant):
         "/v1/models",
         "/v1/models/{name}",
         "/health",
+        "/live",
         "/metrics",
         "/placement",
         "/requests",

@@ -16,7 +16,7 @@ from runtime.api.keys import KeyRing, collect
 from runtime.options import FrontOptions
 from runtime.refusals import Overloaded
 
-POST = b"POST /echo HTTP/1.1\r\nhost: here\r\nauthorization: Bearer sesame\r\n"
+POST = b"POST /v1/echo HTTP/1.1\r\nhost: here\r\nauthorization: Bearer sesame\r\n"
 
 
 def check_place(client):
@@ -31,7 +31,7 @@ def app(options, endless):
     app.add_middleware(Gate, options=options, check_place=check_place)
 
     @app.post("/v1/completions")
-    @app.post("/echo")
+    @app.post("/v1/echo")
     async def echo(request: Request):
         origin = request.state.origin
         return {"bytes": len(await request.body()), "client": origin.client, "timeout_s": origin.timeout_s}
@@ -97,7 +97,7 @@ def refused(status, answered):
 def test_each_key_has_its_client_and_others_are_refused(key, client, scheme):
     async def scenario(connect, _):
         reader, writer = await connect()
-        writer.write(b"POST /echo HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n")
+        writer.write(b"POST /v1/echo HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n")
         writer.write(f"authorization: {scheme} {key}\r\nx-request-id: mine-7\r\n\r\nhi".encode())
         answered = await answer(reader)
         if client:
@@ -354,7 +354,7 @@ def test_silence_after_connecting_or_between_requests_is_cut():
 def test_a_request_in_work_is_not_cut_by_the_read_timeout():
     async def scenario(connect, endless):
         reader, writer = await connect()
-        writer.write(POST.replace(b"POST /echo", b"GET /endless") + b"\r\n")
+        writer.write(POST.replace(b"POST /v1/echo", b"GET /endless") + b"\r\n")
         for _ in range(20):
             assert await reader.read(65536)
             await asyncio.sleep(0.05)
@@ -367,7 +367,7 @@ def test_a_request_in_work_is_not_cut_by_the_read_timeout():
 def test_a_client_that_does_not_read_is_cut_and_its_stream_ends():
     async def scenario(connect, endless):
         _, writer = await connect()
-        writer.write(POST.replace(b"POST /echo", b"GET /endless") + b"\r\n")
+        writer.write(POST.replace(b"POST /v1/echo", b"GET /endless") + b"\r\n")
         writer.transport.pause_reading()
         await endless.wait()
         writer.close()

@@ -70,7 +70,7 @@ def test_those_who_made_progress_beside_it_are_resumed():
 
         def answer(self, message):
             if isinstance(message, Prefill):
-                asyncio.create_task(self.later(message))
+                self.tasks = [*getattr(self, "tasks", ()), asyncio.create_task(self.later(message))]
             else:
                 super().answer(message)
 

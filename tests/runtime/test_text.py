@@ -100,4 +100,4 @@ def test_without_stop_strings_text_passes_at_once():
 def test_a_tokenizer_without_template_says_so(tmp_path):
     write_tokenizer(tmp_path, chat_template=None)
     with pytest.raises(NoChatTemplate):
-        ModelTokenizer.load(tmp_path)._encode_chat([{"role": "user", "content": "hi"}])
+        ModelTokenizer.load(tmp_path).encode_chat([{"role": "user", "content": "hi"}])

@@ -1,0 +1,139 @@
+"""Request bodies: read, bounded before any work goes into them, and checked.
+
+Whatever a body of the greatest size holds, the event loop does not stand still for it: what is large is read
+in a thread, in pieces none of which keeps the interpreter to itself for long.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect
+
+from runtime.api.errors import ApiError, bad_request
+from runtime.api.workroom import Workroom
+from runtime.options import FrontOptions
+
+AT_ONCE_BYTES = 32 * 1024
+MAX_CONTAINERS = 16384
+"""Objects and arrays in a body: four for each message of the longest chat, and as many again."""
+SHOWN = 64
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Bodies:
+    """Reads bodies as models."""
+
+    def __init__(self, options: FrontOptions) -> None:
+        self._options = options
+        self._room = Workroom("bodies", AT_ONCE_BYTES)
+
+    async def read(self, request: Request, model: type[Body]) -> Body:
+        """The body of a request.
+
+        Raises
+        ------
+        ApiError : 400 with the field and what is wrong with it
+        """
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            raise bad_request("the connection ended within the body") from None
+        return await self._room.do(len(raw), lambda: self._parse(raw, model))
+
+    def _parse(self, raw: bytes, model: type[Body]) -> Body:
+        fields = _json(raw)
+        if not isinstance(fields, dict):
+            raise bad_request("the body must be a JSON object")
+        self._check_sizes(fields)
+        try:
+            return model.model_validate(fields)
+        except ValidationError as error:
+            raise _explained(error.errors(include_url=False, include_input=False)[0]) from None
+
+    def _check_sizes(self, fields: dict[str, Any]) -> None:
+        """Refuse more of anything than there may be, before each of them is looked at."""
+        options = self._options
+        for name, most, option in (
+            ("stop", options.max_stop_strings, "--max-stop-strings"),
+            ("stop_token_ids", options.max_stop_token_ids, "--max-stop-token-ids"),
+            ("logit_bias", options.max_logit_bias, "--max-logit-bias"),
+            ("messages", options.max_messages, "--max-messages"),
+        ):
+            value = fields.get(name)
+            if isinstance(value, list | dict) and len(value) > most:
+                raise _too_many(name, f"has {len(value)} entries", most, option)
+        prompt = fields.get("prompt")
+        several = isinstance(prompt, list) and not isinstance((prompt or [0])[0], int)
+        if isinstance(prompt, list) and several and len(prompt) > options.max_choices:
+            raise _too_many("prompt", f"has {len(prompt)} prompts", options.max_choices, "--max-choices")
+        self._check_texts(fields)
+
+    def _check_texts(self, fields: dict[str, Any]) -> None:
+        most = self._options.max_stop_length
+        stop = fields.get("stop")
+        for text in stop if isinstance(stop, list) else [stop]:
+            if isinstance(text, str) and len(text) > most:
+                raise _too_many("stop", f"has a string of {len(text)} characters", most, "--max-stop-length")
+        messages = fields.get("messages")
+        parts = sum(
+            len(message["content"])
+            for message in (messages if isinstance(messages, list) else ())
+            if isinstance(message, dict) and isinstance(message.get("content"), list)
+        )
+        if parts > self._options.max_messages:
+            raise _too_many("messages", f"has {parts} parts", self._options.max_messages, "--max-messages")
+
+
+def _too_many(param: str, found: str, most: int, option: str) -> ApiError:
+    return bad_request(f"{param}: {found}, and this server takes {most} at most ({option})", param)
+
+
+def _json(raw: bytes) -> Any:
+    """The value that a body holds; strictly JSON."""
+    if raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:
+        outside = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
+        if sum(each.count(b"[") + each.count(b"{") for each in outside) > MAX_CONTAINERS:
+            raise bad_request(f"the body has more than {MAX_CONTAINERS} objects and arrays")
+    try:
+        return json.loads(raw, parse_constant=_no_number)
+    except RecursionError:
+        raise bad_request("the body is nested too deeply") from None
+    except (ValueError, MemoryError) as error:
+        raise bad_request(f"the body is not valid JSON: {str(error)[:200]}") from None
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _explained(error: ErrorDetails) -> ApiError:
+    """The first thing that is wrong, for the one who can mend it: the field, where in it, and why."""
+    steps = [_shown(step) for step in error["loc"]]
+    param = steps[0] if steps else None
+    if error["type"] == "extra_forbidden":
+        where = ".".join(steps)
+        return bad_request(f"{where}: this server does not know the field, and would not heed it", param)
+    if error["type"] == "missing":
+        return bad_request(f"{'.'.join(steps)}: is missing", param)
+    if error["type"] in ("union_tag_invalid", "model_type", "dict_type"):
+        return bad_request(f"{'.'.join(steps)}: must be an object", param)
+    inside = [step for step in steps[1:] if not _is_a_branch(step)]
+    where = ".".join([param or "body", *inside])
+    return bad_request(f"{where}: {error['msg']}", param)
+
+
+def _shown(step: int | str) -> str:
+    """A name from a body, as it may be shown."""
+    text = str(step)
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _is_a_branch(step: str) -> bool:
+    """Whether a step is pydantic's name for one of the types that a field may have."""
+    return "[" in step or "function-" in step or step in ("str", "int")
