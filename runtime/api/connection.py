@@ -150,13 +150,11 @@ class Connection(HttpToolsProtocol):
         return self.parser.should_upgrade()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; whether the connection is kept for an answer."""
-        if self._refused or self.transport.is_closing():
-            return True
-        if self._head_bytes or not self._in_head:
+        """The client sends no more, but for what has come it may still hear an answer."""
+        if not self._refused and (self._head_bytes or not self._in_head):
             self._refuse(ApiError(400, "the connection ended within a request", "invalid_request_error"))
-        elif self.cycle is None or self.cycle.response_complete:
-            return False
+        elif self._refused or self.cycle is None or self.cycle.response_complete:
+            self.transport.close()  # with what is still to be written
         elif not self._half_closed:
             self._half_closed = True
             self._probe(PROBE_S)
