@@ -7,6 +7,7 @@ in a thread, in pieces none of which keeps the interpreter to itself for long.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -21,15 +22,22 @@ from runtime.options import FrontOptions
 AT_ONCE_BYTES = 32 * 1024
 MAX_CONTAINERS = 16384
 """Objects and arrays in a body: four for each message of the longest chat, and as many again."""
+SPARE_VALUES = 262144
+"""Values in a body, besides the tokens of its prompts."""
 SHOWN = 64
 Body = TypeVar("Body", bound=BaseModel)
 
 
 class Bodies:
-    """Reads bodies as models."""
+    """Reads bodies as models.
 
-    def __init__(self, options: FrontOptions) -> None:
-        self._options = options
+    Parameters
+    ----------
+    context_tokens : says how many tokens a prompt may have now
+    """
+
+    def __init__(self, options: FrontOptions, context_tokens: Callable[[], int]) -> None:
+        self._options, self._context_tokens = options, context_tokens
         self._room = Workroom("bodies", AT_ONCE_BYTES)
 
     async def read(self, request: Request, model: type[Body]) -> Body:
@@ -46,14 +54,19 @@ class Bodies:
         return await self._room.do(len(raw), lambda: self._parse(raw, model))
 
     def _parse(self, raw: bytes, model: type[Body]) -> Body:
-        fields = _json(raw)
+        options = self._options
+        tokens = min(options.max_prompt_tokens, options.max_choices * self._context_tokens())
+        fields = _json(raw, SPARE_VALUES + tokens)
         if not isinstance(fields, dict):
             raise bad_request("the body must be a JSON object")
+        for name in fields:
+            if name not in model.model_fields:
+                raise _unknown(_shown(name), _shown(name))
         self._check_sizes(fields)
         try:
             return model.model_validate(fields)
         except ValidationError as error:
-            raise _explained(error.errors(include_url=False, include_input=False)[0]) from None
+            raise _explained(error.errors(include_url=False, include_input=False)) from None
 
     def _check_sizes(self, fields: dict[str, Any]) -> None:
         """Refuse more of anything than there may be, before each of them is looked at."""
@@ -93,12 +106,16 @@ def _too_many(param: str, found: str, most: int, option: str) -> ApiError:
     return bad_request(f"{param}: {found}, and this server takes {most} at most ({option})", param)
 
 
-def _json(raw: bytes) -> Any:
-    """The value that a body holds; strictly JSON."""
-    if raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:
-        outside = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
-        if sum(each.count(b"[") + each.count(b"{") for each in outside) > MAX_CONTAINERS:
+def _json(raw: bytes, most_values: int) -> Any:
+    """The value that a body holds; strictly JSON. What has more parts than any request is not looked into:
+    that would keep the interpreter to itself meanwhile."""
+    if _containers(raw) > MAX_CONTAINERS or raw.count(b",") > most_values:
+        structure = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+        if _containers(structure) > MAX_CONTAINERS:
             raise bad_request(f"the body has more than {MAX_CONTAINERS} objects and arrays")
+        if structure.count(b",") > most_values:
+            message = f"the body has more than {most_values} values, prompts that fit among them"
+            raise bad_request(message)
     try:
         return json.loads(raw, parse_constant=_no_number)
     except RecursionError:
@@ -107,17 +124,27 @@ def _json(raw: bytes) -> Any:
         raise bad_request(f"the body is not valid JSON: {str(error)[:200]}") from None
 
 
+def _containers(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{")
+
+
+def _unknown(where: str, param: str | None) -> ApiError:
+    return bad_request(f"{where}: this server does not know the field, and would not heed it", param)
+
+
 def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _explained(error: ErrorDetails) -> ApiError:
-    """The first thing that is wrong, for the one who can mend it: the field, where in it, and why."""
+def _explained(errors: list[ErrorDetails]) -> ApiError:
+    """The first thing that is wrong, for the one who can mend it: the field, where in it, and why. Of a field
+    that may have several types, the one counts that fits best."""
+    first = errors[0]["loc"][:1]
+    error = max((each for each in errors if each["loc"][:1] == first), key=lambda each: len(each["loc"]))
     steps = [_shown(step) for step in error["loc"]]
     param = steps[0] if steps else None
     if error["type"] == "extra_forbidden":
-        where = ".".join(steps)
-        return bad_request(f"{where}: this server does not know the field, and would not heed it", param)
+        return _unknown(".".join(steps), param)
     if error["type"] == "missing":
         return bad_request(f"{'.'.join(steps)}: is missing", param)
     if error["type"] in ("union_tag_invalid", "model_type", "dict_type"):

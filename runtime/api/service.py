@@ -41,7 +41,7 @@ class Service:
     bodies: Bodies = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bodies", Bodies(self.options))
+        object.__setattr__(self, "bodies", Bodies(self.options, lambda: self.context_tokens))
 
     @property
     def model(self) -> str:
