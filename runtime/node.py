@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from cost_model.errors import InputError
+from runtime import logs
 from runtime.operator import report, stop_signals
 from runtime.p2p.agent import NodeAgent
 from runtime.p2p.agent_messages import NODE_SERVICE, WORKERS_SERVICE
@@ -53,6 +54,7 @@ def run_node(
         raise InputError("--listen", "", problem, "give this machine's own with --address")
     gpus = local_gpus(accelerators)
     member = membership.member(name, "worker", (NODE_SERVICE, WORKERS_SERVICE), hardware_of(gpus))
+    logs.set_up("node")
     return asyncio.run(_run(name, member, address or heard_on, model_path, gpus))
 
 
@@ -63,6 +65,7 @@ async def _run(
         member.announce(load=min(count / len(hardware_of(gpus)), 1.0))
 
     agent = NodeAgent(name, member.peers, address, model_path, gpus, on_workers, report)
+    member.peers.on_not_joined(report)
     member.peers.on_peer_joined(lambda peer_id: report(f"peer {peer_id} is connected"))
     member.peers.on_peer_lost(lambda peer_id: report(f"peer {peer_id} is gone"))
     stopping = stop_signals(agent.kill)

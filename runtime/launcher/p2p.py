@@ -60,6 +60,8 @@ class P2pLauncher(WorkersLauncher):
         if first.engine != EMULATED:
             self._digest = await asyncio.to_thread(checkpoint_digest, Path(self._checkpoint))
         self._started = True
+        peers = self._member.peers
+        peers.on_not_joined(lambda line: None if peers.refused_by_all else report(line))
         await self._member.start()
         self._roster = Roster(self._member.peers, self._membership.join, report)
         self._roster.start()
@@ -117,14 +119,24 @@ class P2pLauncher(WorkersLauncher):
     async def _join(self, roster: Roster, names: Collection[str], report: Callable[[str], None]) -> None:
         if missing := roster.missing(names):
             report(f"waiting for nodes: {', '.join(missing)}")
+        joined = asyncio.ensure_future(roster.wait(names))
+        refused = asyncio.ensure_future(self._member.peers.until_refused_by_all())
+        waiting: set[asyncio.Future[Any]] = {joined, refused}
         try:
-            async with asyncio.timeout(self._join_timeout_s):
-                await roster.wait(names)
-        except TimeoutError:
-            missing = roster.missing(names)
-            problem = f"{', '.join(missing)} did not join within {self._join_timeout_s:.0f} s"
-            remedy = f"run `hexgen2 node --name {missing[0]}` there, and name its address with --join"
-            raise InputError("--launcher p2p", "nodes", problem, remedy) from None
+            await asyncio.wait(waiting, timeout=self._join_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if joined.done():
+                return
+            if refused.done():
+                problem, _, remedy = refused.result()[0].partition("; ")
+                raise InputError("--join", "", problem, remedy)
+        finally:
+            for each in waiting:
+                each.cancel()
+        missing, there = roster.missing(names), sorted(roster.nodes.keys() - set(names))
+        others = f" (others did: {', '.join(there)})" if there else ""
+        problem = f"{', '.join(missing)} did not join within {self._join_timeout_s:.0f} s{others}"
+        remedy = f"run `hexgen2 node --name {missing[0]}` there, and name its address with --join"
+        raise InputError("--launcher p2p", "nodes", problem, remedy)
 
     async def _connect(self, workers: Sequence[str]) -> None:
         assert self._roster is not None
