@@ -46,10 +46,12 @@ class P2pLauncher(WorkersLauncher):
         self._channels: dict[str, WorkersChannel] = {}
         self._checkpoint, self._digest = "", ""
         self._real: Placement | None = None
+        self._cluster: list[str] = []
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
         """Any placement will do, as far as can be known before its nodes have joined."""
         self._real = None if emulated else placement
+        self._cluster = [node.name for node in placement.cluster.nodes]
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
@@ -63,7 +65,7 @@ class P2pLauncher(WorkersLauncher):
         peers = self._member.peers
         peers.on_not_joined(lambda line: None if peers.refused_by_all else report(line))
         await self._member.start()
-        self._roster = Roster(self._member.peers, self._membership.join, report)
+        self._roster = Roster(self._member.peers, self._membership.join, report, self._cluster)
         self._roster.start()
         return await self._start_on_nodes(self._roster, list(configurations), report)
 

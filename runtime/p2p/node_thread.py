@@ -316,6 +316,8 @@ def _dial_failure(address: str, error: Exception) -> ConnectionError:
         reason = f"{address}: {refused}"
     elif isinstance(error, trio.TooSlowError):
         reason = f"{address} does not answer within {DIAL_S:g} s"
+    elif any(isinstance(cause, ConnectionRefusedError) for cause in causes(error)):
+        reason = f"{address}: nobody listens there"
     else:
         reason = f"{address}: {one_line(causes(error)[-1])}"
     failure = ConnectionError(printable(reason))

@@ -119,7 +119,7 @@ class MemberConnection(RawConnection):
         for beginning, protocol in FOREIGN.items():
             if said.startswith(beginning):
                 problem = f"it speaks {protocol} and is no node of HexGen-2"
-                raise Refused(Cause.NO_NODE, problem, "correct the address, or leave it alone")
+                raise Refused(Cause.NO_NODE, problem, "correct the address" if self.is_initiator else "")
         if self._key is None:
             if said[: len(HEADER)] != HEADER[: len(said)]:
                 problem = (
