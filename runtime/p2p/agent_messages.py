@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from runtime.messages import BadFrame
+from runtime.p2p.gate import printable
 from runtime.p2p.record import Accelerator, NodeName, is_node_name
-from runtime.p2p.refusals import printable
 
 AGENT_PROTOCOL = 2
 NODE_SERVICE, WORKERS_SERVICE = "node", "workers"

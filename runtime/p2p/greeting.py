@@ -22,8 +22,8 @@ from msgspec import Meta
 
 from runtime import messages
 from runtime.p2p import agent_messages
+from runtime.p2p.gate import Cause, Gate, Refused, not_allowed_here, not_allowed_there
 from runtime.p2p.opening import HEADER
-from runtime.p2p.refusals import Cause, Gate, Refused, not_allowed_here, not_allowed_there
 
 NETWORK_PROTOCOL = 1
 PREFIX = b"/hexgen2/greeting/1 "

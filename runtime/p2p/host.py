@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from cost_model.errors import InputError
 from runtime.p2p.channel import Channel
+from runtime.p2p.gate import Gate, Notices, one_line
 from runtime.p2p.identity import Identity
 from runtime.p2p.node_thread import NodeThread, peer_of
-from runtime.p2p.refusals import Gate, Notices, one_line
 from runtime.p2p.stream_channel import StreamChannel
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 
+from runtime.p2p.gate import Cause, Gate, Refused, causes, one_line, refusal_in
 from runtime.p2p.greeting import greet
 from runtime.p2p.identity import Identity
 from runtime.p2p.opening import MemberConnection
-from runtime.p2p.refusals import Cause, Gate, Refused, causes, one_line, refusal_in
 
 log = logging.getLogger(__name__)
 for module in (

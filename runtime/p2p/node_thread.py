@@ -25,9 +25,9 @@ from multiaddr import Multiaddr
 
 from cost_model.errors import InputError
 from runtime.p2p.bridge import Bridge
+from runtime.p2p.gate import Gate, Notices, causes, first_of, one_line, printable, refusal_in
 from runtime.p2p.identity import Identity
 from runtime.p2p.network import ConnectionEvents, cut, new_swarm
-from runtime.p2p.refusals import Gate, Notices, causes, first_of, one_line, printable, refusal_in
 from runtime.p2p.stream_channel import StreamChannel
 from runtime.p2p.watch import cancel_at, echo, ping, silence
 

@@ -17,7 +17,7 @@ from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.protocol_muxer.multiselect import MULTISELECT_PROTOCOL_ID
 from libp2p.utils import encode_delim
 
-from runtime.p2p.refusals import Cause, Refused
+from runtime.p2p.gate import Cause, Refused
 
 HEADER = encode_delim(MULTISELECT_PROTOCOL_ID.encode())
 NONCE_BYTES = 8

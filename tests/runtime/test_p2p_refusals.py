@@ -27,13 +27,13 @@ from runtime.messages import BadFrame
 from runtime.node import run_node
 from runtime.p2p import greeting, network
 from runtime.p2p.agent_messages import AGENT_PROTOCOL, Problem, StartWorkers, Welcome, decode, encode
+from runtime.p2p.gate import LINES_A_PERIOD, LOG_EVERY_S, MAX_STRANGERS, Cause, Gate, Notices, Refused
 from runtime.p2p.greeting import Greeting, greet
 from runtime.p2p.host import Peers
 from runtime.p2p.identity import load_identity, new_identity, new_network_key
 from runtime.p2p.membership import Membership
 from runtime.p2p.opening import HEADER, MemberConnection
 from runtime.p2p.record import BadRecord, NodeRecord, is_node_name, sign, verify
-from runtime.p2p.refusals import LINES_A_PERIOD, LOG_EVERY_S, MAX_STRANGERS, Cause, Gate, Notices, Refused
 
 KEY, OTHER_KEY = "5a" * 32, "a5" * 32
 NEWER = [
