@@ -15,7 +15,12 @@ EXTRAS = "pip install 'hexgen2[runtime,p2p]'"
 
 
 @click.command()
-@click.option("--name", default=socket.gethostname, show_default="host name", help="As placements call it.")
+@click.option(
+    "--name",
+    default=socket.gethostname,
+    show_default="host name",
+    help="The node's name in the cluster and its placements, used by no other node.",
+)
 @click.option("--join", multiple=True, metavar="MULTIADDR", help="A member that is there already.")
 @click.option("--listen", metavar="MULTIADDR", help="Where members are heard.  [default: loopback, any port]")
 @click.option("--identity", type=click.Path(path_type=Path), help="File of the key pair, made if missing.")

@@ -46,10 +46,12 @@ class P2pLauncher(WorkersLauncher):
         self._channels: dict[str, WorkersChannel] = {}
         self._checkpoint, self._digest = "", ""
         self._real: Placement | None = None
+        self._cluster: list[str] = []
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
         """Any placement will do, as far as can be known before its nodes have joined."""
         self._real = None if emulated else placement
+        self._cluster = [node.name for node in placement.cluster.nodes]
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
@@ -60,8 +62,10 @@ class P2pLauncher(WorkersLauncher):
         if first.engine != EMULATED:
             self._digest = await asyncio.to_thread(checkpoint_digest, Path(self._checkpoint))
         self._started = True
+        peers = self._member.peers
+        peers.on_not_joined(lambda line: None if peers.refused_by_all else report(line))
         await self._member.start()
-        self._roster = Roster(self._member.peers, self._membership.join, report)
+        self._roster = Roster(self._member.peers, self._membership.join, report, self._cluster)
         self._roster.start()
         return await self._start_on_nodes(self._roster, list(configurations), report)
 
@@ -117,14 +121,24 @@ class P2pLauncher(WorkersLauncher):
     async def _join(self, roster: Roster, names: Collection[str], report: Callable[[str], None]) -> None:
         if missing := roster.missing(names):
             report(f"waiting for nodes: {', '.join(missing)}")
+        joined = asyncio.ensure_future(roster.wait(names))
+        refused = asyncio.ensure_future(self._member.peers.until_refused_by_all())
+        waiting: set[asyncio.Future[Any]] = {joined, refused}
         try:
-            async with asyncio.timeout(self._join_timeout_s):
-                await roster.wait(names)
-        except TimeoutError:
-            missing = roster.missing(names)
-            problem = f"{', '.join(missing)} did not join within {self._join_timeout_s:.0f} s"
-            remedy = f"run `hexgen2 node --name {missing[0]}` there, and name its address with --join"
-            raise InputError("--launcher p2p", "nodes", problem, remedy) from None
+            await asyncio.wait(waiting, timeout=self._join_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if joined.done():
+                return
+            if refused.done():
+                problem, _, remedy = refused.result()[0].partition("; ")
+                raise InputError("--join", "", problem, remedy)
+        finally:
+            for each in waiting:
+                each.cancel()
+        missing, there = roster.missing(names), sorted(roster.nodes.keys() - set(names))
+        others = f" (others did: {', '.join(there)})" if there else ""
+        problem = f"{', '.join(missing)} did not join within {self._join_timeout_s:.0f} s{others}"
+        remedy = f"run `hexgen2 node --name {missing[0]}` there, and name its address with --join"
+        raise InputError("--launcher p2p", "nodes", problem, remedy)
 
     async def _connect(self, workers: Sequence[str]) -> None:
         assert self._roster is not None

@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from runtime.messages import BadFrame
-from runtime.p2p.record import Accelerator, NodeName
+from runtime.p2p.gate import printable
+from runtime.p2p.record import Accelerator, NodeName, is_node_name
 
 AGENT_PROTOCOL = 2
 NODE_SERVICE, WORKERS_SERVICE = "node", "workers"
@@ -97,6 +98,24 @@ def decode(frame: bytes) -> AgentMessage:
     BadFrame : not one of ours
     """
     try:
-        return _decoder.decode(frame)
+        message = _decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"not a message between head and agent: {error}") from error
+    match message:
+        case Problem():
+            return msgspec.structs.replace(message, text=printable(message.text))
+        case Welcome():
+            if not is_node_name(message.node):
+                raise BadFrame(f"{message.node!r} is not the name of a node")
+            shown: tuple[str, ...] = (
+                message.address,
+                message.model_path,
+                *(gpu.name for gpu in message.gpus),
+            )
+        case StartWorkers():
+            shown = (message.replica, *message.workers, message.engine, message.checkpoint, message.digest)
+        case _:
+            return message
+    if not all(map(str.isprintable, shown)):
+        raise BadFrame(f"a {type(message).__name__} with a text that does not print")
+    return message

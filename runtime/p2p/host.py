@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from cost_model.errors import InputError
 from runtime.p2p.channel import Channel
+from runtime.p2p.gate import Gate, Notices, one_line
 from runtime.p2p.identity import Identity
-from runtime.p2p.network import Gate, one_line
 from runtime.p2p.node_thread import NodeThread, peer_of
 from runtime.p2p.stream_channel import StreamChannel
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEET_EVERY_S = 2.0
+REMIND_EVERY_S = 60.0  # of a bootstrap peer that cannot be joined
 
 Handler = Callable[[Channel], Awaitable[None]]
 
@@ -75,6 +76,10 @@ class Peers:
         self._on_lost: list[Callable[[str], None]] = []
         self._on_joined: list[Callable[[str], None]] = []
         self._on_measured: list[Callable[[str, float], None]] = []
+        self._on_not_joined: list[Callable[[str], None]] = []
+        self._not_joined: dict[str, str] = {}
+        self._all_refused = asyncio.Event()
+        self._notices = Notices(REMIND_EVERY_S)
         self._running = False
 
     @property
@@ -196,6 +201,21 @@ class Peers:
         """Call this with a peer id and milliseconds whenever a ping comes back."""
         self._on_measured.append(callback)
 
+    def on_not_joined(self, callback: Callable[[str], None]) -> None:
+        """Call this with a line for the operator if a bootstrap peer cannot be joined, and now and then."""
+        self._on_not_joined.append(callback)
+
+    @property
+    def refused_by_all(self) -> bool:
+        """Whether this node has no way into the network as options are: every bootstrap peer refuses it or is
+        refused by it, nobody is connected, and there is no mDNS to find others."""
+        return self._all_refused.is_set()
+
+    async def until_refused_by_all(self) -> list[str]:
+        """Wait for that; returns why, for each bootstrap peer."""
+        await self._all_refused.wait()
+        return list(self._not_joined.values())
+
     # what the other thread tells
 
     def started(self, addresses: list[str]) -> None:
@@ -222,6 +242,9 @@ class Peers:
     def joined(self, peer_id: str) -> None:
         """A peer is connected."""
         self.connected.add(peer_id)
+        self._all_refused.clear()
+        for address in [each for each in self._not_joined if peer_of(each) == peer_id]:
+            del self._not_joined[address]
         for callback in self._on_joined:
             callback(peer_id)
 
@@ -231,6 +254,17 @@ class Peers:
         self.latency_ms.pop(peer_id, None)
         for callback in self._on_lost:
             callback(peer_id)
+
+    def not_joined(self, address: str, reason: str, final: bool) -> None:
+        """A bootstrap peer could not be joined; final: it will not be, until somebody changes something."""
+        if final:
+            self._not_joined[address] = reason
+        others = {each for each in self._bootstrap if peer_of(each) != self.peer_id}
+        if not self.connected and not self._mdns and self._not_joined.keys() >= others:
+            self._all_refused.set()
+        if self._notices.times(address, reason if final else ""):
+            for callback in self._on_not_joined:
+                callback(f"not joined yet, trying on: {reason}")
 
     def measured(self, peer_id: str, latency_ms: float) -> None:
         """A ping came back."""

@@ -1,137 +1,104 @@
 """The parts of py-libp2p that a node is made of, with what 0.8.1 lacks.
 
 Noise alone is offered, so that no plaintext client gets in; a stranger is refused when its handshake has
-shown who it is, before it has a say in anything; whoever is refused is logged in one line; an inbound
-connection gives back its slot when it ends (libp2p keeps it until the host stops); a muxer that fails ends
-its connection, not the host. No identify, no relays, no dialling by libp2p itself.
+shown who it is, before it has a say in anything, and both ends can say why; an inbound connection gives back
+its slot when it ends (libp2p keeps it until the host stops); a muxer that fails ends its connection, not the
+host. No identify, no relays, no dialling by libp2p itself.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import trio
 from libp2p.abc import INetConn, INotifee, IRawConnection, ISecureConn
 from libp2p.crypto.x25519 import create_new_key_pair as new_noise_key_pair
 from libp2p.custom_types import TProtocol
-from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import IOException
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
-from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
+from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 
+from runtime.p2p.gate import Cause, Gate, Refused, causes, one_line, refusal_in
+from runtime.p2p.greeting import greet
 from runtime.p2p.identity import Identity
+from runtime.p2p.opening import MemberConnection
 
 log = logging.getLogger(__name__)
-logging.getLogger("libp2p.transport.tcp").setLevel(logging.CRITICAL)  # a line for each try, of many
+for module in (
+    "transport.tcp",
+    "network.swarm",
+    "security",
+    "protocol_muxer",
+):  # a line for each try, of many
+    logging.getLogger(f"libp2p.{module}").setLevel(logging.CRITICAL)
 
 MUXER = TProtocol("/hexgen2/yamux/1")  # for its own name libp2p takes its own Yamux, whatever class is given
-UPGRADE_S = 5.0
+UPGRADE_S = 4.0
 MAX_CONNECTIONS = 4096
-MAX_STRANGERS = 1000
-LOG_EVERY_S = 600.0
-SOCKET_BYTES = 128 * 1024
-
-
-class StrangerRefused(IOException):
-    """A peer that may not connect."""
-
-
-class Gate:
-    """Who may connect: the peer ids of a list, or anybody who got through the handshake.
-
-    refused : how often each stranger was refused, by peer id, or by address if it came not so far
-    """
-
-    def __init__(self, allowed: Collection[str] | None) -> None:
-        self._allowed = None if allowed is None else frozenset(allowed)
-        self._logged_at: dict[str, float] = {}
-        self.refused: dict[str, int] = {}
-
-    def admits(self, peer_id: str) -> bool:
-        """Whether this peer may connect; a stranger is logged and counted."""
-        if self._allowed is None or peer_id in self._allowed:
-            return True
-        self._refuse(peer_id, f"peer {peer_id}: it is not on the list of allowed peers")
-        return False
-
-    def failed(self, address: str, reason: str) -> None:
-        """Somebody at this address did not get through the handshake."""
-        self._refuse(address, f"a connection from {address}: {reason}")
-
-    def _refuse(self, who: str, what: str) -> None:
-        """Count, and log the first time and then now and then: a scanner fills neither log nor memory."""
-        if len(self.refused) >= MAX_STRANGERS and who not in self.refused:
-            who = "others"
-        self.refused[who] = self.refused.get(who, 0) + 1
-        now = time.monotonic()
-        if now - self._logged_at.get(who, -LOG_EVERY_S) >= LOG_EVERY_S:
-            self._logged_at[who] = now
-            log.warning("refused %s (%d times so far)", what, self.refused[who])
 
 
 class GatedNoise(NoiseTransport):
-    """Noise that refuses strangers as soon as the handshake proves who they are."""
+    """Noise after which both ends say whether they let each other in, and which version they are."""
 
     def __init__(self, identity: Identity, gate: Gate) -> None:
         super().__init__(identity.key_pair, noise_privkey=new_noise_key_pair().private_key)
-        self._gate = gate
+        self._own_id, self._gate = identity.peer_id, gate
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
-        return await self._checked(await super().secure_inbound(conn))
+        raw = cast(MemberConnection, conn)
+        written = raw.written
+        try:
+            secured = await super().secure_inbound(conn)
+        except IOException as error:
+            if raw.written == written:
+                raise
+            problem = "it ended the handshake on seeing who this node is, so it probably expects another peer"
+            remedy = f"its --join must end in /p2p/{self._own_id}"
+            raise Refused(Cause.OTHER_PEER, problem, remedy) from error
+        return await self._greeted(raw, secured)
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
-        return await self._checked(await super().secure_outbound(conn, peer_id))
+        try:
+            secured = await super().secure_outbound(conn, peer_id)
+        except PeerIDMismatchesPubkey as error:
+            found = str(error).rpartition("remote_peer_id_from_pubkey=")[2]  # said nowhere else
+            problem = f"the peer at this address is {found}"
+            remedy = f"if that is the one you mean, write /p2p/{found} at the end of --join"
+            raise Refused(Cause.OTHER_PEER, problem, remedy) from error
+        return await self._greeted(cast(MemberConnection, conn), secured)
 
-    async def _checked(self, secured: ISecureConn) -> ISecureConn:
-        if not self._gate.admits(str(secured.get_remote_peer())):
+    async def _greeted(self, raw: MemberConnection, secured: ISecureConn) -> ISecureConn:
+        try:
+            await greet(secured, self._own_id, self._gate)
+        except Refused as refused:
+            refused.peer_id = str(secured.get_remote_peer())
             await secured.close()
-            raise StrangerRefused("not on the list of allowed peers")
+            raise
+        raw.trust()
         return secured
 
 
-class BufferedSocket(ReadWriteCloser):
-    """Reads whatever has come at once: libp2p asks for 2 bytes, then for what they announce, each a call."""
+class MemberTcp(TCP):
+    """TCP whose outbound connections are under the network key."""
 
-    def __init__(self, stream: ReadWriteCloser) -> None:
-        self._stream, self._buffer, self._start = stream, b"", 0
-
-    async def read(self, n: int | None = None) -> bytes:
-        if self._start == len(self._buffer):
-            self._buffer, self._start = await self._stream.read(SOCKET_BYTES), 0
-        end = len(self._buffer) if n is None else self._start + n
-        data = self._buffer[self._start : end]
-        self._start += len(data)
-        return data
-
-    async def write(self, data: bytes) -> None:
-        await self._stream.write(data)
-
-    async def close(self) -> None:
-        await self._stream.close()
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        return self._stream.get_remote_address()
-
-
-class BufferedTcp(TCP):
-    """TCP whose outbound connections read through a buffer."""
+    def __init__(self, network_key: bytes | None) -> None:
+        super().__init__()
+        self._network_key = network_key
 
     async def dial(self, maddr: Any) -> IRawConnection:
         connection: Any = await super().dial(maddr)
-        connection.stream = BufferedSocket(connection.stream)
-        return connection
+        return MemberConnection(connection.stream, True, self._network_key)
 
 
 class ContainedYamux(Yamux):
@@ -178,20 +145,29 @@ class PeerSwarm(Swarm):
     """libp2p's connections, with refusals logged and inbound slots given back."""
 
     gate: Gate
+    network_key: bytes | None
 
     async def _do_handle_inbound_connection(
         self, read_write_closer: Any, maddr: Any, failure_event: Any
     ) -> None:
-        connection = RawConnection(BufferedSocket(read_write_closer), False)
-        remote = read_write_closer.get_remote_address()
+        connection = MemberConnection(read_write_closer, False, self.network_key)
+        host = host_at(read_write_closer)
         try:
             muxed = await self.upgrade_inbound_raw_conn(connection, maddr)
         except Exception as error:
-            if not _about_a_stranger(error):
-                self.gate.failed(remote[0] if remote else "an unknown address", one_line(_root(error)))
+            self._refuse(host, error)
             await connection.close()
             return
         await muxed.event_closed.wait()  # type: ignore[attr-defined]
+
+    def _refuse(self, host: str, error: Exception) -> None:
+        refused = refusal_in(error)
+        if refused is None and any(isinstance(cause, trio.TooSlowError) for cause in causes(error)):
+            problem = f"it did not finish the handshake within {UPGRADE_S:g} s"
+            refused = Refused(Cause.UNCLEAR, problem, "it hangs, or is no node of HexGen-2")
+        if refused is None:
+            refused = Refused(Cause.UNCLEAR, one_line(causes(error)[-1]))
+        self.gate.refuse(host, refused)
 
 
 class ConnectionEvents(INotifee):
@@ -230,7 +206,7 @@ def new_swarm(identity: Identity, network_key: bytes | None, gate: Gate) -> Peer
         peer_id,
         peers,
         TransportUpgrader({NOISE: GatedNoise(identity, gate)}, {MUXER: ContainedYamux}),
-        transports=[BufferedTcp()],
+        transports=[MemberTcp(network_key)],
         retry_config=RetryConfig(max_retries=0),
         connection_config=ConnectionConfig(
             max_connections=MAX_CONNECTIONS,
@@ -240,9 +216,8 @@ def new_swarm(identity: Identity, network_key: bytes | None, gate: Gate) -> Peer
             inbound_upgrade_timeout=UPGRADE_S,
             outbound_upgrade_timeout=UPGRADE_S,
         ),
-        psk=None if network_key is None else network_key.hex(),
     )
-    swarm.gate = gate
+    swarm.gate, swarm.network_key = gate, network_key
     swarm.auto_connector = NoDialling(swarm)
     return swarm
 
@@ -258,30 +233,9 @@ async def cut(connection: INetConn) -> None:
             log.debug("cutting a connection: %s", error)
 
 
-def one_line(error: BaseException) -> str:
-    """What an exception, or the first of a group, says, in one line, with its kind."""
-    error = first_of(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
-def first_of(error: BaseException) -> BaseException:
-    """The exception itself, or the first one inside a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    return found
-
-
-def _root(error: BaseException) -> BaseException:
-    return _causes(error)[-1]
-
-
-def _about_a_stranger(error: BaseException) -> bool:
-    return any(isinstance(cause, StrangerRefused) for cause in _causes(error))
+def host_at(stream: Any) -> str:
+    """The IP address at the other end of a TCP connection; libp2p's own has none for IPv6."""
+    try:
+        return str(stream.stream.socket.getpeername()[0])
+    except OSError:
+        return "an unknown address"

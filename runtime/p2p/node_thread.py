@@ -25,8 +25,9 @@ from multiaddr import Multiaddr
 
 from cost_model.errors import InputError
 from runtime.p2p.bridge import Bridge
+from runtime.p2p.gate import Gate, Notices, causes, first_of, one_line, printable, refusal_in
 from runtime.p2p.identity import Identity
-from runtime.p2p.network import ConnectionEvents, Gate, cut, first_of, new_swarm, one_line
+from runtime.p2p.network import ConnectionEvents, cut, new_swarm
 from runtime.p2p.stream_channel import StreamChannel
 from runtime.p2p.watch import cancel_at, echo, ping, silence
 
@@ -55,6 +56,7 @@ class Listener(Protocol):
     def accepted(self, channel: StreamChannel) -> None: ...
     def opened(self, ticket: int, channel: StreamChannel) -> None: ...
     def not_opened(self, ticket: int, reason: str) -> None: ...
+    def not_joined(self, address: str, reason: str, final: bool) -> None: ...
 
 
 class NodeThread:
@@ -62,6 +64,7 @@ class NodeThread:
 
     def __init__(self, identity: Identity, network_key: bytes | None, gate: Gate, listener: Listener) -> None:
         self._identity, self._network_key, self._gate, self._listener = identity, network_key, gate, listener
+        self._notices = Notices()
         self._services = Multiselect({PING: None})
         self._live: dict[str, list[INetConn]] = {}
         self._channels: set[StreamChannel] = set()
@@ -141,15 +144,17 @@ class NodeThread:
     def found(self, peer_id: str, addresses: list[str]) -> None:
         """Connect to a peer that is said to be there, unless it is connected."""
         if not self._live.get(peer_id):
-            self._spawn(self._try_to_connect, peer_id, addresses)
+            self._spawn(self._try_found, peer_id, addresses)
 
-    async def _try_to_connect(self, peer_id: str, addresses: list[str]) -> bool:
+    async def _try_found(self, peer_id: str, addresses: list[str]) -> None:
         try:
             await self._connection(peer_id, addresses)
-            return True
         except Exception as error:
-            log.debug("peer %s not reached: %s", peer_id, one_line(error))
-            return False
+            refused = refusal_in(error)
+            if refused is None or not refused.final:
+                log.debug("peer %s not reached: %s", peer_id, one_line(error))
+            elif self._notices.times(peer_id, refused.cause):
+                log.warning("not connected to peer %s: %s", peer_id, error)
 
     async def _stay_connected(self, address: str) -> None:
         """Dial a bootstrap address now and whenever its peer is not connected."""
@@ -158,10 +163,15 @@ class NodeThread:
             return
         failures = 0
         while True:
-            reached = await self._try_to_connect(peer_id, [address])
-            if not reached and failures == 0:
-                log.warning("bootstrap peer %s is not reached yet; trying on", address)
-            failures = 0 if reached else failures + 1
+            try:
+                await self._connection(peer_id, [address])
+                failures = 0
+            except Exception as error:
+                failures += 1
+                refused = refusal_in(error)
+                final = refused is not None and refused.final
+                reason = str(error) if isinstance(error, ConnectionError) else one_line(error)
+                self.bridge.to_asyncio(self._listener.not_joined, address, reason, final)
             await trio.sleep(RETRY_S[min(failures, len(RETRY_S)) - 1] if failures else RETRY_S[1])
 
     # connections
@@ -184,16 +194,18 @@ class NodeThread:
                 self._dialling.pop(peer_id, None)
 
     async def _dial(self, peer_id: str, addresses: Sequence[str]) -> INetConn:
-        reason = "no address is known"
+        failure = ConnectionError("no address is known")
         for address in addresses:
             try:
                 with trio.fail_after(DIAL_S):
                     return await self._swarm.dial_addr(Multiaddr(address), ID.from_string(peer_id))
-            except trio.TooSlowError:
-                reason = f"{address} does not answer within {DIAL_S:g} s"
             except Exception as error:
-                reason = f"{address}: {one_line(error)}"
-        raise ConnectionError(reason)
+                found = _dial_failure(address, error)
+                if (
+                    refusal_in(failure) is None
+                ):  # what is said of one address stands against silence at others
+                    failure = found
+        raise failure
 
     def _connected(self, connection: INetConn) -> None:
         peer_id = str(connection.muxed_conn.peer_id)
@@ -295,6 +307,22 @@ class NodeThread:
         async with trio.open_nursery() as nursery:
             for connection in [one for several in self._live.values() for one in several]:
                 nursery.start_soon(cut, connection)
+
+
+def _dial_failure(address: str, error: Exception) -> ConnectionError:
+    """What an operator has to know of an address that did not lead to its peer."""
+    refused = refusal_in(error)
+    if refused is not None:
+        reason = f"{address}: {refused}"
+    elif isinstance(error, trio.TooSlowError):
+        reason = f"{address} does not answer within {DIAL_S:g} s"
+    elif any(isinstance(cause, ConnectionRefusedError) for cause in causes(error)):
+        reason = f"{address}: nobody listens there"
+    else:
+        reason = f"{address}: {one_line(causes(error)[-1])}"
+    failure = ConnectionError(printable(reason))
+    failure.__cause__ = error
+    return failure
 
 
 def peer_of(address: str) -> str:

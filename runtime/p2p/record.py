@@ -21,10 +21,17 @@ CLOCK_BOUND_S = 120.0  # how far two nodes' clocks, and a record's way, may diff
 Role = Literal["head", "worker"]
 Status = Literal["joining", "ready", "draining", "left"]
 Name = Annotated[str, Meta(max_length=128)]
-NodeName = Annotated[str, Meta(max_length=128, pattern=r"\A[^/\s\x00-\x1f\x7f]+\Z")]
+MAX_NAME = 128
+NodeName = Annotated[str, Meta(max_length=MAX_NAME, pattern=r"\A[^/\s\x00-\x1f\x7f]+\Z")]
 CardName = Annotated[str, Meta(max_length=128, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]
 Address = Annotated[str, Meta(max_length=256)]
 PeerId = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+def is_node_name(name: str) -> bool:
+    """Whether a node may be called this: printable, without slash or space. Names are shown to operators, so
+    nothing in them may move a terminal's cursor or turn the order of letters."""
+    return 0 < len(name) <= MAX_NAME and name.isprintable() and not set(name) & set("/ ")
 
 
 class BadRecord(ValueError):
@@ -107,6 +114,14 @@ def verify(signed: SignedRecord, now_s: float) -> NodeRecord:
         raise BadRecord("malformed", str(error)) from error
     if not all(map(math.isfinite, (record.load, record.issued_at, *record.latency_ms.values()))):
         raise BadRecord("malformed", "a figure is not finite")
+    shown = (
+        *record.addresses,
+        *record.services,
+        *(each.name for each in record.hardware),
+        *record.latency_ms,
+    )
+    if not is_node_name(record.name) or not all(map(str.isprintable, shown)):
+        raise BadRecord("malformed", "a text that does not print")
     if not _is_signature(record.peer_id, CONTEXT + signed.content, signed.signature):
         raise BadRecord("signature", f"not of {record.peer_id}")
     if abs(now_s - record.issued_at) > CLOCK_BOUND_S:

@@ -38,6 +38,7 @@ class Roster:
     ----------
     addresses : multiaddrs of peers to ask beside those that are connected, and those that were nodes before
     report : takes lines for the operator
+    cluster : names of the placement's nodes, so that others are reported as such; empty: not known
 
     Attributes
     ----------
@@ -49,9 +50,10 @@ class Roster:
         peers: Peers,
         addresses: Sequence[str],
         report: Callable[[str], None],
+        cluster: Collection[str] = (),
     ) -> None:
         self.departures = 0
-        self._peers, self._report = peers, report
+        self._peers, self._report, self._cluster = peers, report, cluster
         self._addresses = {address.rpartition("/p2p/")[2]: address for address in addresses}
         self._nodes: dict[str, Node] = {}
         self._owners: dict[str, str] = {}
@@ -144,7 +146,9 @@ class Roster:
         name = node.welcome.node
         self._nodes[name] = node
         self._changed.set()
-        self._report(f"node {name} is there (peer {node.peer_id})")
+        known = not self._cluster or name in self._cluster
+        note = "" if known else "; the placement has no node of this name"
+        self._report(f"node {name} is there (peer {node.peer_id}){note}")
         try:
             while await channel.receive() is not None:
                 pass

@@ -20,7 +20,7 @@ from libp2p.stream_muxer.yamux.yamux import DEFAULT_WINDOW_SIZE, TYPE_DATA, YAMU
 from runtime.messages import HEAD_BYTES, MAX_FRAME_BYTES, BadFrame, body_length
 from runtime.p2p.bridge import Bridge
 from runtime.p2p.channel import MAX_UNREAD_BYTES, MAX_UNSENT_BYTES, Channel
-from runtime.p2p.network import first_of, one_line
+from runtime.p2p.gate import first_of, one_line
 
 log = logging.getLogger(__name__)
 

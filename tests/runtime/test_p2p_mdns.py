@@ -107,6 +107,10 @@ def test_what_is_no_announcement_is_not():
     assert len(understood(as_told(many), KEY)[1]) == MAX_ADDRESSES
 
 
+def strangers(caplog):
+    return [line for line in caplog.messages if "without a proof" in line]
+
+
 @needs_multicast
 def test_peers_of_one_network_find_each_other_and_no_others(caplog):
     async def check():
@@ -123,13 +127,14 @@ def test_peers_of_one_network_find_each_other_and_no_others(caplog):
             channel.send(b"found")
             assert await channel.receive() == b"found"
             assert not stranger.connected
+            await until(lambda: len(strangers(caplog)) == 4)  # by each, once
             assert not any(peers.refused for peers in (stranger, *ours))  # nobody was even dialled
         finally:
             for peers in (stranger, *ours):
                 await peers.stop()
 
     run(check())
-    assert len([line for line in caplog.messages if "without a proof" in line]) == 4  # by each, once
+    assert len(strangers(caplog)) == 4
 
 
 @needs_multicast

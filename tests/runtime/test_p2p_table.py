@@ -28,6 +28,7 @@ from runtime.p2p.table import KEEP_S, SILENT_S, NodeTable
 
 NOW = 1_000_000.0
 NODES = [new_identity() for _ in range(3)]
+PRINTABLE = st.characters(categories=("L", "N", "P"))
 STATUSES = ("joining", "ready", "draining", "left")
 
 
@@ -52,7 +53,7 @@ def signed_records(draw):
     facts = {
         "status": draw(st.sampled_from(STATUSES)),
         "load": draw(st.floats(0, 1)),
-        "services": tuple(draw(st.lists(st.text(max_size=5), max_size=3))),
+        "services": tuple(draw(st.lists(st.text(PRINTABLE, max_size=5), max_size=3))),
         "hardware": tuple(Accelerator("gpu", size) for size in draw(st.lists(st.integers(0, 9), max_size=2))),
     }
     return sign(record_of(identity, draw(st.integers(0, 5)), **facts), identity)
