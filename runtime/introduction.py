@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+import threading
 from dataclasses import dataclass, field
 
 from runtime.messages import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Proof, encode
@@ -23,6 +24,7 @@ from runtime.transport import Connection
 
 LIMIT_BYTES = 4096
 TIMEOUT_S = 5.0
+MOST_NEWCOMERS = 64
 _CONTEXT = b"hexgen2 introduction 1\n"
 _CONNECTS, _LISTENS = b"connects\n", b"listens\n"
 
@@ -64,6 +66,30 @@ def accept(stream: socket.socket, secret: str) -> tuple[Connection, Hello] | Non
             return connection, hello
     connection.close()
     return None
+
+
+class Newcomers:
+    """Connections that have proved nothing yet, MOST_NEWCOMERS at a time: where there are more, the one that
+    has been here longest is sent away. A worker of the launch proves itself at once."""
+
+    def __init__(self) -> None:
+        self._here: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+
+    def accept(self, stream: socket.socket, secret: str) -> tuple[Connection, Hello] | None:
+        """See `accept`; this may be called from many threads."""
+        with self._lock:
+            oldest = next(iter(self._here)) if len(self._here) >= MOST_NEWCOMERS else None
+            if oldest is not None:
+                del self._here[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._here[stream] = None
+        try:
+            return accept(stream, secret)
+        finally:
+            with self._lock:
+                self._here.pop(stream, None)
 
 
 def _introduce(connection: Connection, introduction: Introduction) -> None:

@@ -28,7 +28,7 @@ from runtime.engine.member import Member, introduction
 from runtime.engine.place import Place
 from runtime.engine.registry import make_engine
 from runtime.engine.scheduler import Reservation
-from runtime.introduction import accept, connect
+from runtime.introduction import Newcomers, connect
 from runtime.messages import (
     PROTOCOL_VERSION,
     Arranged,
@@ -96,6 +96,7 @@ class _Worker:
         self.followers: dict[str, Connection] = {}
         self._all_here = threading.Event()
         self._dying = threading.Lock()
+        self._newcomers = Newcomers()
 
     def run(self) -> NoReturn:
         """Everything, in order: sockets, groups, weights, then steps until the process ends."""
@@ -233,7 +234,7 @@ class _Worker:
 
     def _welcome(self, stream: socket.socket) -> None:
         """Serve a connection of this launch; a stranger's only costs its own thread."""
-        accepted = accept(stream, self.config.secret)
+        accepted = self._newcomers.accept(stream, self.config.secret)
         if accepted is None:
             log.warning("worker %s: a connection that proved nothing was closed", self.config.worker)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -136,7 +137,8 @@ class Process:
         """Whatever a test left."""
         for each in self.family():
             if each.pid != self.process.pid or self.process.poll() is None:
-                each.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
         self.process.wait(STOP_S)
 
 

@@ -253,3 +253,27 @@ def test_a_listener_that_says_something_else_is_left() -> None:
 
     with listener_that(answer) as address, pytest.raises(ConnectionError, match="not let this worker in"):
         connect(address, WORKER, TIMEOUT_S)
+
+
+def test_silent_strangers_make_room_for_one_another_and_keep_no_worker_out() -> None:
+    newcomers = Newcomers()
+    outcomes: list[tuple[Connection, Hello] | None] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+
+        def welcome() -> None:
+            while True:
+                try:
+                    stream, _ = server.accept()
+                except OSError:
+                    return
+                threading.Thread(target=lambda: outcomes.append(newcomers.accept(stream, SECRET))).start()
+
+        threading.Thread(target=welcome, daemon=True).start()
+        silent = [socket.create_connection(address) for _ in range(3 * MOST_NEWCOMERS)]
+        connect(address, WORKER, TIMEOUT_S).close()
+        assert all(stream.recv(1) == b"" for stream in silent[:MOST_NEWCOMERS])
+        for stream in silent:
+            stream.close()
+        server.shutdown(socket.SHUT_RDWR)
+    assert [each[1].worker for each in outcomes if each] == ["p/0"]
