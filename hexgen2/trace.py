@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cost_model.errors import InputError
+from cost_model.fields import checked_name
 from cost_model.files import read_text
 
 MAX_BYTES = 2 << 30
@@ -57,6 +58,7 @@ def read_trace(path: Path) -> Trace:
     InputError : with the line (or, for ShareGPT, the entry) that is wrong
     """
     file = str(path)
+    checked_name(path.name, file)
     text = read_text(path, MAX_BYTES)
     start = text.lstrip()[:1]
     note = ""
