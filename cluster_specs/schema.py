@@ -15,6 +15,7 @@ Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False), betwee
 NonNegative = Annotated[
     float, Field(ge=0, le=LARGEST, allow_inf_nan=False), between(SMALLEST, LARGEST, or_zero=True)
 ]
+Price = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False), between(1e-4, 1e5, or_zero=True)]
 InterconnectClass = Literal["nvlink", "pcie3", "pcie4", "pcie5", "shared-memory"]
 
 
@@ -38,7 +39,7 @@ class NodeSpec(_Strict):
     accelerators: Name
     interconnect: InterconnectClass | InterconnectSpec = "pcie4"
     network_gbit_s: Positive | None = None
-    price_per_gpu_hour: NonNegative | None = None
+    price_per_gpu_hour: Price | None = None
     region: Name | None = None
 
 
@@ -82,7 +83,7 @@ class AcceleratorSpec(_Strict):
     bf16_dense_tflops: Positive
     memory_bandwidth_gbyte_s: Positive
     kind: Literal["gpu", "cpu"] = "gpu"
-    price_per_gpu_hour: NonNegative | None = None
+    price_per_gpu_hour: Price | None = None
 
 
 class OfferSpec(_Strict):
@@ -90,7 +91,7 @@ class OfferSpec(_Strict):
     network card of network_gbit_s in each direction (default: as much as its fastest link)."""
 
     accelerators: Name
-    price_per_gpu_hour: NonNegative
+    price_per_gpu_hour: Price
     max_count: int = Field(gt=0)
     interconnect: InterconnectClass | InterconnectSpec = "pcie4"
     network_gbit_s: Positive | None = None

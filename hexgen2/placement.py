@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from cluster_specs.loader import resolve
 from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
 from cost_model.fields import Name, Prose, between, schema_error
@@ -233,18 +234,21 @@ class Placement(_Strict):
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:
-        """Read and validate the schema; the invariants are checked by hexgen2.checks.
+        """Read and validate the schema, and resolve the cluster, for an edited one may name cards of the
+        catalogue; the invariants are checked by hexgen2.checks.
 
         Raises
         ------
-        InputError : unreadable, not JSON, or not a placement
+        InputError : unreadable, not JSON, not a placement, or its cluster alone is wrong already
         """
         source = str(path)
         remedy = "make one with `hexgen2 search ... -o placement.json`"
         try:
-            return cls.model_validate_json(read_text(Path(path), _MAX_BYTES))
+            placement = cls.model_validate_json(read_text(Path(path), _MAX_BYTES))
         except ValidationError as error:
             raise schema_error(error, source, remedy) from None
+        cluster = resolve(placement.cluster, f"{source}: cluster", Path(path).parent)
+        return placement.model_copy(update={"cluster": cluster})
 
 
 def json_schema() -> dict[str, Any]:

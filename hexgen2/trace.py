@@ -17,9 +17,10 @@ import numpy as np
 from cost_model.errors import InputError
 from cost_model.fields import checked_name
 from cost_model.files import read_text
+from hexgen2.workload import MAX_TOKENS
 
 MAX_BYTES = 2 << 30
-_LONGEST = 10**8
+_LATEST = 1e18  # seconds or milliseconds: nanoseconds of our time still fit
 _CHARACTERS_PER_TOKEN = 4  # usual for English text and byte-pair tokenizers
 
 
@@ -164,7 +165,7 @@ def _seconds(text: str, file: str, where: str) -> float:
             value = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         except (ValueError, OverflowError):
             value = math.nan
-    if not math.isfinite(value):
+    if not abs(value) <= _LATEST:
         remedy = "write 2023-11-16 18:15:46.68 or seconds"
         raise InputError(file, where, f"TIMESTAMP {text[:40]!r} is not a time", remedy)
     return value
@@ -175,14 +176,15 @@ def _number(value: Any, name: str, file: str, where: str) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise InputError(file, where, f"{name} {str(value)[:40]!r} is not a number", "correct it")
+    if not abs(number) <= _LATEST:
+        remedy = f"give a number up to {_LATEST:g}"
+        raise InputError(file, where, f"{name} {str(value)[:40]!r} is not a number", remedy)
     return number
 
 
 def _tokens(value: Any, name: str, file: str, where: str) -> int:
     number = _number(value, name, file, where)
-    if number != int(number) or not 1 <= number <= _LONGEST:
-        remedy = f"give whole tokens from 1 to {_LONGEST}"
+    if number != int(number) or not 1 <= number <= MAX_TOKENS:
+        remedy = f"give whole tokens from 1 to {MAX_TOKENS}"
         raise InputError(file, where, f"{name} is {number:g}", remedy)
     return int(number)

@@ -67,7 +67,7 @@ def print_comparison(entries: Sequence[Entry], settings: Settings, console: Cons
             box=None,
         )
         for entry in own:
-            if not entry.offline:
+            if not entry.online:
                 continue
             online = entry.online
             assert entry.placement is not None
@@ -85,6 +85,8 @@ def print_comparison(entries: Sequence[Entry], settings: Settings, console: Cons
         for entry in own:
             if not entry.offline:
                 console.print(f"{_short(entry, own[0])} has no placement: {entry.why}")
+            elif not entry.online:
+                console.print(f"{_short(entry, own[0])} has no steady throughput with all requests at once")
     for note in NOTES:
         console.print(note.format(share=settings.share, attainment=ATTAINMENT), style="dim")
 
