@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from cluster_specs.loader import resolve
 from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
+from cost_model.errors import InputError
 from cost_model.fields import Name, Prose, between, schema_error
 from cost_model.files import read_text, write_text
 from hexgen2.goal import Goal
@@ -244,7 +245,11 @@ class Placement(_Strict):
         source = str(path)
         remedy = "make one with `hexgen2 search ... -o placement.json`"
         try:
-            placement = cls.model_validate_json(read_text(Path(path), _MAX_BYTES))
+            text = read_text(Path(path), _MAX_BYTES)
+        except InputError as error:
+            raise InputError(source, error.key, error.problem, remedy) from None
+        try:
+            placement = cls.model_validate_json(text)
         except ValidationError as error:
             raise schema_error(error, source, remedy) from None
         cluster = resolve(placement.cluster, f"{source}: cluster", Path(path).parent)

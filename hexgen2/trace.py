@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -117,7 +118,7 @@ def _mooncake(text: str, file: str) -> Iterator[_Row]:
         for key in ("timestamp", "input_length", "output_length"):
             if key not in entry:
                 raise InputError(file, where, f"there is no {key}", "give it for every request")
-        milliseconds = _number(entry["timestamp"], "timestamp", file, where)
+        milliseconds = _number(entry["timestamp"], "timestamp", file, where, _LATEST)
         isl, osl = (_tokens(entry[key], key, file, where) for key in ("input_length", "output_length"))
         yield milliseconds / 1e3, isl, osl
 
@@ -171,13 +172,13 @@ def _seconds(text: str, file: str, where: str) -> float:
     return value
 
 
-def _number(value: Any, name: str, file: str, where: str) -> float:
+def _number(value: Any, name: str, file: str, where: str, most: float = sys.float_info.max) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= _LATEST:
-        remedy = f"give a number up to {_LATEST:g}"
+    if not abs(number) <= most:
+        remedy = f"give a number up to {most:g}"
         raise InputError(file, where, f"{name} {str(value)[:40]!r} is not a number", remedy)
     return number
 
