@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cluster_specs.catalogue import catalogue
-from cluster_specs.schema import LARGEST, AcceleratorSpec, ClusterSpec, NodeSpec
+from cluster_specs.schema import LARGEST, SMALLEST, AcceleratorSpec, ClusterSpec, NodeSpec
 from cluster_specs.strict_yaml import MAX_YAML_BYTES, parse_mapping
 from cluster_specs.validation import input_error
 from cost_model.errors import InputError
@@ -255,10 +255,10 @@ def _gbit_s(cell: str | float, file: str, key: str, column: int) -> float:
         value = float(cell)
     except (ValueError, OverflowError):
         value = math.nan
-    if not 0 < value <= LARGEST:
+    if not SMALLEST <= value <= LARGEST:
         shown = str(cell).strip()[:40]
         problem = f"column {column + 1} is {shown!r}, not a bandwidth"
-        raise InputError(file, key, problem, "give a number above 0, in Gbit/s")
+        raise InputError(file, key, problem, f"give a number from {SMALLEST:g} to {LARGEST:g}, in Gbit/s")
     return value
 
 

@@ -6,10 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# The upper limit is beyond any machine; it keeps what is computed from these figures finite.
-LARGEST = 1e9
-Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
+from cost_model.fields import Name, Prose, between
+
+# Beyond any machine on both sides (1 kbit/s, 1 KiB, 1 MFLOP/s), so that what is computed from such figures
+# stays finite.
+SMALLEST, LARGEST = 1e-6, 1e9
+Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False), between(SMALLEST, LARGEST)]
+NonNegative = Annotated[
+    float, Field(ge=0, le=LARGEST, allow_inf_nan=False), between(SMALLEST, LARGEST, or_zero=True)
+]
+Price = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False), between(1e-4, 1e5, or_zero=True)]
 InterconnectClass = Literal["nvlink", "pcie3", "pcie4", "pcie5", "shared-memory"]
 
 
@@ -28,13 +34,13 @@ class NodeSpec(_Strict):
     """One machine: `accelerators` is NAME:COUNT, `network_gbit_s` what its network card carries in each
     direction (default: as much as its fastest link)."""
 
-    name: str = Field(min_length=1, pattern=r"^[^/\s]+$")
-    address: str | None = None
-    accelerators: str
+    name: Name = Field(min_length=1, pattern=r"^[^/\s]+$")
+    address: Name | None = None
+    accelerators: Name
     interconnect: InterconnectClass | InterconnectSpec = "pcie4"
     network_gbit_s: Positive | None = None
-    price_per_gpu_hour: NonNegative | None = None
-    region: str | None = None
+    price_per_gpu_hour: Price | None = None
+    region: Name | None = None
 
 
 class NetworkDefault(_Strict):
@@ -45,8 +51,8 @@ class NetworkDefault(_Strict):
 class NetworkLink(_Strict):
     """The network between two nodes, both directions."""
 
-    from_: str = Field(alias="from")
-    to: str
+    from_: Name = Field(alias="from")
+    to: Name
     bandwidth_gbit_s: Positive
     latency_us: NonNegative = 50.0
 
@@ -56,8 +62,8 @@ class NetworkLink(_Strict):
 class UplinkSpec(_Strict):
     """What a set of nodes shares for its traffic with all others, in each direction: a rack's, a site's."""
 
-    name: str = Field(min_length=1)
-    nodes: list[str] = Field(min_length=1)
+    name: Name = Field(min_length=1)
+    nodes: list[Name] = Field(min_length=1)
     bandwidth_gbit_s: Positive
 
 
@@ -77,15 +83,15 @@ class AcceleratorSpec(_Strict):
     bf16_dense_tflops: Positive
     memory_bandwidth_gbyte_s: Positive
     kind: Literal["gpu", "cpu"] = "gpu"
-    price_per_gpu_hour: NonNegative | None = None
+    price_per_gpu_hour: Price | None = None
 
 
 class OfferSpec(_Strict):
     """Something that `--budget` may rent, GPU by GPU: up to max_count, in nodes of gpus_per_node, each with a
     network card of network_gbit_s in each direction (default: as much as its fastest link)."""
 
-    accelerators: str
-    price_per_gpu_hour: NonNegative
+    accelerators: Name
+    price_per_gpu_hour: Price
     max_count: int = Field(gt=0)
     interconnect: InterconnectClass | InterconnectSpec = "pcie4"
     network_gbit_s: Positive | None = None
@@ -98,10 +104,10 @@ class ClusterSpec(_Strict):
     `assumptions` lists every figure that was not measured, with its reason.
     """
 
-    name: str = Field(min_length=1)
-    description: str = ""
-    assumptions: list[str] = []
+    name: Name = Field(min_length=1)
+    description: Prose = ""
+    assumptions: list[Prose] = []
     nodes: list[NodeSpec] = []
     network: NetworkSpec = NetworkSpec()
-    accelerators: dict[str, AcceleratorSpec] = {}
+    accelerators: dict[Name, AcceleratorSpec] = {}
     offers: list[OfferSpec] = []

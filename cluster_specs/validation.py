@@ -11,13 +11,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cost_model.errors import InputError
+from cost_model.fields import key_text
 
 
 def input_error(error: ValidationError, data: Any, source: str, model: type[BaseModel]) -> InputError:
     """The most telling error of `data` against `model`, as an InputError about `source`."""
     details = min(error.errors(include_url=False), key=lambda e: _rank(e, data))
     path = list(_data_path(details["loc"], data))
-    key = _key_text(path)
+    key = key_text(path)
     problem = details["msg"].removeprefix("Input should be ")
     if details["type"] == "missing":
         return InputError(source, key, "is missing", "add it")
@@ -26,6 +27,8 @@ def input_error(error: ValidationError, data: Any, source: str, model: type[Base
         near = difflib.get_close_matches(str(path[-1])[:100], known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
         return InputError(source, key, "unknown key", hint)
+    if details["type"] == "control_characters":
+        return InputError(source, key, problem, "leave them out")
     if details["type"] == "too_short":
         return InputError(source, key, "is empty", "list at least one")
     shown = repr(details["input"])
@@ -57,7 +60,7 @@ def _data_path(location: tuple[int | str, ...], data: Any) -> Iterator[int | str
             if step in data:
                 yield step
                 data = data[step]
-            elif last and isinstance(step, str) and not _is_branch(step):
+            elif last and isinstance(step, str) and not _is_branch(step) and step != "[key]":
                 yield step
         elif isinstance(data, list) and isinstance(step, int) and step < len(data):
             yield step
@@ -84,14 +87,6 @@ def _branch_mismatch(details: ErrorDetails, data: Any) -> bool:
         except (KeyError, IndexError, TypeError):
             return False
     return wanted is not None and not isinstance(value, wanted)
-
-
-def _key_text(path: list[int | str]) -> str:
-    """nodes[2].accelerators"""
-    text = ""
-    for step in path:
-        text += f"[{step}]" if isinstance(step, int) else f".{str(step)[:60]}" if text else str(step)[:60]
-    return text
 
 
 def _known_keys(model: type[BaseModel], path: list[int | str]) -> list[str]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cost_model.fields import Name, between
+
 Family = Literal["llama", "opt", "mixtral", "bloom", "gpt"]
 WeightType = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
+LARGEST = 10**8
+Count = Annotated[int, Field(gt=0), between(1, LARGEST)]
+ValueBytes = Annotated[float, Field(gt=0), between(1 / 64, 64)]
 
 
 class ModelArchitecture(BaseModel):
@@ -22,30 +27,30 @@ class ModelArchitecture(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: Name
     family: Family
-    layers: int = Field(gt=0)
-    hidden: int = Field(gt=0)
-    heads: int = Field(gt=0)
-    kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    ffn: int = Field(gt=0)
+    layers: Count
+    hidden: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    ffn: Count
     gated_ffn: bool = True
-    vocab: int = Field(gt=0)
+    vocab: Count
     tied_embeddings: bool = False
-    max_position: int = Field(gt=0)
+    max_position: Count
     learned_positions: bool = False
-    position_offset: int = Field(default=0, ge=0)
+    position_offset: Annotated[int, Field(ge=0), between(0, LARGEST)] = 0
     biases: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    experts: int = Field(default=1, gt=0)
-    active_experts: int = Field(default=1, gt=0)
-    sliding_window: int | None = None
+    experts: Count = 1
+    active_experts: Count = 1
+    sliding_window: Annotated[int, between(1, LARGEST)] | None = None
     weight_type: WeightType = "bf16"
-    weight_bytes: float = Field(default=2.0, gt=0)
-    activation_bytes: float = Field(default=2.0, gt=0)
-    kv_value_bytes: float = Field(default=2.0, gt=0)
+    weight_bytes: ValueBytes = 2.0
+    activation_bytes: ValueBytes = 2.0
+    kv_value_bytes: ValueBytes = 2.0
 
     @cached_property
     def attention_params(self) -> int:

@@ -15,17 +15,18 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cost_model.errors import InputError
+from cost_model.fields import Name, Prose, between, schema_error
 from cost_model.files import read_text
 from cost_model.hardware import GIB, Accelerator
 
 _SHIPPED = Path(__file__).parent / "coefficients.json"
 _MAX_BYTES = 1 << 20
 
-Share = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False), between(1e-6, 10)]
 Seconds = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
-Factor = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
-Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False), between(1e-6, 1000)]
+Error = Annotated[float, Field(ge=0, allow_inf_nan=False), between(0, 1e9)]
+Rows = Annotated[int, Field(ge=0), between(0, 10**12)]
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ class Base(_Strict):
     compute_efficiency: Share = 0.5
     memory_efficiency: Share = 0.8
     attention_efficiency: Share = 1.0
-    overlap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    overlap: Annotated[float, Field(ge=1, allow_inf_nan=False), between(1, 1e3)] | None = None
     layer_overhead_s: Seconds = 15e-6
     all_reduce_overhead_s: Seconds = 10e-6
     step_overhead_s: Seconds = 0.0
     request_overhead_s: Seconds = 0.0
-    engine_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    kv_slack_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    engine_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False), between(0, 1e15)] = 0.0
+    kv_slack_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False), between(0, 1e9)] = 0.0
 
 
 class GpuFactors(_Strict):
@@ -83,7 +84,7 @@ class GpuFactors(_Strict):
 
     compute: Factor = 1.0
     memory: Factor = 1.0
-    rows: int = Field(default=0, ge=0)
+    rows: Rows = 0
     error: Error | None = None
 
 
@@ -96,7 +97,7 @@ class EngineFactors(_Strict):
     nvlink_share: Factor = 1.0
     step_overhead: Factor = 1.0
     request_overhead: Factor = 1.0
-    rows: int = Field(default=0, ge=0)
+    rows: Rows = 0
 
 
 class HeldOut(_Strict):
@@ -112,11 +113,11 @@ class HeldOut(_Strict):
 class CoefficientSet(_Strict):
     """A named set: base, factors, where it comes from and how far off it is."""
 
-    name: str = Field(min_length=1)
-    source: str
+    name: Name = Field(min_length=1)
+    source: Prose
     base: Base = Base()
-    gpus: dict[str, GpuFactors] = {}
-    engines: dict[str, EngineFactors] = {}
+    gpus: dict[Name, GpuFactors] = {}
+    engines: dict[Name, EngineFactors] = {}
     held_out: HeldOut = HeldOut()
 
     def of(self, accelerator: Accelerator, engine: str | None = None) -> Coefficients:
@@ -188,6 +189,4 @@ def load_coefficients(path: Path) -> CoefficientSet:
     try:
         return CoefficientSet.model_validate_json(read_text(path, _MAX_BYTES))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise InputError(str(path), key, first["msg"], "make one with `hexgen2 calibrate`") from None
+        raise schema_error(error, str(path), "make one with `hexgen2 calibrate`") from None

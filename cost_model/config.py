@@ -11,6 +11,7 @@ from typing import Any
 from cost_model.architecture import Family, ModelArchitecture, WeightType
 from cost_model.dtypes import WEIGHT_BYTES
 from cost_model.errors import InputError
+from cost_model.fields import checked_name
 from cost_model.files import read_text
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -83,7 +84,8 @@ def architecture_from_folder(path: Path) -> ModelArchitecture:
         raise InputError(source, "", "is not a model's config", "take the model's own config.json") from None
     if not isinstance(config, dict):
         raise InputError(source, "", "is not a JSON object", "take the model's own config.json")
-    return architecture_from_config(config, file.resolve().parent.name or "model", source)
+    name = checked_name(file.resolve().parent.name, source, remedy="rename the folder")
+    return architecture_from_config(config, name or "model", source)
 
 
 def architecture_from_config(config: dict[str, Any], name: str, source: str) -> ModelArchitecture:

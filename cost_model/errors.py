@@ -6,6 +6,8 @@ message and exits with `exit_code`; a library caller catches the class.
 
 from __future__ import annotations
 
+from cost_model.printable import one_line
+
 
 class HexGen2Error(Exception):
     """Base of every error that the project raises on purpose."""
@@ -29,7 +31,7 @@ class InputError(HexGen2Error):
     def __init__(self, source: str, key: str, problem: str, remedy: str) -> None:
         self.source, self.key, self.problem, self.remedy = source, key, problem, remedy
         where = f"{source}: {key}" if key else source
-        super().__init__(" ".join(f"{where}: {problem}; {remedy}".split()))
+        super().__init__(one_line(f"{where}: {problem}; {remedy}"))
 
 
 class InfeasibleError(HexGen2Error):

@@ -33,6 +33,7 @@ from cost_model.hardware import (
 )
 from cost_model.lengths import RequestLengths
 from cost_model.models import find_model
+from cost_model.printable import has_control_characters
 from cost_model.roofline import EdgeWork, LayerWork
 
 COLUMNS = ("gpu", "model", "tp", "phase", "batch", "input_len_or_context")
@@ -122,25 +123,32 @@ def read_rows(path: Path, required: tuple[str, ...] = COLUMNS) -> tuple[list[str
     InputError : unreadable, a required column is missing, or a line has too many cells
     """
     source = str(path)
-    lines = [
-        (number, line)
-        for number, line in enumerate(read_text(path, _MAX_BYTES).splitlines(), 1)
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
+    lines = []
+    for number, line in enumerate(read_text(path, _MAX_BYTES).splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            lines.append((number, _cells(line, source, number)))
     if not lines:
         raise InputError(source, "", "has no rows", f"give columns {', '.join(required)} and rows")
-    header = [name.strip() for name in next(csv.reader([lines[0][1]]))]
+    header = [name.strip() for name in lines[0][1]]
     missing = [column for column in required if column not in header]
     if missing:
         raise InputError(source, missing[0], "is missing", f"needed columns: {', '.join(required)}")
     rows = []
-    for number, line in lines[1:]:
-        cells = next(csv.reader([line]))
+    for number, cells in lines[1:]:
         if len(cells) > len(header):
             problem = f"has {len(cells)} cells for {len(header)} columns"
             raise InputError(source, f"line {number}", problem, "quote cells that contain commas")
         rows.append(Row(source, number, dict(zip(header, cells, strict=False))))
     return header, rows
+
+
+def _cells(line: str, source: str, number: int) -> list[str]:
+    if has_control_characters(line, layout=True):
+        raise InputError(source, f"line {number}", "has control characters", "leave them out")
+    try:
+        return next(csv.reader([line]))
+    except csv.Error as error:
+        raise InputError(source, f"line {number}", str(error), "correct the CSV") from None
 
 
 def step_of(row: Row) -> Step:

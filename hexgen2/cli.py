@@ -18,6 +18,7 @@ from hexgen2.commands.probe import probe
 from hexgen2.commands.search import search
 from hexgen2.commands.show import list_, show
 from hexgen2.commands.simulate import simulate
+from hexgen2.terminal import echo, fail
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,15 +37,15 @@ def main() -> None:
     try:
         cli.main(standalone_mode=False)
     except HexGen2Error as error:
-        click.echo(f"hexgen2: {error}", err=True)
+        fail(str(error))
         sys.exit(error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        echo(error.format_message(), err=True)
         sys.exit(2)
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "hexgen2"
-        click.echo(f"hexgen2: {' '.join(error.format_message().split())} (see `{where} --help`)", err=True)
+        fail(f"{error.format_message()} (see `{where} --help`)")
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("hexgen2: interrupted before anything was found", err=True)
+        fail("interrupted before anything was found")
         sys.exit(130)

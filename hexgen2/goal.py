@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cost_model.errors import InputError
+from cost_model.fields import between
 
 Objective = Literal["throughput", "goodput", "cost", "latency"]
+SMALLEST, LARGEST = 1e-9, 1e12
+"""What rates, targets, times and prices may be; the command line has the same limits."""
+
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False), between(SMALLEST, LARGEST)]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 
@@ -29,12 +34,12 @@ class Goal(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     objective: Objective = "throughput"
-    request_rate: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    ttft_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    attainment: float = Field(default=0.9, gt=0, lt=1)
-    budget_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    frontier: int | None = Field(default=None, ge=2)
+    request_rate: Amount | None = None
+    ttft_ms: Amount | None = None
+    tpot_ms: Amount | None = None
+    attainment: Annotated[float, Field(gt=0, lt=1), between(1e-6, 1 - 1e-9)] = 0.9
+    budget_per_hour: Amount | None = None
+    frontier: Annotated[int, Field(ge=2), between(2, 1000)] | None = None
 
     @property
     def rents(self) -> bool:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cost_model.fields import Name, Prose, between
+
 Action = Literal["keep", "restart", "reload", "start", "stop"]
+LARGEST = 1e30
+"""Of any figure of a placement: rates, bytes, seconds, prices."""
+
+Positive = Annotated[float, Field(gt=0), between(1e-9, 1e12)]
+Figure = Annotated[float, Field(ge=0), between(0, LARGEST)]
 
 
 class _Strict(BaseModel):
@@ -31,20 +38,20 @@ class Move(_Strict):
     """
 
     action: Action
-    replica: str
-    from_: str | None = Field(alias="from")
-    gpus: list[str]
-    load_bytes: float = Field(ge=0)
-    drain_s: float = Field(ge=0)
-    load_s: float = Field(ge=0)
+    replica: Name
+    from_: Name | None = Field(alias="from")
+    gpus: list[Name]
+    load_bytes: Figure
+    drain_s: Figure
+    load_s: Figure
 
 
 class Cost(_Strict):
     """A plan's throughput once it stands, and what getting there costs."""
 
-    req_s: float = Field(ge=0)
-    load_bytes: float = Field(ge=0)
-    missed_requests: float = Field(ge=0)
+    req_s: Figure
+    load_bytes: Figure
+    missed_requests: Figure
 
 
 class Migration(_Strict):
@@ -58,11 +65,11 @@ class Migration(_Strict):
     free : the best plan found without regard to moves
     """
 
-    horizon_s: float = Field(gt=0)
-    load_gbyte_s: float = Field(gt=0)
-    restart_s: float = Field(ge=0)
-    before_req_s: float = Field(ge=0)
-    unchanged_req_s: float = Field(ge=0)
+    horizon_s: Positive
+    load_gbyte_s: Positive
+    restart_s: Figure
+    before_req_s: Figure
+    unchanged_req_s: Figure
     chosen: Cost
     free: Cost
-    assumptions: list[str]
+    assumptions: list[Prose]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from hexgen2.moves import Cost, Migration, Move
@@ -25,8 +24,8 @@ def print_moves(moves: list[Move], migration: Migration, gpus_text, console: Con
         seconds = ["" if s == 0 else f"{s:.1f} s" for s in (move.drain_s, move.load_s)]
         table.add_row(
             f"{move.action}: {MEANING[move.action]}",
-            escape(move.replica + old),
-            escape(gpus_text(move.gpus)),
+            move.replica + old,
+            gpus_text(move.gpus),
             f"{move.load_bytes / 1e9:.1f} GB" if move.load_bytes else "",
             *seconds,
         )
@@ -41,7 +40,7 @@ def print_moves(moves: list[Move], migration: Migration, gpus_text, console: Con
     ):
         console.print(f"              {label}: {_cost_text(cost, migration.horizon_s)}")
     for assumption in migration.assumptions:
-        console.print(f"              {escape(assumption)}", style="dim")
+        console.print(f"              {assumption}", style="dim")
 
 
 def _cost_text(cost: Cost, horizon_s: float) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
+from cluster_specs.loader import resolve
 from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InputError
-from cost_model.files import write_text
+from cost_model.fields import Name, Prose, between, schema_error
+from cost_model.files import read_text, write_text
 from hexgen2.goal import Goal
-from hexgen2.moves import Migration, Move
+from hexgen2.moves import LARGEST, Figure, Migration, Move
 from hexgen2.shared_links import Links
 from hexgen2.workload import Workload
 
@@ -21,6 +24,9 @@ OPTIMAL = 1e-4
 """Relative gap to the bound up to which an answer counts as optimal: that of the integer program."""
 
 Role = Literal["prefill", "decode", "colocated"]
+Layer = Annotated[int, between(-1, 10**8)]
+Count = Annotated[int, Field(gt=0), between(1, 10**9)]
+_MAX_BYTES = 512 << 20
 
 
 class _Strict(BaseModel):
@@ -30,8 +36,8 @@ class _Strict(BaseModel):
 class Stage(_Strict):
     """One pipeline stage: the tensor-parallel degree is len(gpus); layers is [first, end)."""
 
-    gpus: list[str] = Field(min_length=1)
-    layers: tuple[int, int]
+    gpus: list[Name] = Field(min_length=1)
+    layers: tuple[Layer, Layer]
 
     @property
     def tensor_parallel(self) -> int:
@@ -46,12 +52,12 @@ class Replica(_Strict):
     """One copy of the model. capacity_req_s is what it can process alone (within the goal's targets, if the
     placement is to keep them), utilisation its share in use."""
 
-    id: str
+    id: Name
     role: Role
     stages: list[Stage] = Field(min_length=1)
-    max_batch: int = Field(gt=0)
-    capacity_req_s: float = Field(ge=0)
-    utilisation: float = Field(default=0.0, ge=0)
+    max_batch: Count
+    capacity_req_s: Figure
+    utilisation: Figure = 0.0
 
     @property
     def gpus(self) -> list[str]:
@@ -66,19 +72,19 @@ class Replica(_Strict):
 class RouteLink(_Strict):
     """One device pair that carries a part of each request's KV cache on a route."""
 
-    from_: str = Field(alias="from")
-    to: str
-    bytes_per_req: float = Field(ge=0)
+    from_: Name = Field(alias="from")
+    to: Name
+    bytes_per_req: Figure
 
 
 class Route(_Strict):
     """KV cache from a prefill replica to a decode replica."""
 
-    from_: str = Field(alias="from")
-    to: str
-    flow_req_s: float = Field(ge=0)
-    capacity_req_s: float = Field(ge=0)
-    kv_bytes_per_req: float = Field(ge=0)
+    from_: Name = Field(alias="from")
+    to: Name
+    flow_req_s: Figure
+    capacity_req_s: Figure
+    kv_bytes_per_req: Figure
     links: list[RouteLink] = []
 
 
@@ -86,25 +92,25 @@ class CostModelName(_Strict):
     """error is the mean relative error to expect of times on the placement's devices; unmeasured are those
     types of them of which no step was measured."""
 
-    name: str
-    calibration: str
-    error: float | None = Field(default=None, ge=0)
-    unmeasured: list[str] = []
-    pipeline: str
+    name: Name
+    calibration: Name
+    error: Figure | None = None
+    unmeasured: list[Name] = []
+    pipeline: Name
     links: Links = "pairwise"
 
 
 class Throughput(_Strict):
-    req_s: float = Field(ge=0)
-    output_tok_s: float = Field(ge=0)
+    req_s: Figure
+    output_tok_s: Figure
 
 
 class Latency(_Strict):
     """Service times without queueing: first token at batch 1, one decode step at the placement's batch (of a
     colocated replica at full load, so with the prefills between its steps)."""
 
-    ttft_ms: float = Field(ge=0)
-    tpot_ms: float = Field(ge=0)
+    ttft_ms: Figure
+    tpot_ms: Figure
 
 
 class Goodput(_Strict):
@@ -116,14 +122,14 @@ class Goodput(_Strict):
     then grow without limit.
     """
 
-    request_rate: float = Field(ge=0)
-    goodput_req_s: float | None = Field(ge=0)
-    attainment: float | None = Field(ge=0, le=1)
-    mean_ttft_ms: float | None = Field(ge=0)
-    p90_ttft_ms: float | None = Field(ge=0)
-    mean_tpot_ms: float | None = Field(ge=0)
-    mean_e2el_ms: float | None = Field(ge=0)
-    assumptions: list[str]
+    request_rate: Figure
+    goodput_req_s: Figure | None
+    attainment: Annotated[float, Field(ge=0, le=1), between(0, 1)] | None
+    mean_ttft_ms: Figure | None
+    p90_ttft_ms: Figure | None
+    mean_tpot_ms: Figure | None
+    mean_e2el_ms: Figure | None
+    assumptions: list[Prose]
 
 
 class Bound(_Strict):
@@ -135,41 +141,54 @@ class Bound(_Strict):
     kv_free_req_s : what the linear program gives if KV transfers took no time
     """
 
-    req_s: float = Field(ge=0)
-    gap: float
+    req_s: Figure
+    gap: Annotated[float, between(-LARGEST, LARGEST)]
     method: Literal["rates", "linear program", "integer program", "enumeration"] = "rates"
-    kv_free_req_s: float | None = None
-    assumptions: list[str]
-    price_per_hour: float | None = Field(default=None, ge=0)
+    kv_free_req_s: Annotated[float, between(0, LARGEST)] | None = None
+    assumptions: list[Prose]
+    price_per_hour: Figure | None = None
 
 
 class Rented(_Strict):
     """GPUs of one type and price."""
 
-    accelerators: str
-    count: int = Field(gt=0)
-    price_per_gpu_hour: float = Field(ge=0)
+    accelerators: Name
+    count: Count
+    price_per_gpu_hour: Figure
 
 
 class FrontierPoint(_Strict):
     """The best rental found within a budget."""
 
-    budget_per_hour: float = Field(ge=0)
-    price_per_hour: float = Field(ge=0)
-    req_s: float = Field(ge=0)
-    output_tok_s: float = Field(ge=0)
-    usd_per_million_output_tokens: float = Field(ge=0)
+    budget_per_hour: Figure
+    price_per_hour: Figure
+    req_s: Figure
+    output_tok_s: Figure
+    usd_per_million_output_tokens: Figure
     rented: list[Rented]
+
+
+def _trace_step(step: dict[str, Any]) -> dict[str, Any]:
+    """What the report reads of a step: how many replicas of each kind, and the requests/s."""
+    numbers = {key: value for key, value in step.items() if key == "req_s" or key.endswith("_replicas")}
+    for key, value in numbers.items():
+        kinds = (int, float) if key == "req_s" else int
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= LARGEST:
+            raise PydanticCustomError("trace_step", "{key} should be a number of at least 0", {"key": key})
+    return step
+
+
+TraceStep = Annotated[dict[str, Any], AfterValidator(_trace_step)]
 
 
 class SearchRecord(_Strict):
     """How the placement was found. `cut` names what stopped the search early, if anything did."""
 
-    seconds: float = Field(ge=0)
-    seed: int
-    evaluations: int = Field(ge=0)
-    trace: list[dict[str, Any]] = []
-    cut: str | None = None
+    seconds: Figure
+    seed: Annotated[int, between(-(2**64), 2**64)]
+    evaluations: Annotated[int, Field(ge=0), between(0, LARGEST)]
+    trace: list[TraceStep] = []
+    cut: Name | None = None
 
 
 class Placement(_Strict):
@@ -177,24 +196,24 @@ class Placement(_Strict):
     that are out of service; `moves` and `migration` say how a re-plan gets here from the placement before."""
 
     version: Literal[1] = 1
-    strategy: str
+    strategy: Name
     cluster: ClusterSpec
     model: ModelArchitecture
     workload: Workload
     cost_model: CostModelName
     goal: Goal = Goal()
-    lost: list[str] = []
+    lost: list[Name] = []
     replicas: list[Replica] = Field(min_length=1)
     routes: list[Route]
     attention_workers: list[dict[str, Any]] = []
     throughput: Throughput
     latency: Latency
     goodput: Goodput | None = None
-    price_per_hour: float = Field(ge=0)
+    price_per_hour: Figure
     rented: list[Rented] = []
     frontier: list[FrontierPoint] = []
     bound: Bound
-    bottlenecks: list[str]
+    bottlenecks: list[Name]
     search: SearchRecord
     moves: list[Move] = []
     migration: Migration | None = None
@@ -216,24 +235,25 @@ class Placement(_Strict):
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:
-        """Read and validate the schema; the invariants are checked by hexgen2.checks.
+        """Read and validate the schema, and resolve the cluster, for an edited one may name cards of the
+        catalogue; the invariants are checked by hexgen2.checks.
 
         Raises
         ------
-        InputError : unreadable, not JSON, or not a placement
+        InputError : unreadable, not JSON, not a placement, or its cluster alone is wrong already
         """
         source = str(path)
         remedy = "make one with `hexgen2 search ... -o placement.json`"
         try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(source, "", f"cannot be read ({error})", remedy) from error
+            text = read_text(Path(path), _MAX_BYTES)
+        except InputError as error:
+            raise InputError(source, error.key, error.problem, remedy) from None
         try:
-            return cls.model_validate_json(text)
+            placement = cls.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise InputError(source, key, first["msg"], remedy) from error
+            raise schema_error(error, source, remedy) from None
+        cluster = resolve(placement.cluster, f"{source}: cluster", Path(path).parent)
+        return placement.model_copy(update={"cluster": cluster})
 
 
 def json_schema() -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from cost_model.printable import printable
 from hexgen2.goal import Goal
 from hexgen2.moves_report import print_moves
 from hexgen2.placement import OPTIMAL, Bound, FrontierPoint, Goodput, Placement, Rented, Replica
@@ -16,19 +18,31 @@ from hexgen2.placement import OPTIMAL, Bound, FrontierPoint, Goodput, Placement,
 PIPED_WIDTH = 110
 
 
+class PlainConsole(Console):
+    """A console for text that others wrote: markup and emoji codes in it mean nothing, and control characters
+    are shown as escapes. All strings pass `render_str`, cells of tables included."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
 def make_console() -> Console:
     """Standard output: as wide as the terminal, or wide enough for the tables where there is none."""
-    console = Console(soft_wrap=True)
-    return console if console.is_terminal else Console(soft_wrap=True, width=PIPED_WIDTH)
+    console = PlainConsole(soft_wrap=True)
+    return console if console.is_terminal else PlainConsole(soft_wrap=True, width=PIPED_WIDTH)
 
 
 def print_placement(placement: Placement, console: Console) -> None:
     """What runs where, what it yields, how far from the bound, and which figures are assumed."""
     model, workload, costs = placement.model, placement.workload, placement.cost_model
     console.print(
-        f"[bold]{escape(model.name)}[/bold] on [bold]{escape(placement.cluster.name)}[/bold] for "
-        f"{escape(workload.name)} ({workload.isl:.0f} tokens in, {workload.osl:.0f} out), "
-        f"strategy {placement.strategy}, ${placement.price_per_hour:.2f}/h"
+        f"{model.name} on {placement.cluster.name} for "
+        f"{workload.name} ({workload.isl:.0f} tokens in, {workload.osl:.0f} out), "
+        f"strategy {placement.strategy}, ${placement.price_per_hour:.2f}/h",
+        style="bold",
     )
     console.print(_replica_table(placement))
     if placement.routes:
@@ -44,7 +58,7 @@ def print_placement(placement: Placement, console: Console) -> None:
         _print_rental(placement, console)
     console.print(_bound_text(placement.bound))
     for assumption in placement.bound.assumptions:
-        console.print(f"              {escape(assumption)}", style="dim")
+        console.print(f"              {assumption}", style="dim")
     console.print(
         f"service     TTFT {placement.latency.ttft_ms:.4g} ms, TPOT {placement.latency.tpot_ms:.4g} ms, "
         "without queueing"
@@ -54,11 +68,11 @@ def print_placement(placement: Placement, console: Console) -> None:
     if placement.migration:
         print_moves(placement.moves, placement.migration, compact, console)
     if placement.lost:
-        console.print(f"lost        {escape(compact(placement.lost))}")
+        console.print(f"lost        {compact(placement.lost)}")
     for bottleneck in placement.bottlenecks:
-        console.print(f"bottleneck  {escape(bottleneck)}")
+        console.print(f"bottleneck  {bottleneck}")
     console.print(
-        f"cost model  {costs.name} ({escape(costs.calibration)}), pipeline stages {costs.pipeline}, "
+        f"cost model  {costs.name} ({costs.calibration}), pipeline stages {costs.pipeline}, "
         f"links {costs.links}: all times are predicted"
     )
     if placement.search.cut:
@@ -66,9 +80,9 @@ def print_placement(placement: Placement, console: Console) -> None:
     if costs.unmeasured and costs.name == "calibrated":
         cards = " or ".join(costs.unmeasured)
         text = f"assumed     No step of {cards} was measured: general coefficients stand in."
-        console.print(escape(text), style="dim")
+        console.print(text, style="dim")
     for assumption in placement.cluster.assumptions:
-        console.print(f"assumed     {escape(assumption)}", style="dim")
+        console.print(f"assumed     {assumption}", style="dim")
 
 
 def _ranking_caution(placement: Placement) -> str | None:
@@ -108,7 +122,7 @@ def _print_rental(placement: Placement, console: Console) -> None:
     price, goal = placement.price_per_hour, placement.goal
     million = price / (placement.throughput.output_tok_s * 3600 / 1e6)
     console.print(
-        f"rent        {escape(rented_text(placement.rented))}: ${price:.2f}/h, "
+        f"rent        {rented_text(placement.rented)}: ${price:.2f}/h, "
         f"${million:.3g} per million output tokens"
     )
     if goal.objective == "cost" and goal.request_rate is not None:
@@ -141,7 +155,7 @@ def _frontier_table(points: list[FrontierPoint]) -> Table:
             f"{point.req_s:.4g}",
             f"{point.output_tok_s:.5g}",
             f"{point.usd_per_million_output_tokens:.3g}",
-            escape(rented_text(point.rented)),
+            rented_text(point.rented),
         )
     return table
 
@@ -165,7 +179,7 @@ def _print_goodput(goodput: Goodput, goal: Goal, console: Console) -> None:
             f"{goodput.mean_tpot_ms:.4g} ms, {(goodput.mean_e2el_ms or 0) / 1e3:.3g} s to the last token"
         )
     for assumption in goodput.assumptions:
-        console.print(f"              {escape(assumption)}", style="dim")
+        console.print(f"              {assumption}", style="dim")
 
 
 def _replica_table(placement: Placement) -> Table:
@@ -174,7 +188,7 @@ def _replica_table(placement: Placement) -> Table:
     for replica in placement.replicas:
         table.add_row(
             replica.id,
-            escape(stages_text(replica, accelerators)),
+            stages_text(replica, accelerators),
             str(replica.max_batch),
             f"{replica.capacity_req_s:.4g}",
             f"{replica.utilisation:.0%}",

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from cost_model.errors import InputError
+from cost_model.fields import checked_name
 from cost_model.files import read_text
+from hexgen2.workload import MAX_TOKENS
 
 MAX_BYTES = 2 << 30
-_LONGEST = 10**8
+_LATEST = 1e18  # seconds or milliseconds: nanoseconds of our time still fit
 _CHARACTERS_PER_TOKEN = 4  # usual for English text and byte-pair tokenizers
 
 
@@ -57,6 +60,7 @@ def read_trace(path: Path) -> Trace:
     InputError : with the line (or, for ShareGPT, the entry) that is wrong
     """
     file = str(path)
+    checked_name(path.name, file)
     text = read_text(path, MAX_BYTES)
     start = text.lstrip()[:1]
     note = ""
@@ -114,7 +118,7 @@ def _mooncake(text: str, file: str) -> Iterator[_Row]:
         for key in ("timestamp", "input_length", "output_length"):
             if key not in entry:
                 raise InputError(file, where, f"there is no {key}", "give it for every request")
-        milliseconds = _number(entry["timestamp"], "timestamp", file, where)
+        milliseconds = _number(entry["timestamp"], "timestamp", file, where, _LATEST)
         isl, osl = (_tokens(entry[key], key, file, where) for key in ("input_length", "output_length"))
         yield milliseconds / 1e3, isl, osl
 
@@ -162,25 +166,26 @@ def _seconds(text: str, file: str, where: str) -> float:
             value = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         except (ValueError, OverflowError):
             value = math.nan
-    if not math.isfinite(value):
+    if not abs(value) <= _LATEST:
         remedy = "write 2023-11-16 18:15:46.68 or seconds"
         raise InputError(file, where, f"TIMESTAMP {text[:40]!r} is not a time", remedy)
     return value
 
 
-def _number(value: Any, name: str, file: str, where: str) -> float:
+def _number(value: Any, name: str, file: str, where: str, most: float = sys.float_info.max) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise InputError(file, where, f"{name} {str(value)[:40]!r} is not a number", "correct it")
+    if not abs(number) <= most:
+        remedy = f"give a number up to {most:g}"
+        raise InputError(file, where, f"{name} {str(value)[:40]!r} is not a number", remedy)
     return number
 
 
 def _tokens(value: Any, name: str, file: str, where: str) -> int:
     number = _number(value, name, file, where)
-    if number != int(number) or not 1 <= number <= _LONGEST:
-        remedy = f"give whole tokens from 1 to {_LONGEST}"
+    if number != int(number) or not 1 <= number <= MAX_TOKENS:
+        remedy = f"give whole tokens from 1 to {MAX_TOKENS}"
         raise InputError(file, where, f"{name} is {number:g}", remedy)
     return int(number)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import BaseModel, ConfigDict, Field
 
+from cost_model.fields import Name, between
 from cost_model.lengths import RequestLengths
+
+MAX_TOKENS = 10_000_000  # of a prompt or an answer: no model has such a context
+Isl = Annotated[float, Field(gt=0, allow_inf_nan=False), between(1e-3, MAX_TOKENS)]
+Osl = Annotated[float, Field(ge=1, allow_inf_nan=False), between(1, MAX_TOKENS)]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False), between(1e-12, 1e12)]
 
 
 class RequestClass(BaseModel):
@@ -12,10 +20,10 @@ class RequestClass(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
-    isl: float = Field(gt=0, allow_inf_nan=False)
-    osl: float = Field(ge=1, allow_inf_nan=False)
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    name: Name
+    isl: Isl
+    osl: Osl
+    weight: Weight = 1.0
 
 
 class Workload(BaseModel):
@@ -23,9 +31,9 @@ class Workload(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: Name
     classes: tuple[RequestClass, ...] = Field(min_length=1)
-    source: str = ""
+    source: Name = ""
 
     @property
     def lengths(self) -> RequestLengths:

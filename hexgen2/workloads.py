@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cost_model.errors import InputError
 from hexgen2.trace import Trace, read_trace
-from hexgen2.workload import RequestClass, Workload
+from hexgen2.workload import MAX_TOKENS, RequestClass, Workload
 
 HEAVY_PREFILL_TOKENS = 512  # HexGen-2, section 5.1: longer prompts are heavy
 HEAVY_DECODE_TOKENS = 128  # HexGen-2, section 5.1: longer answers are heavy
@@ -17,7 +17,6 @@ _SOURCE = (
     "means of the Azure LLM inference trace 2023 (conversation), {} "
     "of the 16663 requests with input <= 2048 and output <= 1024 tokens"
 )
-MAX_TOKENS = 10_000_000  # of a prompt or an answer: no model has such a context
 MAX_SHARE = 1e6
 _CLASSES = [
     RequestClass(name="HPLD", isl=1273.9, osl=80.2, weight=1766),

@@ -2,6 +2,9 @@
 
 What a line is about is given as `extra=about(...)`; `request_id` is the one that the client knows, `attempt`
 the one between front end and workers, which changes when a request is resumed.
+
+Warnings and errors that are alike are limited, so that garbage from outside cannot fill the log; nothing in a
+line can steer a terminal.
 """
 
 from __future__ import annotations
@@ -9,11 +12,24 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TextIO
+
+from cost_model.printable import one_line, printable, printable_json
 
 FORMATS = ("text", "json")
 FORMAT_VARIABLE, LEVEL_VARIABLE = "HEXGEN2_LOG_FORMAT", "HEXGEN2_LOG"
 ABOUT = ("replica", "request_id", "attempt")
+ALIKE, WINDOW_S = 10, 10.0
+"""So many lines that are alike are shown within so many seconds of the first."""
+KINDS = 64
+"""Kinds of lines that are told apart at a time; all others together are one more kind."""
+_TEMPLATE_CHARACTERS = 200
 
 
 def about(request_id: str = "", attempt: str = "", replica: str = "") -> dict[str, str]:
@@ -37,9 +53,12 @@ class _Lines(logging.Formatter):
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
         if self._json:
-            return json.dumps({**fields, **subjects, "logger": record.name, "message": message})
-        shown = " ".join(f"{key}={value}" for key, value in subjects.items())
-        return " ".join([*fields.values(), f"{record.name}:", message.replace("\n", "\n  "), shown]).rstrip()
+            return printable_json(
+                json.dumps({**fields, **subjects, "logger": record.name, "message": message})
+            )
+        shown = " ".join(f"{key}={one_line(value)}" for key, value in subjects.items())
+        message = printable(message).replace("\n", "\n  ")
+        return " ".join([*fields.values(), f"{record.name}:", message, shown]).rstrip()
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -47,9 +66,107 @@ def _time(record: logging.LogRecord) -> str:
     return f"{whole}.{int(record.msecs):03d}Z"
 
 
+_Kind = tuple[str, int, str]
+"""Logger, level and template of a line."""
+
+
+@dataclass
+class _Window:
+    """Lines of one kind since the first of them, and how many of these were held back."""
+
+    ends_s: float
+    lines: int = 0
+    held_back: int = 0
+
+
+def _in_background(seconds: float, function: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, function)
+    timer.daemon = True
+    timer.start()
+
+
+class LimitedHandler(logging.StreamHandler):
+    """Writes all lines below WARNING, and of others at most ALIKE of a kind within WINDOW_S. When that time
+    is over, one line says how many more there were.
+
+    Parameters
+    ----------
+    clock : seconds
+    later : calls a function after so many seconds, on any thread
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        later: Callable[[float, Callable[[], None]], None] = _in_background,
+    ) -> None:
+        super().__init__(stream)
+        self._clock, self._later = clock, later
+        self._windows: OrderedDict[_Kind, _Window] = OrderedDict()  # the one that ends first comes first
+        self._will_settle = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line or count it. `handle` has the lock."""
+        self._settle(self._clock())
+        if record.levelno < logging.WARNING:
+            super().emit(record)
+            return
+        window = self._window_of(record)
+        window.lines += 1
+        if window.lines <= ALIKE:
+            super().emit(record)
+            return
+        window.held_back += 1
+        self._settle_later()
+
+    def close(self) -> None:
+        """Say of all that was held back how much it was."""
+        with self._locked():
+            self._settle(float("inf"))
+        super().close()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def _window_of(self, record: logging.LogRecord) -> _Window:
+        kind = (record.name, record.levelno, str(record.msg)[:_TEMPLATE_CHARACTERS])
+        if kind not in self._windows and len(self._windows) >= KINDS:
+            kind = (__name__, logging.WARNING, "lines of many kinds")
+        return self._windows.setdefault(kind, _Window(self._clock() + WINDOW_S))
+
+    def _settle(self, now_s: float) -> None:
+        """End the windows whose time is over."""
+        while self._windows and next(iter(self._windows.values())).ends_s <= now_s:
+            (logger, level, template), window = self._windows.popitem(last=False)
+            if window.held_back:
+                text = f"... and {window.held_back} more like it within {WINDOW_S:g} s: {template}"
+                super().emit(logging.LogRecord(logger, level, "", 0, text, None, None))
+
+    def _settle_later(self) -> None:
+        """See to it that what is held back is said even if nothing else is logged; one timer at a time."""
+        if self._will_settle:
+            return
+        self._will_settle = True
+        first = next(window for window in self._windows.values() if window.held_back)
+        self._later(max(0.0, first.ends_s - self._clock()), self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        with self._locked():
+            self._will_settle = False
+            self._settle(self._clock())
+            if any(window.held_back for window in self._windows.values()):
+                self._settle_later()
+
+
 def set_up(process: str, replica: str = "") -> None:
     """Log to stderr in the form and from the level that the environment names (default: text, WARNING)."""
-    handler = logging.StreamHandler()
+    handler = LimitedHandler()
     handler.setFormatter(_Lines(os.environ.get(FORMAT_VARIABLE, FORMATS[0]), process, replica))
     root = logging.getLogger()
     root.handlers[:] = [handler]

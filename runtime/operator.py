@@ -8,12 +8,14 @@ import signal
 import sys
 from collections.abc import Callable
 
+from cost_model.printable import printable
+
 KILLED = 130
 
 
 def report(line: str) -> None:
-    """A line on stderr, at once."""
-    print(line, file=sys.stderr, flush=True)
+    """A line on stderr, at once; control characters in it are shown as escapes."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def stop_signals(kill: Callable[[], None]) -> asyncio.Event:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import click
@@ -11,7 +10,8 @@ import click
 from cost_model.errors import InputError
 from cost_model.files import write_text
 from hexgen2.commands.arrivals import arrivals
-from hexgen2.commands.options import POSITIVE, check_folder
+from hexgen2.commands.options import POSITIVE, SEED, check_folder
+from hexgen2.terminal import echo, echo_json
 
 PROMPTS = 1000
 
@@ -34,7 +34,7 @@ PROMPTS = 1000
 @click.option("--tpot", type=POSITIVE, help="Target in ms; likewise.")
 @click.option("--model", help="As the server names it. [default: its first]")
 @click.option("--api-key", envvar="HEXGEN2_API_KEY", help="Sent as a bearer token.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=SEED, default=0, show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the results to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
 def bench(
@@ -74,7 +74,7 @@ def bench(
     if output is not None:
         write_text(output, text)
     if as_json:
-        click.echo(text, nl=False)
+        echo_json(text)
     else:
         from hexgen2.report import make_console
         from hexgen2.results_report import print_results
@@ -84,4 +84,4 @@ def bench(
 
 def _progress(seen) -> None:
     """Prints to stderr how far the run is."""
-    print(f"{seen.ended} of {len(seen.requests)} requests, {len(seen.failed)} failed", file=sys.stderr)
+    echo(f"{seen.ended} of {len(seen.requests)} requests, {len(seen.failed)} failed", err=True)

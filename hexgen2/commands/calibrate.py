@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from cost_model.errors import InputError
+from hexgen2.commands.options import SEED
+from hexgen2.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from cost_model.measurements import Row
@@ -19,7 +21,7 @@ _RUNNING = ("http://", "https://")
 @click.argument("measured", metavar="CSV|URL")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the coefficients to this file.")
 @click.option("--name", help="What the set is called. [default: the CSV file's name, or the URL]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=SEED, default=0, show_default=True)
 @click.option("--gpu", help="With a URL: the card that its engine runs on.")
 @click.option("--model", help="With a URL: the model, a shipped name or a folder with a config.json.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="With a URL.")
@@ -47,6 +49,7 @@ def calibrate(
     `hexgen2 estimate --cost-model FILE` uses the result.
     """
     from cost_model.coefficients import PRIORS, fitted
+    from cost_model.fields import checked_name
     from cost_model.files import write_text
     from cost_model.held_out import calibrate as fit
     from cost_model.measurements import COLUMNS, measurements, read_rows
@@ -64,14 +67,14 @@ def calibrate(
         raise InputError(measured, "", f"has {len(steps)} measured steps", "give at least 2")
     seen = sorted({row.step.engine for row in steps} & set(fitted().engines))
     if seen:
-        click.echo(
-            f"{', '.join(seen)}: known to the coefficients that ship, so starting from priors", err=True
-        )
-    source = measured if running else Path(measured).name
-    called = name or (measured if running else Path(measured).stem)
+        echo(f"{', '.join(seen)}: known to the coefficients that ship, so starting from priors", err=True)
+    source = checked_name(measured if running else Path(measured).name, measured)
+    called = checked_name(
+        name or (measured if running else Path(measured).stem), measured, "name", "give another --name"
+    )
     found = fit(steps, PRIORS if seen else fitted(), called, f"{len(steps)} measured steps of {source}", seed)
     if output is None:
-        click.echo(found.to_json(), nl=False)
+        echo_json(found.to_json())
     else:
         write_text(output, found.to_json())
     held_out = found.held_out
@@ -82,7 +85,7 @@ def calibrate(
         "engines": held_out.engine,
     }
     errors = ", ".join(f"{error:.1%} on {kind}" for kind, error in kinds.items() if error is not None)
-    click.echo(f"{len(steps)} steps; mean error where left out of the fit: {errors}", err=True)
+    echo(f"{len(steps)} steps; mean error where left out of the fit: {errors}", err=True)
 
 
 def _profiled(url: str, gpu: str | None, model: str | None, tp: int, api_key: str | None) -> list[Row]:
@@ -100,8 +103,6 @@ def _profiled(url: str, gpu: str | None, model: str | None, tp: int, api_key: st
     for line, step in enumerate(client.steps(), 1):
         figures = (gpu, model, str(tp), step.phase, str(step.batch), str(step.tokens))
         cells = dict(zip(COLUMNS, figures, strict=True)) | {"measured_ms": f"{1e3 * step.seconds:.6g}"}
-        click.echo(
-            f"{step.phase} of {step.batch} at {step.tokens} tokens: {1e3 * step.seconds:.4g} ms", err=True
-        )
+        echo(f"{step.phase} of {step.batch} at {step.tokens} tokens: {1e3 * step.seconds:.4g} ms", err=True)
         rows.append(Row(url, line, cells))
     return rows

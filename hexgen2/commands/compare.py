@@ -10,7 +10,8 @@ import click
 from cost_model.errors import InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
-from hexgen2.commands.options import POSITIVE, Number
+from hexgen2.commands.options import POSITIVE, SEED, Number
+from hexgen2.terminal import echo, echo_json
 
 STRATEGIES = "hexgen2,hexgen,splitwise,vllm"
 
@@ -36,7 +37,7 @@ STRATEGIES = "hexgen2,hexgen,splitwise,vllm"
 @click.option("--pipeline", type=click.Choice(PIPELINE_SEMANTICS), default="pipelined", show_default=True)
 @click.option("--links", type=click.Choice(["shared", "pairwise"]), default="shared", show_default=True)
 @click.option("--time-limit", type=POSITIVE, help="Seconds of each search.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=SEED, default=0, show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder for CSV, JSON and plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare(
@@ -66,11 +67,11 @@ def compare(
     settings = Settings(model, seed, share, seconds, cost_model, pipeline, links, time_limit)
     workloads = [name.strip() for name in workload.split(",") if name.strip()]
     contenders = parse_contenders(strategies, cluster)
-    entries = run(contenders, workloads, settings, lambda text: click.echo(text, err=True))
+    entries = run(contenders, workloads, settings, lambda text: echo(text, err=True))
     if output is not None:
         for path in write_comparison(entries, settings, output):
-            click.echo(f"wrote {path}", err=True)
+            echo(f"wrote {path}", err=True)
     if as_json:
-        click.echo(json.dumps(rows(entries), indent=1))
+        echo_json(json.dumps(rows(entries), indent=1))
     else:
         print_comparison(entries, settings, make_console())

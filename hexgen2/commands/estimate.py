@@ -11,6 +11,7 @@ import click
 from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES
 from cost_model.errors import InputError
 from cost_model.hardware import INTERCONNECT_CLASSES
+from hexgen2.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from cost_model.coefficients import CoefficientSet
@@ -86,7 +87,7 @@ def estimate(
             gpu, model, tp, pp, batch, isl, osl, weights, kv, interconnect, engine, coefficients, as_json
         )
     if output is None:
-        click.echo(text, nl=False)
+        (echo_json if as_json else echo)(text.removesuffix("\n"))
     else:
         from cost_model.files import write_text
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from hexgen2.terminal import echo
+
 FORMATS = ("vllm", "kubernetes", "ray")
 
 
@@ -57,4 +59,4 @@ def export(
         files = kubernetes_files(loaded, model_path, source, image, accelerator_label)
     write_folder(folder, files, force)
     for file in files:
-        click.echo(folder / file)
+        echo(folder / file)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cost_model.errors import InputError
+from hexgen2.goal import LARGEST, SMALLEST
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -29,20 +30,10 @@ class Number(click.FloatRange):
         return number
 
 
-class _Positive(Number):
-    """A finite number above zero."""
+POSITIVE = Number(SMALLEST, LARGEST)
+"""A rate, a target, a time or a price: a number above zero that is safe to compute with."""
 
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
-
-    def convert(self, value, param, ctx) -> float:
-        number = super().convert(value, param, ctx)
-        if math.isinf(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-
-POSITIVE = _Positive()
+SEED = click.IntRange(0, 2**63 - 1)
 
 
 def setting(

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from cost_model.errors import InputError
+from hexgen2.terminal import echo
 
 
 @click.command()
@@ -34,6 +35,6 @@ def probe(kind: str | None, devices: int | None, output: Path | None) -> None:
         ) from error
     text = cluster_yaml(findings, socket.gethostname(), datetime.date.today().isoformat())
     if output is None:
-        click.echo(text, nl=False)
+        echo(text, nl=False)
     else:
         write_text(output, text)

@@ -12,8 +12,9 @@ import click
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
-from hexgen2.commands.options import POSITIVE, check_folder
+from hexgen2.commands.options import POSITIVE, SEED, check_folder
 from hexgen2.goal import OBJECTIVES, make_goal
+from hexgen2.terminal import echo, echo_json
 
 
 @click.command()
@@ -63,7 +64,7 @@ from hexgen2.goal import OBJECTIVES, make_goal
     metavar="[N]",
     help="List the best rental for N (8) prices up to --budget.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=SEED, default=0, show_default=True)
 @click.option("--time-limit", type=POSITIVE, help="Seconds; the best so far is kept.")
 @click.option(
     "--from", "previous", type=click.Path(path_type=Path), help="Re-plan from this placement, with moves."
@@ -155,7 +156,7 @@ def search(
     if output is not None:
         placement.save(output)
     if as_json:
-        click.echo(placement.to_json(), nl=False)
+        echo_json(placement.to_json())
     else:
         print_placement(placement, make_console())
 
@@ -176,6 +177,6 @@ def _progress():
         if state.limit is not None:
             text += f"  bound {state.limit.req_s:.4g} (gap {1 - state.best.req_s / state.limit.req_s:.1%})"
         text += f"  {rate:.0f} evaluations/s"
-        click.echo(text, err=True)
+        echo(text, err=True)
 
     return show

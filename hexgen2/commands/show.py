@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from hexgen2.terminal import echo
+
 
 @click.command()
 @click.argument("placement", type=click.Path(path_type=Path))
@@ -27,4 +29,4 @@ def list_(what: str) -> None:
     from hexgen2 import listing
 
     for name, description in getattr(listing, what)():
-        click.echo(f"{name:28} {description}")
+        echo(f"{name:28} {description}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +13,8 @@ import click
 from cost_model.errors import InputError
 from cost_model.files import write_text, written
 from hexgen2.commands.arrivals import arrivals
-from hexgen2.commands.options import POSITIVE, check_folder
+from hexgen2.commands.options import POSITIVE, SEED, check_folder
+from hexgen2.terminal import echo, echo_json
 
 
 @click.command()
@@ -50,7 +50,7 @@ from hexgen2.commands.options import POSITIVE, check_folder
     show_default=True,
     help="Requests of a lost replica go on elsewhere, as under `hexgen2 launch`, or fail.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=SEED, default=0, show_default=True)
 @click.option("--requests-out", type=click.Path(path_type=Path), help="Write a CSV line for each request.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the results to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
@@ -106,7 +106,7 @@ def simulate(
     if output is not None:
         write_text(output, text)
     if as_json:
-        click.echo(text, nl=False)
+        echo_json(text)
     else:
         from hexgen2.report import make_console
         from hexgen2.results_report import print_results
@@ -152,6 +152,6 @@ def _progress(total: int):
             return
         last = time.monotonic()
         done = simulation.ended
-        print(f"{done} of {total} requests, {simulation.now:.1f} s simulated", file=sys.stderr)
+        echo(f"{done} of {total} requests, {simulation.now:.1f} s simulated", err=True)
 
     return show

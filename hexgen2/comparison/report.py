@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 
 from cost_model.errors import InputError
@@ -68,7 +67,7 @@ def print_comparison(entries: Sequence[Entry], settings: Settings, console: Cons
             box=None,
         )
         for entry in own:
-            if not entry.offline:
+            if not entry.online:
                 continue
             online = entry.online
             assert entry.placement is not None
@@ -85,7 +84,9 @@ def print_comparison(entries: Sequence[Entry], settings: Settings, console: Cons
         console.print(table)
         for entry in own:
             if not entry.offline:
-                console.print(f"{_short(entry, own[0])} has no placement: {escape(entry.why)}")
+                console.print(f"{_short(entry, own[0])} has no placement: {entry.why}")
+            elif not entry.online:
+                console.print(f"{_short(entry, own[0])} has no steady throughput with all requests at once")
     for note in NOTES:
         console.print(note.format(share=settings.share, attainment=ATTAINMENT), style="dim")
 

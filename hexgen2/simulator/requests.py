@@ -16,6 +16,9 @@ from hexgen2.trace import Trace, read_trace
 from hexgen2.workload import Workload
 from hexgen2.workloads import SHIPPED, load_workload, workload_of_trace
 
+SHORTEST_S = 1e-9
+"""A trace that ends sooner after its start has no arrival times."""
+
 
 @dataclass(frozen=True, eq=False)
 class Requests:
@@ -91,7 +94,7 @@ class Lengths:
     @property
     def timed(self) -> bool:
         """Whether there is a trace that says when requests come."""
-        return self.trace is not None and bool(self.trace.arrival_s[-1] > 0)
+        return self.trace is not None and bool(self.trace.arrival_s[-1] >= SHORTEST_S)
 
     @property
     def source(self) -> str:
@@ -111,7 +114,7 @@ def replay(
     ------
     InputError : the trace has no times
     """
-    if len(trace) > 1 and trace.arrival_s[-1] <= 0:
+    if len(trace) > 1 and trace.arrival_s[-1] < SHORTEST_S:
         raise InputError(trace.source, "", "has no arrival times", "give --request-rate or --offline with it")
     scale = 1.0 if rate is None or len(trace) < 2 else (len(trace) - 1) / trace.arrival_s[-1] / rate
     arrival_s = trace.arrival_s * scale
