@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from runtime.introduction import Introduction, accept, connect
+from runtime.introduction import MOST_NEWCOMERS, Introduction, Newcomers, accept, connect
 from runtime.messages import (
     HEAD_BYTES,
     NONCE_BYTES,
@@ -261,13 +261,16 @@ def test_silent_strangers_make_room_for_one_another_and_keep_no_worker_out() -> 
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
 
+        def take(stream: socket.socket) -> None:
+            outcomes.append(newcomers.accept(stream, SECRET))
+
         def welcome() -> None:
             while True:
                 try:
                     stream, _ = server.accept()
                 except OSError:
                     return
-                threading.Thread(target=lambda: outcomes.append(newcomers.accept(stream, SECRET))).start()
+                threading.Thread(target=take, args=(stream,)).start()
 
         threading.Thread(target=welcome, daemon=True).start()
         silent = [socket.create_connection(address) for _ in range(3 * MOST_NEWCOMERS)]
