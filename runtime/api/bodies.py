@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect
 
-from runtime.api.errors import ApiError, bad_request
+from runtime.api.errors import ApiError, bad_request, shown
 from runtime.api.workroom import Workroom
 from runtime.options import FrontOptions
 
@@ -24,7 +24,6 @@ MAX_CONTAINERS = 16384
 """Objects and arrays in a body: four for each message of the longest chat, and as many again."""
 SPARE_VALUES = 262144
 """Values in a body, besides the tokens of its prompts."""
-SHOWN = 64
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -61,7 +60,7 @@ class Bodies:
             raise bad_request("the body must be a JSON object")
         for name in fields:
             if name not in model.model_fields:
-                raise _unknown(_shown(name), _shown(name))
+                raise _unknown(shown(name), shown(name))
         self._check_sizes(fields)
         try:
             return model.model_validate(fields)
@@ -141,7 +140,7 @@ def _explained(errors: list[ErrorDetails]) -> ApiError:
     that may have several types, the one counts that fits best."""
     first = errors[0]["loc"][:1]
     error = max((each for each in errors if each["loc"][:1] == first), key=lambda each: len(each["loc"]))
-    steps = [_shown(step) for step in error["loc"]]
+    steps = [shown(step) for step in error["loc"]]
     param = steps[0] if steps else None
     if error["type"] == "extra_forbidden":
         return _unknown(".".join(steps), param)
@@ -152,13 +151,6 @@ def _explained(errors: list[ErrorDetails]) -> ApiError:
     inside = [step for step in steps[1:] if not _is_a_branch(step)]
     where = ".".join([param or "body", *inside])
     return bad_request(f"{where}: {error['msg']}", param)
-
-
-def _shown(step: int | str) -> str:
-    """A name from a body, as it may be shown."""
-    text = str(step)
-    text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _is_a_branch(step: str) -> bool:

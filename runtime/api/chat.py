@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from runtime.api.answer import Answer, Piece
 from runtime.api.description import ChatCompletion, answers, takes
 from runtime.api.errors import bad_request
-from runtime.api.logprobs import chat_logprobs
+from runtime.api.logprobs import Joined, chat_logprobs
 from runtime.api.schemas import ChatRequest
 from runtime.api.service import Service
-from runtime.api.streaming import respond
+from runtime.api.streaming import respond, whole_json
 from runtime.api.tokenizer import BadChat, NoChatTemplate
 
 
@@ -65,24 +65,26 @@ def _envelope(service: Service, answer: Answer, kind: str) -> dict[str, Any]:
 async def _whole(service: Service, body: ChatRequest, answer: Answer) -> Response:
     texts = [""] * len(answer.generations)
     reasons = [""] * len(answer.generations)
-    logprobs: list[list[dict[str, Any]]] = [[] for _ in answer.generations]
+    logprobs = [Joined() for _ in answer.generations]
     async for piece in answer.pieces():
         texts[piece.choice] += piece.text
         reasons[piece.choice] = piece.finish_reason
         if body.logprobs:
-            logprobs[piece.choice] += chat_logprobs(service.tokenizer.token_text, piece.output)
+            logprobs[piece.choice].extend(
+                {"content": chat_logprobs(service.tokenizer.token_text, piece.output)}
+            )
     choices = [
         {
             "index": index,
             "message": {"role": "assistant", "content": text},
-            "logprobs": {"content": logprobs[index]} if body.logprobs else None,
+            "logprobs": logprobs[index].json() if body.logprobs else None,
             "finish_reason": reasons[index],
         }
         for index, text in enumerate(texts)
     ]
     envelope = _envelope(service, answer, "chat.completion")
     content = {**envelope, "choices": choices, "usage": answer.usage(), "hexgen2": answer.trace()}
-    return JSONResponse(content, headers=answer.headers())
+    return whole_json(content, answer.headers())
 
 
 async def _chunks(

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from runtime.api.answer import Answer, Piece
 from runtime.api.description import Completion, answers, takes
-from runtime.api.logprobs import CompletionLogprobs
+from runtime.api.logprobs import CompletionLogprobs, Joined
 from runtime.api.schemas import CompletionRequest
 from runtime.api.service import Service
-from runtime.api.streaming import respond
+from runtime.api.streaming import respond, whole_json
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -68,7 +68,7 @@ def _envelope(service: Service, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str) -> dict[str, Any]:
+def _choice(index: int, text: str, logprobs: Any, finish_reason: str) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason or None}
 
 
@@ -78,13 +78,16 @@ async def _whole(
     texts = list(echoes)
     reasons = [""] * len(answer.generations)
     logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.generations]
+    joined = [Joined() for _ in answer.generations]
     async for piece in answer.pieces():
         texts[piece.choice] += piece.text
         reasons[piece.choice] = piece.finish_reason
-        logprobs[piece.choice].add(piece.output)
+        if body.logprobs is not None:
+            logprobs[piece.choice].add(piece.output)
+            joined[piece.choice].extend(logprobs[piece.choice].take())
     wanted = body.logprobs is not None
     choices = [
-        _choice(index, texts[index], logprobs[index].take() if wanted else None, reasons[index])
+        _choice(index, texts[index], joined[index].json() if wanted else None, reasons[index])
         for index in range(len(texts))
     ]
     content = {
@@ -93,7 +96,7 @@ async def _whole(
         "usage": answer.usage(),
         "hexgen2": answer.trace(),
     }
-    return JSONResponse(content, headers=answer.headers())
+    return whole_json(content, answer.headers())
 
 
 async def _chunks(

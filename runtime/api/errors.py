@@ -9,8 +9,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from cost_model.errors import HexGen2Error
+from cost_model.printable import printable
 from runtime.refusals import Broken, Overloaded, TimedOut, TooLong, TooMany, Unavailable
 
+SHOWN = 64
 RESTART_S = 1
 """Until a client whose replica is lost should try again: others, or the same, may serve it by then."""
 
@@ -39,6 +41,12 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = None if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return JSONResponse(self.body(), self.status, headers)
+
+
+def shown(name: object) -> str:
+    """A name that a client has sent, as an answer may repeat it: printable, and not for ever."""
+    text = printable(str(name)[: SHOWN + 1])
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

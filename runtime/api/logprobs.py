@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from runtime.messages import TokenOutput
 
+_json = msgspec.json.Encoder()
 LOWEST = -9999.0
 TokenText = Callable[[int], str]
 
@@ -46,6 +49,26 @@ class CompletionLogprobs:
         }
         self._clear()
         return taken
+
+
+class Joined:
+    """A JSON object of lists that grow, kept as JSON: an answer may have millions of entries, and to write
+    them all at its end would hold up every stream."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, bytearray] = {}
+
+    def extend(self, lists: Mapping[str, list[Any]]) -> None:
+        """Append to each list."""
+        for name, entries in lists.items():
+            joined = self._lists.setdefault(name, bytearray())
+            if entries:
+                joined += b"," * bool(joined) + _json.encode(entries)[1:-1]
+
+    def json(self) -> msgspec.Raw:
+        """The object, for an encoder of msgspec."""
+        members = (b"".join((_json.encode(name), b":[", own, b"]")) for name, own in self._lists.items())
+        return msgspec.Raw(b"{" + b",".join(members) + b"}")
 
 
 def chat_logprobs(token_text: TokenText, output: TokenOutput) -> list[dict[str, Any]]:

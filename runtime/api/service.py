@@ -12,7 +12,7 @@ from typing import Any
 from hexgen2.placement import Placement
 from runtime.api.answer import SEED_MASK, Answer, TextRules
 from runtime.api.bodies import Bodies
-from runtime.api.errors import ApiError, bad_request
+from runtime.api.errors import ApiError, bad_request, shown
 from runtime.api.metrics import Metrics
 from runtime.api.schemas import GenerateRequest
 from runtime.api.tokenizer import Tokenizer
@@ -65,8 +65,9 @@ class Service:
         ------
         ApiError, NoChatTemplate, BadChat
         """
-        self._check_bytes(sum(len(each["content"].encode()) for each in messages), "messages")
-        size = sum(MESSAGE_COST + len(each["content"]) for each in messages)
+        texts = [text for each in messages for text in each.values()]
+        self._check_bytes(sum(len(text.encode()) for text in texts), "messages")
+        size = sum(MESSAGE_COST + len(text) for text in texts)
         return await self.texts.do(size, lambda: self.tokenizer.encode_chat(messages))
 
     def _check_bytes(self, count: int, param: str) -> None:
@@ -88,7 +89,7 @@ class Service:
 
     def check_model(self, name: str) -> None:
         if name != self.model:
-            message = f"the model `{name}` does not exist; this server has `{self.model}`"
+            message = f"the model `{shown(name)}` does not exist; this server has `{self.model}`"
             raise ApiError(404, message, "invalid_request_error", "model", "model_not_found")
 
     def answer(

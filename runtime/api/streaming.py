@@ -33,6 +33,11 @@ def event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + _json.encode(chunk) + b"\n\n"
 
 
+def whole_json(content: dict[str, Any], headers: dict[str, str]) -> Response:
+    """An answer that does not stream."""
+    return Response(_json.encode(content), headers=headers, media_type="application/json")
+
+
 class EventStream(StreamingResponse):
     """Streams the chunks of an answer, then [DONE]; whatever ends the stream closes the answer.
 
