@@ -1,7 +1,7 @@
 """A fleet under faults while clients stream from it.
 
     python benchmarks/chaos.py [--fleet torch|emulated] [--requests N] [--seconds S] [--every 4]
-        [--front-end-deaths 2] [--seed 0]
+        [--front-end-deaths 2] [--poison 0.05] [--seed 0]
 
 The torch fleet has two prefill and two decode replicas of a small random Llama: of one rank, two pipeline
 stages, two tensor-parallel ranks and one rank. The emulated one is the placement of llama-2-70b that the
@@ -13,7 +13,10 @@ two kill, one stops and two cut. --front-end-deaths times the front end is kille
 port. A replica is spared while none of its role could take its requests, or while one
 is down already, so that every request can be finished. Clients know their answers beforehand: those of an
 undisturbed run (torch), or by the formula of the emulated engine. Those that the front end's death cuts off
-ask again.
+ask again, and so do those that were on board when two replicas died, which ends a request (docs/security.md).
+
+With --poison so large a share of the requests is poisonous (chaos_poison.py): refused, or failing in a
+worker. Without faults (--every 0) no replica may then be lost.
 
 Exit code 1 unless all of this holds: every request ended with exactly its tokens, none lost, repeated or
 wrong; no stream hung; at rest every block of every replica is free and no token is accounted for; no process,
@@ -25,6 +28,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -39,6 +43,7 @@ from pathlib import Path
 import numpy as np
 from chaos_clients import Clients, Question
 from chaos_fleet import Fleet
+from chaos_poison import PLANTED, Poison
 from fleet import CLUSTER, COMMAND, TINY, make_model
 from soak import read_metrics, rest, verdict
 
@@ -132,13 +137,15 @@ async def undisturbed(clients: Clients, few: asyncio.Semaphore, prompt: tuple[in
         return str(json.loads(await response.read())["choices"][0]["text"])
 
 
-async def ask_all(clients: Clients, asked: list[Question], seconds: float, rng: random.Random) -> None:
-    """All questions, at random times."""
+async def ask_all(
+    clients: Clients, asked: list[Question], poison: Poison, poisons: int, seconds: float, rng: random.Random
+) -> None:
+    """All questions and so many poisonous requests, at random times."""
     begun = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        for at, question in sorted((rng.random() * seconds, k) for k in range(len(asked))):
+        for at, number in sorted((rng.random() * seconds, k) for k in range(len(asked) + poisons)):
             await asyncio.sleep(begun + at - time.monotonic())
-            group.create_task(clients.ask(asked[question]))
+            group.create_task(clients.ask(asked[number]) if number < len(asked) else poison.send())
 
 
 async def break_things(
@@ -148,7 +155,7 @@ async def break_things(
     begun, rng, every_s, count = time.monotonic(), fleet.rng, options.every, options.front_end_deaths
     deaths = [begun + options.seconds * (k + 1) / (count + 1) for k in range(count)]
     kinds: list[str] = []
-    due = begun + every_s
+    due = begun + (every_s or math.inf)
     while not until.done():
         await asyncio.sleep(0.05)
         fleet.watch()
@@ -193,10 +200,14 @@ async def run(fleet: Fleet, options: argparse.Namespace) -> bool:
     """The whole of it; whether all was as it should be."""
     server = Server(Address.parse(fleet.url))
     clients = Clients(server, await find_model(server, None), lambda: fleet.turns)
-    asked = await questions(options, fleet.placement, clients)
+    poisons = round(options.requests * options.poison)
+    poison = Poison(fleet.port, clients.model, random.Random(options.seed))
+    asked = (await questions(options, fleet.placement, clients))[poisons:]
     faults: Counter[str] = Counter()
     begun = time.monotonic()
-    asking = asyncio.create_task(ask_all(clients, asked, options.seconds, random.Random(options.seed)))
+    asking = asyncio.create_task(
+        ask_all(clients, asked, poison, poisons, options.seconds, random.Random(options.seed))
+    )
     await break_things(fleet, options, faults, asking)
     await asking
     seconds = time.monotonic() - begun
@@ -206,6 +217,8 @@ async def run(fleet: Fleet, options: argparse.Namespace) -> bool:
     at_rest = await rest(server)
     print(f"\n{options.requests} requests in {seconds:.0f} s; faults: {_listed(faults)}")
     print(f"requests: {_listed(clients.ended)}; asked again: {_listed(clients.retried)}")
+    if poisons:
+        print(f"poison: {_listed(poison.ended)}")
     print(f"resumed since the last launch: {sum(at_rest['hexgen2_requests_resumed_total'].values()):.0f}")
     print(f"replicas lost without a fault: {fleet.unprovoked}")
     print(f"recovery of a replica, s: {_quantiles(fleet.recovered_s)}")
@@ -213,6 +226,8 @@ async def run(fleet: Fleet, options: argparse.Namespace) -> bool:
     print(f"longest gap of a stream, s: {_quantiles(clients.gaps_s)}")
     good = [
         verdict("wrong", _listed(clients.wrong), not clients.wrong),
+        verdict("poison answered otherwise", _listed(poison.wrong), not poison.wrong),
+        *([] if faults else [verdict("replicas lost", fleet.unprovoked, not fleet.unprovoked)]),
         verdict("whole answers", clients.ended["whole"], clients.ended["whole"] == len(asked) + PROBES),
         verdict("all replicas serve at the end", whole, whole),
     ]
@@ -278,13 +293,17 @@ def main() -> None:
     parser.add_argument("--fleet", choices=("torch", "emulated"), default="torch")
     parser.add_argument("--requests", type=int, help="default: 300 (torch), 2000 (emulated)")
     parser.add_argument("--seconds", type=float, help="default: 120 (torch), 240 (emulated)")
-    parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults, on average")
+    parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults; 0: none")
+    parser.add_argument("--poison", type=float, default=0.0, help="share of the requests that is poisonous")
     parser.add_argument("--front-end-deaths", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep-logs", type=Path, help="a folder for the logs of the launches")
     options = parser.parse_args()
     options.requests = options.requests or REQUESTS[options.fleet]
     options.seconds = options.seconds or SECONDS[options.fleet]
+    if options.poison:
+        path = filter(None, [str(PLANTED), os.environ.get("PYTHONPATH")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(path)
     if options.keep_logs:
         options.keep_logs.mkdir(parents=True, exist_ok=True)
     shared_before = shared_memory()

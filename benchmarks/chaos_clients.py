@@ -15,6 +15,7 @@ from hexgen2.bench.http import HttpError, Server
 SILENCE_S = 60.0
 """A stream that says nothing for so long hangs."""
 ATTEMPTS_S = 600.0
+QUARANTINED = "two replicas died with it"
 RETRY_S, LONGEST_RETRY_S = 0.5, 8.0
 
 
@@ -92,7 +93,10 @@ class Clients:
             await response.read()
             return f"refused with {response.status}"
         if response.status != 200:
-            raise _Wrong(f"status {response.status}: {(await response.read()).decode()[:200]}")
+            said = (await response.read()).decode()
+            if response.status == 500 and '"request_failed"' in said:
+                return QUARANTINED
+            raise _Wrong(f"status {response.status}: {said[:200]}")
         text, reason, usage, longest_s, last_s = "", "", 0, 0.0, time.monotonic()
         lines = aiter(response.lines())
         while True:
@@ -109,6 +113,8 @@ class Clients:
             event = json.loads(line.removeprefix(b"data: "))
             if "error" in event:
                 await _drain(lines)
+                if event["error"]["code"] == "request_failed":
+                    return QUARANTINED
                 return f"an error: {event['error']['message'][:80]}"
             usage = (event.get("usage") or {}).get("completion_tokens", usage)
             for choice in event["choices"]:

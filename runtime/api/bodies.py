@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -22,6 +23,9 @@ from runtime.options import FrontOptions
 AT_ONCE_BYTES = 32 * 1024
 MAX_CONTAINERS = 16384
 """Objects and arrays in a body: four for each message of the longest chat, and as many again."""
+OUT_OF_RANGE = frozenset(
+    {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+)
 SPARE_VALUES = 262144
 """Values in a body, besides the tokens of its prompts."""
 Body = TypeVar("Body", bound=BaseModel)
@@ -65,7 +69,7 @@ class Bodies:
         try:
             return model.model_validate(fields)
         except ValidationError as error:
-            raise _explained(error.errors(include_url=False, include_input=False)) from None
+            raise _explained(model, error.errors(include_url=False, include_input=False)) from None
 
     def _check_sizes(self, fields: dict[str, Any]) -> None:
         """Refuse more of anything than there may be, before each of them is looked at."""
@@ -135,7 +139,7 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _explained(errors: list[ErrorDetails]) -> ApiError:
+def _explained(model: type[BaseModel], errors: list[ErrorDetails]) -> ApiError:
     """The first thing that is wrong, for the one who can mend it: the field, where in it, and why. Of a field
     that may have several types, the one counts that fits best."""
     first = errors[0]["loc"][:1]
@@ -150,7 +154,35 @@ def _explained(errors: list[ErrorDetails]) -> ApiError:
         return bad_request(f"{'.'.join(steps)}: must be an object", param)
     inside = [step for step in steps[1:] if not _is_a_branch(step)]
     where = ".".join([param or "body", *inside])
+    if error["type"] in OUT_OF_RANGE and (allowed := _range_of(model, param or "")):
+        return bad_request(f"{where}: must be {allowed}", param)
     return bad_request(f"{where}: {error['msg']}", param)
+
+
+@cache
+def _range_of(model: type[BaseModel], field: str) -> str:
+    """The range of the numbers of a field, or of those in it; "" if they have none."""
+    found = [model.model_json_schema()["properties"].get(field, {})]
+    for schema in found:
+        found += [*schema.get("anyOf", ()), *_inside(schema)]
+        if "maximum" in schema:
+            least, most = schema.get("minimum"), schema["maximum"]
+            return f"from {least} to {most}" if least is not None else _above(schema)
+    return ""
+
+
+def _inside(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the entries of a list or an object may be."""
+    parts = [
+        schema.get("items"),
+        schema.get("additionalProperties"),
+        *schema.get("patternProperties", {}).values(),
+    ]
+    return [part for part in parts if isinstance(part, dict)]
+
+
+def _above(schema: dict[str, Any]) -> str:
+    return f"above {schema['exclusiveMinimum']}, and {schema['maximum']} at most"
 
 
 def _is_a_branch(step: str) -> bool:

@@ -18,7 +18,7 @@ from runtime.router import Route
 
 POISON = ROOT / "tests" / "support" / "poison"
 sys.path.append(str(POISON))
-from sitecustomize import AT_START, IN_SAMPLING, KILLS  # noqa: E402
+from seeds import AT_START, IN_SAMPLING, KILLS  # noqa: E402
 
 TWO = [Route("c0", "c0", 1.0), Route("c1", "c1", 1.0)]
 POISONOUS = Sampling(max_tokens=4, seed=13)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-AT_START, IN_SAMPLING, KILLS = 666_001, 666_002, 666_003
+from seeds import AT_START, IN_SAMPLING, KILLS
 
 
 def _fails(sampling):
