@@ -103,7 +103,7 @@ class ModelList(_Described):
 class Health(_Described):
     status: Literal["ok", "degraded"]
     reason: str = ""
-    replicas: dict[str, Literal["up", "lost"]]
+    replicas: dict[str, Literal["up", "starting", "lost"]]
 
 
 EVENTS: dict[str, Any] = {"text/event-stream": {}}

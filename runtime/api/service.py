@@ -183,7 +183,8 @@ class Service:
     def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
         vocabulary = self.placement.model.vocab
         if max(tokens, default=0) >= vocabulary:
-            raise bad_request(f"a token id is outside the vocabulary of {vocabulary}", param)
+            outside = f"{param}: a token id is outside the vocabulary, which goes from 0 to {vocabulary - 1}"
+            raise bad_request(outside, param)
 
     def health(self) -> dict[str, Any]:
         """ "ok", or "degraded" and why."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -65,7 +66,8 @@ class VllmLauncher(Launcher):
         if vllm_command() is None:
             raise InputError("--engine", "vllm", "there is no command vllm", "pip install 'hexgen2[vllm]'")
         self._placement = placement
-        self._exchange = Exchange(placement.model.name, placement.model.kv_bytes_per_token)
+        key = secrets.token_hex(16)
+        self._exchange = Exchange(placement.model.name, placement.model.kv_bytes_per_token, key)
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
@@ -136,15 +138,16 @@ class VllmLauncher(Launcher):
         return links
 
     def _spawn(self, process: VllmProcess) -> None:
-        command = vllm_command()
-        assert command is not None
+        command, exchange = vllm_command(), self._exchange
+        assert command is not None and exchange is not None
+        environment = {**process.environment, "VLLM_API_KEY": exchange.key, "PYTHONUNBUFFERED": "1"}
         dtype = [] if self._options.dtype == "auto" else ["--dtype", self._options.dtype]
         cache = [] if self._options.reuse_prefixes else ["--no-enable-prefix-caching"]
         guard = [sys.executable, "-m", "runtime.engine.vllm.guard"]
         with (self._logs / f"{process.replica}.log").open("ab") as log:
             started = subprocess.Popen(
                 [*guard, command, *process.arguments, *dtype, *cache],
-                env={**os.environ, **process.environment, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -47,10 +47,11 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class Exchange:
-    """What the links of a fleet have in common: who is there, and what a token of KV cache weighs."""
+    """What the links of a fleet have in common: who is there, what a token of KV cache weighs, and the key
+    that each vLLM asks for: others on this machine have no business with them."""
 
-    def __init__(self, model: str, kv_bytes_per_token: float) -> None:
-        self.model, self.kv_bytes_per_token = model, kv_bytes_per_token
+    def __init__(self, model: str, kv_bytes_per_token: float, key: str = "") -> None:
+        self.model, self.kv_bytes_per_token, self.key = model, kv_bytes_per_token, key
         self.links: dict[str, VllmLink] = {}
 
 
@@ -77,7 +78,10 @@ class VllmLink(Link):
         self._worker, self._replica, self._exchange, self._ended = worker, replica, exchange, ended
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, trust_env=False)
+        headers = {"Authorization": f"Bearer {exchange.key}"} if exchange.key else {}
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+        )
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
