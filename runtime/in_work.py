@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from cost_model.errors import HexGen2Error
 from runtime.generation import Death, Generation, Observer, Outcome, RequestRecord
-from runtime.logs import about
+from runtime.logs import EACH, about
 from runtime.messages import (
     Cancel,
     KvMoved,
@@ -138,10 +138,12 @@ class InWork:
 
     def _break(self, request: Generation, why: Exception | str) -> None:
         """End a request that fails by itself; the others of its replicas go on."""
-        fault = why if isinstance(why, Exception) else None
+        extra = about(request.known_as, request.request_id)
+        if isinstance(why, Exception):
+            log.error("what was done for a request failed", exc_info=why, extra=extra)
         text = "request %s fails by itself, after %d tokens: %s"
-        values = request.known_as, request.record.output_tokens, why
-        log.error(text, *values, exc_info=fault, extra=about(request.known_as, request.request_id))
+        tokens = request.record.output_tokens
+        log.error(text, request.known_as, tokens, why, extra={**extra, EACH: True})
         if request.phase != "ended":
             self.end(request, "failed", Broken(request.known_as))
 

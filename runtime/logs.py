@@ -25,6 +25,8 @@ from cost_model.printable import one_line, printable, printable_json
 FORMATS = ("text", "json")
 FORMAT_VARIABLE, LEVEL_VARIABLE = "HEXGEN2_LOG_FORMAT", "HEXGEN2_LOG"
 ABOUT = ("replica", "request_id", "attempt")
+EACH = "each"
+"""In the `extra` of a line that is not left out, however many are like it."""
 ALIKE, WINDOW_S = 10, 10.0
 """So many lines that are alike are shown within so many seconds of the first."""
 KINDS = 64
@@ -86,8 +88,8 @@ def _in_background(seconds: float, function: Callable[[], None]) -> None:
 
 
 class LimitedHandler(logging.StreamHandler):
-    """Writes all lines below WARNING, and of others at most ALIKE of a kind within WINDOW_S. When that time
-    is over, one line says how many more there were.
+    """Writes all lines below WARNING, and of others at most ALIKE of a kind within WINDOW_S, but for those
+    with EACH set in their `extra`. When that time is over, one line says how many more there were.
 
     Parameters
     ----------
@@ -109,7 +111,7 @@ class LimitedHandler(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line or count it. `handle` has the lock."""
         self._settle(self._clock())
-        if record.levelno < logging.WARNING:
+        if record.levelno < logging.WARNING or getattr(record, EACH, False):
             super().emit(record)
             return
         window = self._window_of(record)

@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from cost_model.printable import one_line
 from runtime.messages import BadFrame
-from runtime.p2p.gate import printable
 from runtime.p2p.record import Accelerator, NodeName, is_node_name
 
 AGENT_PROTOCOL = 2
@@ -103,7 +103,7 @@ def decode(frame: bytes) -> AgentMessage:
         raise BadFrame(f"not a message between head and agent: {error}") from error
     match message:
         case Problem():
-            return msgspec.structs.replace(message, text=printable(message.text))
+            return msgspec.structs.replace(message, text=one_line(message.text))
         case Welcome():
             if not is_node_name(message.node):
                 raise BadFrame(f"{message.node!r} is not the name of a node")

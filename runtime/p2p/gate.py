@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cost_model.printable import one_line
+
 log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 1000
@@ -67,10 +69,10 @@ def refusal_in(error: BaseException) -> Refused | None:
     return next((each for each in causes(error) if isinstance(each, Refused)), None)
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """What an exception, or the first of a group, says, in one printable line, with its kind."""
     error = first_of(error)
-    return printable(f"{type(error).__name__}: {error}")[:300]
+    return one_line(f"{type(error).__name__}: {error}")[:300]
 
 
 def first_of(error: BaseException) -> BaseException:
@@ -78,11 +80,6 @@ def first_of(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def printable(text: str) -> str:
-    """One line, in which nothing moves a terminal's cursor: a peer may have written it."""
-    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 @dataclass

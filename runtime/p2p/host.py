@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cost_model.errors import InputError
 from runtime.p2p.channel import Channel
-from runtime.p2p.gate import Gate, Notices, one_line
+from runtime.p2p.gate import Gate, Notices, error_line
 from runtime.p2p.identity import Identity
 from runtime.p2p.node_thread import NodeThread, peer_of
 from runtime.p2p.stream_channel import StreamChannel
@@ -226,7 +226,7 @@ class Peers:
     def ended(self, error: BaseException | None) -> None:
         """The thread is at its end; if by an error, so is every channel."""
         if error is not None and self._started.done():
-            log.error("the peer-to-peer network ended: %s", one_line(error))
+            log.error("the peer-to-peer network ended: %s", error_line(error))
         self._running = False
         for channel in list(self._channels):
             channel.end()
@@ -281,7 +281,9 @@ class Peers:
         try:
             await self._handlers[channel.service](channel)
         except Exception as error:
-            log.warning("channel %s of peer %s failed: %s", channel.service, channel.peer_id, one_line(error))
+            log.warning(
+                "channel %s of peer %s failed: %s", channel.service, channel.peer_id, error_line(error)
+            )
         finally:
             channel.close()
             self._channels.discard(channel)

@@ -29,7 +29,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 
-from runtime.p2p.gate import Cause, Gate, Refused, causes, one_line, refusal_in
+from runtime.p2p.gate import Cause, Gate, Refused, causes, error_line, refusal_in
 from runtime.p2p.greeting import greet
 from runtime.p2p.identity import Identity
 from runtime.p2p.opening import MemberConnection
@@ -127,7 +127,7 @@ class ContainedYamux(Yamux):
         try:
             await super().start()
         except* Exception as errors:
-            log.warning("connection of peer %s broken: %s", self.peer_id, one_line(errors))
+            log.warning("connection of peer %s broken: %s", self.peer_id, error_line(errors))
             await self._cleanup_on_error()
 
 
@@ -166,7 +166,7 @@ class PeerSwarm(Swarm):
             problem = f"it did not finish the handshake within {UPGRADE_S:g} s"
             refused = Refused(Cause.UNCLEAR, problem, "it hangs, or is no node of HexGen-2")
         if refused is None:
-            refused = Refused(Cause.UNCLEAR, one_line(causes(error)[-1]))
+            refused = Refused(Cause.UNCLEAR, error_line(causes(error)[-1]))
         self.gate.refuse(host, refused)
 
 

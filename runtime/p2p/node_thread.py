@@ -24,8 +24,9 @@ from libp2p.utils.address_validation import expand_wildcard_address
 from multiaddr import Multiaddr
 
 from cost_model.errors import InputError
+from cost_model.printable import one_line
 from runtime.p2p.bridge import Bridge
-from runtime.p2p.gate import Gate, Notices, causes, first_of, one_line, printable, refusal_in
+from runtime.p2p.gate import Gate, Notices, causes, error_line, first_of, refusal_in
 from runtime.p2p.identity import Identity
 from runtime.p2p.network import ConnectionEvents, cut, new_swarm
 from runtime.p2p.stream_channel import StreamChannel
@@ -119,7 +120,7 @@ class NodeThread:
             try:
                 await function(*arguments)
             except* Exception as errors:
-                log.warning("%s failed: %s", function.__name__, one_line(errors))
+                log.warning("%s failed: %s", function.__name__, error_line(errors))
 
         self._nursery.start_soon(contained)
 
@@ -152,7 +153,7 @@ class NodeThread:
         except Exception as error:
             refused = refusal_in(error)
             if refused is None or not refused.final:
-                log.debug("peer %s not reached: %s", peer_id, one_line(error))
+                log.debug("peer %s not reached: %s", peer_id, error_line(error))
             elif self._notices.times(peer_id, refused.cause):
                 log.warning("not connected to peer %s: %s", peer_id, error)
 
@@ -170,7 +171,7 @@ class NodeThread:
                 failures += 1
                 refused = refusal_in(error)
                 final = refused is not None and refused.final
-                reason = str(error) if isinstance(error, ConnectionError) else one_line(error)
+                reason = str(error) if isinstance(error, ConnectionError) else error_line(error)
                 self.bridge.to_asyncio(self._listener.not_joined, address, reason, final)
             await trio.sleep(RETRY_S[min(failures, len(RETRY_S)) - 1] if failures else RETRY_S[1])
 
@@ -236,7 +237,7 @@ class NodeThread:
                 stream = await self._negotiated(connection, PING)
                 await ping(stream, lambda ms: self.bridge.to_asyncio(self._listener.measured, peer_id, ms))
             except* Exception as errors:  # whatever libp2p raises for a connection that ends
-                log.debug("pings to peer %s ended: %s", peer_id, one_line(errors))
+                log.debug("pings to peer %s ended: %s", peer_id, error_line(errors))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_pings)
@@ -268,7 +269,7 @@ class NodeThread:
                 self.bridge.to_asyncio(self._listener.accepted, channel)
                 await self._run_channel(channel)
         except* Exception as errors:
-            log.debug("a stream of peer %s ended: %s", peer_id, one_line(errors))
+            log.debug("a stream of peer %s ended: %s", peer_id, error_line(errors))
 
     async def _run_channel(self, channel: StreamChannel) -> None:
         self._channels.add(channel)
@@ -290,7 +291,7 @@ class NodeThread:
                 stream = await self._negotiated(connection, protocol_of(service))
                 channel = StreamChannel(stream, peer_id, service, self.bridge)
         except Exception as error:
-            reason = str(error) if isinstance(error, ConnectionError) else one_line(error)
+            reason = str(error) if isinstance(error, ConnectionError) else error_line(error)
         if channel is None:
             self.bridge.to_asyncio(self._listener.not_opened, ticket, reason)
             return
@@ -319,8 +320,8 @@ def _dial_failure(address: str, error: Exception) -> ConnectionError:
     elif any(isinstance(cause, ConnectionRefusedError) for cause in causes(error)):
         reason = f"{address}: nobody listens there"
     else:
-        reason = f"{address}: {one_line(causes(error)[-1])}"
-    failure = ConnectionError(printable(reason))
+        reason = f"{address}: {error_line(causes(error)[-1])}"
+    failure = ConnectionError(one_line(reason))
     failure.__cause__ = error
     return failure
 

@@ -20,7 +20,7 @@ from libp2p.stream_muxer.yamux.yamux import DEFAULT_WINDOW_SIZE, TYPE_DATA, YAMU
 from runtime.messages import HEAD_BYTES, MAX_FRAME_BYTES, BadFrame, body_length
 from runtime.p2p.bridge import Bridge
 from runtime.p2p.channel import MAX_UNREAD_BYTES, MAX_UNSENT_BYTES, Channel
-from runtime.p2p.gate import first_of, one_line
+from runtime.p2p.gate import error_line, first_of
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class StreamChannel(Channel):
             reason = first_of(errors)
             log.warning("channel %s of peer %s closed as broken: %s", self.service, self.peer_id, reason)
         except* Exception as errors:  # whatever libp2p raises for a stream that is gone
-            log.debug("channel %s of peer %s: %s", self.service, self.peer_id, one_line(errors))
+            log.debug("channel %s of peer %s: %s", self.service, self.peer_id, error_line(errors))
         finally:
             self._bridge.to_asyncio(self.end)
             with trio.move_on_after(CLOSE_S) as scope:
