@@ -87,7 +87,8 @@ class Generation:
 
     Iteration raises Unavailable, or Broken, if the request cannot be finished. `holders` are the replicas
     that KV cache is accounted to; `tokens` are the prompt and the output so far, `begun_tokens` of which were
-    there when it began on its route; `deaths` are of replicas that it may have killed.
+    there when it began on its route; `deaths` are of replicas that it may have killed; `boarded` has what each
+    replica had been heard to say by then (Replica.heard).
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Generation:
         self.phase: Phase = "waiting"
         self.holders: dict[str, Replica] = {}
         self.deaths: list[Death] = []
+        self.boarded: dict[str, int] = {}
         self.begun_tokens = 0
         self.deadlines: list[asyncio.TimerHandle] = []
         self._events: asyncio.Queue[TokenOutput | HexGen2Error | None] = asyncio.Queue()
@@ -166,6 +168,7 @@ class Generation:
     def hold(self, replica: Replica, tokens: int) -> None:
         """Account for KV cache on a replica."""
         replica.hold(self.request_id, tokens)
+        self.boarded[replica.replica_id] = replica.heard
         self.holders[replica.replica_id] = replica
 
     def made_tokens(self, replica_id: str) -> bool:

@@ -27,6 +27,7 @@ from runtime.messages import (
     KvMoved,
     Load,
     Message,
+    Ping,
     Pong,
     Released,
     RequestFailed,
@@ -168,18 +169,21 @@ class InWork:
             if request.phase != "ended" and _needs(request, replica.replica_id):
                 on_board.append(request)
             self._forget_if_settled(request)
-        self._quarantine(replica.replica_id, on_board)
+        self._quarantine(replica, on_board)
         for request in on_board:
             if request.phase != "ended":
                 self._resume(request, error)
 
-    def _quarantine(self, lost: str, on_board: Sequence[Generation]) -> None:
+    def _quarantine(self, replica: Replica, on_board: Sequence[Generation]) -> None:
         """End requests that have been on board when DEATHS replicas died, since one of them may be the cause.
         If some of them never got a token from a replica that died, it is one of those: the others ran on
-        without harm beside them."""
+        without harm beside them. A replica that did not live to see a request that was resumed there, since
+        it died together with the one before, did not die of it."""
         self._deaths += 1
         for request in on_board:
-            request.deaths.append(Death(self._deaths, lost, request.made_tokens(lost)))
+            if not request.deaths or replica.heard > request.boarded.get(replica.replica_id, 0):
+                made = request.made_tokens(replica.replica_id)
+                request.deaths.append(Death(self._deaths, replica.replica_id, made))
         suspects = [request for request in on_board if len(request.deaths) >= DEATHS]
         at_once = [each for each in suspects if not any(death.made_tokens for death in each.deaths)]
         caught = at_once or suspects
@@ -342,8 +346,11 @@ def _needs(request: Generation, replica_id: str) -> bool:
 
 
 def _ask(replica: Replica, request: Generation, message: Message) -> None:
-    """Send a replica the first that it hears of a request. If that cannot be sent, it holds nothing."""
+    """Send a replica the first that it hears of a request. If that cannot be sent, it holds nothing. Before
+    one that may have killed another replica comes the question whether this one lives."""
     try:
+        if request.deaths:
+            replica.send(Ping())
         replica.send(message)
     except Exception:
         request.release(replica.replica_id)

@@ -51,6 +51,11 @@ class Replica(Room):
         self.load, self.free_blocks, self.preemptions = load, load.free_blocks, load.preemptions
         self.crowded = load.waiting > 0 and load.kv_use >= FULL * self.high_water
 
+    @property
+    def heard(self) -> int:
+        """Messages of the lead worker so far."""
+        return self.links[self.lead].heard if self.lead in self.links else 0
+
     def send(self, message: Message) -> None:
         """Send to the lead worker."""
         self.links[self.lead].send(message)

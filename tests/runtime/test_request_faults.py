@@ -62,6 +62,25 @@ def test_a_request_that_kills_two_replicas_is_not_resumed_again(after, caplog):
     run(scenario)
 
 
+def test_replicas_that_die_together_died_of_no_request():
+    """A machine goes, and with it replicas that a request is resumed on before the front end has noticed."""
+
+    async def scenario():
+        routes = [Route(f"c{number}", f"c{number}", 1.0) for number in range(4)]
+        async with serving(routes) as (coordinator, leads):
+            for name in ("c0", "c1", "c2"):
+                leads[name].answer = lambda _: None
+            requests = [coordinator.submit(PROMPT, sampling(8), route=None) for _ in range(8)]
+            await asyncio.sleep(0.05)
+            for name in ("c0", "c1", "c2"):
+                leads[name].link.close()
+            for request in requests:
+                assert await tokens_of(request) == list(range(300, 308))
+            assert len(coordinator.lost) == 3
+
+    run(scenario)
+
+
 def test_those_who_made_progress_beside_it_are_resumed():
     """Both are on board when two replicas die; only one never got a token of either."""
 
