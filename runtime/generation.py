@@ -87,8 +87,8 @@ class Generation:
 
     Iteration raises Unavailable, or Broken, if the request cannot be finished. `holders` are the replicas
     that KV cache is accounted to; `tokens` are the prompt and the output so far, `begun_tokens` of which were
-    there when it began on its route; `deaths` are of replicas that it may have killed; `boarded` has what each
-    replica had been heard to say by then (Replica.heard).
+    there when it began on its route; `deaths` are of replicas that it may have killed; `boarded` has how much
+    had been heard of each replica by then (Replica.heard).
     """
 
     def __init__(
