@@ -44,7 +44,7 @@ def _poison_emulated(module):
         _fails(sampling)
         if sampling.seed == KILLS:
             os.kill(os.getpid(), signal.SIGKILL)
-        return seed_of(sampling)
+        return None if sampling.seed == IN_SAMPLING else seed_of(sampling)  # nothing can be drawn with None
 
     module.seed_of = poisoned
 
