@@ -22,6 +22,14 @@ MAX_HEAD_BYTES = 32 * 1024
 """Of what comes before the body of a request."""
 OFFERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 PROBE_S, LONGEST_PROBE_S = 0.1, 1.0
+READ_BYTES = 64 * 1024
+"""At one time, of one connection: then it is another's turn."""
+MAX_HEADERS = 100
+MAX_HEADER_LINES = 2 * MAX_HEADERS
+"""Before the body and behind it."""
+MAX_PIPELINED = 128
+MAX_PIECES, MIN_PIECE_BYTES = 1000, 64
+BAD = "invalid_request_error"
 LINGER_S = 5.0
 """How long the rest of what was refused is read, so that its sender sees the refusal."""
 
@@ -70,6 +78,9 @@ class Connection(HttpToolsProtocol):
     """How many there are now."""
     _address = ""
     _half_closed = False
+    _why: ApiError | None = None
+    _pieces = _body_bytes = 0
+    """Of the body that comes."""
     _probing: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
@@ -80,6 +91,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _Gathered(transport, self.loop)))
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         self._address = _site(self.client[0] if self.client else "")
         self.by_address[self._address] += 1
         most, own_most = self.options.max_connections, most_of_one_address(self.options)
@@ -120,11 +132,11 @@ class Connection(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserError as fault:
-                self._refuse(ApiError(400, f"this is no HTTP request: {fault}", "invalid_request_error"))
+                self._refuse(self._why or ApiError(400, f"this is no HTTP request: {fault}", BAD))
                 return
             except httptools.HttpParserUpgrade as offer:
                 if self.parser.get_method() == b"CONNECT":
-                    self._refuse(ApiError(405, "this server is no proxy: CONNECT", "invalid_request_error"))
+                    self._refuse(ApiError(405, "this server is no proxy: CONNECT", BAD))
                     return
                 head = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
                 kept = (header for header in self.headers if header[0] not in OFFERS)
@@ -132,12 +144,36 @@ class Connection(HttpToolsProtocol):
                 data = b"%b%b\r\n%b" % (head, lines, data[offer.args[0] :])
                 self.parser = httptools.HttpRequestParser(self)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADER_LINES:
+            raise self._stop(ApiError(431, f"there are more than {MAX_HEADERS} headers", BAD))
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         if self._is_offer:
             return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise self._stop(
+                ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection", BAD)
+            )
         super().on_headers_complete()
         self._in_head, self._head_bytes = False, 0
         self._heads += 1
+        self._pieces = self._body_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Each chunk is a call, so a body of tiny ones costs far more than it weighs."""
+        self._pieces, self._body_bytes = self._pieces + 1, self._body_bytes + len(body)
+        if self._pieces > MAX_PIECES and self._body_bytes < self._pieces * MIN_PIECE_BYTES:
+            tiny = f"the body comes in more than {MAX_PIECES} chunks of less than {MIN_PIECE_BYTES} bytes"
+            raise self._stop(ApiError(400, tiny, BAD))
+        super().on_body(body)
+
+    def _stop(self, refusal: ApiError) -> ApiError:
+        """Have the parser stop at once, and what it was fed refused: where each line or chunk costs a call,
+        a piece of input that holds thousands would hold up everybody."""
+        self._why = refusal
+        return refusal
 
     def on_message_complete(self) -> None:
         if self._is_offer:
@@ -152,7 +188,7 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more, but for what has come it may still hear an answer."""
         if not self._refused and (self._head_bytes or not self._in_head):
-            self._refuse(ApiError(400, "the connection ended within a request", "invalid_request_error"))
+            self._refuse(ApiError(400, "the connection ended within a request", BAD))
         elif self._refused or self.cycle is None or self.cycle.response_complete:
             self.transport.close()  # with what is still to be written
         elif not self._half_closed:
@@ -166,7 +202,8 @@ class Connection(HttpToolsProtocol):
         cycle = self.cycle
         if self.transport.is_closing() or cycle.response_complete:
             return
-        if not cycle.response_started and self.scope["http_version"] != "1.0":
+        waits = not (cycle.response_started or self.pipeline)  # no answer is under way
+        if waits and self.scope["http_version"] != "1.0":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._probing = self.loop.call_later(again_s, self._probe, LONGEST_PROBE_S)
 
@@ -199,11 +236,11 @@ class Connection(HttpToolsProtocol):
 
     def _too_long(self) -> None:
         most = f"there are more than {MAX_HEAD_BYTES} bytes of headers"
-        self._refuse(ApiError(431, most, "invalid_request_error"))
+        self._refuse(ApiError(431, most, BAD))
 
     def _too_slow(self) -> None:
         late = f"the headers took longer than {self.options.read_timeout_s:g} s"
-        self._refuse(ApiError(408, late, "invalid_request_error"))
+        self._refuse(ApiError(408, late, BAD))
 
     def _reads_nothing(self) -> None:
         log.info("a client read nothing for %g s and was cut", self.options.write_timeout_s)

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cost_model.errors import HexGen2Error
-from runtime.api.connection import MAX_HEAD_BYTES
+from runtime.api.connection import MAX_HEAD_BYTES, MAX_HEADERS
 from runtime.api.errors import ApiError, bad_request, from_serving
 from runtime.api.keys import KeyRing
 from runtime.generation import Origin
@@ -24,7 +24,6 @@ OPEN_PATHS = frozenset({"/health", "/live"})
 CLIENT_PATHS = ("/v1/", "/openapi.json")
 """All others are the operator's."""
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-MAX_HEADERS = 100
 LONGEST_TIMEOUT_S = 1e6
 BEARER = re.compile("^bearer ", re.IGNORECASE)  # schemes have no case (RFC 9110, section 11.1)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")

@@ -166,6 +166,14 @@ def heavy(key: str) -> list[bytes]:
     return [*(asked(body, key) for body in bodies), *chat]
 
 
+def petty(key: str) -> list[bytes]:
+    """Requests of thousands of tiny parts, each of which a server handles by itself."""
+    chunks = b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 200_000
+    trailers = b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"x: y\r\n" * 200_000
+    start = POST + b"Authorization: Bearer %b\r\n" % key.encode()
+    return [start + chunks, start + trailers, start + b"x: y\r\n" * 200_000, (HEAD + b"\r\n") * 20_000]
+
+
 async def exchange(port: int, data: bytes) -> bytes:
     """Send data and nothing more; all that comes back until the server closes. Silence is an error."""
     async with asyncio.timeout(LIMIT_S):

@@ -98,6 +98,10 @@ def chunked(size):
         (b"content-length: 1000\r\n\r\n" + b"x" * 1000, 200),
         (chunked(1000), 200),
         (b"".join(b"x-%d: y\r\n" % n for n in range(101)) + b"\r\n", 431),
+        (b"x: y\r\n" * 3000 + b"\r\n", 431),
+        (b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"x: y\r\n" * 3000 + b"\r\n", 431),
+        (b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 1400 + b"0\r\n\r\n", 400),
+        (b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 1000 + b"0\r\n\r\n", 200),
         (b"x-long: " + b"y" * 200_000 + b"\r\n\r\n", 431),
         (b"x-a: " + b"y" * 20_000 + b"\r\nx-b: " + b"y" * 20_000 + b"\r\n\r\n", 431),
         (b"content-length: two\r\n\r\n", 400),
@@ -119,6 +123,22 @@ def test_sizes(rest, status):
         writer.close()
 
     talk(scenario, max_body_bytes=1500)
+
+
+def test_a_thousand_requests_in_one_piece_are_too_many():
+    async def scenario(connect, _):
+        reader, writer = await connect()
+        writer.write((POST + b"content-length: 0\r\n\r\n") * 1000)
+        with contextlib.suppress(ConnectionError):
+            assert (await reader.read()).count(b"HTTP/1.1 200") <= 128
+        writer.close()
+        reader, writer = await connect()
+        writer.write((POST + b"content-length: 0\r\n\r\n") * 128)
+        for _ in range(128):
+            assert (await answer(reader))[0] == 200
+        writer.close()
+
+    talk(scenario)
 
 
 def test_what_is_not_http_is_refused_and_cut():

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 from bystander import bystander
-from hostile import HEAD, MALFORMED, POST, asked, exchange, heavy, hold, mutated, send_all, statuses
+from hostile import HEAD, MALFORMED, POST, asked, exchange, heavy, hold, mutated, petty, send_all, statuses
 from served import KEY, MODEL, SECONDS, Server, until_idle
 
 SEED = int(os.environ.get("HEXGEN2_SEED", "0"))
@@ -89,6 +89,14 @@ def test_bodies_that_cost_much_are_refused_before_they_do(fleet, text):
         assert status in (200, 400), request[:300]
 
 
+def test_requests_of_thousands_of_parts_are_cut_short(fleet, text):
+    requests = petty(KEY) * 25
+    for request, answers in zip(
+        requests, attack(fleet, text, send_all, fleet.port, requests, len(requests)), strict=True
+    ):
+        assert len(answers) <= 129 and 500 not in answers, request[:200]
+
+
 async def flood(port):
     """Many connections at once: silent, slow, and with garbage."""
     garbage = [random.Random(SEED).randbytes(300) for _ in range(100)]
@@ -136,7 +144,7 @@ def test_the_fleet_is_as_it_was(fleet, text):
 
     async def everything():
         rng = random.Random(SEED)
-        await send_all(fleet.port, [*MALFORMED, *heavy(KEY)])
+        await send_all(fleet.port, [*MALFORMED, *petty(KEY), *heavy(KEY)])
         await send_all(fleet.port, [mutated(rng, KEY) for _ in range(200)])
         await leave_early(fleet.port)
 
