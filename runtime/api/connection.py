@@ -28,6 +28,7 @@ MAX_HEADERS = 100
 MAX_HEADER_LINES = 2 * MAX_HEADERS
 """Before the body and behind it."""
 MAX_PIPELINED = 128
+MAX_ADDRESS = 64
 MAX_PIECES, MIN_PIECE_BYTES = 1000, 64
 BAD = "invalid_request_error"
 LINGER_S = 5.0
@@ -92,7 +93,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _Gathered(transport, self.loop)))
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        self._address = _site(self.client[0] if self.client else "")
+        self._address = site_of(self.client[0] if self.client else "")
         self.by_address[self._address] += 1
         most, own_most = self.options.max_connections, most_of_one_address(self.options)
         if len(self.connections) > 2 * most:
@@ -285,10 +286,12 @@ def most_of_one_address(options: FrontOptions) -> int:
     return options.max_connections - options.max_connections // 10 if most is None else most
 
 
-def _site(address: str) -> str:
+def site_of(address: str) -> str:
     """What counts as one client: an IPv4 address, or the /64 that an IPv6 host is free to choose from."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
-        return address
-    return address if found.version == 4 else found.exploded[:19]
+        return address[:MAX_ADDRESS]
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return f"{ipaddress.IPv6Network((found, 64), strict=False)}"
+    return str(getattr(found, "ipv4_mapped", None) or found)

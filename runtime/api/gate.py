@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cost_model.errors import HexGen2Error
-from runtime.api.connection import MAX_HEAD_BYTES, MAX_HEADERS
+from runtime.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, site_of
 from runtime.api.errors import ApiError, bad_request, from_serving
 from runtime.api.keys import KeyRing
 from runtime.generation import Origin
@@ -121,18 +121,19 @@ class Gate:
             raise ApiError(403, message, "invalid_request_error", "Host")
 
     def _client(self, scope: Scope, headers: Headers) -> str:
-        """The name of the client's key; of an open server, its address."""
+        """The name of the client's key; of an open server, its address, or the net that it may choose in."""
         path, address = scope["path"], scope["client"][0] if scope.get("client") else ""
+        site = site_of(address)
         if path in OPEN_PATHS:
-            return address
+            return site
         if not path.startswith(CLIENT_PATHS):
             self._check_operator(headers, address)
             if self._operator:
                 return OPERATOR
             if scope["method"] in ("GET", "HEAD"):
-                return address
+                return site
         if not self._keys:
-            return address
+            return site
         name = self._keys.name_of(_bearer(headers))
         if name is None:
             message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"

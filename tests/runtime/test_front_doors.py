@@ -7,6 +7,7 @@ import pytest
 from edge import POST, answer, refused, talk
 from instant import instant_server
 
+from runtime.api.connection import site_of
 from runtime.options import FrontOptions
 from runtime.serve import hosts_of
 
@@ -220,3 +221,19 @@ def test_bodies_together_have_an_end():
         assert await status_of(connect, whole) == 200
 
     talk(scenario, max_total_body_bytes=3100)
+
+
+@pytest.mark.parametrize(
+    ("address", "site"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::ffff", "2001:db8:1:2::/64"),
+        ("::1", "::/64"),
+        ("x" * 1000, "x" * 64),
+        ("", ""),
+    ],
+)
+def test_an_address_or_its_net_is_a_client(address, site):
+    assert site_of(address) == site
