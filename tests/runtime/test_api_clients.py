@@ -231,12 +231,16 @@ def in_process(folder, queue_limit=256, link=None):
 class Silent:
     """A link to nobody."""
 
+    heard = 0
+
     def send(self, message):
         pass
 
 
 class Notes:
     """A link to nobody that keeps what was sent."""
+
+    heard = 0
 
     def __init__(self):
         self.sent = []
@@ -296,6 +300,8 @@ def test_the_first_choice_of_each_prompt_goes_first(model_folder):
 
 class GivesUp:
     """A link to a replica that gives every request up, after some tokens."""
+
+    heard = 0
 
     def __init__(self, tokens):
         self.tokens = tokens

@@ -51,7 +51,7 @@ def scores(logprobs: list[float], temperature: float, seed: int, index: int) -> 
 
 
 @needs_avx512
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
 def test_streams_are_equal_up_to_near_ties(family: str, tmp_path: Path) -> None:
     folder, draw = WRITERS[family](tmp_path / family), random.Random(11)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 60))] for _ in range(12)]

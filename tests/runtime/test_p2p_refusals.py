@@ -486,4 +486,4 @@ def test_other_texts_of_members_that_do_not_print_are_refused_too():
     )
     with pytest.raises(BadFrame):
         decode(encode(request))
-    assert decode(encode(Problem(kind="fault", text="a\n\x1bb"))).text == "a ?b"
+    assert decode(encode(Problem(kind="fault", text="a\n\x1bb"))).text == "a \\x1bb"
