@@ -33,13 +33,9 @@ class Workroom:
             return work()
         loop = asyncio.get_running_loop()
         await self._turn(size, loop)
-        try:
-            return await asyncio.shield(done := loop.run_in_executor(self._thread, work))
-        except asyncio.CancelledError:
-            await asyncio.wait({done})  # a thread cannot be stopped: the next piece waits for it
-            raise
-        finally:
-            self._next()
+        done = loop.run_in_executor(self._thread, work)
+        done.add_done_callback(self._over)  # a thread cannot be stopped: the next piece waits for it
+        return await asyncio.shield(done)
 
     async def _turn(self, size: int, loop: asyncio.AbstractEventLoop) -> None:
         """Wait until nothing smaller, or earlier of the same size, waits, and nothing is being done."""
@@ -54,6 +50,10 @@ class Workroom:
             if mine.done() and not mine.cancelled():
                 self._next()
             raise
+
+    def _over(self, done: asyncio.Future[Any]) -> None:
+        done.exception()  # nobody else looks at it if who asked has gone
+        self._next()
 
     def _next(self) -> None:
         while self._waiting:
