@@ -44,7 +44,7 @@ from runtime.messages import (
 )
 from runtime.messages import decode as decode_message
 from runtime.messages import encode as encode_message
-from runtime.options import EMULATED
+from runtime.options import EMULATED, FrontOptions
 from runtime.p2p import agent_messages
 from runtime.p2p.channel import Channel
 from runtime.p2p.host import Peers
@@ -262,7 +262,10 @@ def main() -> None:
         launcher = ScriptedLauncher(options.link == "libp2p", step_s)
         placement = Placement.load(options.placement)
         where = options.model, "127.0.0.1", options.port
-        sys.exit(serve(placement, *where, launcher=launcher, engine=EMULATED))
+        # All clients have one address; another checkout may not limit that.
+        limited = hasattr(FrontOptions, "max_address_connections")
+        front = FrontOptions(max_address_connections=1000) if limited else FrontOptions()
+        sys.exit(serve(placement, *where, launcher=launcher, engine=EMULATED, front=front))
     if len(options.workers) == 64:
         asyncio.run(over_libp2p(bytes.fromhex(options.workers), step_s))
     else:
