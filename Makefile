@@ -29,7 +29,7 @@ test-alone: $(STAMP)
 
 # `--engine vllm` with the real vLLM, on CPUs, from an environment of its own.
 test-vllm: $(STAMP) $(VLLM)/.installed
-	PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(BIN)/python -m pytest tests/runtime/test_vllm_engine.py -rs --durations 6
+	PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(BIN)/python -m pytest tests/runtime/vllm/test_vllm_engine.py -rs --durations 6
 
 # What takes minutes for each test, with vLLM and Ray: failures under load, all cells of the paper's tables.
 test-slow: $(STAMP) $(VLLM)/.installed
@@ -48,7 +48,7 @@ check: $(STAMP)
 schema: $(STAMP)
 	$(BIN)/python -c "import json; from hexgen2.placement import json_schema; print(json.dumps(json_schema(), indent=1))" > docs/placement.schema.json
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard runtime/engine/native/*.cpp)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard runtime/native/*.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@

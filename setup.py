@@ -14,8 +14,8 @@ def kernels() -> list[Extension]:
         return []
     return [
         Extension(
-            f"runtime.engine.native._{name}",
-            [f"runtime/engine/native/{source}.cpp" for source in ("kernels", "copies")],
+            f"runtime.native._{name}",
+            [f"runtime/native/{source}.cpp" for source in ("kernels", "copies")],
             extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fopenmp", *flags],
             extra_link_args=["-fopenmp"],
             language="c++",

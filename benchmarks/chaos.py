@@ -51,7 +51,7 @@ from hexgen2.bench.completions import find_model
 from hexgen2.bench.http import Address, HttpError, Server
 from hexgen2.placement import Placement, Route, RouteLink, Stage
 from runtime.engine.emulated.tokens import answer
-from runtime.kv_layout import transfers
+from runtime.kv_cache.layout import transfers
 from runtime.launcher.configure import stage_shapes
 from runtime.options import BLOCK_TOKENS
 

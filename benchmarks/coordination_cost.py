@@ -24,11 +24,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from runtime.launcher.link import StreamLink
-from runtime.messages import Message, StepOutput, TokenOutput, decode, encode
-from runtime.p2p.channel import Channel
+from runtime.launcher.worker_link import StreamLink
 from runtime.p2p.host import Peers
-from runtime.p2p.identity import new_identity, new_network_key
+from runtime.p2p.membership.identity import new_identity, new_network_key
+from runtime.p2p.transport.channel import Channel
+from runtime.protocol.messages import Message, StepOutput, TokenOutput, decode, encode
 
 STEP_S = 0.04  # of a decode step: 25 tokens a second and stream
 LOCAL = "/ip4/127.0.0.1/tcp/0"

@@ -58,8 +58,8 @@ from hexgen2.simulator.requests import Lengths, Requests, online
 from hexgen2.simulator.simulation import Options, Simulation
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
-from hexgen2.trace import Trace
-from hexgen2.workloads import workload_of_trace
+from hexgen2.workload.classes import workload_of_trace
+from hexgen2.workload.traces import Trace
 
 MODEL, THEIR_MODEL = "opt-13b", "facebook/opt-13b"
 TARGETS_MS = {"ttft": 200.0, "tpot": 100.0}

@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from runtime.engine.loader import DTYPES
-from runtime.engine.models import load_stage
-from runtime.engine.parallel import Links
-from runtime.engine.place import Place
-from runtime.messages import StageShape
+from runtime.engine.rank import Place
+from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.loader import DTYPES
+from runtime.engine.torch.models import load_stage
+from runtime.protocol.messages import StageShape
 
 HEAD_DIM = 128
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runtime.engine import native
+from runtime import native
 from runtime.options import BLOCK_TOKENS
 
 OUTPUTS, INPUTS = 4096, 768

@@ -31,14 +31,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from runtime import introduction
-from runtime.engine.cache import CacheShape
-from runtime.engine.kv import KvReceiver, KvSender
-from runtime.engine.kv.pool import shared_cache
-from runtime.engine.parallel import connect_store, open_store
-from runtime.kv_layout import KvTransfer, held, outgoing
-from runtime.messages import KvLink, StageShape
-from runtime.transport import listen
+from runtime.engine.torch.collectives import connect_store, open_store
+from runtime.kv_cache.layout import KvTransfer, held, outgoing
+from runtime.kv_cache.pool import CacheShape
+from runtime.kv_transfer import KvReceiver, KvSender
+from runtime.kv_transfer.memory import shared_cache
+from runtime.protocol import handshake as introduction
+from runtime.protocol.framing import listen
+from runtime.protocol.messages import KvLink, StageShape
 
 HOST, BLOCK_TOKENS, HEADS, HEAD_DIM, LAYERS = "127.0.0.1", 16, 8, 128, 8
 DTYPE = torch.bfloat16

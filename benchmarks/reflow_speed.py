@@ -1,4 +1,4 @@
-"""Time one re-solve of the flow in the front end after a loss (runtime/reflow.py).
+"""Time one re-solve of the flow in the front end after a loss (runtime/routing/reflow.py).
 
     python benchmarks/reflow_speed.py [--runs 15]
 
@@ -19,7 +19,7 @@ from cluster_specs.loader import resolve
 from cluster_specs.schema import ClusterSpec, NodeSpec
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
-from hexgen2.kv_parts import route_links
+from hexgen2.network.kv_parts import route_links
 from hexgen2.placement import (
     Bound,
     CostModelName,
@@ -31,8 +31,8 @@ from hexgen2.placement import (
     Stage,
     Throughput,
 )
-from hexgen2.workloads import load_workload
-from runtime.reflow import Reflow
+from hexgen2.workload.classes import load_workload
+from runtime.routing.reflow import Reflow
 
 SIZES = (4, 20, 100, 300)
 PER_NODE = 4

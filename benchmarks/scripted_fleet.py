@@ -20,10 +20,15 @@ from pathlib import Path
 
 from hexgen2.placement import Placement
 from runtime.launcher.base import Launcher
-from runtime.launcher.channel import WorkersChannel
-from runtime.launcher.handshake import handshake
-from runtime.launcher.link import Link, StreamLink
-from runtime.messages import (
+from runtime.launcher.nodes import agent_messages
+from runtime.launcher.nodes.channel import WorkersChannel
+from runtime.launcher.startup import handshake
+from runtime.launcher.worker_link import Link, StreamLink
+from runtime.options import EMULATED, FrontOptions
+from runtime.p2p.host import Peers
+from runtime.p2p.membership.identity import new_identity, new_network_key
+from runtime.p2p.transport.channel import Channel
+from runtime.protocol.messages import (
     HEAD_BYTES,
     Cancel,
     Configure,
@@ -42,13 +47,8 @@ from runtime.messages import (
     StepOutput,
     TokenOutput,
 )
-from runtime.messages import decode as decode_message
-from runtime.messages import encode as encode_message
-from runtime.options import EMULATED, FrontOptions
-from runtime.p2p import agent_messages
-from runtime.p2p.channel import Channel
-from runtime.p2p.host import Peers
-from runtime.p2p.identity import new_identity, new_network_key
+from runtime.protocol.messages import decode as decode_message
+from runtime.protocol.messages import encode as encode_message
 from runtime.serve import serve
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"

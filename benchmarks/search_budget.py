@@ -20,7 +20,7 @@ from csv_file import write_csv
 
 from hexgen2.goal import make_goal
 from hexgen2.placement import Placement
-from hexgen2.report import rented_text
+from hexgen2.report.placement import rented_text
 from hexgen2.search.problem import make_problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy

@@ -22,8 +22,8 @@ from pathlib import Path
 from csv_file import write_csv
 
 from cost_model.errors import InfeasibleError
+from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Problem, make_problem
-from hexgen2.search.refine import SearchState
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 

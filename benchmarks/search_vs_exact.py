@@ -21,12 +21,12 @@ from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
-from hexgen2.search.bound import rates_limit
-from hexgen2.search.evaluate import Evaluator
+from hexgen2.search.bounds.upper_bounds import rates_limit
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.problem import Problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
-from hexgen2.workloads import load_workload
+from hexgen2.workload.classes import load_workload
 
 TYPES = ("H100", "A100", "L40", "A6000", "L4")
 BANDWIDTHS_GBIT_S = (1, 5, 10, 25, 100, 400)

@@ -14,13 +14,13 @@ from pathlib import Path
 from speed_side import Channel
 
 from hexgen2.placement import Placement
-from runtime.coordinator import Coordinator
-from runtime.generation import Generation
+from runtime.frontend.coordinator import Coordinator
+from runtime.frontend.request import Generation
 from runtime.launcher.configure import configurations
 from runtime.launcher.local import LocalLauncher
-from runtime.messages import Sampling
 from runtime.options import EngineOptions
-from runtime.router import Router, routes_of
+from runtime.protocol.messages import Sampling
+from runtime.routing.router import Router, routes_of
 from runtime.serve import make_replicas
 
 

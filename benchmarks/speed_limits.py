@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from speed_side import Channel
 
-from runtime.engine.linear import Linear, by_onednn
+from runtime.engine.torch.linear import Linear, by_onednn
 
 READ_BYTES = 1 << 30
 AT_LEAST_S = 0.5

@@ -17,8 +17,8 @@ from cost_model.hardware import NO_LINK, Accelerator
 from cost_model.pipeline import PIPELINE_SEMANTICS, PipelineSemantics, prefill_batches_held
 from cost_model.registry import COST_MODELS, make_cost_model
 from hexgen2.cluster import Cluster
+from hexgen2.network.traffic import traffic_of
 from hexgen2.placement import Placement
-from hexgen2.traffic import traffic_of
 
 TOLERANCE = 1e-6
 """Relative slack for rates that were added up in floating point."""

@@ -7,7 +7,7 @@ from cluster_specs.loader import list_clusters
 from cost_model.hardware import GIB
 from cost_model.models import SHIPPED, find_model
 from hexgen2.strategies.registry import STRATEGIES
-from hexgen2.workloads import list_workloads
+from hexgen2.workload.classes import list_workloads
 
 Rows = list[tuple[str, str]]
 

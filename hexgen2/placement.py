@@ -17,8 +17,8 @@ from cost_model.fields import Name, Prose, between, schema_error
 from cost_model.files import read_text, write_text
 from hexgen2.goal import Goal
 from hexgen2.moves import LARGEST, Figure, Migration, Move
-from hexgen2.shared_links import Links
-from hexgen2.workload import Workload
+from hexgen2.network.shared_links import Links
+from hexgen2.workload.lengths import Workload
 
 OPTIMAL = 1e-4
 """Relative gap to the bound up to which an answer counts as optimal: that of the integer program."""

@@ -1,4 +1,4 @@
-"""Lines for the terminal. All that the commands print passes here or through `hexgen2.report.make_console`,
+"""Lines for the terminal. All that commands print passes here or through `make_console` of hexgen2/report,
 so that nothing that a name or a path holds can steer the terminal."""
 
 from __future__ import annotations

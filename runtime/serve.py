@@ -30,11 +30,14 @@ from runtime.api.numbers import NumberTokenizer
 from runtime.api.operations import operations_router
 from runtime.api.service import Service
 from runtime.api.tokenizer import ModelTokenizer, Tokenizer, check_tokenizer_files
-from runtime.coordinator import Coordinator
+from runtime.frontend.coordinator import Coordinator
+from runtime.frontend.replanner import Configured, Replanner
+from runtime.frontend.replica import Replica
+from runtime.frontend.supervisor import Supervisor
+from runtime.frontend.traces import Tracer
 from runtime.launcher.base import Launcher, make_launcher
 from runtime.launcher.configure import configurations
-from runtime.launcher.link import Link
-from runtime.messages import Configure
+from runtime.launcher.worker_link import Link
 from runtime.operator import report, stop_signals
 from runtime.options import (
     DEFAULTS,
@@ -47,16 +50,13 @@ from runtime.options import (
     EngineOptions,
     FrontOptions,
 )
-from runtime.reflow import Reflow
-from runtime.replanner import Configured, Replanner
-from runtime.replica import Replica
-from runtime.room import growth_tokens
-from runtime.router import Router
-from runtime.supervisor import Supervisor
-from runtime.traces import Tracer
+from runtime.protocol.messages import Configure
+from runtime.routing.kv_budget import growth_tokens
+from runtime.routing.reflow import Reflow
+from runtime.routing.router import Router
 
 if TYPE_CHECKING:
-    from runtime.p2p.membership import Membership
+    from runtime.p2p.membership.membership import Membership
 
 MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
 GPU_DTYPES = ("bfloat16", "float16")
@@ -157,7 +157,7 @@ def hosts_of(front: FrontOptions, host: str) -> tuple[str, ...] | None:
 
 
 def _vllm_launcher(launcher: str, options: EngineOptions) -> Launcher:
-    from runtime.engine.vllm.launcher import VllmLauncher
+    from runtime.vllm.launcher import VllmLauncher
 
     if launcher != "local":
         problem = "starts the workers of --engine torch only"

@@ -76,8 +76,8 @@ def bench(
     if as_json:
         echo_json(text)
     else:
-        from hexgen2.report import make_console
-        from hexgen2.results_report import print_results
+        from hexgen2.report.placement import make_console
+        from hexgen2.report.results import print_results
 
         print_results(f"{found['model']} at {found['endpoint']}", found, make_console())
 

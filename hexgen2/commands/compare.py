@@ -60,7 +60,7 @@ def compare(
     from hexgen2.comparison.report import print_comparison, rows, write_comparison
     from hexgen2.comparison.run import Settings
     from hexgen2.comparison.run import compare as run
-    from hexgen2.report import make_console
+    from hexgen2.report.placement import make_console
 
     if output is not None and output.exists() and not output.is_dir():
         raise InputError(str(output), "", "is a file", "name a folder")

@@ -28,7 +28,7 @@ from runtime.options import (
 )
 
 if TYPE_CHECKING:
-    from runtime.p2p.membership import Membership
+    from runtime.p2p.membership.membership import Membership
 
 
 _PATH = click.Path(path_type=Path)
@@ -257,7 +257,7 @@ def checked_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
 def _membership(launcher: str, **options: Any) -> Membership | None:
     """The head's in the network of its nodes; other launchers have no use for it."""
     if launcher == "p2p":
-        from runtime.p2p.membership import IDENTITIES, LOOPBACK_LISTEN, Membership
+        from runtime.p2p.membership.membership import IDENTITIES, LOOPBACK_LISTEN, Membership
 
         defaults = {"identity": IDENTITIES / "head.key", "listen": LOOPBACK_LISTEN}
         return Membership(**options | {name: options[name] or value for name, value in defaults.items()})

@@ -60,10 +60,10 @@ def node(
 ) -> None:
     """Make this machine a node, until Ctrl-C: heads of its network start workers here."""
     try:
+        from runtime.launcher.nodes.node import run_node
         from runtime.launcher.processes import limit_instructions
-        from runtime.node import run_node
-        from runtime.p2p import identity as keys
-        from runtime.p2p.membership import IDENTITIES, LOOPBACK_LISTEN, Membership
+        from runtime.p2p.membership import identity as keys
+        from runtime.p2p.membership.membership import IDENTITIES, LOOPBACK_LISTEN, Membership
     except ModuleNotFoundError as error:
         raise InputError("hexgen2 node", "", f"needs {error.name}", EXTRAS) from error
     if new_network_key is not None:

@@ -109,7 +109,7 @@ def search(
     """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow."""
     from hexgen2.checks import violations
     from hexgen2.export.vllm_command import check_vllm
-    from hexgen2.report import make_console, print_placement
+    from hexgen2.report.placement import make_console, print_placement
     from hexgen2.search.problem import make_problem
     from hexgen2.strategies.base import SearchOptions
     from hexgen2.strategies.registry import find_strategy
@@ -124,7 +124,7 @@ def search(
         raise InputError("--engine", engine, "does not go with --from", remedy)
     changes = {"--lost": lost, "--added": added, "--horizon": horizon, "--load-gbyte-s": load_gbyte_s}
     if previous is not None:
-        from hexgen2.replanning import replanned
+        from hexgen2.replan.request import replanned
 
         inputs = {"cluster": cluster, "model": model, "workload": workload, "isl": isl, "osl": osl}
         inputs |= {

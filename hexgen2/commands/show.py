@@ -15,7 +15,7 @@ def show(placement: Path) -> None:
     """Print a placement as tables, after checking it."""
     from hexgen2.checks import verify
     from hexgen2.placement import Placement
-    from hexgen2.report import make_console, print_placement
+    from hexgen2.report.placement import make_console, print_placement
 
     loaded = Placement.load(placement)
     verify(loaded, str(placement))

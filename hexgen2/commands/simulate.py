@@ -108,8 +108,8 @@ def simulate(
     if as_json:
         echo_json(text)
     else:
-        from hexgen2.report import make_console
-        from hexgen2.results_report import print_results
+        from hexgen2.report.placement import make_console
+        from hexgen2.report.results import print_results
 
         head = f"{found['model']} on {found['cluster']}, strategy {found['placement']}"
         print_results(head, found, make_console())

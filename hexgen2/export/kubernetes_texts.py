@@ -34,7 +34,7 @@ python3 - "$folder" {labels} <<'PYTHON'
 import sys
 from pathlib import Path
 
-from runtime.p2p.identity import load_identity, new_network_key
+from runtime.p2p.membership.identity import load_identity, new_network_key
 
 folder, *nodes = sys.argv[1:]
 new_network_key(Path(folder, "network.key"))

@@ -30,7 +30,7 @@ MOST_MEMORY = 0.95
 KV_LEASE_S = 300
 """A prefill side keeps a KV cache that nobody fetches for so long. The decode side renews it every sixth of
 that, to two thirds; one that hangs and wakes up has half of it, then it would read blocks that are another
-request's. `hexgen2 launch` ends one that hangs in less (see runtime/engine/vllm/health.py)."""
+request's. `hexgen2 launch` ends one that hangs in less (see runtime/vllm/health.py)."""
 TORCH = "run it with `hexgen2 launch --engine torch`"
 
 

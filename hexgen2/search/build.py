@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from hexgen2.kv_parts import route_links
+from hexgen2.network.kv_parts import route_links
 from hexgen2.placement import (
     CostModelName,
     Goodput,
@@ -18,14 +18,14 @@ from hexgen2.placement import (
     Stage,
     Throughput,
 )
-from hexgen2.search import evaluate as ev
-from hexgen2.search.bound import Limit, rates_limit
-from hexgen2.search.flow import balance, few_routes
+from hexgen2.report.service import bottlenecks_of
+from hexgen2.search import evaluator as ev
+from hexgen2.search.bounds.upper_bounds import Limit, rates_limit
+from hexgen2.search.flow.max_flow import balance, few_routes
+from hexgen2.search.load_prediction import LoadedPlacement
 from hexgen2.search.naming import Name, fresh_names
-from hexgen2.search.plan import Planner
-from hexgen2.search.prediction import LoadedPlacement
+from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem
-from hexgen2.service import bottlenecks_of
 
 MANY_ROUTES = 400
 """Beyond so many pairs of replicas, only as many routes as the load needs."""

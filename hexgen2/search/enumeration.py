@@ -11,9 +11,9 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from hexgen2.search.bound import Limit
+from hexgen2.search.bounds.upper_bounds import Limit
+from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Group, Solution, blocks_of
-from hexgen2.search.refine import SearchState
 from hexgen2.search.ties import exceeds
 
 ASSUMPTIONS = (

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hexgen2.moves import Action, Move
-from hexgen2.search.evaluate import Evaluation
-from hexgen2.search.migration import Migrator, Successor
-from hexgen2.search.previous import OldReplica
+from hexgen2.replan.migration import Migrator, Successor
+from hexgen2.replan.previous import OldReplica
+from hexgen2.search.evaluator import Evaluation
 from hexgen2.search.problem import Problem
 
 

@@ -20,10 +20,10 @@ from cost_model.pipeline import PipelineSemantics
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster, between_nodes
 from hexgen2.goal import Goal
-from hexgen2.search.targets import Targets
-from hexgen2.shared_links import Links, SharedLinks
-from hexgen2.workload import Workload
-from hexgen2.workloads import load_workload
+from hexgen2.network.shared_links import Links, SharedLinks
+from hexgen2.search.planning.targets import Targets
+from hexgen2.workload.classes import load_workload
+from hexgen2.workload.lengths import Workload
 
 Engine = Literal["any", "vllm"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hexgen2.placement import Placement, Replica
-from runtime.router import Route, routes_of
+from runtime.routing.router import Route, routes_of
 
 
 @dataclass

@@ -21,7 +21,7 @@ from hexgen2.simulator.prompts import Chunk, Prompt, Prompts, attended
 from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
 from hexgen2.simulator.running import Running
 from hexgen2.simulator.timing import ReplicaTimes
-from runtime.room import Room
+from runtime.routing.kv_budget import Room
 
 
 class Engine:

@@ -1,7 +1,7 @@
 """How the replicas that decode mix prompts into their steps.
 
 - "mixed": what the runtime does. A step has all decodes and chunks of prompts, fewer tokens of them while
-  requests decode (runtime/engine/scheduler.py).
+  requests decode (runtime/worker/scheduler.py).
 - "prefill-first": a prompt that fits goes first, whole, and decodes wait (vLLM before chunked prefill).
 - "chunked": all decodes, filled up with chunks of prompts (vLLM's default; Agrawal and others, Sarathi-Serve,
   OSDI 2024).

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from cost_model.errors import InputError
-from hexgen2.trace import Trace, read_trace
-from hexgen2.workload import Workload
-from hexgen2.workloads import SHIPPED, load_workload, workload_of_trace
+from hexgen2.workload.classes import SHIPPED, load_workload, workload_of_trace
+from hexgen2.workload.lengths import Workload
+from hexgen2.workload.traces import Trace, read_trace
 
 SHORTEST_S = 1e-9
 """A trace that ends sooner after its start has no arrival times."""

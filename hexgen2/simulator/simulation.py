@@ -29,12 +29,12 @@ from hexgen2.simulator.prompts import Chunk
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.stand import LiveRoom, Stand
 from hexgen2.simulator.transfers import RouteCost, Transfers
-from runtime.admission import Admission
-from runtime.fair_queue import FirstCome
-from runtime.reflow import Reflow
-from runtime.refusals import Overloaded, TooLong, Unavailable
-from runtime.room import Room
-from runtime.router import Route, Router, routes_of, routes_without
+from runtime.routing.admission import Admission
+from runtime.routing.fair_queue import FirstCome
+from runtime.routing.kv_budget import Room
+from runtime.routing.reflow import Reflow
+from runtime.routing.refusals import Overloaded, TooLong, Unavailable
+from runtime.routing.router import Route, Router, routes_of, routes_without
 
 
 @dataclass(frozen=True)

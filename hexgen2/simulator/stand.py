@@ -10,12 +10,12 @@ from cost_model.pipeline import PipelineSemantics, under_way
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.memory import kv_capacity_tokens
+from hexgen2.network.shared_links import SharedLinks
 from hexgen2.placement import Placement, Replica, Route
-from hexgen2.shared_links import SharedLinks
 from hexgen2.simulator.policies import Policy
 from hexgen2.simulator.timing import ReplicaTimes
 from hexgen2.simulator.transfers import RouteCost, binding, route_cost
-from runtime.room import Room, growth_tokens, kv_budgets
+from runtime.routing.kv_budget import Room, growth_tokens, kv_budgets
 
 
 class Stand:

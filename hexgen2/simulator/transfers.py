@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hexgen2.cluster import Cluster
+from hexgen2.network.shared_links import Links, SharedLinks
 from hexgen2.placement import Route
-from hexgen2.shared_links import Links, SharedLinks
 
 Resource = tuple
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from cost_model.errors import InfeasibleError, InputError
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement, SearchRecord
-from hexgen2.search.bound import Limit
+from hexgen2.rent.rental import build_rental
+from hexgen2.search.bounds.upper_bounds import Limit
 from hexgen2.search.build import build_placement
-from hexgen2.search.evaluate import Evaluation, Evaluator
-from hexgen2.search.plan import Planner
+from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.infeasible import unmet
+from hexgen2.search.local_search import SearchState
+from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem, blocks_of
-from hexgen2.search.reach import unmet
-from hexgen2.search.refine import SearchState
-from hexgen2.search.rental import build_rental
 
 
 @dataclass(frozen=True)

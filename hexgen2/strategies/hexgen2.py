@@ -14,19 +14,19 @@ import numpy as np
 
 from hexgen2.goal import OBJECTIVES
 from hexgen2.placement import Placement
+from hexgen2.rent.cheapest import explore_cost
+from hexgen2.rent.frontier import explore_frontier
+from hexgen2.rent.within_budget import explore_budget
 from hexgen2.search.enumeration import enumerate_all
-from hexgen2.search.kick import kick
-from hexgen2.search.metis import metis_partition
-from hexgen2.search.partition import initial_solution, spectral_and_swaps, start_sizes
+from hexgen2.search.local_search import SearchState, refine
+from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
+from hexgen2.search.partition.metis import metis_partition
+from hexgen2.search.perturbation import kick
 from hexgen2.search.problem import Problem
-from hexgen2.search.refine import SearchState, refine
 from hexgen2.search.ties import greatest
 from hexgen2.strategies import exact
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.latency import explore_latency
-from hexgen2.strategies.renting.budget import explore_budget
-from hexgen2.strategies.renting.cost import explore_cost
-from hexgen2.strategies.renting.frontier import explore_frontier
 
 NAME = "hexgen2"
 

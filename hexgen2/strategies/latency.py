@@ -18,12 +18,12 @@ from dataclasses import replace
 import numpy as np
 
 from cost_model.errors import InfeasibleError
-from hexgen2.search.evaluate import Evaluation, Evaluator
-from hexgen2.search.flow import balance
-from hexgen2.search.kick import kick
-from hexgen2.search.prediction import LoadedPlacement
-from hexgen2.search.reach import soonest_s
-from hexgen2.search.refine import SearchState, refine
+from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.flow.max_flow import balance
+from hexgen2.search.infeasible import soonest_s
+from hexgen2.search.load_prediction import LoadedPlacement
+from hexgen2.search.local_search import SearchState, refine
+from hexgen2.search.perturbation import kick
 from hexgen2.search.ties import exceeds, least
 
 STEP = 1.2

@@ -5,18 +5,9 @@ from __future__ import annotations
 import difflib
 
 from cost_model.errors import InputError
-from hexgen2.strategies import (
-    distserve,
-    exact,
-    genetic,
-    hexgen,
-    hexgen2,
-    paper,
-    random_swap,
-    splitwise,
-    vllm,
-)
+from hexgen2.strategies import exact, hexgen2
 from hexgen2.strategies.base import Strategy
+from hexgen2.strategies.baselines import distserve, genetic, hexgen, paper, random_swap, splitwise, vllm
 
 STRATEGIES: dict[str, tuple[Strategy, str]] = {
     hexgen2.NAME: (hexgen2.search, "HexGen-2: partition, coarsen, plan, max flow, flow-guided refinement"),

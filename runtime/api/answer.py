@@ -15,10 +15,10 @@ import msgspec
 from cost_model.errors import HexGen2Error
 from runtime.api.text import Detokenizer, StopStrings
 from runtime.api.tokenizer import Tokenizer
-from runtime.coordinator import Coordinator
-from runtime.generation import UNKNOWN, Generation, Origin
-from runtime.messages import Sampling, TokenOutput
-from runtime.refusals import Broken, Unavailable
+from runtime.frontend.coordinator import Coordinator
+from runtime.frontend.request import UNKNOWN, Generation, Origin
+from runtime.protocol.messages import Sampling, TokenOutput
+from runtime.routing.refusals import Broken, Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from cost_model.errors import HexGen2Error
 from cost_model.printable import printable
-from runtime.refusals import Broken, Overloaded, TimedOut, TooLong, TooMany, Unavailable
+from runtime.routing.refusals import Broken, Overloaded, TimedOut, TooLong, TooMany, Unavailable
 
 SHOWN = 64
 RESTART_S = 1

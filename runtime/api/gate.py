@@ -17,7 +17,7 @@ from cost_model.errors import HexGen2Error
 from runtime.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, site_of
 from runtime.api.errors import ApiError, bad_request, from_serving
 from runtime.api.keys import KeyRing
-from runtime.generation import Origin
+from runtime.frontend.request import Origin
 from runtime.options import FrontOptions
 
 OPEN_PATHS = frozenset({"/health", "/live"})

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.messages import TokenOutput
+from runtime.protocol.messages import TokenOutput
 
 _json = msgspec.json.Encoder()
 LOWEST = -9999.0

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, gen
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from runtime.coordinator import Coordinator
-from runtime.generation import RequestRecord
+from runtime.frontend.coordinator import Coordinator
+from runtime.frontend.request import RequestRecord
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -114,7 +114,7 @@ ENGINE = {
     "waiting": ("hexgen2_engine_requests_waiting", "Requests that wait inside the engine, as it says"),
     "kv_use": ("hexgen2_engine_kv_use_ratio", "Share of the KV cache in use, as the engine says"),
 }
-"""Of engines that schedule for themselves (vLLM), by their own account; names of runtime.messages.Load."""
+"""Of engines that schedule for themselves (vLLM), by their own account; names of messages.Load."""
 
 
 class _Gauges(Collector):

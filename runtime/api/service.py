@@ -17,11 +17,11 @@ from runtime.api.metrics import Metrics
 from runtime.api.schemas import GenerateRequest
 from runtime.api.tokenizer import Tokenizer
 from runtime.api.workroom import Workroom
-from runtime.coordinator import Coordinator
-from runtime.generation import UNKNOWN, Origin
-from runtime.messages import Sampling
+from runtime.frontend.coordinator import Coordinator
+from runtime.frontend.request import UNKNOWN, Origin
 from runtime.options import FRONT_DEFAULTS, FrontOptions
-from runtime.refusals import Overloaded, TooLong, Unavailable
+from runtime.protocol.messages import Sampling
+from runtime.routing.refusals import Overloaded, TooLong, Unavailable
 
 TEXT_AT_ONCE, MESSAGE_COST = 2000, 50
 """Characters that are tokenised where they are; a message of a chat takes as long as so many."""

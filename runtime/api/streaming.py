@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from cost_model.errors import HexGen2Error
 from runtime.api.answer import Answer, Piece
 from runtime.api.errors import from_serving
-from runtime.refusals import Broken
+from runtime.routing.refusals import Broken
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from runtime.engine.pages import Pages
-from runtime.messages import Connect, Hello, Step, StepResult
-from runtime.transport import Connection
+from runtime.kv_cache.pages import Pages
+from runtime.protocol.framing import Connection
+from runtime.protocol.messages import Connect, Hello, Step, StepResult
 
 if TYPE_CHECKING:
     import torch
 
-    from runtime.engine.kv.pool import SharedPool
+    from runtime.kv_transfer.memory import SharedPool
 
 OnLayer = Callable[[int, "torch.cuda.Event | None"], None]
 """Called with each global layer number once its keys and values are in the cache, or are after the event."""

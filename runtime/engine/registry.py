@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib
 
 from runtime.engine.base import Engine
-from runtime.engine.place import Place
-from runtime.messages import Configure
+from runtime.engine.rank import Place
 from runtime.options import EMULATED, TORCH
+from runtime.protocol.messages import Configure
 
 _CLASSES = {
-    TORCH: ("runtime.engine.torch_engine", "TorchEngine"),
+    TORCH: ("runtime.engine.torch.engine", "TorchEngine"),
     EMULATED: ("runtime.engine.emulated.engine", "EmulatedEngine"),
 }
 
 
 def modules(engine: str) -> list[str]:
     """What a process of this engine imports: worth loading once for all of them."""
-    return ["runtime.worker", _CLASSES[engine][0]]
+    return ["runtime.worker.process", _CLASSES[engine][0]]
 
 
 def make_engine(config: Configure, place: Place) -> Engine:

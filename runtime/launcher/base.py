@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cost_model.errors import HexGen2Error, InputError
 from hexgen2.placement import Placement
-from runtime.launcher.link import Link
-from runtime.messages import Configure
+from runtime.launcher.worker_link import Link
+from runtime.protocol.messages import Configure
 
 if TYPE_CHECKING:
-    from runtime.p2p.membership import Membership
+    from runtime.p2p.membership.membership import Membership
 
 
 class Launcher(ABC):

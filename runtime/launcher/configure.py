@@ -13,7 +13,6 @@ from cost_model.base import PREFILL_TOKENS
 from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
-from runtime.messages import PROTOCOL_VERSION, Configure, Emulation, KvLink, StageShape
 from runtime.options import (
     CPU_TRANSPORTS,
     DEFAULTS,
@@ -24,7 +23,8 @@ from runtime.options import (
     TORCH,
     EngineOptions,
 )
-from runtime.room import kv_budgets
+from runtime.protocol.messages import PROTOCOL_VERSION, Configure, Emulation, KvLink, StageShape
+from runtime.routing.kv_budget import kv_budgets
 
 
 def accelerator_of(placement: Placement, gpu: str) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
 from runtime.launcher.configure import device_of
-from runtime.launcher.link import Link, StreamLink
 from runtime.launcher.processes import WorkerProcesses
+from runtime.launcher.worker_link import Link, StreamLink
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
-from runtime.messages import Configure, Shutdown
+from runtime.protocol.messages import Configure, Shutdown
 
 
 class LocalLauncher(WorkersLauncher):

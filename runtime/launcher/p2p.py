@@ -9,16 +9,16 @@ from typing import Any
 
 from cost_model.errors import HexGen2Error, InputError
 from hexgen2.placement import Placement
-from runtime.launcher.channel import WorkersChannel
-from runtime.launcher.link import Link
-from runtime.launcher.on_node import check_hardware, node_of, settled
+from runtime.launcher.nodes.agent_messages import AGENT_PROTOCOL, WORKERS_SERVICE, StartWorkers
+from runtime.launcher.nodes.channel import WorkersChannel
+from runtime.launcher.nodes.digest import checkpoint_digest
+from runtime.launcher.nodes.on_node import check_hardware, node_of, settled
+from runtime.launcher.nodes.roster import Node, Roster
+from runtime.launcher.worker_link import Link
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
-from runtime.messages import Configure, Shutdown
 from runtime.options import EMULATED
-from runtime.p2p.agent_messages import AGENT_PROTOCOL, WORKERS_SERVICE, StartWorkers
-from runtime.p2p.digest import checkpoint_digest
-from runtime.p2p.membership import Membership
-from runtime.p2p.roster import Node, Roster
+from runtime.p2p.membership.membership import Membership
+from runtime.protocol.messages import Configure, Shutdown
 
 JOIN_TIMEOUT_S = 120.0
 STOP_GRACE_S = 10.0

@@ -41,7 +41,7 @@ def _run_worker(worker: str, control: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     show_as(worker)
-    from runtime.worker import worker_main
+    from runtime.worker.process import worker_main
 
     worker_main(control)
 

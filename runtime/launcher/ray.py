@@ -22,11 +22,11 @@ from cost_model.errors import HexGen2Error, InputError
 from hexgen2.export.hardware import gpus_by_node, node_spec, on_cpu, split
 from hexgen2.export.ray import CPU_SHARE, bundles_of, node_resource
 from hexgen2.placement import Placement
-from runtime.launcher.link import Link, StreamLink
 from runtime.launcher.ray_actor import PURPOSE, WorkerPlace
 from runtime.launcher.welcome import Welcome
+from runtime.launcher.worker_link import Link, StreamLink
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
-from runtime.messages import Configure, Shutdown
+from runtime.protocol.messages import Configure, Shutdown
 
 PLACE_TIMEOUT_S = 60.0
 STOP_GRACE_S = ANSWER_TIMEOUT_S = 3.0

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 
-from runtime.introduction import Introduction, connect
+from runtime.protocol.handshake import Introduction, connect
 
 CONNECT_TIMEOUT_S = 30.0
 PURPOSE = "worker"
@@ -50,7 +50,7 @@ def _end_with_the_actor() -> None:
 
 def main(worker: str, host: str, port: str) -> None:
     """Body of the worker's process."""
-    from runtime.worker import worker_main
+    from runtime.worker.process import worker_main
 
     secret = sys.stdin.readline().strip()
     threading.Thread(target=_end_with_the_actor, daemon=True).start()

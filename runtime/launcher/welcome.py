@@ -7,8 +7,8 @@ import contextlib
 import socket
 import threading
 
-from runtime.introduction import accept
-from runtime.transport import listen
+from runtime.protocol.framing import listen
+from runtime.protocol.handshake import accept
 
 
 class Welcome:

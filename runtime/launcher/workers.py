@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cost_model.errors import HexGen2Error
 from runtime.launcher.base import Launcher
-from runtime.launcher.handshake import connect_message, handshake
-from runtime.launcher.link import Link
-from runtime.messages import Configure, Listening
+from runtime.launcher.startup import connect_message, handshake
+from runtime.launcher.worker_link import Link
+from runtime.protocol.messages import Configure, Listening
 
 START_TIMEOUT_S = 600.0
 

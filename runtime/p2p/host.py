@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cost_model.errors import InputError
-from runtime.p2p.channel import Channel
-from runtime.p2p.gate import Gate, Notices, error_line
-from runtime.p2p.identity import Identity
-from runtime.p2p.node_thread import NodeThread, peer_of
-from runtime.p2p.stream_channel import StreamChannel
+from runtime.p2p.membership.identity import Identity
+from runtime.p2p.transport.channel import Channel
+from runtime.p2p.transport.gate import Gate, Notices, error_line
+from runtime.p2p.transport.node_thread import NodeThread, peer_of
+from runtime.p2p.transport.stream_channel import StreamChannel
 
 if TYPE_CHECKING:
-    from runtime.p2p.mdns import Neighbours
+    from runtime.p2p.membership.mdns import Neighbours
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Peers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _announce(self) -> None:
-        from runtime.p2p.mdns import Neighbours
+        from runtime.p2p.membership.mdns import Neighbours
 
         neighbours = Neighbours(self.peer_id, self.addresses, self._network_key, self._found)
         try:

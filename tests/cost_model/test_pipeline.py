@@ -20,9 +20,9 @@ from cost_model.pipeline import (
 )
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
-from hexgen2.search.plan import Planner
+from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem
-from hexgen2.workloads import load_workload
+from hexgen2.workload.classes import load_workload
 
 STAGES, HOPS = [0.2, 0.5, 0.1], [0.05, 0.05]
 times = st.floats(1e-6, 10)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.engine.pages import Pages, PageShape
+from runtime.kv_cache.pages import Pages, PageShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ from runtime.engine.base import Engine, OnLayer
 from runtime.engine.emulated.cache import EmulatedCache, EmulatedShape
 from runtime.engine.emulated.hops import PURPOSE, Hops
 from runtime.engine.emulated.tokens import choose, seed_of, states
-from runtime.engine.faults import Faults
-from runtime.engine.place import Place
-from runtime.kv_layout import held
-from runtime.messages import Configure, Connect, Hello, Step, StepResult, TokenLogprobs
-from runtime.transport import Connection
+from runtime.engine.rank import Place
+from runtime.kv_cache.layout import held
+from runtime.protocol.framing import Connection
+from runtime.protocol.messages import Configure, Connect, Hello, Step, StepResult, TokenLogprobs
+from runtime.worker.faults import Faults
 
 _SHORTEST_S = 0.001
 """Layers that take less are not waited for one by one."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import queue
 import time
 
-from runtime.engine.place import Place
-from runtime.introduction import Introduction, connect
-from runtime.messages import Configure, Connect, Passed
-from runtime.transport import Connection
+from runtime.engine.rank import Place
+from runtime.protocol.framing import Connection
+from runtime.protocol.handshake import Introduction, connect
+from runtime.protocol.messages import Configure, Connect, Passed
 
 PURPOSE = "stage"
 _CONNECT_S = 30.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from runtime.engine.emulated.cache import EmulatedCache
-from runtime.engine.kv.base import Incoming, Outgoing, Transport
-from runtime.engine.kv.landing import Landing
-from runtime.engine.kv.runs import Runs
-from runtime.messages import KvOpen, KvSlice, encode
-from runtime.transport import Connection
+from runtime.kv_transfer.arrival import Landing
+from runtime.kv_transfer.runs import Runs
+from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport
+from runtime.protocol.framing import Connection
+from runtime.protocol.messages import KvOpen, KvSlice, encode
 
 _FILLER = memoryview(bytes(256 * 1024))
 

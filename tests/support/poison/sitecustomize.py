@@ -49,7 +49,10 @@ def _poison_emulated(module):
     module.seed_of = poisoned
 
 
-POISONS = {"runtime.engine.sampler": _poison_sampler, "runtime.engine.emulated.engine": _poison_emulated}
+POISONS = {
+    "runtime.engine.torch.sampling.sampler": _poison_sampler,
+    "runtime.engine.emulated.engine": _poison_emulated,
+}
 
 
 class _Finder(importlib.abc.MetaPathFinder):

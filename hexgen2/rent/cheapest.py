@@ -1,0 +1,106 @@
+"""The objective "cost": ask again and again whether less money will do."""
+
+from __future__ import annotations
+
+import itertools
+
+from cost_model.errors import InfeasibleError
+from hexgen2.rent.release import cheapest_alike
+from hexgen2.rent.universe import attempt, fresh
+from hexgen2.search.budget import Market, spendable
+from hexgen2.search.evaluator import Evaluation
+from hexgen2.search.local_search import SearchState
+from hexgen2.search.problem import Solution
+
+GROWTH = 1.2
+"""Factor from one budget to the next until one carries the load."""
+HALVINGS = 4
+"""Budgets halfway between what failed and what carried; then the least step down until one fails."""
+CARRIED = 1 + 2e-6
+"""Slack on a load, so that it is still carried when the flow is evened out."""
+
+
+def explore_cost(state: SearchState, seed: int) -> None:
+    """Leave the cheapest rental that carries the goal's request_rate in state.best; proved if none is
+    cheaper.
+
+    Raises
+    ------
+    InfeasibleError : the load is more than any rental found (within the budget, if there is one) carries
+    """
+    problem = state.evaluator.problem
+    load = problem.goal.request_rate
+    assert load is not None
+    most = leave_cheapest(state, seed, load, spendable(problem))
+    if state.best is None and (most is None or most.req_s <= 0):
+        refuse_budget(state, seed)
+    elif most is not None and state.cut is None:
+        price = Market(problem, 0.0).price(most.solution)
+        raise InfeasibleError(
+            f"no rental found that carries {load:g} requests/s: the most is {most.req_s:.4g}, "
+            f"for {price:.2f} $/h; lower --request-rate, or raise --budget or offer more GPUs"
+        )
+
+
+def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: float) -> Evaluation | None:
+    """Leave the cheapest solution that carries req_s (0: anything at all) in state.best, if one is found
+    that costs at most so many US dollars per hour; else return the best for that much."""
+    evaluator = state.evaluator
+    prices = Market(evaluator.problem, most_per_hour)
+    target = max(req_s * CARRIED, 1e-9)
+    failed = evaluator.relaxed.least_price(req_s)
+    if failed > most_per_hour:
+        return attempt(state, seed, most_per_hour, []).best
+    # More and more money until the load is carried.
+    budget = max(failed * 1.05, most_per_hour / 64)
+    starts: list[Solution] = []
+    while state.best is None:
+        budget = min(budget, most_per_hour)
+        tried = attempt(state, seed, budget, starts, target)
+        if tried.reached():
+            _take(state, tried, target)
+        elif budget >= most_per_hour or state.cut:
+            return tried.best
+        else:
+            failed, budget = budget, budget * GROWTH
+            starts = [tried.best.solution] if tried.best else []
+    # Less and less: first in halves, then by the least step.
+    for halving in itertools.count():
+        price = prices.price(state.best.solution)
+        budget = (failed + price) / 2 if halving < HALVINGS else price * (1 - 1e-6)
+        tried = attempt(state, seed, budget, [state.best.solution], target)
+        if tried.reached():
+            _take(state, tried, target)
+        elif state.cut or halving >= HALVINGS:
+            state.proved = tried.proved
+            break
+        else:
+            failed = budget
+    return None
+
+
+def _take(state: SearchState, tried: SearchState, target: float) -> None:
+    """What carries the target, made as cheap as its neighbours allow, is the best so far."""
+    assert tried.best is not None
+    state.best = cheapest_alike(state.evaluator, tried.best, target)
+
+
+def refuse_budget(state: SearchState, seed: int) -> None:
+    """Say what the cheapest placement costs, if that is more than the goal's budget.
+
+    Raises
+    ------
+    InfeasibleError : it is
+    """
+    problem = state.evaluator.problem
+    if problem.goal.budget_per_hour is None or state.cut:
+        return
+    everything = float(problem.cluster.price_per_hour.sum())
+    free = fresh(state)
+    leave_cheapest(free, seed, 0.0, everything)
+    if free.best is not None:
+        price = Market(problem, everything).price(free.best.solution)
+        raise InfeasibleError(
+            f"no placement of {problem.model.name} within {problem.goal.budget_per_hour:g} $/h: the cheapest "
+            f"{'' if free.proved else 'found '}costs {price:.2f} $/h; raise --budget to that"
+        )

@@ -1,0 +1,50 @@
+"""Spending less: give GPUs back until a budget is met, or as long as a load is still carried."""
+
+from __future__ import annotations
+
+import itertools
+
+from hexgen2.search.budget import Market, releases, trades
+from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.problem import Solution
+from hexgen2.search.ties import exceeds, least, smallest_first
+
+
+def fitted(evaluator: Evaluator, market: Market, solution: Solution) -> Solution:
+    """The solution cut down to the market's budget: again and again the release that costs least score
+    for each dollar saved."""
+    while not market.affordable(solution):
+        price, score = market.price(solution), evaluator.evaluate(solution).score
+
+        def loss_per_dollar(rest: Solution, price: float = price, score: float = score) -> float:
+            saved = price - market.price(rest)
+            return (score - evaluator.evaluate(rest).score) / saved if saved > 0 else float("inf")
+
+        rests = [rest for _, rest in releases(solution, range(len(solution.groups)))]
+        solution = least(rests, loss_per_dollar)[0]
+    return solution
+
+
+def cheapest_alike(evaluator: Evaluator, start: Evaluation, req_s: float) -> Evaluation:
+    """Release and trade GPUs, the greatest saving first, while the rest carries req_s (requests/s)."""
+    current = start
+    while (cheaper := _cheaper(evaluator, current, req_s)) is not None:
+        current = cheaper
+    return current
+
+
+def _cheaper(evaluator: Evaluator, current: Evaluation, req_s: float) -> Evaluation | None:
+    """The cheapest neighbour that still carries req_s, if it costs less."""
+    solution = current.solution
+    everyone = list(range(len(solution.groups)))
+    price = Market(evaluator.problem, 0.0).price(solution)
+    below = Market(evaluator.problem, price * (1 - 1e-6))
+    steps = itertools.chain(releases(solution, everyone), trades(below, solution, everyone, everyone))
+    options = {rest.key: rest for _, rest in steps if below.affordable(rest)}
+    for rest in smallest_first(options.values(), below.price):
+        if exceeds(req_s, evaluator.score_limit(rest, req_s)):
+            continue
+        found = evaluator.reordered(evaluator.evaluate(rest))
+        if not exceeds(req_s, found.req_s):
+            return found
+    return None

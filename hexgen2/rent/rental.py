@@ -1,0 +1,128 @@
+"""A part of the universe as a problem of its own: one GPU type to search alone, or what is rented at last."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cluster_specs.offers import rented_part
+from hexgen2.cluster import Cluster
+from hexgen2.placement import Bound, FrontierPoint, Placement, Rented, SearchRecord
+from hexgen2.search.budget import ROUNDING, Market, spendable
+from hexgen2.search.build import build_placement
+from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.local_search import SearchState
+from hexgen2.search.problem import Group, Problem, Solution
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some GPUs of a universe. nodes[k] is the universe's node that is node k of the problem."""
+
+    problem: Problem
+    nodes: tuple[int, ...]
+
+    def outside(self, solution: Solution) -> Solution:
+        """A solution of the part as one of the universe."""
+        return _renamed(solution, dict(enumerate(self.nodes)))
+
+    def inside(self, solution: Solution) -> Solution:
+        """A solution of the universe that uses nothing else, as one of the part."""
+        return _renamed(solution, {node: k for k, node in enumerate(self.nodes)})
+
+
+def part_of(universe: Problem, counts: Sequence[int]) -> Part:
+    """The first counts[n] GPUs of each node n."""
+    nodes = tuple(n for n, count in enumerate(counts) if count)
+    cluster = Cluster.from_spec(rented_part(universe.spec, counts))
+    # A node keeps the network card that a link to a node left out may have shown it to have.
+    cards = universe.cluster.card_bytes_s[list(nodes)]
+    known = [
+        node.model_copy(update={"network_gbit_s": float(card) * 8e-9}) if here < card else node
+        for node, card, here in zip(cluster.spec.nodes, cards, cluster.card_bytes_s, strict=True)
+    ]
+    if known != cluster.spec.nodes:
+        cluster = Cluster.from_spec(cluster.spec.model_copy(update={"nodes": known}))
+    return Part(replace(universe, spec=cluster.spec, cluster=cluster), nodes)
+
+
+def build_rental(universe: Problem, state: SearchState, strategy: str, search: SearchRecord) -> Placement:
+    """The placement of the state's best on a cluster of only what it rents, and the state's frontier."""
+    assert state.best is not None
+    used = _used(state.best)
+    part = part_of(universe, in_use(universe, used))
+    evaluator = Evaluator(part.problem)
+    evaluation = evaluator.reordered(evaluator.evaluate(part.inside(used)))
+    placement = build_placement(part.problem, evaluation, strategy, search)
+    return placement.model_copy(
+        update={
+            "rented": rented_list(universe, used),
+            "frontier": [_point(universe, budget, found) for budget, found in state.frontier],
+            "bound": rental_bound(state, used, placement.throughput.req_s),
+        }
+    )
+
+
+def _used(evaluation: Evaluation) -> Solution:
+    """The groups that hold the model; the others are not rented."""
+    replicas = (*evaluation.prefill, *evaluation.decode, *evaluation.colocated)
+    return Solution(tuple(replica.group for replica in replicas))
+
+
+def _point(universe: Problem, budget: float, found: Evaluation) -> FrontierPoint:
+    used = _used(found)
+    price, tokens_s = Market(universe, budget).price(used), found.req_s * universe.costs.osl
+    return FrontierPoint(
+        budget_per_hour=budget,
+        price_per_hour=price,
+        req_s=found.req_s,
+        output_tok_s=tokens_s,
+        usd_per_million_output_tokens=price / (tokens_s * 3600 / 1e6),
+        rented=rented_list(universe, used),
+    )
+
+
+def in_use(universe: Problem, solution: Solution) -> list[int]:
+    """GPUs of each node that are in a group."""
+    counts = [0] * len(universe.node_gpus)
+    for group in solution.groups:
+        for node, count in group.blocks:
+            counts[node] += count
+    return counts
+
+
+def rented_list(universe: Problem, solution: Solution) -> list[Rented]:
+    """What the solution rents, by type and price, fastest type first."""
+    found: Counter[tuple[str, float]] = Counter()
+    for node, count in enumerate(in_use(universe, solution)):
+        found[universe.node_accelerator[node].name, universe.node_price[node]] += count
+    order = [card.name for card in universe.cluster.types]
+    ranked = sorted(found, key=lambda key: (order.index(key[0]), key[1]))
+    return [
+        Rented(accelerators=name, count=found[name, price], price_per_gpu_hour=price)
+        for name, price in ranked
+        if found[name, price]
+    ]
+
+
+def rental_bound(state: SearchState, solution: Solution, req_s: float) -> Bound:
+    """What the budget could carry at best; for the objective "cost", what the price of the solution could,
+    and the least price that carries the load: its own, if that is proved."""
+    universe, relaxed = state.evaluator.problem, state.evaluator.relaxed
+    goal = universe.goal
+    price = Market(universe, spendable(universe)).price(solution)
+    if goal.objective == "cost" and goal.request_rate is not None:
+        least = price if state.proved else min(price, relaxed.least_price(goal.request_rate))
+        bound = relaxed.limit(price * (1 + ROUNDING)).bound(req_s)
+        return bound.model_copy(update={"price_per_hour": least})
+    return (state.limit or relaxed.limit(spendable(universe))).bound(req_s)
+
+
+def _renamed(solution: Solution, names: Mapping[int, int]) -> Solution:
+    return Solution(
+        tuple(
+            Group(group.role, tuple(sorted((names[node], count) for node, count in group.blocks)))
+            for group in solution.groups
+        )
+    )

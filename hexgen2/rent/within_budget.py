@@ -1,0 +1,62 @@
+"""The best rental within a budget, never less than the best of one GPU type alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from hexgen2.rent.cheapest import refuse_budget
+from hexgen2.rent.rental import part_of
+from hexgen2.rent.universe import search_universe
+from hexgen2.search.budget import Market, spendable
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.local_search import SearchState
+
+Plain = Callable[[SearchState, int], None]
+"""The search of a cluster that is all there to use: offers what it finds to the state; takes a seed."""
+
+EFFORT = 8000
+"""Effort (see SearchState) for the universe, on top of the plain searches of single types."""
+
+
+def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
+    """Offer the best solution within the goal's budget.
+
+    Raises
+    ------
+    InfeasibleError : nothing works within the budget, but more money would do; says how much
+    """
+    problem = state.evaluator.problem
+    market = state.market = Market(problem, spendable(problem))
+    for accelerator, counts in single_types(market):
+        if state.out_of_time():
+            return
+        _search_alone(state, f"rent {accelerator} alone", counts, seed, plain)
+    search_universe(state, seed, EFFORT, [])
+    if state.best is None or state.best.req_s <= 0:
+        refuse_budget(state, seed)
+
+
+def single_types(market: Market) -> Iterator[tuple[str, list[int]]]:
+    """For each GPU type, fastest first: the most GPUs of it that the budget allows, of each node."""
+    problem = market.problem
+    for card in problem.cluster.types:
+        nodes = [n for n, other in enumerate(problem.node_accelerator) if other == card]
+        counts, left = [0] * len(problem.node_gpus), market.budget_per_hour
+        for node in sorted(nodes, key=lambda n: (problem.node_price[n], -len(problem.node_gpus[n]), n)):
+            counts[node] = market.most(node, left)
+            left -= counts[node] * problem.node_price[node]
+        if sum(counts) >= 2:
+            yield card.name, counts
+
+
+def _search_alone(state: SearchState, label: str, counts: Sequence[int], seed: int, plain: Plain) -> None:
+    part = part_of(state.evaluator.problem, counts)
+    alone = SearchState(Evaluator(part.problem), deadline_s=state.deadline_s)
+    try:
+        plain(alone, seed)
+    finally:
+        state.cut = alone.cut
+        if alone.best is not None:
+            evaluator = state.evaluator
+            found = evaluator.evaluate(part.outside(alone.best.solution))
+            state.offer(evaluator.reordered(found), label)

@@ -1,0 +1,127 @@
+"""Re-planning: from the placement that runs to a better one, the moves weighed against the gain.
+
+GPUs were lost or added, or the workload changed. What survives is the first start; a search without
+regard to moves gives the second, and says what is given up. Both are refined by the steps of HexGen-2's
+search under a value that counts the requests which the moves miss (search/migration.py).
+"""
+
+from __future__ import annotations
+
+from hexgen2.moves import Migration
+from hexgen2.placement import Placement, SearchRecord
+from hexgen2.replan.migration import Migrator, Terms
+from hexgen2.replan.previous import Previous
+from hexgen2.replan.value import ReplanEvaluator
+from hexgen2.search.bounds.upper_bounds import Limit
+from hexgen2.search.build import build_placement
+from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.local_search import SearchState, refine
+from hexgen2.search.naming import moved_names
+from hexgen2.search.planning.plan import Planner
+from hexgen2.search.problem import Problem, Solution
+from hexgen2.strategies.base import SearchOptions, run_search
+from hexgen2.strategies.hexgen2 import NAME, climb_from_starts, settle
+
+EFFORT = 1500
+"""Effort (see SearchState) of the search without regard to moves, and of the one with it, for clusters of up
+to FEW_NODES nodes. With more nodes there are more steps to look at for each that is worth an evaluation."""
+FEW_NODES = 10
+
+
+def replan(problem: Problem, previous: Placement, options: SearchOptions, terms: Terms) -> Placement:
+    """The placement of most requests within the horizon, what the moves miss deducted, and the moves.
+
+    Raises
+    ------
+    InfeasibleError : what is left carries no request
+    """
+    return _Replan(problem, previous, options, terms).run()
+
+
+class _Replan:
+    def __init__(self, problem: Problem, previous: Placement, options: SearchOptions, terms: Terms) -> None:
+        self._problem, self._options, self._terms = problem, options, terms
+        self._previous = Previous(problem, previous)
+        self._migrator = Migrator(problem, self._previous, terms)
+        self._unchanged: Evaluation | None = None
+        self._free: Evaluation | None = None
+        self._limit: Limit | None = None
+
+    def run(self) -> Placement:
+        alone = any(replica.role == "colocated" for replica in self._previous.replicas)
+        return run_search(
+            NAME,
+            self._problem,
+            self._options,
+            self._explore,
+            fewest_gpus=1 if alone else 2,
+            evaluator=self._evaluator,
+            build=self._build,
+        )
+
+    def _evaluator(self, problem: Problem) -> Evaluator:
+        return ReplanEvaluator(problem, Planner(problem), self._migrator)
+
+    def _explore(self, state: SearchState) -> None:
+        evaluator = state.evaluator
+        assert isinstance(evaluator, ReplanEvaluator)
+        self._unchanged = evaluator.adopt(evaluator.unchanged())
+        state.offer(self._unchanged, "nothing moves")
+        starts = self._survivors(self._unchanged.solution)
+        self._free = self._without_regard_to_moves(state, starts)
+        if self._free:
+            state.offer(evaluator.adopt(self._free), "best without regard to moves")
+            starts.append(self._free.solution)
+        state.effort_limit = state.effort + self._effort()
+        for start in starts:
+            refine(state, start, "from what survives")
+        settle(state, self._options.seed)
+        if state.best is not None:
+            state.offer(evaluator.polished(state.best), "polish")
+
+    def _effort(self) -> float:
+        return EFFORT * min(1.0, FEW_NODES / len(self._problem.node_gpus))
+
+    def _survivors(self, intact: Solution) -> list[Solution]:
+        """The intact groups with what is left of the broken ones, and without."""
+        remains = tuple(self._previous.remains())
+        found = [Solution((*intact.groups, *remains))] if remains else []
+        return found + ([intact] if intact.groups else [])
+
+    def _without_regard_to_moves(self, state: SearchState, starts: list[Solution]) -> Evaluation | None:
+        free = SearchState(Evaluator(self._problem, state.evaluator.planner), deadline_s=state.deadline_s)
+        free.effort_limit = free.effort + self._effort()
+        # Not that of the enumeration: a replica that is kept may have stages that no free plan has.
+        self._limit = free.evaluator.relaxed.limit()
+        free.bounded_by(self._limit)
+        for start in starts:
+            refine(free, start, "from what survives")
+        climb_from_starts(free)
+        settle(free, self._options.seed)
+        state.cut = free.cut
+        return free.best
+
+    def _build(
+        self, problem: Problem, best: Evaluation, strategy: str, record: SearchRecord, _: Limit | None
+    ) -> Placement:
+        names, moves = moved_names(self._migrator, best)
+        # What runs may have plans that this planner would not make; the bound then does not speak of them.
+        limit = self._limit if self._limit and self._limit.req_s >= best.req_s * (1 - 1e-9) else None
+        placement = build_placement(problem, best, strategy, record, limit, names)
+        terms = self._terms
+        free = self._free if self._free and self._free.req_s > best.req_s else best
+        return placement.model_copy(
+            update={
+                "moves": moves,
+                "migration": Migration(
+                    horizon_s=terms.horizon_s,
+                    load_gbyte_s=terms.load_bytes_s / 1e9,
+                    restart_s=terms.restart_s,
+                    before_req_s=self._previous.placement.throughput.req_s,
+                    unchanged_req_s=self._unchanged.req_s if self._unchanged else 0.0,
+                    chosen=self._migrator.cost(best),
+                    free=self._migrator.cost(free),
+                    assumptions=terms.assumptions,
+                ),
+            }
+        )

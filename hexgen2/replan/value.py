@@ -1,0 +1,123 @@
+"""The value of solutions on the way from a placement that runs: throughput less what the moves miss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from hexgen2.replan.migration import Migrator
+from hexgen2.replan.previous import OldReplica
+from hexgen2.search.evaluator import Evaluation, Evaluator, Replica
+from hexgen2.search.planning.plan import GroupPlan, Planner
+from hexgen2.search.planning.shards import shard_bytes, shards_of
+from hexgen2.search.problem import Blocks, Group, Problem, Solution
+from hexgen2.search.ties import exceeds
+
+POLISH_ROUNDS = 3
+"""Most rounds over all replicas in which each tries its other plans."""
+
+
+class ReplanEvaluator(Evaluator):
+    """Maximises req_s * horizon - missed requests: the cost of a solution is what its moves miss, spread
+    over the horizon. Groups that run already keep their stages where new ones gain too little."""
+
+    def __init__(self, problem: Problem, planner: Planner, migrator: Migrator) -> None:
+        super().__init__(problem, planner)
+        self.migrator = migrator
+        self._running: dict[Blocks, list[OldReplica]] = {}
+        for old in migrator.previous.intact:
+            self._running.setdefault(old.blocks, []).append(old)
+        self._chosen: dict[Group, GroupPlan | None] = {}
+
+    def way_cost(self, replicas: Sequence[Replica], req_s: float) -> tuple[float, float]:
+        horizon = self.migrator.terms.horizon_s
+        found = self.migrator.successors(replicas)
+        idle = math.fsum(s.replica.plan.capacity_req_s * min(1.0, s.absent_s / horizon) for s in found)
+        return self.migrator.missed_requests(found, req_s) / horizon, idle
+
+    def plan_of(self, group: Group) -> GroupPlan | None:
+        """The best, but where a replica runs on these GPUs: of its plans, the one that serves most within the
+        horizon on its own."""
+        if group.blocks not in self._running:
+            return self.planner.plan(group.role, group.blocks)
+        if group not in self._chosen:
+            horizon = self.migrator.terms.horizon_s
+            best, most = None, 0.0
+            for plan, absent_s in self._options(group):
+                served = plan.capacity_req_s * max(0.0, horizon - absent_s)
+                if best is None or exceeds(served, most):
+                    best, most = plan, served
+            self._chosen[group] = best
+        return self._chosen[group]
+
+    def _options(self, group: Group) -> Iterator[tuple[GroupPlan, float]]:
+        """Plans with the seconds that the replica would be absent: those that leave an old replica as it is
+        or its stages as they are, and the best for the group, with all its weights to load."""
+        planner, terms = self.planner, self.migrator.terms
+        drain_s = 0.0
+        for old in self._running.get(group.blocks, ()):
+            assert old.stages is not None
+            drain_s = max(drain_s, old.drain_s)
+            for batch in (old.batch, None):
+                plan = planner.plan_layers(group.role, old.stages, batch)
+                if plan:
+                    same = group.role == old.role and plan.batch == old.batch
+                    yield plan, 0.0 if same else old.drain_s / 2 + terms.restart_s
+        plan = planner.plan(group.role, group.blocks)
+        if plan:
+            shards = shards_of([(stage.degree, stage.layers) for stage in plan.stages])
+            largest = max(shard_bytes(self.problem.model, rank) for stage in shards for rank in stage)
+            yield plan, drain_s / 2 + terms.restart_s + largest / terms.load_bytes_s
+
+    def unchanged(self) -> Evaluation:
+        """What is left of the old placement if nothing is done. A replica whose batch does not fit under the
+        workload is given one that does; one that fits no longer stands still."""
+        groups: list[Group] = []
+        replicas: list[Replica] = []
+        for old in self.migrator.previous.intact:
+            assert old.stages is not None
+            group = Group(old.role, old.blocks)
+            plans = (self.planner.plan_layers(old.role, old.stages, batch) for batch in (old.batch, None))
+            plan = next((plan for plan in plans if plan), None)
+            if plan:
+                replicas.append(Replica(len(groups), group, plan))
+            groups.append(group)
+        return self.with_plans(Solution(tuple(groups)), *_by_role(replicas))
+
+    def adopt(self, evaluation: Evaluation) -> Evaluation:
+        """The same replicas with their plans as they are, valued here; from now on they are the value of
+        their solution if no better one is known."""
+        found = self.with_plans(evaluation.solution, *_by_role(evaluation.replicas))
+        known = self._evaluated.get(found.solution.key)
+        if known is None or found.better_than(known):
+            self._evaluated[found.solution.key] = found
+        return found
+
+    def polished(self, evaluation: Evaluation) -> Evaluation:
+        """The same groups with the plans and stage orders that are worth most, replica by replica."""
+        best = evaluation
+        for _ in range(POLISH_ROUNDS):
+            before = best
+            for place in range(len(best.replicas)):
+                best = self._polish(best, place)
+            if best is before:
+                break
+        return best
+
+    def _polish(self, start: Evaluation, place: int) -> Evaluation:
+        best, replica = start, start.replicas[place]
+        plans = [plan for plan, _ in self._options(replica.group)]
+        for plan in dict.fromkeys([*plans, *self.orders(replica)]):
+            replicas = list(start.replicas)
+            replicas[place] = replace(replica, plan=plan)
+            tried = self.with_plans(start.solution, *_by_role(replicas))
+            if tried.better_than(best):
+                best = tried
+        return best
+
+
+def _by_role(replicas: Sequence[Replica]) -> tuple[tuple[Replica, ...], ...]:
+    """Prefill, decode and colocated ones."""
+    roles = ("prefill", "decode", "colocated")
+    return tuple(tuple(r for r in replicas if r.group.role == role) for role in roles)

@@ -1,0 +1,228 @@
+"""A placement in words and tables, for people."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cost_model.printable import printable
+from hexgen2.goal import Goal
+from hexgen2.placement import OPTIMAL, Bound, FrontierPoint, Goodput, Placement, Rented, Replica
+from hexgen2.report.moves import print_moves
+
+PIPED_WIDTH = 110
+
+
+class PlainConsole(Console):
+    """A console for text that others wrote: markup and emoji codes in it mean nothing, and control characters
+    are shown as escapes. All strings pass `render_str`, cells of tables included."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+def make_console() -> Console:
+    """Standard output: as wide as the terminal, or wide enough for the tables where there is none."""
+    console = PlainConsole(soft_wrap=True)
+    return console if console.is_terminal else PlainConsole(soft_wrap=True, width=PIPED_WIDTH)
+
+
+def print_placement(placement: Placement, console: Console) -> None:
+    """What runs where, what it yields, how far from the bound, and which figures are assumed."""
+    model, workload, costs = placement.model, placement.workload, placement.cost_model
+    console.print(
+        f"{model.name} on {placement.cluster.name} for "
+        f"{workload.name} ({workload.isl:.0f} tokens in, {workload.osl:.0f} out), "
+        f"strategy {placement.strategy}, ${placement.price_per_hour:.2f}/h",
+        style="bold",
+    )
+    console.print(_replica_table(placement))
+    if placement.routes:
+        console.print(_route_table(placement))
+    error = "" if costs.error is None else f" +- {costs.error:.0%}"
+    console.print(
+        f"throughput  {placement.throughput.req_s:.4g}{error} requests/s, "
+        f"{placement.throughput.output_tok_s:.5g} output tokens/s"
+    )
+    if caution := _ranking_caution(placement):
+        console.print(caution)
+    if placement.rented:
+        _print_rental(placement, console)
+    console.print(_bound_text(placement.bound))
+    for assumption in placement.bound.assumptions:
+        console.print(f"              {assumption}", style="dim")
+    console.print(
+        f"service     TTFT {placement.latency.ttft_ms:.4g} ms, TPOT {placement.latency.tpot_ms:.4g} ms, "
+        "without queueing"
+    )
+    if placement.goodput:
+        _print_goodput(placement.goodput, placement.goal, console)
+    if placement.migration:
+        print_moves(placement.moves, placement.migration, compact, console)
+    if placement.lost:
+        console.print(f"lost        {compact(placement.lost)}")
+    for bottleneck in placement.bottlenecks:
+        console.print(f"bottleneck  {bottleneck}")
+    console.print(
+        f"cost model  {costs.name} ({costs.calibration}), pipeline stages {costs.pipeline}, "
+        f"links {costs.links}: all times are predicted"
+    )
+    if placement.search.cut:
+        console.print(f"search cut  {placement.search.cut}: a longer one may find better")
+    if costs.unmeasured and costs.name == "calibrated":
+        cards = " or ".join(costs.unmeasured)
+        text = f"assumed     No step of {cards} was measured: general coefficients stand in."
+        console.print(text, style="dim")
+    for assumption in placement.cluster.assumptions:
+        console.print(f"assumed     {assumption}", style="dim")
+
+
+def _ranking_caution(placement: Placement) -> str | None:
+    """The best that the search met with other numbers of replicas, if it is worse by less than the error."""
+    if placement.goal.rents or placement.goal.objective == "latency":
+        return None
+    error, best = placement.cost_model.error, placement.throughput.req_s
+    kinds = ("prefill", "decode", "colocated")
+    chosen = tuple(sum(replica.role == kind for replica in placement.replicas) for kind in kinds)
+    rivals: dict[tuple[int, ...], float] = {}
+    for step in placement.search.trace:
+        makeup = tuple(step.get(f"{kind}_replicas", 0) for kind in kinds)
+        if makeup != chosen and step.get("req_s", 0.0) * (1 + (error or 0.0)) >= best:
+            rivals[makeup] = max(step["req_s"], rivals.get(makeup, 0.0))
+    if not rivals or error is None:
+        return None
+    makeup = max(rivals, key=lambda other: rivals[other])
+    counts = " and ".join(f"{n} {kind}" for n, kind in zip(makeup, kinds, strict=True) if n)
+    return (
+        f"caution     {counts} replicas make {rivals[makeup]:.4g} requests/s, which is inside the error: "
+        "measure both where it matters"
+    )
+
+
+def _bound_text(bound: Bound) -> str:
+    """How good the answer is, as far as it is proved."""
+    if bound.gap <= OPTIMAL:
+        return f"bound       optimal, by {bound.method}: no placement is better, given that"
+    text = f"within      {bound.gap * 100:.2g} % of the best possible, at most {bound.req_s:.4g} requests/s"
+    if bound.kv_free_req_s is not None and bound.kv_free_req_s > bound.req_s * (1 + OPTIMAL):
+        text += f" ({bound.kv_free_req_s:.4g} if KV transfers took no time)"
+    return text + f" by {bound.method}, given that"
+
+
+def _print_rental(placement: Placement, console: Console) -> None:
+    """What to rent, what tokens cost, how much of the load is to spare, and the frontier if there is one."""
+    price, goal = placement.price_per_hour, placement.goal
+    million = price / (placement.throughput.output_tok_s * 3600 / 1e6)
+    console.print(
+        f"rent        {rented_text(placement.rented)}: ${price:.2f}/h, "
+        f"${million:.3g} per million output tokens"
+    )
+    if goal.objective == "cost" and goal.request_rate is not None:
+        headroom = placement.throughput.req_s / goal.request_rate - 1
+        console.print(f"load        {goal.request_rate:g} requests/s, so the headroom is {headroom:.1%}")
+    least = placement.bound.price_per_hour
+    if least is not None:
+        proven = least >= price * (1 - 1e-9)
+        limit = (
+            f"${least:.2f}/h is the least for this load, so nothing saves more than ${price - least:.2f}/h"
+        )
+        console.print(f"cheapest    {'nothing cheaper carries the load' if proven else limit}")
+    if placement.frontier:
+        console.print(_frontier_table(placement.frontier))
+
+
+def rented_text(rented: list[Rented]) -> str:
+    """For example "6 H100 + 3 A100-80GB"."""
+    return " + ".join(f"{part.count} {part.accelerators}" for part in rented)
+
+
+def _frontier_table(points: list[FrontierPoint]) -> Table:
+    table = Table(
+        "budget $/h", "price $/h", "requests/s", "output tokens/s", "$ per million", "rent", box=None
+    )
+    for point in points:
+        table.add_row(
+            f"{point.budget_per_hour:.2f}",
+            f"{point.price_per_hour:.2f}",
+            f"{point.req_s:.4g}",
+            f"{point.output_tok_s:.5g}",
+            f"{point.usd_per_million_output_tokens:.3g}",
+            rented_text(point.rented),
+        )
+    return table
+
+
+def _print_goodput(goodput: Goodput, goal: Goal, console: Console) -> None:
+    """What the targets leave, and what requests see under the load."""
+    if goodput.goodput_req_s is not None and goodput.attainment is not None:
+        asked = (("TTFT", goal.ttft_ms), ("TPOT", goal.tpot_ms))
+        targets = " and ".join(f"{name} within {value:g} ms" for name, value in asked if value)
+        capped = ", all that arrive" if goodput.goodput_req_s == goal.request_rate else ""
+        console.print(
+            f"goodput     {goodput.goodput_req_s:.4g} requests/s{capped}: {goal.attainment:.0%} of them with "
+            f"{targets}; {goodput.attainment:.1%} at {goodput.request_rate:.4g} requests/s"
+        )
+    under = f"under load  at {goodput.request_rate:.4g} requests/s, queueing included: "
+    if goodput.mean_ttft_ms is None:
+        console.print(under + "queues grow without limit")
+    else:
+        console.print(
+            f"{under}TTFT {goodput.mean_ttft_ms:.4g} ms (p90 {goodput.p90_ttft_ms:.4g}), TPOT "
+            f"{goodput.mean_tpot_ms:.4g} ms, {(goodput.mean_e2el_ms or 0) / 1e3:.3g} s to the last token"
+        )
+    for assumption in goodput.assumptions:
+        console.print(f"              {assumption}", style="dim")
+
+
+def _replica_table(placement: Placement) -> Table:
+    accelerators = {node.name: node.accelerators.split(":")[0] for node in placement.cluster.nodes}
+    table = Table("replica", "stages (GPUs: layers)", "batch", "requests/s", "used", box=None)
+    for replica in placement.replicas:
+        table.add_row(
+            replica.id,
+            stages_text(replica, accelerators),
+            str(replica.max_batch),
+            f"{replica.capacity_req_s:.4g}",
+            f"{replica.utilisation:.0%}",
+        )
+    return table
+
+
+def stages_text(replica: Replica, accelerators: dict[str, str]) -> str:
+    """For example "2xH100 pod-a/0-1: 0-53 | 1xA100 pod-b/3: 54-79"."""
+    return " | ".join(
+        f"{len(stage.gpus)}x{accelerators[stage.gpus[0].split('/')[0]]} {compact(stage.gpus)}: "
+        f"{stage.layers[0]}-{stage.layers[1] - 1}"
+        for stage in replica.stages
+    )
+
+
+def compact(gpus: list[str]) -> str:
+    """GPU ids with the node named once: ["a/0", "a/1"] is "a/0-1"."""
+    parts = []
+    for node, members in groupby(gpus, key=lambda gpu: gpu.rsplit("/", 1)[0]):
+        numbers = [int(re.sub(r".*/", "", gpu)) for gpu in members]
+        run = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        text = f"{numbers[0]}-{numbers[-1]}" if run and len(numbers) > 1 else ",".join(map(str, numbers))
+        parts.append(f"{node}/{text}")
+    return " ".join(parts)
+
+
+def _route_table(placement: Placement) -> Table:
+    table = Table("KV route", "requests/s", "of at most", "KV per request", box=None)
+    for route in placement.routes:
+        table.add_row(
+            f"{route.from_} -> {route.to}",
+            f"{route.flow_req_s:.4g}",
+            f"{route.capacity_req_s:.4g}",
+            f"{route.kv_bytes_per_req / 1e6:.4g} MB",
+        )
+    return table

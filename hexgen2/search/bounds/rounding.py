@@ -1,0 +1,111 @@
+"""A start from above: the master's linear program, rounded and laid out on nodes.
+
+Whole groups are fixed at once, then one by one the column that the program, solved again, takes most of;
+a column for which no node has room any more is left out. The refinement does the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hexgen2.search.bounds.columns import Column
+from hexgen2.search.bounds.configuration_lp import Master
+from hexgen2.search.planning.classes import NodeClasses
+from hexgen2.search.problem import Blocks, Group, Solution, blocks_of
+from hexgen2.search.ties import first_largest, greatest, least
+
+ROUNDING = 1e-6
+
+
+def dive(
+    master: Master,
+    classes: NodeClasses,
+    columns: Sequence[Column],
+    budget: float = math.inf,
+    pair_roles: bool = False,
+) -> Solution:
+    """The solution that rounding the linear program gives, within the budget (US dollars per hour); empty
+    if there are no columns."""
+    layout, program = Layout(classes, pair_roles), master.program(columns, budget)
+    program.break_ties([column.capacity_req_s for column in columns])
+    placed, spent, reached = np.zeros(len(columns)), 0.0, False
+    while len(columns):
+        relaxed = program.solve()
+        ahead = relaxed.amounts - placed
+        if ahead.max() <= ROUNDING:
+            break
+        # All whole groups at once the first time, then the one that is most nearly whole.
+        whole = np.floor(ahead + ROUNDING).astype(int)
+        if not whole.any():
+            whole[first_largest(ahead)] = 1
+        for k in _largest_first(columns, whole):
+            price = master.price_of(columns[k])
+            for _ in range(whole[k]):
+                if spent + price > budget * (1 + ROUNDING) or not layout.place(columns[k]):
+                    program.at_most(k, int(placed[k]))
+                    break
+                placed[k] += 1
+                spent += price
+            program.at_least(k, int(placed[k]))
+        reached = relaxed.value > 0
+    return layout.solution if reached else Solution()
+
+
+def lay_out(classes: NodeClasses, columns: Sequence[Column], amounts: np.ndarray) -> Solution:
+    """So many groups of each column on nodes, the largest first, as far as there is room."""
+    layout = Layout(classes)
+    whole = np.round(amounts).astype(int)
+    for k in _largest_first(columns, whole):
+        for _ in range(whole[k]):
+            layout.place(columns[k])
+    return layout.solution
+
+
+def _largest_first(columns: Sequence[Column], amounts: np.ndarray) -> list[int]:
+    """The columns of which there are any, those of most GPUs first."""
+    return sorted(np.flatnonzero(amounts).tolist(), key=lambda k: -sum(n for _, n in columns[k].pattern))
+
+
+class Layout:
+    """Nodes being filled with groups. With pair_roles a group goes where the other role has most to spare, so
+    that KV caches need not leave the node."""
+
+    def __init__(self, classes: NodeClasses, pair_roles: bool = False) -> None:
+        self._classes, self._pair_roles = classes, pair_roles
+        self._free = [len(gpus) for gpus in classes.problem.node_gpus]
+        self._surplus = [0.0] * len(self._free)  # of prefill capacity over decode capacity, requests/s
+        self._groups: list[Group] = []
+
+    @property
+    def solution(self) -> Solution:
+        return Solution(tuple(self._groups))
+
+    def place(self, column: Column) -> bool:
+        """Give the column the nodes that it fills most nearly (several: joined by the fastest links); False
+        if there is no room."""
+        blocks = self._room(column)
+        if blocks is None:
+            return False
+        sign = 1 if column.role == "prefill" else -1
+        for node, count in blocks:
+            self._free[node] -= count
+            self._surplus[node] += sign * column.capacity_req_s / len(blocks)
+        self._groups.append(Group(column.role, blocks))
+        return True
+
+    def _room(self, column: Column) -> Blocks | None:
+        links = self._classes.problem.node_links
+        sign = (1 if column.role == "prefill" else -1) if self._pair_roles else 0
+        taken: list[int] = []
+        for which, count in sorted(column.pattern, key=lambda part: -part[1]):
+            free = [n for n in self._classes.nodes[which] if self._free[n] >= count and n not in taken]
+            if not free:
+                return None
+            slowest = {n: min((links[n][m].bandwidth_bytes_s for m in taken), default=0.0) for n in free}
+            spare = least(greatest(free, slowest.__getitem__), lambda n: sign * self._surplus[n])
+            taken.append(min(spare, key=lambda n: (self._free[n], n)))
+        ordered = sorted(column.pattern, key=lambda part: -part[1])
+        return blocks_of({node: count for node, (_, count) in zip(taken, ordered, strict=True)})

@@ -1,0 +1,144 @@
+"""What a search under a budget may spend, on which GPUs, and the steps that trade some for others.
+
+The universe is all that could be rented; GPUs in no group cost nothing. A solution over the budget is
+no candidate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from hexgen2.search.operators import Step, idle_blocks, replaced
+from hexgen2.search.problem import Blocks, Group, Problem, Solution, blocks_of
+
+ROUNDING = 1e-9
+"""Relative slack for prices that were added up in floating point."""
+
+
+@dataclass(frozen=True)
+class Market:
+    """The prices of a problem's GPUs, and what all in use may cost together in US dollars per hour."""
+
+    problem: Problem
+    budget_per_hour: float
+
+    def price(self, solution: Solution) -> float:
+        """US dollars per hour for the GPUs in groups."""
+        prices = self.problem.node_price
+        return math.fsum(prices[node] * count for group in solution.groups for node, count in group.blocks)
+
+    def affordable(self, solution: Solution) -> bool:
+        """Whether the solution's price is within the budget."""
+        return self.price(solution) <= self.budget_per_hour * (1 + ROUNDING)
+
+    def most(self, node: int, money: float) -> int:
+        """GPUs of a node that so much money buys."""
+        price, size = self.problem.node_price[node], len(self.problem.node_gpus[node])
+        return size if price <= 0 else min(size, int(money / price * (1 + ROUNDING)))
+
+    def on_offer(self, solution: Solution) -> Blocks:
+        """GPUs in no group; of nodes alike in all and wholly unused, only the first."""
+        sizes = tuple(len(gpus) for gpus in self.problem.node_gpus)
+        seen: set[int] = set()
+        offered = []
+        for node, count in idle_blocks(solution, sizes):
+            if count == sizes[node]:
+                if self._twin[node] in seen:
+                    continue
+                seen.add(self._twin[node])
+            offered.append((node, count))
+        return tuple(offered)
+
+    @cached_property
+    def _twin(self) -> tuple[int, ...]:
+        """For each node the first that could stand in its place: same GPUs, price and links."""
+        problem = self.problem
+        nodes = range(len(problem.node_gpus))
+
+        def alike(a: int, b: int) -> bool:
+            return (
+                problem.node_kind[a] == problem.node_kind[b]
+                and problem.node_price[a] == problem.node_price[b]
+                and len(problem.node_gpus[a]) == len(problem.node_gpus[b])
+                and all(
+                    problem.node_links[a][c] == problem.node_links[b][c] for c in nodes if c not in (a, b)
+                )
+            )
+
+        return tuple(next(a for a in nodes if alike(a, b)) for b in nodes)
+
+
+def spendable(problem: Problem) -> float:
+    """US dollars per hour: the goal's budget, or the price of everything."""
+    everything = float(problem.cluster.price_per_hour.sum())
+    given = problem.goal.budget_per_hour
+    return everything if given is None else min(given, everything)
+
+
+def releases(solution: Solution, groups: Iterable[int]) -> Iterator[Step]:
+    """GPUs of a group are given back: one, half a node's share, all of it, or the whole group."""
+    for a in groups:
+        group = solution.groups[a]
+        for given in _given(group):
+            rest = Group(group.role, _minus(group.blocks, given))
+            yield f"release {_text(given)} of {group.role}", replaced(solution, {a: rest})
+
+
+def trades(market: Market, solution: Solution, givers: list[int], takers: list[int]) -> Iterator[Step]:
+    """Idle GPUs of one node, as many as the budget allows or fewer, join a group or form one; a group may
+    give back GPUs of other nodes for them."""
+    offered = market.on_offer(solution)
+    left = market.budget_per_hour - market.price(solution)
+    prices = market.problem.node_price
+    nothing: tuple[int | None, Blocks] = (None, ())
+    gifts = [nothing, *((a, given) for a in givers for given in _given(solution.groups[a]))]
+    for giver, given in gifts:
+        money = left + math.fsum(prices[node] * count for node, count in given)
+        for node, idle in offered:
+            if any(node == n for n, _ in given):
+                continue
+            for count in _amounts(min(idle, market.most(node, money))):
+                yield from _hires(solution, giver, given, (node, count), takers)
+
+
+def _hires(
+    solution: Solution, giver: int | None, given: Blocks, hired: tuple[int, int], takers: list[int]
+) -> Iterator[Step]:
+    changed: dict[int, Group | None] = {}
+    if giver is not None:
+        group = solution.groups[giver]
+        changed[giver] = Group(group.role, _minus(group.blocks, given))
+    name = f"trade {_text(given)} for {_text((hired,))}" if given else f"hire {_text((hired,))}"
+    for a in takers if giver is None else sorted({giver, *takers}):
+        group = changed.get(a) or solution.groups[a]
+        counts = dict(group.blocks)
+        counts[hired[0]] = counts.get(hired[0], 0) + hired[1]
+        larger = Group(group.role, blocks_of(counts))
+        yield f"{name} in {group.role}", replaced(solution, {**changed, a: larger})
+    for role in ("prefill", "decode"):
+        yield f"{name} as {role}", replaced(solution, changed, (Group(role, (hired,)),))
+
+
+def _given(group: Group) -> list[Blocks]:
+    """Parts of a group that may be given back."""
+    parts: list[Blocks] = [
+        ((node, n),) for node, count in group.blocks for n in sorted({1, (count + 1) // 2, count})
+    ]
+    return parts if len(group.blocks) == 1 else [*parts, group.blocks]
+
+
+def _amounts(most: int) -> list[int]:
+    """Powers of two up to `most`, and `most`."""
+    return sorted({1 << k for k in range(most.bit_length())} | {most}) if most else []
+
+
+def _minus(blocks: Blocks, given: Blocks) -> Blocks:
+    gone = dict(given)
+    return blocks_of({node: count - gone.get(node, 0) for node, count in blocks})
+
+
+def _text(blocks: Blocks) -> str:
+    return " and ".join(f"{count} of node {node}" for node, count in blocks)

@@ -1,0 +1,358 @@
+"""The value of a solution: plans of its groups, KV routes between them, and the max flow.
+
+Everything is memoised by what it depends on; the flow is solved only where the sum of the replicas'
+capacities does not already decide.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from hexgen2.search.bounds.relaxations import Relaxed
+from hexgen2.search.bounds.upper_bounds import best_split, node_rates
+from hexgen2.search.flow.duals import Prices, Stages
+from hexgen2.search.flow.max_flow import Flow, FlowNetwork, settled, solve
+from hexgen2.search.flow.routes import RouteUse, pipeline_use, route_use
+from hexgen2.search.flow.shared_use import SharedUse, shared_use
+from hexgen2.search.operators import Alike
+from hexgen2.search.planning.plan import GroupPlan, PlannedStage, Planner
+from hexgen2.search.problem import Blocks, Group, Problem, Solution
+from hexgen2.search.ties import exceeds, least, ranks_above
+
+PLATEAU_SHARE = 1e-3
+"""Weight of the replicas' summed capacity in the score: it leads across plateaus of the flow."""
+
+TRANSFER_SHARE = 1e-2
+"""Weight of a transfer's seconds beside the price of what it takes of full links, where orders compare."""
+
+MAX_ORDERS = 120
+"""Most stage orders tried per replica when the KV routes limit the flow."""
+
+MAX_ROUNDS = 3
+"""Most rounds of reordering all replicas."""
+
+CAPACITY_KEPT = 0.98
+"""A stage order that costs a replica more of its capacity is no candidate."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A group with its plan; index is its place in the solution."""
+
+    index: int
+    group: Group
+    plan: GroupPlan
+
+    @property
+    def stages(self) -> tuple[PlannedStage, ...]:
+        return self.plan.stages
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A solution's replicas by role, the flow network over the first two roles, and its maximum flow.
+    Colocated replicas work by themselves, and add what they carry (alone [C], requests/s) to it; where they
+    share links with routes, they come first.
+
+    cost_req_s and idle_req_s are what the way to this solution costs, averaged over time (see
+    Evaluator.way_cost). score leads a climb: the flow less its cost, plus a small share of the capacities.
+    """
+
+    solution: Solution
+    prefill: tuple[Replica, ...]
+    decode: tuple[Replica, ...]
+    network: FlowNetwork
+    flow: Flow
+    score: float
+    colocated: tuple[Replica, ...]
+    alone: np.ndarray
+    cost_req_s: float = 0.0
+    idle_req_s: float = 0.0
+
+    @cached_property
+    def plans(self) -> dict[tuple[str, Blocks], GroupPlan]:
+        """The plan of each group."""
+        return {(r.group.role, r.group.blocks): r.plan for r in self.replicas}
+
+    @cached_property
+    def routes(self) -> np.ndarray:
+        """[P, D] what each route carries, in requests/s: of all maximum flows the one to read (see
+        flow.settled)."""
+        return settled(self.network, self.flow).routes
+
+    @property
+    def req_s(self) -> float:
+        return self.flow.value + float(self.alone.sum())
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """All of them, prefill, decode, colocated."""
+        return (*self.prefill, *self.decode, *self.colocated)
+
+    @property
+    def net_req_s(self) -> float:
+        """What is maximised."""
+        return self.req_s - self.cost_req_s
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        """Greater is better: the flow less its cost, of equals the one with least to change, then the
+        score."""
+        return self.net_req_s, -self.idle_req_s, self.score
+
+    def better_than(self, other: Evaluation) -> bool:
+        """Whether it ranks above the other."""
+        return ranks_above(self.rank, other.rank)
+
+
+def _capacity(replicas: Sequence[Replica]) -> float:
+    return math.fsum(replica.plan.capacity_req_s for replica in replicas)
+
+
+class Evaluator:
+    """Evaluates solutions of one problem; counts them and the routes between their replicas."""
+
+    def __init__(self, problem: Problem, planner: Planner | None = None) -> None:
+        self.problem = problem
+        self.planner = planner or Planner(problem)
+        self.evaluations = self.routes = self.priced = 0
+        self._node_rates = node_rates(problem)
+        self._rates = {
+            "prefill": [p for p, _ in self._node_rates],
+            "decode": [q for _, q in self._node_rates],
+            "colocated": [p * q / (p + q) for p, q in self._node_rates],
+        }
+        self._rate_limits: dict[tuple[str, Blocks], float] = {}
+        self._evaluated: dict[tuple, Evaluation] = {}
+        self._reordered_keys: set[tuple] = set()
+        self._uses: dict[tuple, RouteUse] = {}
+        self._ordered: dict[tuple, list[GroupPlan]] = {}
+
+    @cached_property
+    def alike(self) -> Alike:
+        """Which groups and nodes take each other's place."""
+        return Alike(self.planner.classes.class_of, self.problem.node_links)
+
+    @cached_property
+    def relaxed(self) -> Relaxed:
+        """The problem relaxed to programs over groups, with the same plans."""
+        return Relaxed(self.planner)
+
+    def plan_of(self, group: Group) -> GroupPlan | None:
+        """The plan that a group runs."""
+        return self.planner.plan(group.role, group.blocks)
+
+    def way_cost(self, replicas: Sequence[Replica], req_s: float) -> tuple[float, float]:
+        """What it costs to get to these replicas, which carry req_s: requests/s of the flow, and of the
+        replicas' own capacities, averaged over time. Nothing here: nothing runs yet."""
+        return 0.0, 0.0
+
+    def evaluate(self, solution: Solution, near: Evaluation | None = None) -> Evaluation:
+        """The solution's value. Groups in which the model does not fit stay idle; those that `near` has too
+        keep the stage orders that they have there, unless the solution is known already."""
+        key = solution.key
+        known = self._evaluated.get(key)
+        if known is None:
+            self.evaluations += 1
+            plans = near.plans if near else {}
+            sides = (self._replicas(solution, role, plans) for role in ("prefill", "decode", "colocated"))
+            known = self._evaluated[key] = self.with_plans(solution, *sides)
+        return known
+
+    def reordered(self, evaluation: Evaluation) -> Evaluation:
+        """The same solution with the stage orders that serve the KV routes best, if they limit it."""
+        limit = min(evaluation.network.prefill.sum(), evaluation.network.decode.sum())
+        key = evaluation.solution.key
+        if evaluation.flow.value >= limit * (1 - 1e-6) or key in self._reordered_keys:
+            return self._evaluated.get(key, evaluation)
+        self._reordered_keys.add(key)
+        self._evaluated[key] = self._reorder(evaluation)
+        return self._evaluated[key]
+
+    def at_full_load(self, evaluation: Evaluation) -> Evaluation:
+        """The same prefill and decode replicas, with what they serve when no target limits their load."""
+        planner = self.planner
+
+        def full(replicas: tuple[Replica, ...], queue_of: Callable) -> tuple[Replica, ...]:
+            plans = (replace(r.plan, capacity_req_s=queue_of(r.plan).capacity_req_s) for r in replicas)
+            return tuple(replace(r, plan=plan) for r, plan in zip(replicas, plans, strict=True))
+
+        prefill = full(evaluation.prefill, planner.prefill_queue)
+        decode = full(evaluation.decode, planner.decode_queue)
+        return self.with_plans(evaluation.solution, prefill, decode, evaluation.colocated)
+
+    def score_limit(self, solution: Solution, threshold: float) -> float:
+        """An upper limit on the score without routes or flow: what the replicas alone could do.
+
+        Plans are made only if the GPUs' own rates leave hope of passing the threshold.
+        """
+        limit = self._limit(solution, self._rate_limit)
+        return limit if limit <= threshold else self._limit(solution, self._plan_capacity)
+
+    def limit_with_rest(self, done: dict[str, float], free: Sequence[int]) -> float:
+        """An upper limit on the flow of groups with these capacities (requests/s by role) once the GPUs
+        left over (so many of each node) join either role, each at its own best."""
+        rates = [(p * n, q * n) for (p, q), n in zip(self._node_rates, free, strict=True) if n]
+        return best_split(rates, done["prefill"], done["decode"])
+
+    def _limit(self, solution: Solution, capacity_of: Callable[[Group], float]) -> float:
+        capacity = {"prefill": 0.0, "decode": 0.0, "colocated": 0.0}
+        for group in solution.groups:
+            capacity[group.role] += capacity_of(group)
+        served = min(capacity["prefill"], capacity["decode"]) + capacity["colocated"]
+        return served + PLATEAU_SHARE * math.fsum(capacity.values())
+
+    def _rate_limit(self, group: Group) -> float:
+        key = (group.role, group.blocks)
+        known = self._rate_limits.get(key)
+        if known is None:
+            rates = self._rates[group.role]
+            known = self._rate_limits[key] = math.fsum(count * rates[node] for node, count in group.blocks)
+        return known
+
+    def _plan_capacity(self, group: Group) -> float:
+        plan = self.plan_of(group)
+        return plan.capacity_req_s if plan else 0.0
+
+    def _replicas(
+        self, solution: Solution, role: str, plans: Mapping[tuple[str, Blocks], GroupPlan]
+    ) -> tuple[Replica, ...]:
+        planned = (
+            (index, group, plans.get((role, group.blocks)) or self.plan_of(group))
+            for index, group in enumerate(solution.groups)
+            if group.role == role
+        )
+        return tuple(Replica(index, group, plan) for index, group, plan in planned if plan)
+
+    def with_plans(
+        self,
+        solution: Solution,
+        prefill: tuple[Replica, ...],
+        decode: tuple[Replica, ...],
+        colocated: tuple[Replica, ...] = (),
+    ) -> Evaluation:
+        """The solution's value where each replica runs the plan it has here."""
+        self.routes += len(prefill) * len(decode)
+        alone, busy = self._alone(colocated)
+        uses = [[self.route_use(p, d) for d in decode] for p in prefill]
+        transfers = np.array([use.transfer_s for row in uses for use in row])
+        shared = self._shared(uses)
+        network = FlowNetwork(
+            np.array([r.plan.capacity_req_s for r in prefill]),
+            np.array([r.plan.capacity_req_s for r in decode]),
+            (1 / transfers).reshape(len(prefill), len(decode)),
+            shared.beside(busy) if shared and colocated else shared,
+        )
+        flow = solve(network)
+        served = flow.value + float(alone.sum())
+        total = float(network.prefill.sum() + network.decode.sum()) + _capacity(colocated)
+        cost, idle = self.way_cost((*prefill, *decode, *colocated), served)
+        score = served - cost + PLATEAU_SHARE * (total - idle)
+        return Evaluation(solution, prefill, decode, network, flow, score, colocated, alone, cost, idle)
+
+    def _alone(self, colocated: tuple[Replica, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """[C] requests/s of colocated replicas: their capacities, unless their pipelines share links that
+        cannot carry all of it; and how busy that keeps each link, network card and uplink."""
+        capacity = np.array([r.plan.capacity_req_s for r in colocated])
+        shared = self._shared([[pipeline_use(self.problem, r.stages) for r in colocated]])
+        if not colocated or shared is None:
+            return capacity, np.zeros(0)
+        # As routes from one source that can feed them all.
+        flow = solve(FlowNetwork(capacity.sum(keepdims=True), capacity, capacity[None], shared)).routes
+        return flow[0], shared.loads(flow)[: self.problem.shared_links.count]
+
+    def _shared(self, uses: list[list[RouteUse]]) -> SharedUse | None:
+        if self.problem.links == "pairwise":
+            return None
+        return shared_use(uses, self.problem.shared_links.count, self.problem.model.layers)
+
+    def route_use(self, prefill: Replica, decode: Replica) -> RouteUse:
+        """What a request occupies between two replicas, memoised."""
+        return self._use_between(prefill.stages, decode.stages)
+
+    def _use_between(self, prefill: Stages, decode: Stages) -> RouteUse:
+        key = (prefill, decode)
+        found = self._uses.get(key)
+        if found is None:
+            found = self._uses[key] = route_use(self.problem, prefill, decode)
+        return found
+
+    def prices(self, evaluation: Evaluation) -> Prices | None:
+        """What the flow's bottlenecks are worth; None where the replicas' capacities alone decide."""
+        network = evaluation.network
+        limit = min(network.prefill.sum(), network.decode.sum())
+        if evaluation.colocated or limit <= 0 or evaluation.flow.value >= limit * (1 - 1e-6):
+            return None
+        return Prices(
+            network,
+            [r.stages for r in evaluation.prefill],
+            [r.stages for r in evaluation.decode],
+            self._use_between,
+            self.problem.shared_links.count,
+            self.problem.model.layers,
+        )
+
+    def priced_limit(self, solution: Solution, near: Evaluation, prices: Prices) -> float:
+        """An upper limit on the score by the prices of a solution nearby, whose stage orders it keeps."""
+        self.priced += 1
+        sides = [
+            [(replica.stages, replica.plan.capacity_req_s) for replica in side]
+            for side in (self._replicas(solution, role, near.plans) for role in ("prefill", "decode"))
+        ]
+        total = math.fsum(capacity for side in sides for _, capacity in side)
+        return prices.limit(*sides) + PLATEAU_SHARE * total
+
+    def _reorder(self, start: Evaluation) -> Evaluation:
+        """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).
+
+        An order is judged by what it takes of the full links at their prices, and a little by the transfer
+        time, to all partners, each weighted by its capacity; so the flow is solved once per round.
+        """
+        best = start
+        for _ in range(MAX_ROUNDS):
+            prices = self.prices(best)
+            prefill = tuple(self._reordered(p, best.decode, prices, sending=True) for p in best.prefill)
+            decode = tuple(self._reordered(d, prefill, prices, sending=False) for d in best.decode)
+            tried = self.with_plans(best.solution, prefill, decode, best.colocated)
+            if not exceeds(tried.score, best.score):
+                break
+            best = tried
+        return best
+
+    def _reordered(
+        self, replica: Replica, partners: tuple[Replica, ...], prices: Prices | None, sending: bool
+    ) -> Replica:
+        def cost(candidate: Replica) -> float:
+            total = 0.0
+            for partner in partners:
+                use = self.route_use(*((candidate, partner) if sending else (partner, candidate)))
+                toll = prices.toll(use) if prices else 0.0
+                total += (toll + TRANSFER_SHARE * use.transfer_s) * partner.plan.capacity_req_s
+            return total
+
+        candidates = [replace(replica, plan=plan) for plan in self.orders(replica)]
+        return least([replica, *candidates], cost)[0]
+
+    def orders(self, replica: Replica) -> list[GroupPlan]:
+        """The replica's plan under other orders of its stages that keep its capacity; the layers are split
+        anew for each. A gain in capacity is not counted (below 1 %: another stage has the LM head), for the
+        bounds rest on the planner's best."""
+        shape = tuple((s.node, s.degree) for s in replica.stages)
+        key = (replica.group.role, shape)
+        if key not in self._ordered:
+            orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), MAX_ORDERS))
+            plans = (self.planner.plan_shape(replica.group.role, order) for order in orders)
+            best = self.planner.plan(replica.group.role, replica.group.blocks) or replica.plan
+            most, kept = best.capacity_req_s, replica.plan.capacity_req_s * CAPACITY_KEPT
+            self._ordered[key] = [
+                replace(p, capacity_req_s=min(p.capacity_req_s, most))
+                for p in plans
+                if p and p.capacity_req_s >= kept
+            ]
+        return self._ordered[key]

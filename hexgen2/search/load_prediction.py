@@ -1,0 +1,119 @@
+"""What requests that arrive at random see of a placement: its queues, weighted by its flows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cost_model.queueing import DecodeQueue, PrefillQueue, largest
+from hexgen2.placement import Goodput
+from hexgen2.search.evaluator import Evaluation
+from hexgen2.search.planning.plan import Planner
+from hexgen2.search.planning.targets import Targets
+
+ASSUMPTIONS = [
+    "requests arrive at random (Poisson) and follow the routes in the proportions of their flows",
+    "a prompt waits as in an M/G/1 queue, with an exponential tail",
+    "a request that finds no place in the decode batch, or too many others in it, is late",
+    "both phases are independent; a KV transfer delays the second token and counts end to end only",
+]
+
+
+@dataclass(frozen=True)
+class LoadedPlacement:
+    """The queues of an evaluated solution without colocated replicas, and the share of all requests on each
+    route, [P, D]; transfer_s [P, D] is what a request's KV cache takes."""
+
+    prefill: list[PrefillQueue]
+    decode: list[DecodeQueue]
+    routes: np.ndarray
+    transfer_s: np.ndarray
+    targets: Targets
+    limit_req_s: float
+
+    @classmethod
+    def of(cls, planner: Planner, evaluation: Evaluation, carried: np.ndarray) -> LoadedPlacement:
+        """The planner's solution under the flows [P, D] in requests/s that it is to carry."""
+        targets = Targets.of(planner.problem.goal, planner.problem.costs)
+        prefill = [planner.prefill_queue(r.plan) for r in evaluation.prefill]
+        decode = [planner.decode_queue(r.plan) for r in evaluation.decode]
+        routes = carried / carried.sum()
+        ends = [(q.capacity_req_s, w) for q, w in zip(prefill, routes.sum(axis=1), strict=True)]
+        ends += [(q.capacity_req_s, w) for q, w in zip(decode, routes.sum(axis=0), strict=True)]
+        links = zip(evaluation.network.routes.ravel(), routes.ravel(), strict=True)
+        limit = min(capacity / share for capacity, share in (*ends, *links) if share > 0)
+        return cls(prefill, decode, routes, 1 / evaluation.network.routes, targets, float(limit))
+
+    def attained(self, rate: float) -> float:
+        """Share of the requests that meet the targets."""
+        if rate >= self.limit_req_s:
+            return 0.0
+        target, shares = self.targets, (self.routes.sum(axis=1), self.routes.sum(axis=0))
+        first = np.array(
+            [
+                1.0 if target.ttft_s is None else queue.attained(rate * share, target.ttft_s)
+                for queue, share in zip(self.prefill, shares[0], strict=True)
+            ]
+        )
+        rest = np.array(
+            [q.attained(rate * w, target.tpot_s) for q, w in zip(self.decode, shares[1], strict=True)]
+        )
+        return float((first[:, None] * self.routes * rest).sum())
+
+    def goodput_req_s(self) -> float:
+        """The largest rate at which the attainment asked for is reached; 0 if it never is."""
+        return largest(lambda rate: self.attained(rate) >= self.targets.attainment, self.limit_req_s)
+
+    def mean_ttft_s(self, rate: float) -> float:
+        """Seconds to the first token, waiting included."""
+        shares = self.routes.sum(axis=1)
+        return math.fsum(
+            float(w) * (q.mean_wait_s(rate * w) + q.latency_s)
+            for q, w in zip(self.prefill, shares, strict=True)
+        )
+
+    def ttft_quantile_s(self, rate: float, share: float) -> float:
+        """Seconds within which that share of the first tokens comes."""
+        weights = self.routes.sum(axis=1)
+
+        def too_short(ttft_s: float) -> bool:
+            within = (w * q.attained(rate * w, ttft_s) for q, w in zip(self.prefill, weights, strict=True))
+            return math.fsum(within) < share
+
+        longest = 1.0
+        while too_short(longest):
+            longest *= 2
+        return largest(too_short, longest)
+
+    def mean_tpot_s(self, rate: float) -> float:
+        """Seconds per output token."""
+        shares = self.routes.sum(axis=0)
+        return math.fsum(
+            float(w) * q.mean_tpot_s(q.under_way(rate * w)) for q, w in zip(self.decode, shares, strict=True)
+        )
+
+    def mean_e2el_s(self, rate: float) -> float:
+        """Seconds from arrival to the last token, by the mean number of outputs."""
+        transfer = float((self.routes * self.transfer_s)[self.routes > 0].sum())
+        return self.mean_ttft_s(rate) + transfer + (self.targets.osl - 1) * self.mean_tpot_s(rate)
+
+    def record(self, rate: float | None) -> Goodput | None:
+        """The prediction at that rate, or at the goodput without one; None without rate and targets."""
+        given = self.targets.given
+        goodput = self.goodput_req_s() if given else None
+        at = rate if rate is not None else goodput
+        if at is None:
+            return None
+        stable = at < self.limit_req_s
+        return Goodput(
+            request_rate=at,
+            goodput_req_s=goodput if goodput is None or rate is None else min(rate, goodput),
+            attainment=self.attained(at) if given else None,
+            mean_ttft_ms=self.mean_ttft_s(at) * 1e3 if stable else None,
+            p90_ttft_ms=self.ttft_quantile_s(at, 0.9) * 1e3 if stable else None,
+            mean_tpot_ms=self.mean_tpot_s(at) * 1e3 if stable else None,
+            mean_e2el_ms=self.mean_e2el_s(at) * 1e3 if stable else None,
+            assumptions=ASSUMPTIONS,
+        )

@@ -1,0 +1,191 @@
+"""A group's stages in one order, and what is known of them before and after the layers are divided.
+
+Times of a stage are affine in its layers, and nothing but the batch changes their slope: so slopes are
+remembered by kind of stage and batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cost_model.base import Phase, StageMemory, TensorGroup
+from cost_model.hardware import Link
+from cost_model.pipeline import (
+    Pace,
+    PhaseTimes,
+    colocated_pace,
+    decode_pace,
+    micro_batch,
+    prefill_batches_held,
+    under_way,
+)
+from hexgen2.search.planning.layers import balance_layers, fastest_layers
+from hexgen2.search.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class StageKind:
+    """A tensor group and everything about it that does not depend on the batch."""
+
+    group: TensorGroup
+    memory: dict[tuple[Phase, bool, bool], StageMemory]
+    layer_s: dict[tuple[Phase, float], float]
+    edge_s: dict[tuple[Phase, float, bool], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """Stages in order, the largest batch that fits (for prefill: the one to run), and an upper limit on
+    the capacity of any split of the layers."""
+
+    role: str
+    shape: tuple[tuple[int, int], ...]
+    kinds: list[StageKind]
+    hops: list[Link]
+    memory: list[StageMemory]
+    batch: int
+    limit_req_s: float
+
+
+def _fits(memory: list[StageMemory], batch: int, layers: int) -> bool:
+    """True if all layers fit beside `batch` requests with at least one in each stage."""
+    limits = [m.max_layers(batch) for m in memory]
+    return min(limits) >= 1 and sum(limits) >= layers
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per layer and per stage of each stage, and of each hop between stages."""
+
+    layer_s: list[float]
+    edge_s: list[float]
+    hop_s: list[float]
+
+    def stage_s(self, split: list[int]) -> list[float]:
+        """Seconds of each stage with so many layers."""
+        return [a * n + e for a, n, e in zip(self.layer_s, split, self.edge_s, strict=True)]
+
+    def plus(self, other: Timing, weight: float) -> Timing:
+        """This and `weight` times the other, stage by stage and hop by hop."""
+        pairs = ((self.layer_s, other.layer_s), (self.edge_s, other.edge_s), (self.hop_s, other.hop_s))
+        return Timing(*([a + weight * b for a, b in zip(*pair, strict=True)] for pair in pairs))
+
+
+class Pipelines:
+    """Makes and times pipelines of one problem. prefill_batches are those to run, the first that fits."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.prefill_batches = dict.fromkeys((problem.costs.prefill_batch(), 1))
+        self._stage_kinds: dict[tuple[int, int], StageKind] = {}
+
+    def of(self, role: str, shape: Sequence[tuple[int, int]]) -> Pipeline | None:
+        """What the shape says before any layer is placed, or None if the model cannot fit."""
+        problem, costs = self.problem, self.problem.costs
+        layers, last = problem.model.layers, len(shape) - 1
+        if len(shape) > layers:
+            return None
+        phase: Phase = "prefill" if role == "prefill" else "decode"
+        kinds = [self._stage_kind(node, degree) for node, degree in shape]
+        hops = [problem.node_links[a][b] for (a, _), (b, _) in itertools.pairwise(shape)]
+        memory = [kind.memory[phase, j == 0, j == last] for j, kind in enumerate(kinds)]
+        if phase == "prefill":
+            held = prefill_batches_held(problem.pipeline, len(shape))
+            batch = next((b for b in self.prefill_batches if _fits(memory, b * held, layers)), 0)
+            running, outputs = float(batch), 1.0
+        else:
+            batch = self._largest_batch(memory)
+            running, outputs = micro_batch(problem.pipeline, batch, len(kinds)), costs.osl
+        if batch < 1:
+            return None
+        pipeline = Pipeline(role, tuple(shape), kinds, hops, memory, batch, 0.0)
+        # All L layers pass every request, so L requests/s is at most the sum of the stages' layers/s.
+        timing = self.timing(pipeline, phase, running) if role == "prefill" else self.turn(pipeline, batch)
+        rate = math.fsum(running / layer_s for layer_s in timing.layer_s)
+        return replace(pipeline, limit_req_s=rate / (layers * outputs))
+
+    def _stage_kind(self, node: int, degree: int) -> StageKind:
+        key = (self.problem.node_kind[node], degree)
+        if key not in self._stage_kinds:
+            group = TensorGroup(
+                self.problem.node_accelerator[node], degree, self.problem.node_links[node][node]
+            )
+            ends = itertools.product(("prefill", "decode"), (True, False), (True, False))
+            memory = {end: self.problem.costs.stage_memory(end[0], group, *end[1:]) for end in ends}  # type: ignore[arg-type]
+            self._stage_kinds[key] = StageKind(group, memory, {}, {})  # type: ignore[arg-type]
+        return self._stage_kinds[key]
+
+    def at_once(self, split: list[int]) -> int:
+        """Requests under way for each one in the batch."""
+        return int(under_way(self.problem.pipeline, 1, len(split)))
+
+    def decode_pace(self, pipeline: Pipeline, split: list[int], batch: float) -> Pace:
+        """Pace with these layers while `batch` requests are held; of a colocated replica, both phases'."""
+        semantics, osl = self.problem.pipeline, self.problem.costs.osl
+        decode = self._decode_timing(pipeline, batch)
+        if pipeline.role == "decode":
+            return decode_pace(semantics, decode.stage_s(split), decode.hop_s, batch, osl)
+        prompts = self._prompts(batch)
+        prefill = self.timing(pipeline, "prefill", prompts)
+        return colocated_pace(
+            semantics,
+            PhaseTimes(prefill.stage_s(split), prefill.hop_s, prompts),
+            PhaseTimes(decode.stage_s(split), decode.hop_s, batch),
+            osl,
+        )
+
+    def turn(self, pipeline: Pipeline, batch: int) -> Timing:
+        """What the split of the layers balances: a decode step, and in a colocated replica the prefills
+        that fall to one: a micro-batch ends micro / osl requests per step, and as many begin."""
+        decode = self._decode_timing(pipeline, batch)
+        if pipeline.role == "decode":
+            return decode
+        prompts = self._prompts(batch)
+        micro = micro_batch(self.problem.pipeline, batch, len(pipeline.kinds))
+        return decode.plus(
+            self.timing(pipeline, "prefill", prompts), micro / (self.problem.costs.osl * prompts)
+        )
+
+    def _decode_timing(self, pipeline: Pipeline, batch: float) -> Timing:
+        return self.timing(pipeline, "decode", micro_batch(self.problem.pipeline, batch, len(pipeline.kinds)))
+
+    def _prompts(self, batch: float) -> int:
+        """Prompts per prefill step of a colocated replica that holds `batch` requests."""
+        return int(min(batch, self.problem.costs.prefill_batch()))
+
+    def _largest_batch(self, memory: list[StageMemory]) -> int:
+        """Most requests for which the layers still fit, at most the cap; 0 if not even one."""
+        layers = self.problem.model.layers
+        low, high = 0, self.problem.costs.batch_cap
+        if _fits(memory, high, layers):
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if _fits(memory, middle, layers) else (low, middle)
+        return low
+
+    def timing(self, pipeline: Pipeline, phase: Phase, batch: float) -> Timing:
+        """Seconds of each stage and hop for a step of `batch` requests."""
+        costs, kinds = self.problem.costs, pipeline.kinds
+        key = (phase, batch)
+        layer_s, edge_s = [], []
+        for j, kind in enumerate(kinds):
+            if key not in kind.layer_s:
+                kind.layer_s[key] = costs.layer_s(phase, kind.group, batch)
+            layer_s.append(kind.layer_s[key])
+            edge = (phase, batch, j == len(kinds) - 1)
+            if edge not in kind.edge_s:
+                kind.edge_s[edge] = costs.edge_s(phase, kind.group, batch, edge[2])
+            edge_s.append(kind.edge_s[edge])
+        return Timing(layer_s, edge_s, [costs.boundary_s(phase, hop, batch) for hop in pipeline.hops])
+
+    def split(self, timing: Timing, limits: list[int], by_sum: bool) -> list[int] | None:
+        """Layers of each stage, at most limits: of the least total time, or of the least for the slowest
+        stage; None if they do not all fit."""
+        layers = self.problem.model.layers
+        if by_sum:
+            return fastest_layers(layers, timing.layer_s, limits)
+        return balance_layers(layers, timing.layer_s, timing.edge_s, limits)

@@ -1,0 +1,273 @@
+"""The best parallel plan of one group: tensor degree per stage, layers per stage, largest batch.
+
+HexGen-2, section 3.3 and Appendix A: prefill and decode plans are chosen apart, since they want
+different shapes. A colocated replica runs both phases on one shape and one split of the layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cost_model.hardware import Link
+from cost_model.pipeline import Pace, prefill_batches_held, prefill_pace
+from cost_model.queueing import DecodeQueue, PrefillQueue
+from hexgen2.search.planning.classes import node_classes, widest_span
+from hexgen2.search.planning.pipelines import Pipeline, Pipelines, Timing
+from hexgen2.search.planning.shapes import Shapes, vllm_runs
+from hexgen2.search.problem import Blocks, Problem
+from hexgen2.search.ties import exceeds, greatest, greatest_first
+
+BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
+"""Shares of the largest batch tried: a smaller one leaves room for layers on the faster stages."""
+
+
+class PlannedStage(NamedTuple):
+    """`degree` GPUs of `node` hold `layers` layers."""
+
+    node: int
+    degree: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Stages in order, requests held at once, and the pace that follows (see Pace).
+
+    capacity_req_s is what the replica serves within the goal's targets; without any, at full load.
+    """
+
+    stages: tuple[PlannedStage, ...]
+    batch: int
+    capacity_req_s: float
+    latency_s: float
+    token_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Layers of each stage, requests held at once, the pace, and the requests/s within the targets."""
+
+    split: list[int]
+    batch: int
+    pace: Pace
+    req_s: float
+
+
+def _plan_of(stages: tuple[PlannedStage, ...], division: _Division) -> GroupPlan:
+    pace = division.pace
+    return GroupPlan(stages, division.batch, division.req_s, pace.latency_s, pace.token_s)
+
+
+class Planner:
+    """Best plans, memoised by what they depend on: kinds of nodes, counts, and the links between.
+
+    Attributes
+    ----------
+    classes : nodes that take each other's place
+    span : nodes that a replica spans at most
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.classes = node_classes(problem)
+        # Tight targets are met by many GPUs at few requests each; no bound but that by rates speaks of them.
+        self.span = len(problem.node_gpus) if problem.targets.given else widest_span(problem)
+        self.computed = 0
+        self._pipelines = Pipelines(problem)
+        self._shapes = Shapes(problem)
+        self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
+        self._planned: dict[tuple[str, Blocks], GroupPlan | None] = {}
+        kinds: dict[Link, int] = {}
+        self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
+        pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
+        self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
+
+    def plan(self, role: str, blocks: Blocks) -> GroupPlan | None:
+        """The plan of greatest capacity, or None if the model does not fit in the group, the group spans too
+        many nodes, or no shape meets the targets."""
+        if len(blocks) > self.span:
+            return None
+        key = (role, blocks)
+        if key not in self._planned:
+            self._planned[key] = self._from_memo(role, blocks)
+        return self._planned[key]
+
+    def _from_memo(self, role: str, blocks: Blocks) -> GroupPlan | None:
+        # Blocks by kind, so that a plan serves every group of the same kinds, whichever nodes come first.
+        blocks = tuple(sorted(blocks, key=lambda block: (self.problem.node_kind[block[0]], -block[1])))
+        nodes = [node for node, _ in blocks]
+        kinds = tuple((self.problem.node_kind[node], count) for node, count in blocks)
+        pairs = () if self._one_network else itertools.combinations(nodes, 2)
+        between = tuple(self._link_kind[a][b] for a, b in pairs)
+        key = (role, kinds, between)
+        if key not in self._memo:
+            self.computed += 1
+            self._memo[key] = nodes, self._best(role, blocks)
+        planned_on, plan = self._memo[key]
+        if plan is None or planned_on == nodes:
+            return plan
+        # Planned for like nodes: the stages move over, block by block.
+        at = dict(zip(planned_on, nodes, strict=True))
+        stages = tuple(PlannedStage(at[s.node], s.degree, s.layers) for s in plan.stages)
+        return replace(plan, stages=stages)
+
+    def _shapes_of(self, role: str, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
+        """The shapes that the engine runs."""
+        shapes = self._shapes.of(blocks)
+        if self.problem.engine == "vllm":
+            return (shape for shape in shapes if vllm_runs(role, shape))
+        return shapes
+
+    def _best(self, role: str, blocks: Blocks) -> GroupPlan | None:
+        """The best of all shapes, the most promising first, until no other can be better."""
+        pipelines = [
+            p for p in (self._pipelines.of(role, shape) for shape in self._shapes_of(role, blocks)) if p
+        ]
+        best: GroupPlan | None = None
+        for pipeline in greatest_first(pipelines, lambda p: p.limit_req_s):
+            if best and not exceeds(pipeline.limit_req_s, best.capacity_req_s):
+                break
+            plan = self._plan(pipeline)
+            if plan and (best is None or exceeds(plan.capacity_req_s, best.capacity_req_s)):
+                best = plan
+        return best
+
+    def plan_shape(self, role: str, shape: Sequence[tuple[int, int]]) -> GroupPlan | None:
+        """The best layers and batch for stages (node, degree) in this order, or None if none fits."""
+        pipeline = self._pipelines.of(role, shape)
+        return self._plan(pipeline) if pipeline else None
+
+    def quickest_s(self, role: str, blocks: Blocks) -> float:
+        """Seconds to the first token, or per output token, of one request alone, at best; infinite if the
+        model does not fit. A prompt takes as long as the mean one."""
+        semantics, best = self.problem.pipeline, float("inf")
+        for pipeline in filter(
+            None, (self._pipelines.of(role, shape) for shape in self._shapes_of(role, blocks))
+        ):
+            held = self._batches_held(pipeline) if role == "prefill" else 1
+            limits = [m.max_layers(held) for m in pipeline.memory]
+            timing = self._pipelines.timing(pipeline, "prefill" if role == "prefill" else "decode", 1)
+            splits = (self._pipelines.split(timing, limits, by_sum) for by_sum in (False, True))
+            for split in filter(None, splits):
+                stage_s = timing.stage_s(split)
+                if role == "prefill":
+                    best = min(best, prefill_pace(semantics, stage_s, timing.hop_s, 1).latency_s)
+                else:
+                    best = min(best, self._pipelines.decode_pace(pipeline, split, 1).latency_s)
+        return best
+
+    def plan_layers(
+        self, role: str, stages: tuple[PlannedStage, ...], batch: int | None = None
+    ) -> GroupPlan | None:
+        """The plan that keeps these stages, layers included, for `batch` requests or for as many as a plan
+        would take; None if that does not fit or misses the targets."""
+        pipeline = self._pipelines.of(role, [(s.node, s.degree) for s in stages])
+        if pipeline is None:
+            return None
+        split = [s.layers for s in stages]
+        room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
+        if role == "prefill":
+            choices = [batch] if batch else list(self._pipelines.prefill_batches)
+            held = next((b for b in choices if b * self._batches_held(pipeline) <= room), 0)
+        else:
+            largest = min(self.problem.costs.batch_cap, room)
+            held = largest if batch is None else batch if batch <= largest else 0
+        if held < 1:
+            return None
+        if role == "prefill":
+            timing = self._pipelines.timing(pipeline, "prefill", held)
+            found: _Division | None = self._prefill_within_targets(timing, split, held)
+        else:
+            found = next(self._within_targets(pipeline, split, held), None)
+        return _plan_of(stages, found) if found and found.req_s > 0 else None
+
+    def _plan(self, pipeline: Pipeline) -> GroupPlan | None:
+        found = self._prefill(pipeline) if pipeline.role == "prefill" else self._decode(pipeline)
+        best = next(iter(greatest(found, lambda one: one.req_s)), None)
+        if best is None or best.req_s <= 0:
+            return None
+        stages = tuple(
+            PlannedStage(node, degree, n)
+            for (node, degree), n in zip(pipeline.shape, best.split, strict=True)
+        )
+        return _plan_of(stages, best)
+
+    def _prefill(self, pipeline: Pipeline) -> Iterator[_Division]:
+        semantics, targets = self.problem.pipeline, self.problem.targets
+        ways = {semantics != "pipelined"} | ({True} if targets.ttft_s is not None else set())
+        for batch in targets.prefill_batches(pipeline.batch):
+            limits = [m.max_layers(self._batches_held(pipeline) * batch) for m in pipeline.memory]
+            timing = self._pipelines.timing(pipeline, "prefill", batch)
+            for split in (self._pipelines.split(timing, limits, by_sum) for by_sum in sorted(ways)):
+                if split is not None:
+                    yield self._prefill_within_targets(timing, split, batch)
+
+    def _batches_held(self, pipeline: Pipeline) -> int:
+        return prefill_batches_held(self.problem.pipeline, len(pipeline.shape))
+
+    def _prefill_within_targets(self, timing: Timing, split: list[int], batch: int) -> _Division:
+        pace = prefill_pace(self.problem.pipeline, timing.stage_s(split), timing.hop_s, batch)
+        return _Division(split, batch, pace, self.problem.targets.prefill_req_s(pace, batch))
+
+    def _decode(self, pipeline: Pipeline) -> list[_Division]:
+        """Divisions of a replica that decodes, and prefills too if it is colocated."""
+        found = list(self._decode_up_to(pipeline, pipeline.batch))
+        within = max((one.batch for one in found), default=0)
+        if self.problem.targets.tpot_s is not None and 0 < within < pipeline.batch:
+            # The targets leave fewer requests than the memory: the layers are divided anew for those.
+            found += self._decode_up_to(pipeline, within)
+        return found
+
+    def _decode_up_to(self, pipeline: Pipeline, most: int) -> Iterator[_Division]:
+        """Divisions of the layers for at most so many requests, each with the most that then fit."""
+        ways: tuple[bool, ...] = (True,) if self.problem.pipeline == "literal" else (False,)
+        if pipeline.role == "colocated" and self.problem.pipeline == "paper_optimistic":
+            ways = (False, True)  # Its prefills go by the sum of the stages, its decode steps by the slowest.
+        for batch in dict.fromkeys(max(1, int(most * share)) for share in BATCH_SHARES):
+            limits = [m.max_layers(batch) for m in pipeline.memory]
+            turn = self._pipelines.turn(pipeline, batch)
+            splits = [s for s in (self._pipelines.split(turn, limits, by_sum) for by_sum in ways) if s]
+            for split in splits:
+                # The layers chosen may leave room for more requests than they were chosen for.
+                room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
+                yield from self._within_targets(pipeline, split, min(self.problem.costs.batch_cap, *room))
+            # Where memory binds no stage, a smaller batch changes nothing for the better.
+            if all(n < limit for split in splits for n, limit in zip(split, limits, strict=True)):
+                break
+
+    def _within_targets(self, pipeline: Pipeline, split: list[int], most: int) -> Iterator[_Division]:
+        targets = self.problem.targets
+        places = self._decode_queue(pipeline, split, most).places_within(targets.tpot_s)
+        batch = places // self._pipelines.at_once(split)
+        if batch:
+            pace = self._pipelines.decode_pace(pipeline, split, batch)
+            req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch))
+            yield _Division(split, batch, pace, req_s)
+
+    def prefill_queue(self, plan: GroupPlan) -> PrefillQueue:
+        """How a prefill replica with this plan fares under any load."""
+        pipeline, split = self._planned_pipeline("prefill", plan)
+        timing = self._pipelines.timing(pipeline, "prefill", plan.batch)
+        found = self._prefill_within_targets(timing, split, plan.batch)
+        return self.problem.targets.prefill_queue(found.pace, plan.batch)
+
+    def decode_queue(self, plan: GroupPlan) -> DecodeQueue:
+        """How a decode replica with this plan fares under any load."""
+        pipeline, split = self._planned_pipeline("decode", plan)
+        return self._decode_queue(pipeline, split, plan.batch)
+
+    def _planned_pipeline(self, role: str, plan: GroupPlan) -> tuple[Pipeline, list[int]]:
+        pipeline = self._pipelines.of(role, [(s.node, s.degree) for s in plan.stages])
+        assert pipeline is not None, "a plan fits in its own stages"
+        return pipeline, [s.layers for s in plan.stages]
+
+    def _decode_queue(self, pipeline: Pipeline, split: list[int], batch: int) -> DecodeQueue:
+        at_once = self._pipelines.at_once(split)
+        return DecodeQueue(
+            batch * at_once,
+            lambda requests: self._pipelines.decode_pace(pipeline, split, requests / at_once).latency_s,
+            self.problem.costs.osl,
+        )

@@ -1,0 +1,96 @@
+"""What planners for like GPUs share: one tensor degree per replica, and copies that fill a pool of nodes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from cost_model.hardware import Accelerator
+from hexgen2.search.local_search import SearchState
+from hexgen2.search.operators import Step
+from hexgen2.search.planning.plan import Planner
+from hexgen2.search.planning.shapes import Shapes
+from hexgen2.search.problem import Blocks, Group, Problem, Solution, blocks_of
+from hexgen2.search.ties import exceeds
+from hexgen2.strategies.baselines.paper import valued
+
+MAX_NODES = 16
+"""Most nodes that one replica's pipeline crosses."""
+
+Replicas = list[Blocks]
+
+
+class UniformPlanner(Planner):
+    """Plans with one tensor degree in all stages, TP x PP; for some GPU types it may be given."""
+
+    def __init__(self, problem: Problem, degree_of: Mapping[Accelerator, int] | None = None) -> None:
+        super().__init__(problem)
+        self._shapes = _UniformShapes(problem, degree_of or {})
+
+
+class _UniformShapes(Shapes):
+    def __init__(self, problem: Problem, degree_of: Mapping[Accelerator, int]) -> None:
+        super().__init__(problem)
+        self._degree_of = degree_of
+
+    def of(self, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
+        given = self._degree_of.get(self.problem.node_accelerator[blocks[0][0]])
+        for degree in (given,) if given else self.degrees:
+            if all(count % degree == 0 for _, count in blocks):
+                along = self.along_fast_links(blocks)
+                yield [(node, degree) for node, count in along for _ in range(count // degree)]
+
+
+def nodes_by_type(problem: Problem) -> dict[Accelerator, list[int]]:
+    """The nodes of each accelerator, the one of most FLOP/s first."""
+    found: dict[Accelerator, list[int]] = {}
+    for node, accelerator in enumerate(problem.node_accelerator):
+        found.setdefault(accelerator, []).append(node)
+    return dict(sorted(found.items(), key=lambda item: (-item[0].flops_s, item[0].name)))
+
+
+def keep_best(state: SearchState, candidates: Iterator[Step]) -> None:
+    """Value the candidates in turn, those whose replicas alone could beat the best so far."""
+    for name, solution in candidates:
+        if state.out_of_time():
+            return
+        best = state.best.req_s if state.best else 0.0
+        if exceeds(state.evaluator.score_limit(solution, best), best):
+            state.offer(valued(state.evaluator, solution), name)
+
+
+def as_solution(prefill: Replicas, decode: Replicas) -> Solution:
+    """Groups of both roles."""
+    return Solution((*(Group("prefill", b) for b in prefill), *(Group("decode", b) for b in decode)))
+
+
+def copies(problem: Problem, nodes: list[int]) -> Iterator[tuple[int, int, Replicas]]:
+    """Every way to fill the nodes with like replicas: GPUs per node, nodes per replica, the replicas."""
+    largest = max(len(problem.node_gpus[node]) for node in nodes)
+    for gpus, across in itertools.product(range(1, largest + 1), range(1, min(len(nodes), MAX_NODES) + 1)):
+        yield gpus, across, fill(problem, free_gpus(problem, nodes), gpus, across, spread=False)
+
+
+def free_gpus(problem: Problem, nodes: list[int]) -> dict[int, int]:
+    """All GPUs of the nodes, counted by node: what `fill` takes from."""
+    return {node: len(problem.node_gpus[node]) for node in nodes}
+
+
+def fill(
+    problem: Problem, free: dict[int, int], gpus: int, nodes: int, spread: bool, most: int | None = None
+) -> Replicas:
+    """As many like replicas as `free` holds, at most `most`, taken out of it: each from the emptiest node
+    that has room (or the fullest, to spread them) and the nodes with the fastest links to it."""
+    found: Replicas = []
+    while most is None or len(found) < most:
+        room = [node for node in free if free[node] >= gpus]
+        if len(room) < nodes:
+            break
+        first = min(room, key=lambda node: (-free[node] if spread else free[node], node))
+        links = problem.node_links[first]
+        others = sorted((n for n in room if n != first), key=lambda n: -links[n].bandwidth_bytes_s)
+        taken = [first, *others[: nodes - 1]]
+        for node in taken:
+            free[node] -= gpus
+        found.append(blocks_of(dict.fromkeys(taken, gpus)))
+    return found

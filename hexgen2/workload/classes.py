@@ -1,0 +1,159 @@
+"""Which workload a user means: a shipped class, a mixture of them, fixed lengths, or a trace file."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from pathlib import Path
+
+from cost_model.errors import InputError
+from hexgen2.workload.lengths import MAX_TOKENS, RequestClass, Workload
+from hexgen2.workload.traces import Trace, read_trace
+
+HEAVY_PREFILL_TOKENS = 512  # HexGen-2, section 5.1: longer prompts are heavy
+HEAVY_DECODE_TOKENS = 128  # HexGen-2, section 5.1: longer answers are heavy
+
+_SOURCE = (
+    "means of the Azure LLM inference trace 2023 (conversation), {} "
+    "of the 16663 requests with input <= 2048 and output <= 1024 tokens"
+)
+MAX_SHARE = 1e6
+_CLASSES = [
+    RequestClass(name="HPLD", isl=1273.9, osl=80.2, weight=1766),
+    RequestClass(name="HPHD", isl=1104.2, osl=397.6, weight=7254),
+    RequestClass(name="LPHD", isl=228.6, osl=177.8, weight=2110),
+    RequestClass(name="LPLD", isl=355.9, osl=85.2, weight=5533),
+]
+
+SHIPPED: dict[str, Workload] = {
+    c.name: Workload(
+        name=c.name,
+        classes=(c.model_copy(update={"weight": 1.0}),),
+        source=_SOURCE.format(f"{c.weight:.0f}"),
+    )
+    for c in _CLASSES
+}
+SHIPPED["online"] = Workload(name="online", classes=tuple(_CLASSES), source=_SOURCE.format("all"))
+
+
+def list_workloads() -> list[tuple[str, str]]:
+    """Name and source of every shipped workload."""
+    return [(name, workload.source) for name, workload in SHIPPED.items()]
+
+
+def load_workload(
+    name_or_file: str | None = None, isl: float | None = None, osl: float | None = None
+) -> Workload:
+    """A shipped workload by name, a mixture of shipped ones, one of fixed lengths, or that of a trace file.
+
+    Parameters
+    ----------
+    name_or_file : shipped name in any case, several with their shares of the requests ("HPLD:2,LPHD:1"), or
+        a trace (see `hexgen2.workload.traces.read_trace`); may be left out where isl and osl are given
+    isl, osl : prompt and output tokens; each overrides that of every class
+
+    Raises
+    ------
+    InputError : unknown name, wrong share, unusable trace, or lengths that are not positive (osl at least 1)
+    """
+    for option, value, least in (("--isl", isl, 1), ("--osl", osl, 1)):
+        if value is not None and not least <= value <= MAX_TOKENS:
+            remedy = f"give a number of tokens, at least {least} and at most {MAX_TOKENS}"
+            raise InputError(option, "", f"is {value:g}", remedy)
+    if name_or_file is None:
+        if isl is None or osl is None:
+            missing = "--isl" if isl is None else "--osl"
+            raise InputError("--workload", "", "is missing", f"name one, or give {missing} as well")
+        fixed = RequestClass(name="fixed", isl=isl, osl=osl)
+        return Workload(name=f"{isl:g}-{osl:g}", classes=(fixed,), source="--isl and --osl")
+    workload = _named(name_or_file)
+    if isl is None and osl is None:
+        return workload
+    lengths = {key: float(value) for key, value in (("isl", isl), ("osl", osl)) if value is not None}
+    if len(lengths) == 2:
+        classes: tuple[RequestClass, ...] = (RequestClass(name=workload.name, **lengths),)
+    else:
+        classes = tuple(c.model_copy(update=lengths) for c in workload.classes)
+    given = " and ".join(f"{key} {value:g}" for key, value in lengths.items())
+    return workload.model_copy(update={"classes": classes, "source": f"{workload.source}; {given} as given"})
+
+
+def _named(name_or_file: str) -> Workload:
+    shipped = _shipped(name_or_file)
+    if shipped is not None:
+        return shipped
+    path = Path(name_or_file)
+    if not name_or_file or ("/" not in name_or_file and not _exists(path)):
+        if "," in name_or_file or ":" in name_or_file:
+            return _mixture(name_or_file)
+        if not path.suffix:
+            problem = "is neither a shipped workload nor a trace file"
+            raise InputError(name_or_file[:200] or "''", "", problem, _nearest(name_or_file))
+    return workload_of_trace(read_trace(path), path.stem)
+
+
+def _shipped(name: str) -> Workload | None:
+    return {known.lower(): workload for known, workload in SHIPPED.items()}.get(name.strip().lower())
+
+
+def _nearest(name: str) -> str:
+    lower = {known.lower(): known for known in SHIPPED}
+    near = difflib.get_close_matches(name.strip().lower()[:100], lower, n=1, cutoff=0.5)
+    return f"did you mean {lower[near[0]]}?" if near else f"shipped: {', '.join(SHIPPED)}"
+
+
+def _mixture(text: str) -> Workload:
+    """Shipped workloads with their shares of the requests, "HPLD:2,LPHD:1"; a share left out is 1."""
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        name, colon, share = (word.strip() for word in part.partition(":"))
+        workload = _shipped(name)
+        if workload is None:
+            problem = f"{name[:100]!r} is no shipped workload"
+            raise InputError("--workload", text[:200], problem, _nearest(name))
+        if workload.name in shares:
+            raise InputError("--workload", text[:200], f"names {workload.name} twice", "add up its shares")
+        shares[workload.name] = _share(share, text) if colon else 1.0
+    classes = [
+        c.model_copy(
+            update={"weight": share * c.weight / math.fsum(one.weight for one in SHIPPED[name].classes)}
+        )
+        for name, share in shares.items()
+        for c in SHIPPED[name].classes
+    ]
+    name = ",".join(f"{name}:{share:g}" for name, share in shares.items())
+    return Workload(name=name, classes=tuple(classes), source=_SOURCE.format("some") + ", shares as given")
+
+
+def _share(text: str, mixture: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 1 / MAX_SHARE <= share <= MAX_SHARE:
+        remedy = f"give a number from {1 / MAX_SHARE:g} to {MAX_SHARE:g}, as in HPLD:2,LPHD:1"
+        raise InputError("--workload", mixture[:200], f"{text[:40]!r} is no share", remedy)
+    return share
+
+
+def workload_of_trace(trace: Trace, name: str) -> Workload:
+    """Up to the four classes of HexGen-2 with their shares of the requests and their mean lengths."""
+    heavy_prefill, heavy_decode = trace.isl > HEAVY_PREFILL_TOKENS, trace.osl > HEAVY_DECODE_TOKENS
+    classes = []
+    for label, members in (
+        ("HPLD", heavy_prefill & ~heavy_decode),
+        ("HPHD", heavy_prefill & heavy_decode),
+        ("LPHD", ~heavy_prefill & heavy_decode),
+        ("LPLD", ~heavy_prefill & ~heavy_decode),
+    ):
+        if members.any():
+            isl, osl = float(trace.isl[members].mean()), float(trace.osl[members].mean())
+            classes.append(RequestClass(name=label, isl=isl, osl=osl, weight=float(members.sum())))
+    return Workload(name=name, classes=tuple(classes), source=trace.source)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,58 @@
+"""A worker's place in its replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.protocol.messages import StageShape
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker stands in its replica. Ranks count stage by stage, in tensor-parallel order."""
+
+    stages: tuple[StageShape, ...]
+    stage_index: int
+    tp_rank: int
+
+    @classmethod
+    def find(cls, stages: tuple[StageShape, ...], worker: str) -> Place:
+        """The place of a worker; KeyError if no stage has it."""
+        for index, stage in enumerate(stages):
+            if worker in stage.workers:
+                return cls(stages, index, stage.workers.index(worker))
+        raise KeyError(worker)
+
+    @property
+    def stage(self) -> StageShape:
+        return self.stages[self.stage_index]
+
+    @property
+    def tp(self) -> int:
+        return len(self.stage.workers)
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == len(self.stages) - 1
+
+    @property
+    def is_lead(self) -> bool:
+        return self.is_first and self.tp_rank == 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether this worker gets the logits and chooses tokens."""
+        return self.is_last and self.tp_rank == 0
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """All workers of the replica by rank."""
+        return tuple(worker for stage in self.stages for worker in stage.workers)
+
+    def ranks(self, stage_index: int) -> list[int]:
+        first = sum(len(stage.workers) for stage in self.stages[:stage_index])
+        return list(range(first, first + len(self.stages[stage_index].workers)))

@@ -1,0 +1,79 @@
+"""The engine that computes: a worker's share of a model in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+
+from runtime.engine.base import Engine, OnLayer
+from runtime.engine.rank import Place
+from runtime.engine.torch.collectives import Links, connect_store, open_store
+from runtime.engine.torch.models import load_stage
+from runtime.engine.torch.runner import StageRunner
+from runtime.kv_cache.pool import CacheShape
+from runtime.kv_transfer.memory import shared_cache
+from runtime.protocol.messages import Configure, Connect, Step, StepResult
+
+_ALL_LOADED = "all workers have loaded"
+_LOAD_LIMIT = timedelta(hours=6)
+
+
+class TorchEngine(Engine):
+    """A pipeline stage's layers, cut by the ranks of its tensor-parallel group."""
+
+    def __init__(self, config: Configure, place: Place) -> None:
+        self._config, self._place = config, place
+        torch.set_num_threads(config.threads)
+        size = len(place.workers)
+        self._store = open_store(config.host, size) if place.is_lead and size > 1 else None
+        self.store_port = self._store.port if self._store else 0
+
+    def load(self) -> None:
+        config, device = self._config, torch.device(self._config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._links = Links(self._place, device)
+        stage = load_stage(config.checkpoint, config.dtype, device, self._links)
+        shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
+        blocks = config.kv_budget_tokens // config.block_tokens
+        self.spec, self.weight_bytes = stage.spec, stage.checkpoint.bytes_read
+        self.cache, self.shared = shared_cache(shape, blocks, config.block_tokens)
+        if self.shared is not None:
+            self.shared.populate()
+        self._on_gpu = device.type == "cuda"
+        self._runner = StageRunner(stage, self.cache)
+
+    def join(self, addresses: Connect) -> None:
+        """The replica's process groups, made once all workers have loaded, which may take each a different
+        time."""
+        size = len(self._place.workers)
+        if size == 1:
+            return
+        store = self._store
+        if store is not None:
+            store.set(_ALL_LOADED, "")
+        else:
+            lead = addresses.peers[self._place.workers[0]]
+            store = connect_store(lead[0], addresses.store_port, size)
+            store.wait([_ALL_LOADED], _LOAD_LIMIT)
+        self._links.join(self._config.host, store)
+
+    def begin(self, step: Step) -> None:
+        self._runner.begin(step)
+
+    def forget(self, request_id: str) -> None:
+        self._runner.forget(request_id)
+
+    def run(self, step: Step, tables: Mapping[str, list[int]], on_layer: OnLayer | None) -> StepResult | None:
+        def computed(layer: int) -> None:
+            if on_layer is None:
+                return
+            ready = None
+            if self._on_gpu:
+                ready = torch.cuda.Event()
+                ready.record()
+            on_layer(layer, ready)
+
+        return self._runner.run(step, tables, computed)

@@ -1,0 +1,42 @@
+"""Model families by the `model_type` of a checkpoint's config.json."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.loader import Checkpoint, CheckpointConfig
+from runtime.engine.torch.models.base import DecoderStage
+from runtime.engine.torch.models.llama import LlamaStage
+from runtime.engine.torch.models.mistral import MistralStage
+from runtime.engine.torch.models.mixtral import MixtralStage
+from runtime.engine.torch.models.opt import OptStage
+from runtime.engine.torch.models.qwen import Qwen2Stage, Qwen3Stage
+
+FAMILIES: dict[str, type[DecoderStage]] = {
+    "llama": LlamaStage,
+    "mistral": MistralStage,
+    "mixtral": MixtralStage,
+    "opt": OptStage,
+    "qwen2": Qwen2Stage,
+    "qwen3": Qwen3Stage,
+}
+
+
+def load_stage(folder: str, dtype: str, device: torch.device, links: Links) -> DecoderStage:
+    """Load a worker's part of a checkpoint.
+
+    Raises
+    ------
+    InputError : the checkpoint is of an unknown family, quantised, incomplete or damaged
+    """
+    config = CheckpointConfig.load(folder)
+    name = config.get("model_type", "")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise config.error(
+            "model_type", f"{name!r} is unknown", f"choose one of {', '.join(sorted(FAMILIES))}"
+        )
+    if config.get("quantization_config") is not None:
+        raise config.error("quantization_config", "is not computed", "choose weights of 16 or 32 bits")
+    family = FAMILIES[name]
+    return family(Checkpoint(folder, dtype, device, family.prefixes), links)

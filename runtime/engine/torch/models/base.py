@@ -1,0 +1,193 @@
+"""What all decoder-only families share: a pipeline stage cut by layers, heads and vocabulary."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from runtime.engine.torch.attention.cpu import Batch
+from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.linear import Linear
+from runtime.engine.torch.loader import Checkpoint, Cut
+from runtime.kv_cache.layout import even_share, held
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes of the whole model. position_limit is None where positions may go on for ever."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    position_limit: int | None
+    tied: bool
+    experts: int = 1
+
+
+class DecoderStage(ABC):
+    """One worker's part of a model: layers of its stage, heads and columns of its rank.
+
+    The first stage has the embedding, the last one the final norm and the LM head, both cut by
+    vocabulary. Activations [tokens, hidden] are whole on every rank.
+    """
+
+    prefixes: ClassVar[tuple[str, ...]]
+
+    def __init__(self, checkpoint: Checkpoint, links: Links) -> None:
+        self.checkpoint, self.links, self.place = checkpoint, links, links.place
+        self.dtype, self.device = checkpoint.dtype, checkpoint.device
+        self.spec = self._parse()
+        self._check_split()
+        self.part = held(self.place.stages, self.place.stage.workers[self.place.tp_rank], self.spec.kv_heads)
+        self.local_heads = self.spec.heads // self.place.tp
+        self.local_kv_heads = self.part.end_head - self.part.first_head
+        self._embedding = self._vocabulary(self._embedding_name) if self.place.is_first else None
+        if self.place.is_first:
+            self._load_first()
+        if self.place.is_last:
+            self._load_last()
+            self._head = self._load_head()
+        # Layers come last: packing the head needs room for two of it, a layer's matrices are smaller.
+        self.layers = {
+            layer: self._load_layer(layer) for layer in range(self.part.first_layer, self.part.end_layer)
+        }
+
+    @abstractmethod
+    def _parse(self) -> ModelSpec:
+        """Sizes from config.json; refuses variants that the family doesn't compute."""
+
+    @abstractmethod
+    def _load_layer(self, layer: int) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
+        """A layer: (hidden [tokens, hidden], batch) -> hidden [tokens, hidden]."""
+
+    @abstractmethod
+    def _load_last(self) -> None:
+        """Weights of the final norm."""
+
+    @abstractmethod
+    def _final_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """[sequences, hidden] before the LM head."""
+
+    def _load_first(self) -> None:  # noqa: B027
+        """What the embedding needs beside the token table."""
+
+    def _add_positions(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """[tokens, hidden] with learned positions, where the family has them."""
+        return x
+
+    def _begin(self, batch: Batch) -> None:  # noqa: B027
+        """What all layers of a step share."""
+
+    _embedding_name: ClassVar[str] = "embed_tokens.weight"
+
+    def forward(
+        self, batch: Batch, hidden: torch.Tensor | None, on_layer: Callable[[int], None]
+    ) -> torch.Tensor:
+        """Run the stage's layers.
+
+        Parameters
+        ----------
+        hidden : [tokens, hidden] from the previous stage; None on the first
+        on_layer : called with each global layer number once its keys and values are in the caches
+        """
+        if hidden is None:
+            hidden = self._add_positions(self._embed(batch.tokens), batch)
+        self._begin(batch)
+        for number, layer in self.layers.items():
+            hidden = layer(hidden, batch)
+            on_layer(number)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """[samples, vocab] of the rows after which a token is chosen, on rank 0 of the last stage; None
+        elsewhere."""
+        local = self._head(self._final_norm(hidden[batch.sampled]))
+        whole = self.links.gather_columns(local)
+        return None if whole is None else whole[:, : self.spec.vocab]
+
+    # -- slices of weights
+
+    def cut(self, size: int) -> Cut:
+        """This rank's part of a dimension: its whole size, first and end."""
+        return (size, *even_share(self.place.tp_rank, self.place.tp, size))
+
+    def fused_columns(self, names: Sequence[str], rows: Sequence[Cut], bias: bool) -> Linear:
+        """Matrices cut by output rows, stacked into one."""
+        ends = list(accumulate(end - first for _, first, end in rows))
+        weight = self.checkpoint.empty(ends[-1], self.spec.hidden)
+        added = self.checkpoint.empty(ends[-1]) if bias else None
+        for name, cut, start, stop in zip(names, rows, [0, *ends], ends, strict=False):
+            whole = (cut[0], self.spec.hidden)
+            self.checkpoint.read_into(weight[start:stop], f"{name}.weight", whole, rows=cut[1:])
+            if added is not None:
+                self.checkpoint.read_into(added[start:stop], f"{name}.bias", whole[:1], rows=cut[1:])
+        return Linear(weight, added)
+
+    def row_parallel(self, name: str, columns: Cut, bias: bool) -> Linear:
+        """A matrix cut by input columns; its products are summed over ranks, so rank 0 has the bias."""
+        whole = (self.spec.hidden, columns[0])
+        added = None
+        if bias and self.place.tp_rank == 0:
+            added = self.checkpoint.read(f"{name}.bias", whole[:1])
+        return Linear(self.checkpoint.read(f"{name}.weight", whole, columns=columns[1:]), added)
+
+    def qkv(self, names: tuple[str, str, str], bias: bool) -> Linear:
+        """Query, key and value projections of this rank's heads in one matrix."""
+        dim = self.spec.head_dim
+        key = (self.spec.kv_heads * dim, self.part.first_head * dim, self.part.end_head * dim)
+        return self.fused_columns(names, (self.cut(self.spec.heads * dim), key, key), bias)
+
+    def _check_split(self) -> None:
+        tp, spec, config = self.place.tp, self.spec, self.checkpoint.config
+        remedy = f"choose another tensor-parallel degree than {tp}"
+        if spec.heads % tp:
+            raise config.error(
+                "num_attention_heads", f"{spec.heads} heads don't split over {tp} GPUs", remedy
+            )
+        if spec.kv_heads % tp and tp % spec.kv_heads:
+            raise config.error(
+                "num_key_value_heads", f"{spec.kv_heads} heads don't split over {tp} GPUs", remedy
+            )
+        if spec.heads % spec.kv_heads:
+            problem = f"{spec.kv_heads} doesn't divide {spec.heads} query heads"
+            raise config.error("num_key_value_heads", problem, "download the checkpoint again")
+        if spec.ffn % tp and spec.experts % tp:
+            raise config.error("intermediate_size", f"{spec.ffn} columns don't split over {tp} GPUs", remedy)
+        if self.place.stages[-1].end_layer != spec.layers:
+            problem = f"is {spec.layers}, the placement has {self.place.stages[-1].end_layer} layers"
+            raise config.error("num_hidden_layers", problem, "search a placement for this model")
+
+    def _vocabulary(self, name: str) -> torch.Tensor:
+        """This rank's rows of a [vocab, hidden] table, padded with zeros to equal size on all ranks."""
+        vocab, first, end = self.cut(self.spec.vocab)
+        table = self.checkpoint.empty(even_share(0, self.place.tp, vocab)[1], self.spec.hidden)
+        self.checkpoint.read_into(table[: end - first], name, (vocab, self.spec.hidden), rows=(first, end))
+        table[end - first :].zero_()
+        return table
+
+    def _load_head(self) -> Linear:
+        if not self.spec.tied:
+            return Linear(self._vocabulary("lm_head.weight"))
+        if self._embedding is not None:
+            return Linear(self._embedding)
+        return Linear(self._vocabulary(self._embedding_name))
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        table = self._embedding
+        assert table is not None
+        if self.place.tp == 1:
+            return F.embedding(tokens, table)
+        local = tokens - self.place.tp_rank * len(table)
+        mine = (local >= 0) & (local < len(table))
+        rows = F.embedding(local.clamp(0, len(table) - 1), table) * mine.unsqueeze(1)
+        return self.links.all_reduce(rows)

@@ -1,0 +1,151 @@
+"""The Llama family, which most others vary: RMSNorm, rotary positions, grouped-query attention, gated
+feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from runtime import native
+from runtime.engine.torch.attention.cpu import Batch, attend, store
+from runtime.engine.torch.loader import CheckpointConfig, Cut
+from runtime.engine.torch.models.base import DecoderStage, ModelSpec
+from runtime.engine.torch.models.rope import Rotary
+
+Attention = Callable[[torch.Tensor, Batch], torch.Tensor]
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+"""Both from normalised [tokens, hidden] to this rank's summand of [tokens, hidden]."""
+
+
+class LlamaStage(DecoderStage):
+    """One worker's part of a Llama model. Families alike override what is different."""
+
+    prefixes = ("model.",)
+    kv_heads_required: ClassVar[bool] = False
+    default_theta: ClassVar[float] = 10000.0
+    default_eps: ClassVar[float] = 1e-6
+
+    def _parse(self) -> ModelSpec:
+        config = self.checkpoint.config
+        config.require("hidden_act", "silu", "silu")
+        hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+        self._eps = float(config.get("rms_norm_eps", self.default_eps))
+        self._qkv_bias, self._out_bias, self._mlp_bias = self._biases(config)
+        spec = ModelSpec(
+            layers=config.count("num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=config.count("num_key_value_heads", None if self.kv_heads_required else heads),
+            head_dim=config.count("head_dim", self._default_head_dim(hidden, heads)),
+            ffn=config.count("intermediate_size"),
+            vocab=config.count("vocab_size"),
+            position_limit=None,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            experts=self._experts(config),
+        )
+        self._windows = self._parse_windows(config, spec.layers)
+        self._native = native.serves(self.dtype, self.device)
+        self._rotary = Rotary(config, spec.head_dim, self.dtype, self.device, self.default_theta)
+        return spec
+
+    # -- what families vary
+
+    def _biases(self, config: CheckpointConfig) -> tuple[bool, bool, bool]:
+        """Whether query, key and value have biases, the output projection has one, the feed-forward has."""
+        attention = bool(config.get("attention_bias", False))
+        return attention, attention, bool(config.get("mlp_bias", False))
+
+    def _default_head_dim(self, hidden: int, heads: int) -> int:
+        return hidden // heads
+
+    def _experts(self, config: CheckpointConfig) -> int:
+        """Feed-forwards of a layer."""
+        return 1
+
+    def _parse_windows(self, config: CheckpointConfig, layers: int) -> list[int | None]:
+        """By layer: how many tokens each one attends to, None for all before it."""
+        return [None] * layers
+
+    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What happens to [tokens, query and key heads, head_dim] before it turns, if anything."""
+        return None
+
+    def _load_feed_forward(self, name: str) -> FeedForward:
+        names = (f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj", f"{name}.mlp.down_proj")
+        return self.gated(names, self.cut(self.spec.ffn), self._mlp_bias)
+
+    # -- what they share
+
+    def _begin(self, batch: Batch) -> None:
+        self._rotary.begin(batch.positions)
+
+    def _load_layer(self, layer: int) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
+        name = f"layers.{layer}"
+        attention_norm = self._norm(f"{name}.input_layernorm")
+        feed_forward_norm = self._norm(f"{name}.post_attention_layernorm")
+        attention = self._load_attention(f"{name}.self_attn", layer)
+        feed_forward = self._load_feed_forward(name)
+
+        def run(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+            attended = attention(self._rms(hidden, attention_norm), batch)
+            hidden = self.links.all_reduce(attended).add_(hidden)
+            return self.links.all_reduce(feed_forward(self._rms(hidden, feed_forward_norm))).add_(hidden)
+
+        return run
+
+    def _load_attention(self, name: str, layer: int) -> Attention:
+        qkv = self.qkv((f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"), self._qkv_bias)
+        head_norm = self._load_head_norm(name)
+        out = self.row_parallel(
+            f"{name}.o_proj", self.cut(self.spec.heads * self.spec.head_dim), self._out_bias
+        )
+        split = (self.local_heads, self.local_kv_heads, self.local_kv_heads)
+        window = self._windows[layer]
+
+        def run(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+            heads = qkv(x).view(len(x), -1, self.spec.head_dim)
+            query, key, value = heads.split(split, dim=1)
+            turning = heads[:, : -self.local_kv_heads]
+            if head_norm is not None:
+                turning.copy_(head_norm(turning))
+            if self._native:
+                cosines, sines = self._rotary.cosines, self._rotary.sines
+                native.turn_and_store(heads, cosines, sines, batch.slots, *batch.cache.layer(layer))
+            else:
+                self._rotary.turn(turning)
+                store(key, value, layer, batch)
+            return out(attend(query, key, value, layer, batch, window))
+
+        return run
+
+    def gated(self, names: tuple[str, str, str], cut: Cut, bias: bool) -> FeedForward:
+        """A feed-forward of gate, up and down projections, or the part of its width that `cut` says."""
+        gate_up = self.fused_columns(names[:2], (cut, cut), bias)
+        down = self.row_parallel(names[2], cut, bias)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            if self._native:
+                return down(native.gate(gate_up(x)))
+            gate, up = gate_up(x).chunk(2, dim=-1)
+            return down(F.silu(gate).mul_(up))
+
+        return run
+
+    def _load_last(self) -> None:
+        self._norm_weight = self._norm("norm")
+
+    def _final_norm(self, x: torch.Tensor) -> torch.Tensor:
+        return self._rms(x, self._norm_weight)
+
+    def _norm(self, name: str) -> torch.Tensor:
+        return self.checkpoint.read(f"{name}.weight", (self.spec.hidden,))
+
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Scale the last dimension to a root mean square of one, round, then weigh, as these families were
+        trained."""
+        if self._native and weight.dim() == 1:
+            return native.rms_norm(x, weight, self._eps)
+        return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)

@@ -1,0 +1,52 @@
+"""The Qwen families. Qwen 2 and 2.5: Llama with biased query, key and value, and windows in some layers.
+Qwen 3: without the biases, but with a norm for each head of query and key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from runtime.engine.torch.loader import CheckpointConfig
+from runtime.engine.torch.models.llama import LlamaStage
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+class Qwen2Stage(LlamaStage):
+    """One worker's part of a Qwen 2 or 2.5 model."""
+
+    kv_heads_required = True
+
+    def _biases(self, config: CheckpointConfig) -> tuple[bool, bool, bool]:
+        return True, False, False
+
+    def _parse_windows(self, config: CheckpointConfig, layers: int) -> list[int | None]:
+        window = config.count("sliding_window") if config.get("use_sliding_window", False) else None
+        kinds = config.get("layer_types")
+        if kinds is None:
+            full = layers if window is None else config.count("max_window_layers", 28, least=0)
+            kinds = [_FULL if layer < full else _SLIDING for layer in range(layers)]
+        allowed = {_FULL} if window is None else {_FULL, _SLIDING}
+        if not isinstance(kinds, list) or len(kinds) != layers or not allowed.issuperset(kinds):
+            problem = f"must name one of {', '.join(sorted(allowed))} for each of {layers} layers"
+            raise config.error("layer_types", problem, "download the checkpoint again")
+        return [window if kind == _SLIDING else None for kind in kinds]
+
+
+class Qwen3Stage(Qwen2Stage):
+    """One worker's part of a Qwen 3 model."""
+
+    def _biases(self, config: CheckpointConfig) -> tuple[bool, bool, bool]:
+        attention = bool(config.get("attention_bias", False))
+        return attention, attention, False
+
+    def _default_head_dim(self, hidden: int, heads: int) -> int:
+        return 128
+
+    def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        shape = (self.spec.head_dim,)
+        weights = [self.checkpoint.read(f"{name}.{part}_norm.weight", shape) for part in "qk"]
+        heads = (self.local_heads, self.local_kv_heads)
+        weight = torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
+        return lambda x: self._rms(x, weight)

@@ -1,0 +1,132 @@
+"""Rotary positions: pairs of values in query and key turn by an angle that grows with the position."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from runtime.engine.torch.loader import CheckpointConfig
+
+_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class Rotary:
+    """Turns heads by their tokens' positions; `begin` prepares the angles that all layers of a step share.
+
+    Attributes
+    ----------
+    cosines, sines : of those angles, [tokens, head_dim / 2]
+
+    Parameters
+    ----------
+    theta : base of the frequencies where config.json names none
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        theta: float = 10000.0,
+    ) -> None:
+        if head_dim % 2:
+            raise config.error("head_dim", f"{head_dim} is odd", "choose another checkpoint")
+        frequencies, self._scale = rope_frequencies(config, head_dim, theta)
+        self._frequencies = frequencies.to(device)
+        self._dtype = dtype
+
+    def begin(self, positions: torch.Tensor) -> None:
+        """Angles of a step's tokens, [tokens]."""
+        angles = positions.float()[:, None] * self._frequencies
+        self.cosines = angles.cos().mul_(self._scale).to(self._dtype)
+        self.sines = angles.sin().mul_(self._scale).to(self._dtype)
+
+    def turn(self, x: torch.Tensor) -> None:
+        """Turn the first half of each head of [tokens, heads, head_dim] against its second, in place."""
+        low, high = x.chunk(2, dim=-1)
+        cosines, sines = self.cosines.unsqueeze(1), self.sines.unsqueeze(1)
+        turned = torch.addcmul(high * cosines, low, sines)
+        low.mul_(cosines).addcmul_(high, sines, value=-1)
+        high.copy_(turned)
+
+
+def rope_frequencies(config: CheckpointConfig, head_dim: int, theta: float) -> tuple[torch.Tensor, float]:
+    """Angle per position [head_dim / 2], and what sines and cosines are multiplied by, with the
+    checkpoint's scaling applied.
+
+    Raises
+    ------
+    InputError : a scaling that isn't computed, or that lacks a number
+    """
+    scaling = config.get("rope_parameters", config.get("rope_scaling", {}))
+    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+        raise config.error(
+            "rope_parameters", "is not one set of values for all layers", "choose another checkpoint"
+        )
+    for values in (scaling, config.values):
+        if values.get("partial_rotary_factor") not in (None, 1.0):
+            raise config.error("partial_rotary_factor", "only whole heads turn", "choose another checkpoint")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _KINDS:
+        raise config.error("rope_scaling", f"{kind!r} is not computed", f"choose one of {', '.join(_KINDS)}")
+    trained = config.get("original_max_position_embeddings", config.get("max_position_embeddings"))
+    scaling = {"original_max_position_embeddings": trained, **scaling}
+    try:
+        base = float(scaling.get("rope_theta", config.get("rope_theta", theta)))
+        frequencies = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        if kind == "default":
+            return frequencies, 1.0
+        if kind == "linear":
+            return frequencies / float(scaling["factor"]), 1.0
+        if kind == "llama3":
+            return _llama3(frequencies, scaling), 1.0
+        return _yarn(frequencies, base, scaling)
+    except KeyError as error:
+        raise config.error("rope_scaling", f"lacks {error}", "download the checkpoint again") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        problem = f"has a value that is no number in its place ({error})"
+        raise config.error("rope_scaling", problem, "download the checkpoint again") from error
+
+
+def _llama3(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
+    """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones kept, a blend between."""
+    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    trained = float(scaling["original_max_position_embeddings"])
+    turns = trained * frequencies / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * frequencies / factor + blend * frequencies
+
+
+def _yarn(frequencies: torch.Tensor, base: float, scaling: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng and others, 2023, arXiv:2309.00071, sections 3.2 and 3.4): pairs that turn less than
+    `beta_slow` times in the trained context are stretched by `factor`, those of more than `beta_fast`
+    kept, a blend by index between; attention gets sharper by a power of the factor's logarithm."""
+    factor, trained = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
+    pairs = len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        return pairs * math.log(trained / (turns * 2 * math.pi)) / math.log(base)
+
+    first = pair_of(float(scaling.get("beta_fast") or 32))
+    last = pair_of(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    stretched = ((torch.arange(pairs) - first) / max(last - first, 1e-3)).clamp(0, 1)
+    blended = frequencies * (1 - stretched) + frequencies / factor * stretched
+    return blended, _yarn_attention(factor, scaling)
+
+
+def _yarn_attention(factor: float, scaling: dict[str, Any]) -> float:
+    """What YaRN multiplies sines and cosines by: DeepSeek's two weights, or the paper's one."""
+    if (given := scaling.get("attention_factor")) is not None:
+        return float(given)
+
+    def sharper(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return sharper(float(above)) / sharper(float(below)) if above and below else sharper(1.0)

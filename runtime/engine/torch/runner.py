@@ -1,0 +1,117 @@
+"""One worker's share of a step: its layers over a ragged batch, and the tokens at the very end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from runtime.engine.torch.attention.cpu import Batch
+from runtime.engine.torch.models.base import DecoderStage
+from runtime.engine.torch.sampling.sampler import Sampler
+from runtime.kv_cache.pool import PagedCache
+from runtime.protocol.messages import SequenceStep, Step, StepResult, TokenLogprobs
+from runtime.worker.faults import Faults, of_replica
+
+
+class StageRunner:
+    """Runs steps in the order given; every worker of the replica must be given the same ones."""
+
+    def __init__(self, stage: DecoderStage, cache: PagedCache) -> None:
+        self._stage, self._cache = stage, cache
+        self._sampler = Sampler() if stage.links.place.samples else None
+        self._faults = Faults()
+
+    def begin(self, step: Step) -> None:
+        """Take note of the requests that begin with a step."""
+        if self._sampler is not None:
+            for start in step.starts:
+                history = start.history[: start.prompt_tokens], start.history[start.prompt_tokens :]
+                with self._faults.kept(start.request_id):
+                    self._sampler.start(start.request_id, start.sampling, history)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended, or was preempted."""
+        if self._sampler is not None:
+            self._sampler.forget(request_id)
+            self._faults.forget(request_id)
+
+    @torch.inference_mode()
+    def run(
+        self, step: Step, tables: Mapping[str, Sequence[int]], on_layer: Callable[[int], None]
+    ) -> StepResult | None:
+        """Run a step whose requests have their blocks.
+
+        Parameters
+        ----------
+        tables : blocks of each request
+        on_layer : called with each global layer number once its keys and values are in the cache
+
+        Returns
+        -------
+        the tokens, on the worker that samples; None elsewhere. A request whose own token cannot be sampled
+        is broken, and no other is
+        """
+        stage, links = self._stage, self._stage.links
+        batch = self._batch(step, tables)
+        hidden = None
+        if not links.place.is_first:
+            hidden = links.receive((len(batch.tokens), stage.spec.hidden), stage.dtype)
+        hidden = stage.forward(batch, hidden, on_layer)
+        if not links.place.is_last:
+            links.send(hidden)
+            return None
+        chosen = [sequence for sequence in step.sequences if sequence.samples]
+        if not chosen:
+            return StepResult(step=step.step, tokens=()) if links.place.samples else None
+        logits = stage.logits(hidden, batch)
+        if logits is None or self._sampler is None:
+            return None
+        found = self._sample(self._sampler, logits, chosen)
+        logprobs = tuple(detail for _, detail in found)
+        return StepResult(
+            step=step.step,
+            tokens=tuple(token for token, _ in found),
+            logprobs=logprobs if any(detail is not None for detail in logprobs) else (),
+            broken=self._faults.take(sequence.request_id for sequence in chosen),
+        )
+
+    def _sample(
+        self, sampler: Sampler, logits: torch.Tensor, chosen: Sequence[SequenceStep]
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """The tokens of the rows of logits whose requests are sound: all at once, and one by one if that
+        fails, to find out whose fault it is."""
+        rows = [row for row, each in enumerate(chosen) if each.request_id not in self._faults]
+        if len(rows) < len(chosen):
+            logits, chosen = logits[rows], [chosen[row] for row in rows]
+        if not rows:
+            return []
+        try:
+            return _sampled(sampler, logits, chosen)
+        except Exception as error:
+            if of_replica(error):
+                raise
+            found = list[tuple[int, TokenLogprobs | None]]()
+            for row, sequence in enumerate(chosen):
+                with self._faults.kept(sequence.request_id):
+                    found += _sampled(sampler, logits[row : row + 1], [sequence])
+            if len(chosen) > 1 and not found:
+                raise  # it is none of them
+            return found
+
+    def _batch(self, step: Step, tables: Mapping[str, Sequence[int]]) -> Batch:
+        sequences = step.sequences
+        return Batch.make(
+            self._cache,
+            [sequence.tokens for sequence in sequences],
+            [sequence.position for sequence in sequences],
+            [tables[sequence.request_id] for sequence in sequences],
+            [sequence.samples for sequence in sequences],
+        )
+
+
+def _sampled(
+    sampler: Sampler, logits: torch.Tensor, sequences: Sequence[SequenceStep]
+) -> list[tuple[int, TokenLogprobs | None]]:
+    ids, indices = [each.request_id for each in sequences], [each.index for each in sequences]
+    return list(zip(*sampler.sample(logits, ids, indices), strict=True))

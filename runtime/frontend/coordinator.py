@@ -1,0 +1,341 @@
+"""The front end's side of serving: takes requests, lets them begin, and knows which replicas there are.
+
+A request waits until a route has room for it (`admission.py`), or its time is up. Once it has begun, it is in
+work (`in_work.py`), until it ends, or waits again because a replica failed it. Meanwhile replicas are lost,
+come back, and make way for those of another placement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from cost_model.errors import HexGen2Error
+from runtime.frontend.in_flight import InWork, log_request
+from runtime.frontend.listeners import Listeners
+from runtime.frontend.replica import Replica
+from runtime.frontend.request import UNKNOWN, Generation, Observer, Origin, Outcome, RequestRecord
+from runtime.launcher.worker_link import Link
+from runtime.options import QUEUE_LIMIT, QUEUE_TIMEOUT_S
+from runtime.protocol.liveness import PING_EVERY_S
+from runtime.protocol.messages import Sampling, Shutdown
+from runtime.routing.admission import Admission
+from runtime.routing.fair_queue import FairQueue
+from runtime.routing.reflow import Reflow
+from runtime.routing.refusals import Overloaded, TimedOut, Unavailable
+from runtime.routing.router import Route, Router
+from runtime.routing.wait_estimate import Pace
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Takes requests, has each begin on a route with room for it, and keeps account of who serves.
+
+    Parameters
+    ----------
+    router : decides on the route of each request
+    replicas : by id, with links to workers that are ready
+    observer : told of tokens and ends
+    queue_limit, client_queue_limit : requests that may wait for room, and those of one client (None: as many)
+    queue_timeout_s : how long a request may wait before it starts
+    ping_every_s : how often each worker is asked whether it is there
+    plan : of the placement, gives the routes that are left after a loss; None: see Admission
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        replicas: Mapping[str, Replica],
+        observer: Observer | None = None,
+        queue_limit: int = QUEUE_LIMIT,
+        client_queue_limit: int | None = None,
+        queue_timeout_s: float = QUEUE_TIMEOUT_S,
+        ping_every_s: float = PING_EVERY_S,
+        plan: Reflow | None = None,
+    ) -> None:
+        self.replicas = dict(replicas)
+        self.plan = plan
+        self._queue: FairQueue[Generation] = FairQueue(queue_limit, client_queue_limit)
+        self._admission: Admission[Generation] = Admission(
+            router, self.replicas, self._queue, plan.routes if plan else None
+        )
+        self._queue_timeout_s, self._pace = queue_timeout_s, Pace()
+        self._usual_output_tokens = 2 * max(replica.growth_tokens for replica in self.replicas.values())
+        self._in_work = InWork(
+            *(self.replicas, observer, self._admit, self._can_wait_again, self._wait_again),
+            explained=lambda replicas: self._on_explained(replicas),
+        )
+        self._numbers = itertools.count()
+        self._listeners = Listeners(self._in_work.handle, self._lose, ping_every_s)
+        self._on_lost: Callable[[Replica], bool] = lambda _: False
+        self._on_explained: Callable[[Collection[str]], None] = lambda _: None
+        self._stopped = False
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def lost(self) -> Mapping[str, str]:
+        """Replicas that are gone, with the reason."""
+        return self._admission.lost
+
+    @property
+    def starting(self) -> Collection[str]:
+        """Replicas that are on their way."""
+        return self._admission.starting
+
+    @property
+    def absent(self) -> Collection[str]:
+        """Replicas that take no requests: lost, on their way or about to leave."""
+        return self._admission.absent
+
+    @property
+    def records(self) -> Sequence[RequestRecord]:
+        """Of the last requests that ended, oldest first."""
+        return self._in_work.records
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and output tokens that the roomiest route can hold; 0 without routes."""
+        return self._admission.context_tokens
+
+    def check_serving(self) -> None:
+        """Raise Unavailable if no route is left, or the server stops."""
+        if self._stopped:
+            raise Unavailable("the server is stopping")
+        self._admission.check_serving()
+
+    def check_place(self, client: str) -> None:
+        """Raise Unavailable, Overloaded or TooMany if no request of a client can be taken now."""
+        self.check_serving()
+        try:
+            self._queue.check_place(client)
+        except Overloaded as refusal:
+            refusal.retry_after_s = self._pace.retry_after_s(len(self._queue), time.monotonic())
+            raise
+
+    def start(
+        self,
+        on_lost: Callable[[Replica], bool] = lambda _: False,
+        on_explained: Callable[[Collection[str]], None] = lambda _: None,
+    ) -> None:
+        """Begin to listen to the workers and to watch them; needs a running event loop.
+
+        Parameters
+        ----------
+        on_lost : told of a replica that is lost; whether it will be revived, so that requests may wait for it
+        on_explained : told of replicas that died of a request, which is served no more
+        """
+        self._on_lost, self._on_explained = on_lost, on_explained
+        for replica in self.replicas.values():
+            self._listeners.listen(replica)
+
+    def revive(self, replica_id: str, links: Mapping[str, Link]) -> None:
+        """Use a replica again that was lost: its workers have been started anew."""
+        replica = self.replicas[replica_id]
+        replica.begin_again(links)
+        self._use(replica)
+
+    def revive_no_more(self, replica_id: str) -> None:
+        """Have no request wait any more for a replica that was lost."""
+        error = Unavailable(self.lost.get(replica_id, ""))
+        for request in self._admission.give_up(replica_id):
+            self._end(request, "failed", error)
+
+    # another placement
+
+    def change(self, plan: Reflow, coming: Mapping[str, Replica], forgotten: Collection[str] = ()) -> None:
+        """Go on with other replicas: those of a plan.
+
+        Parameters
+        ----------
+        coming : those that do not serve yet; they `join` later
+        forgotten : those that are lost for good and no part of the plan
+        """
+        self.plan = plan
+        for name in forgotten:
+            self.replicas.pop(name, None)
+        self.replicas.update(coming)
+        self._admission.change(plan.routes, coming.keys(), forgotten)
+        self._admit()
+
+    def join(self, replica_id: str, links: Mapping[str, Link]) -> None:
+        """Use a replica that has started."""
+        replica = self.replicas[replica_id]
+        replica.links = links
+        self._use(replica)
+
+    def give_up(self, replica_id: str, reason: str) -> None:
+        """Count a replica as lost that did not start."""
+        self._lose(self.replicas[replica_id], reason)
+
+    def retire(self, replica_ids: Collection[str]) -> None:
+        """Give some replicas no new requests any more; what they serve, they finish."""
+        for request in self._admission.retire(replica_ids):
+            self._end(request, "failed", Unavailable("no replica is left that could serve it"))
+
+    def send_away(self, replica_id: str) -> None:
+        """Resume elsewhere what a replica still serves."""
+        self._in_work.send_away(self.replicas[replica_id], Unavailable(f"replica {replica_id} leaves"))
+        self._admit()
+
+    def leave(self, replica_id: str) -> None:
+        """Forget a replica that was retired and serves nothing any more; the launcher ends its workers."""
+        self._listeners.leave(replica_id)
+        del self.replicas[replica_id]
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        route: Route | None = None,
+        origin: Origin = UNKNOWN,
+    ) -> Generation:
+        """Take a request; it starts at once or waits its turn.
+
+        Parameters
+        ----------
+        route : take this route instead of the router's choice
+
+        Raises
+        ------
+        Overloaded, Unavailable, TooLong
+        """
+        record = RequestRecord(
+            self._new_id(),
+            len(prompt),
+            sampling.max_tokens,
+            time.monotonic(),
+            client=origin.client,
+            client_request_id=origin.request_id,
+            traceparent=origin.traceparent,
+        )
+        request = Generation(
+            tuple(prompt), sampling, route, record, origin, usual_output_tokens=self._usual_output_tokens
+        )
+        self.check_serving()
+        self._join_queue(request)
+        log_request(request, "received from %s: %d tokens", origin.client, len(prompt))
+        self._admit()
+        if request.phase == "waiting":
+            self._end_after(request, self._queue_timeout_s, self._waited_too_long)
+        if origin.timeout_s is not None:
+            self._end_after(request, origin.timeout_s, self._ran_out_of_time)
+        return request
+
+    def cancel(self, request: Generation, outcome: Outcome = "cancelled") -> None:
+        """Stop a request, in whatever phase. Its memory counts as used until the replicas freed it."""
+        if request.phase != "ended":
+            self._end(request, outcome, None)
+            self._admit()
+
+    async def stop(self) -> None:
+        """Fail every request and stop listening. The workers are left to the launcher."""
+        self._stopped = True
+        for request in [*self._admission.waiting, *self._in_work.requests.values()]:
+            if request.phase != "ended":
+                self._end(request, "failed", Unavailable("the server is stopping"))
+        await self._listeners.stop()
+
+    # admission
+
+    def _new_id(self) -> str:
+        return f"r{next(self._numbers)}"
+
+    def _join_queue(self, request: Generation) -> None:
+        """Queue a request, unless there is no place for it or it would wait longer than it may."""
+        ahead, now = self._queue.ahead(request), time.monotonic()
+        wait_s = self._pace.wait_s(ahead, now) or 0.0
+        own_s = request.origin.timeout_s
+        may_wait_s = self._queue_timeout_s if own_s is None else min(own_s, self._queue_timeout_s)
+        try:
+            if wait_s > may_wait_s:
+                raise Overloaded(f"the request would wait {wait_s:.0f} s, and may wait {may_wait_s:g} s")
+            crowded_out = self._admission.enqueue(request)
+        except Overloaded as refusal:
+            refusal.retry_after_s = self._pace.retry_after_s(ahead, now)
+            raise
+        if crowded_out is not None:
+            self._give_up_waiting(
+                crowded_out, "failed", "other clients wait, and this one has the most waiting"
+            )
+
+    def _end_after(self, request: Generation, limit_s: float, end: Callable[[Generation], None]) -> None:
+        request.deadlines.append(asyncio.get_running_loop().call_later(limit_s, end, request))
+
+    def _waited_too_long(self, request: Generation) -> None:
+        """The request has not started in time."""
+        if request.phase == "waiting" and not request.record.routed_s:
+            self._give_up_waiting(request, "timeout", f"no room for it within {self._queue_timeout_s:g} s")
+
+    def _still_waits(self, request_id: str, request: Generation) -> None:
+        """Nothing has taken the request up again in time, since it was given this id."""
+        if request.phase == "waiting" and request.request_id == request_id:
+            late = f"no replica has taken it up again within {self._queue_timeout_s:g} s"
+            self._give_up_waiting(request, "timeout", late)
+
+    def _ran_out_of_time(self, request: Generation) -> None:
+        late = TimedOut(f"the {request.origin.timeout_s:g} s of the request are over")
+        if not request.record.routed_s:
+            self._give_up_waiting(request, "timeout", str(late))
+        else:
+            self._end(request, "timeout", late)
+            self._admit()
+
+    def _give_up_waiting(self, request: Generation, outcome: Outcome, reason: str) -> None:
+        refusal = Overloaded(reason)
+        refusal.retry_after_s = self._pace.retry_after_s(len(self._queue), time.monotonic())
+        self._end(request, outcome, refusal)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Start waiting requests as long as there is room."""
+        while not self._stopped and (admitted := self._admission.next()) is not None:
+            self._pace.started(time.monotonic())
+            self._in_work.begin(*admitted)
+        self._pace.waiting(len(self._queue) > 0, time.monotonic())
+
+    def _can_wait_again(self, request: Generation) -> bool:
+        return not self._stopped and self._admission.can_ever_start(request)
+
+    def _wait_again(self, request: Generation) -> None:
+        """Put a request first in the queue, under another id: workers may still be forgetting the old one."""
+        request.phase, request.route = "waiting", None
+        request.record.request_id = self._new_id()
+        self._admission.put_back(request)
+        self._end_after(request, self._queue_timeout_s, partial(self._still_waits, request.request_id))
+
+    def _end(self, request: Generation, outcome: Outcome, error: HexGen2Error | None) -> None:
+        if request.phase == "waiting":
+            self._admission.withdraw(request)
+        self._in_work.end(request, outcome, error)
+
+    # replicas that come and go
+
+    def _use(self, replica: Replica) -> None:
+        self._admission.restore(replica.replica_id)
+        self._listeners.listen(replica)
+        self._admit()
+
+    def _lose(self, replica: Replica, reason: str) -> None:
+        """A replica is gone: route around it, resume elsewhere what needs it, stop its other workers."""
+        if replica.replica_id in self.lost or self._stopped:
+            return
+        text = f"replica {replica.replica_id} is lost ({reason})"
+        log.error(text)
+        stranded = self._admission.lose(replica.replica_id, text, returns=self._on_lost(replica))
+        self._listeners.leave(replica.replica_id)
+        for link in replica.links.values():
+            link.send(Shutdown())
+        error = Unavailable(text)
+        self._in_work.lose(replica, error)
+        for request in stranded:
+            self._end(request, "failed", error)
+        self._admit()

@@ -1,0 +1,363 @@
+"""The requests in work: what replicas are asked to do for them, and what becomes of each by their answers.
+
+One state machine per request, driven by the messages of the replicas' lead workers:
+
+    waiting -> reserving (Expect) -> prefilling (Prefill) -> decoding (Decode) -> ended
+
+A request that decodes where it was prefilled, or that asks for one token, skips reserving and
+decoding. One whose replica is lost or gives it up waits again, under another id, to be resumed elsewhere: its
+prompt and the tokens so far are prefilled, and the stream goes on with the next one. One that may be what two
+replicas died of is resumed no more, and neither is one that a replica says is broken. Memory is accounted
+for from the moment a request is routed until every replica involved has said Released (or refused it), so
+that the accounting never runs ahead of the workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from cost_model.errors import HexGen2Error
+from runtime.frontend.replica import Replica
+from runtime.frontend.request import Death, Generation, Observer, Outcome, RequestRecord
+from runtime.logs import EACH, about
+from runtime.protocol.messages import (
+    Cancel,
+    KvMoved,
+    Load,
+    Message,
+    Ping,
+    Pong,
+    Released,
+    RequestFailed,
+    Reserved,
+    StepOutput,
+    TokenOutput,
+)
+from runtime.routing.refusals import Broken, Unavailable
+from runtime.routing.router import Route
+
+log = logging.getLogger(__name__)
+
+RECORDS_KEPT = 1000
+RESUMES = 3
+"""How often a request is resumed at most: it may be what its replicas fail of."""
+DEATHS = 2
+"""Replicas that a request may see die before it is resumed no more: it may be what they die of."""
+
+
+class InWork:
+    """Follows requests through the replicas and accounts for their KV cache.
+
+    Attributes
+    ----------
+    requests : those of which a message may come, by the id that the workers know
+    records : of the last that ended, oldest first
+
+    Parameters
+    ----------
+    replicas : by id; they may come and go
+    observer : told of tokens and ends
+    admit : lets requests begin that wait for room, after some may have become free
+    can_wait_again : whether a request could begin on some route, now or later
+    wait_again : makes a request the first to begin, under another id
+    explained : told of replicas that a request killed, which is not resumed any more
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, Replica],
+        observer: Observer | None,
+        admit: Callable[[], None],
+        can_wait_again: Callable[[Generation], bool],
+        wait_again: Callable[[Generation], None],
+        explained: Callable[[Collection[str]], None] = lambda _: None,
+    ) -> None:
+        self.requests: dict[str, Generation] = {}
+        self.records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
+        self._replicas, self._observer = replicas, observer
+        self._admit, self._can_wait_again, self._wait_again = admit, can_wait_again, wait_again
+        self._explained, self._deaths = explained, 0
+
+    def begin(self, request: Generation, route: Route) -> None:
+        """Start a request on a route that has room for it."""
+        try:
+            self._begin(request, route)
+        except Exception as error:
+            self._break(request, error)
+
+    def _begin(self, request: Generation, route: Route) -> None:
+        request.route, request.begun_tokens = route, len(request.tokens)
+        self.requests[request.request_id] = request
+        record = request.record
+        record.routed_s = record.routed_s or time.monotonic()
+        record.prefill_replica = route.prefill
+        log_request(request, "routed to %s and %s", route.prefill, route.decode)
+        alone = route.colocated or request.one_token
+        record.decode_replica = route.prefill if alone else route.decode
+        prefill, decode = self._replicas[route.prefill], self._replicas[route.decode]
+        if alone:
+            request.hold(prefill, request.prompt_tokens)
+            request.phase = "prefilling"
+            _ask(prefill, request, request.prefill(target=""))
+        else:
+            request.hold(prefill, request.prompt_tokens)
+            request.hold(decode, request.prompt_tokens)
+            request.phase = "reserving"
+            _ask(decode, request, request.expect())
+
+    def end(
+        self, request: Generation, outcome: Outcome, error: HexGen2Error | None, by_itself: bool = False
+    ) -> None:
+        """Close the request's stream, and have every replica free what it still holds for it.
+
+        After an end by itself (its last token came) they do so unasked, but for a decode replica that
+        still waits for its KV cache.
+        """
+        if request.phase == "reserving":
+            request.release(request.record.prefill_replica)
+        decode_side_waits = request.phase == "prefilling"
+        request.phase = "ended"
+        for deadline in request.deadlines:
+            deadline.cancel()
+        request.record.outcome, request.record.ended_s = outcome, time.monotonic()
+        log_request(request, "ended (%s) after %d tokens", outcome, request.record.output_tokens)
+        request.put(error)
+        for replica_id, replica in request.holders.items():
+            waits = decode_side_waits and replica_id != request.record.prefill_replica
+            if waits or not by_itself:
+                replica.send(Cancel(request_id=request.request_id))
+        self._forget_if_settled(request)
+        self.records.append(request.record)
+        if self._observer is not None:
+            try:
+                self._observer.ended(request.record)
+            except Exception:
+                log.exception("the end of request %s could not be told", request.known_as)
+
+    def _break(self, request: Generation, why: Exception | str) -> None:
+        """End a request that fails by itself; the others of its replicas go on."""
+        extra = about(request.known_as, request.request_id)
+        if isinstance(why, Exception):
+            log.error("what was done for a request failed", exc_info=why, extra=extra)
+        text = "request %s fails by itself, after %d tokens: %s"
+        tokens = request.record.output_tokens
+        log.error(text, request.known_as, tokens, why, extra={**extra, EACH: True})
+        if request.phase != "ended":
+            self.end(request, "failed", Broken(request.known_as))
+
+    # without a replica
+
+    def send_away(self, replica: Replica, error: HexGen2Error) -> None:
+        """Resume elsewhere what a replica still serves; what cannot be ends with the error."""
+        for request_id in reversed(list(replica.held)):
+            request = self.requests.get(request_id)
+            if request is not None and request.phase != "ended" and _needs(request, replica.replica_id):
+                self._resume(request, error)
+
+    def lose(self, replica: Replica, error: HexGen2Error) -> None:
+        """Resume elsewhere what needs a replica that is gone, and holds nothing any more."""
+        on_board = list[Generation]()
+        for request_id in reversed(list(replica.held)):  # the oldest goes to the head of the queue last
+            replica.release(request_id)
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            request.release(replica.replica_id)
+            if request.phase != "ended" and _needs(request, replica.replica_id):
+                on_board.append(request)
+            self._forget_if_settled(request)
+        self._quarantine(replica, on_board)
+        for request in on_board:
+            if request.phase != "ended":
+                self._resume(request, error)
+
+    def _quarantine(self, replica: Replica, on_board: Sequence[Generation]) -> None:
+        """End requests that have been on board when DEATHS replicas died, since one of them may be the cause.
+        If some of them never got a token from a replica that died, it is one of those: the others ran on
+        without harm beside them. A replica that did not live to see a request that was resumed there, since
+        it died together with the one before, did not die of it."""
+        self._deaths += 1
+        for request in on_board:
+            if not request.deaths or replica.heard > request.boarded.get(replica.replica_id, 0):
+                made = request.made_tokens(replica.replica_id)
+                request.deaths.append(Death(self._deaths, replica.replica_id, made))
+        suspects = [request for request in on_board if len(request.deaths) >= DEATHS]
+        at_once = [each for each in suspects if not any(death.made_tokens for death in each.deaths)]
+        caught = at_once or suspects
+        explained = {death.number: death.replica_id for request in caught for death in request.deaths}
+        for request in caught:
+            died = ", ".join(death.replica_id for death in request.deaths)
+            self._break(request, f"it was on board when replicas died ({died}), and is not resumed again")
+        for request in on_board:
+            if request not in caught:
+                request.deaths = [death for death in request.deaths if death.number not in explained]
+        if explained:
+            self._explained(set(explained.values()))
+
+    def _resume(self, request: Generation, error: HexGen2Error) -> None:
+        """Go on elsewhere with a request that was failed by a replica; end it if that is impossible."""
+        record = request.record
+        if record.resumes == RESUMES or not self._can_wait_again(request):
+            self.end(request, "failed", error)
+            return
+        log_request(request, "is resumed after %d tokens: %s", record.output_tokens, error)
+        if request.phase == "reserving":
+            request.release(record.prefill_replica)
+        for replica in request.holders.values():
+            replica.send(Cancel(request_id=record.request_id))
+        request.holders.clear()  # what they hold counts as used until they say Released of the old id
+        self.requests.pop(record.request_id, None)
+        record.resumes += 1
+        record.kv_bytes, record.kv_s, record.kv_arrived = 0, 0.0, False
+        self._wait_again(request)
+
+    # messages of the workers
+
+    def handle(self, replica: Replica, message: Message) -> None:
+        """Take what a worker of a replica says. What fails at that about one request ends that request."""
+        for part in message.outputs if isinstance(message, StepOutput) else (message,):
+            try:
+                self._take(replica, part)
+            except Exception as error:
+                request = self.requests.get(getattr(part, "request_id", ""))
+                if request is None:
+                    raise
+                self._break(request, error)
+                self._admit()
+
+    def _take(self, replica: Replica, message: Message | TokenOutput) -> None:
+        match message:
+            case TokenOutput():
+                self._on_token(message)
+            case Reserved(request_id=request_id, ok=ok, cached_tokens=cached_tokens):
+                self._on_reserved(replica, request_id, ok, cached_tokens)
+            case KvMoved(request_id=request_id, bytes_received=received, seconds=seconds):
+                if request := self.requests.get(request_id):
+                    request.record.kv_bytes, request.record.kv_s = received, seconds
+                    request.record.kv_arrived, request.record.kv_arrived_s = True, time.monotonic()
+            case RequestFailed():
+                self._on_failed(replica, message)
+            case Load():
+                replica.take(message)
+                self._admit()
+            case Released(request_id=request_id):
+                if replica.load is None:
+                    replica.free_blocks, replica.preemptions = message.free_blocks, message.preemptions
+                self._on_released(replica, request_id)
+            case Pong():
+                pass  # the link has counted it
+            case _:
+                log.warning("replica %s sent an unexpected %s", replica.replica_id, type(message).__name__)
+
+    def _on_reserved(self, replica: Replica, request_id: str, ok: bool, cached_tokens: int) -> None:
+        request = self.requests.get(request_id)
+        if request is None:
+            if not ok:
+                replica.release(request_id)
+                self._admit()
+        elif not ok:
+            self._on_refused(replica, request)
+        elif request.phase == "reserving":
+            request.phase = "prefilling"
+            prefill = self._replicas[request.record.prefill_replica]
+            _ask(prefill, request, request.prefill(replica.replica_id, cached_tokens))
+
+    def _on_refused(self, replica: Replica, request: Generation) -> None:
+        """A replica had no room, although the accounting saw some: it holds nothing of the request."""
+        if request.phase == "ended":
+            self._on_released(replica, request.request_id)
+            return
+        for holder in list(request.holders):
+            request.release(holder)
+        del self.requests[request.request_id]
+        if replica.held:
+            replica.refused = True
+            self._wait_again(request)
+        else:
+            no_room = f"replica {replica.replica_id} has no room for the request"
+            self.end(request, "failed", Unavailable(no_room))
+        self._admit()
+
+    def _on_token(self, output: TokenOutput) -> None:
+        request = self.requests.get(output.request_id)
+        if request is None or request.phase == "ended" or output.index < request.record.output_tokens:
+            return
+        record, now = request.record, time.monotonic()
+        if output.index > record.output_tokens:
+            lost = f"token {record.output_tokens} of request {record.request_id} never arrived"
+            self._resume(request, Unavailable(lost))
+            self._admit()
+            return
+        if output.index == 0:
+            record.first_token_s = now
+            log_request(request, "has its first token")
+            record.cached_tokens = output.cached_tokens
+        elif self._observer is not None:
+            self._observer.token_gap(now - record.last_token_s)
+        record.last_token_s = now
+        record.output_tokens += 1
+        self._replicas[record.decode_replica].grow(record.request_id)
+        request.put(output)
+        if output.finish_reason:
+            outcome: Outcome = "stop" if output.finish_reason == "stop" else "length"
+            self.end(request, outcome, None, by_itself=True)
+        elif request.phase == "prefilling":
+            request.phase = "decoding"
+            if record.decode_replica != record.prefill_replica:
+                self._replicas[record.decode_replica].send(request.decode(output))
+
+    def _on_failed(self, replica: Replica, message: RequestFailed) -> None:
+        """A replica gives a request up, and says Released later as it does after a Cancel."""
+        request = self.requests.get(message.request_id)
+        if request is not None and request.phase != "ended":
+            gave_up = f"replica {replica.replica_id} gave up request {message.request_id}: {message.text}"
+            if message.fault:
+                log.warning(gave_up, extra=about(request.origin.request_id, request.request_id))
+                self._resume(request, Unavailable(gave_up))
+            else:
+                self._break(request, gave_up)
+            self._admit()
+
+    def _on_released(self, replica: Replica, request_id: str) -> None:
+        replica.release(request_id)
+        request = self.requests.get(request_id)
+        if request is not None:
+            request.holders.pop(replica.replica_id, None)
+            needed = replica.replica_id == request.record.decode_replica or request.phase == "prefilling"
+            if needed and request.phase != "ended":
+                gave_up = f"replica {replica.replica_id} gave up request {request_id}"
+                self._resume(request, Unavailable(gave_up))
+            self._forget_if_settled(request)
+        self._admit()
+
+    def _forget_if_settled(self, request: Generation) -> None:
+        """Once a request has ended and holds nothing, no message can be about it."""
+        if request.phase == "ended" and not request.holders:
+            self.requests.pop(request.request_id, None)
+
+
+def _needs(request: Generation, replica_id: str) -> bool:
+    """Whether a request cannot go on without a replica that holds some of it."""
+    prefilled = request.phase == "decoding" and request.record.kv_arrived
+    return replica_id == request.record.decode_replica or not prefilled
+
+
+def _ask(replica: Replica, request: Generation, message: Message) -> None:
+    """Send a replica the first that it hears of a request. If that cannot be sent, it holds nothing. Before
+    one that may have killed another replica comes the question whether this one lives."""
+    try:
+        if request.deaths:
+            replica.send(Ping())
+        replica.send(message)
+    except Exception:
+        request.release(replica.replica_id)
+        raise
+
+
+def log_request(request: Generation, text: str, *values: object) -> None:
+    """Say what became of a request."""
+    if log.isEnabledFor(logging.INFO):
+        log.info(f"request {text}", *values, extra=about(request.origin.request_id, request.request_id))

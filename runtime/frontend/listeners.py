@@ -1,0 +1,71 @@
+"""Who hears the workers: a reader of each link, and a watch over it, for as long as its replica serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from runtime.frontend.replica import Replica
+from runtime.frontend.worker_watch import silence
+from runtime.launcher.worker_link import Link
+from runtime.protocol.liveness import PING_EVERY_S
+from runtime.protocol.messages import Failed, Message
+
+log = logging.getLogger(__name__)
+
+
+class Listeners:
+    """Tasks by replica.
+
+    Parameters
+    ----------
+    handle : takes every message of a replica's workers, but for Failed
+    lost : told of a replica one of whose workers is gone, failed or silent, and why
+    ping_every_s : how often each worker is asked whether it is there
+    """
+
+    def __init__(
+        self,
+        handle: Callable[[Replica, Message], None],
+        lost: Callable[[Replica, str], None],
+        ping_every_s: float = PING_EVERY_S,
+    ) -> None:
+        self._handle, self._lost, self._ping_every_s = handle, lost, ping_every_s
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+
+    def listen(self, replica: Replica) -> None:
+        """Begin to hear a replica's workers, and to watch them."""
+        self._tasks[replica.replica_id] = [
+            asyncio.create_task(hear(replica, worker, link))
+            for worker, link in replica.links.items()
+            for hear in (self._read, self._watch)
+        ]
+
+    def leave(self, replica_id: str) -> None:
+        """Hear nothing more of a replica; may be called from what its messages brought about."""
+        for task in self._tasks.pop(replica_id, []):
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def stop(self) -> None:
+        """Hear nothing more of anybody."""
+        tasks = [task for own in self._tasks.values() for task in own]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, replica: Replica, worker: str, link: Link) -> None:
+        try:
+            while (message := await link.receive()) is not None:
+                if isinstance(message, Failed):
+                    return self._lost(replica, f"worker {worker} failed: {message.text}")
+                self._handle(replica, message)
+        except Exception as error:  # whatever it is, no request may wait for this replica any more
+            log.exception("worker %s sent what could not be handled", worker)
+            return self._lost(replica, f"worker {worker}: {error}")
+        self._lost(replica, f"worker {worker} ended")
+
+    async def _watch(self, replica: Replica, worker: str, link: Link) -> None:
+        await silence(link, self._ping_every_s)
+        self._lost(replica, f"worker {worker} does not answer")

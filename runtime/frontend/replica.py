@@ -1,0 +1,61 @@
+"""A replica as the front end sees it: its workers' links, and its room for KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from runtime.launcher.worker_link import Link
+from runtime.protocol.messages import Load, Message
+from runtime.routing.kv_budget import Room
+
+FULL = 0.9
+"""An engine with requests that wait inside it, and so much of its KV cache in use, is given no more."""
+
+
+class Replica(Room):
+    """Links by worker, one of whom leads, and what requests hold here.
+
+    free_blocks and preemptions are what the lead said last (None: nothing yet); so is load, of engines that
+    schedule for themselves.
+    """
+
+    __slots__ = ("free_blocks", "lead", "links", "load", "preemptions", "replica_id", "restarts", "role")
+
+    def __init__(
+        self,
+        replica_id: str,
+        role: str,
+        lead: str,
+        links: Mapping[str, Link],
+        kv_budget_tokens: int,
+        max_batch: int,
+        growth_tokens: int = 0,
+        high_water: float = 1.0,
+    ) -> None:
+        super().__init__(kv_budget_tokens, max_batch, growth_tokens, high_water)
+        self.replica_id, self.role, self.lead, self.links = replica_id, role, lead, links
+        self.free_blocks: int | None = None
+        self.load: Load | None = None
+        self.preemptions = self.restarts = 0
+
+    def begin_again(self, links: Mapping[str, Link]) -> None:
+        """Other workers take the place of those that were lost, with nothing in them."""
+        self.links, self.free_blocks, self.preemptions = links, None, 0
+        self.load, self.crowded = None, False
+        self.restarts += 1
+        for request_id in list(self.held):
+            self.release(request_id)
+
+    def take(self, load: Load) -> None:
+        """Go by what the engine says of itself."""
+        self.load, self.free_blocks, self.preemptions = load, load.free_blocks, load.preemptions
+        self.crowded = load.waiting > 0 and load.kv_use >= FULL * self.high_water
+
+    @property
+    def heard(self) -> int:
+        """Messages of the lead worker so far."""
+        return self.links[self.lead].heard if self.lead in self.links else 0
+
+    def send(self, message: Message) -> None:
+        """Send to the lead worker."""
+        self.links[self.lead].send(message)

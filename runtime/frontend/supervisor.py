@@ -1,0 +1,162 @@
+"""Starts the workers of lost replicas again, ever more slowly if they keep dying."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from cost_model.errors import HexGen2Error
+from runtime.frontend.coordinator import Coordinator
+from runtime.frontend.replica import Replica
+from runtime.launcher.base import Launcher
+
+log = logging.getLogger(__name__)
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+STEADY_S = 60.0
+"""A replica that has served for so long has overcome what it died of before."""
+HOUR_S = 3600.0
+ROWS_PER_HOUR = 3
+"""Times the limit of starts in a row: so many starts within an hour at most, however steady between."""
+
+
+@dataclass(slots=True)
+class _History:
+    in_a_row: int = 0
+    up_since_s: float = 0.0
+    starts_s: deque[float] = field(default_factory=deque)
+
+    def within_an_hour(self, now_s: float) -> int:
+        """Starts in the last hour."""
+        while self.starts_s and now_s - self.starts_s[0] > HOUR_S:
+            self.starts_s.popleft()
+        return len(self.starts_s)
+
+
+class Supervisor:
+    """Brings replicas back that the coordinator has lost.
+
+    Parameters
+    ----------
+    limit : starts in a row after each of which the replica dies again within STEADY_S; then it stays lost, as
+        after ROWS_PER_HOUR times as many within an hour
+    report : takes lines for the operator
+    now_s : the clock
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        launcher: Launcher,
+        limit: int,
+        report: Callable[[str], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator, self._launcher, self._limit, self._report = coordinator, launcher, limit, report
+        self._stays_lost: Callable[[Replica], None] = lambda _: None
+        self._now_s = now_s
+        self._histories: dict[str, _History] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._left_alone, self._hopeless = set[str](), set[str]()
+
+    @property
+    def staying_lost(self) -> set[str]:
+        """Lost replicas that are not started again, or not until a machine is back."""
+        return self._hopeless & self._coordinator.lost.keys()
+
+    def on_stays_lost(self, call: Callable[[Replica], None]) -> None:
+        """Have somebody told of a replica that is not started again, or not until its machine is back."""
+        self._stays_lost = call
+
+    def lost(self, replica: Replica) -> bool:
+        """Begin to bring a replica back; whether it may come."""
+        if replica.replica_id in self._left_alone:
+            return False
+        if self._limit and replica.links:
+            self._tasks[replica.replica_id] = asyncio.create_task(self._bring_back(replica))
+            return True
+        self._give_up(replica)
+        return False
+
+    async def leave_alone(self, names: Collection[str]) -> list[str]:
+        """Start some replicas no more, whatever becomes of them; those of which a start was under way, and is
+        given up."""
+        self._left_alone |= set(names)
+        given_up = [name for name in names if name in self._tasks and not self._tasks[name].done()]
+        tasks = [self._tasks.pop(name) for name in names if name in self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return given_up
+
+    def go_on(self, names: Collection[str]) -> None:
+        """Start replicas again after all that were left alone."""
+        self._left_alone.difference_update(names)
+        for name in names:
+            self._tasks[name] = asyncio.create_task(self._bring_back(self._coordinator.replicas[name]))
+
+    def forgive(self, names: Collection[str]) -> None:
+        """Replicas died of a request, which is served no more: their deaths do not count."""
+        for name in names:
+            if history := self._histories.get(name):
+                history.in_a_row = 0
+                history.starts_s.clear()
+
+    def look_after(self, name: str) -> None:
+        """Bring a replica back, if it is lost, of which nothing is known from before."""
+        self._left_alone.discard(name)
+        self._hopeless.discard(name)
+        self._histories.pop(name, None)
+
+    async def stop(self) -> None:
+        """Start nothing any more."""
+        await self.leave_alone(list(self._tasks))
+
+    async def _bring_back(self, replica: Replica) -> None:
+        name, workers = replica.replica_id, list(replica.links)
+        history = self._histories.setdefault(name, _History())
+        if self._now_s() - history.up_since_s > STEADY_S:
+            history.in_a_row = 0
+        while not (why_not := self._verdict(history)):
+            await asyncio.sleep(min(FIRST_WAIT_S * 2**history.in_a_row, LONGEST_WAIT_S))
+            await self._until_reachable(replica)
+            history.in_a_row += 1
+            history.starts_s.append(self._now_s())
+            log.warning("replica %s is started again, %d in a row", name, history.in_a_row)
+            try:
+                links = await self._launcher.restart(workers, log.info)
+            except (HexGen2Error, OSError) as error:
+                self._report(f"replica {name} did not start again: {error}")
+                continue
+            history.up_since_s = self._now_s()
+            self._coordinator.revive(name, links)
+            self._report(f"replica {name} serves again")
+            return
+        self._report(f"replica {name} stays lost: it died {why_not}")
+        self._coordinator.revive_no_more(name)
+        self._give_up(replica)
+
+    async def _until_reachable(self, replica: Replica) -> None:
+        """Wait for a machine that is gone: no start is counted, and others may take it for lost."""
+        workers = list(replica.links)
+        if gone := self._launcher.unreachable(workers):
+            self._report(f"replica {replica.replica_id} waits for {', '.join(gone)}")
+            self._give_up(replica)
+            await self._launcher.until_reachable(workers)
+            self._hopeless.discard(replica.replica_id)
+
+    def _give_up(self, replica: Replica) -> None:
+        self._hopeless.add(replica.replica_id)
+        self._stays_lost(replica)
+
+    def _verdict(self, history: _History) -> str:
+        """Why a replica is not started once more; "" if it is."""
+        if history.in_a_row >= self._limit:
+            return f"{history.in_a_row} times in a row"
+        if (starts := history.within_an_hour(self._now_s())) >= self._limit * ROWS_PER_HOUR:
+            return f"{starts} times within an hour"
+        return ""

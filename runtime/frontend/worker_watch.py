@@ -1,0 +1,24 @@
+"""Finding workers that live but do not answer: stopped, or stuck where no closed socket shows it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from runtime.launcher.worker_link import Link
+from runtime.protocol.liveness import LOOKS_A_PERIOD, PING_EVERY_S, Patience
+from runtime.protocol.messages import Ping
+
+
+async def silence(link: Link, every_s: float = PING_EVERY_S) -> None:
+    """Ping the worker at the other end; return once it has been silent for longer than there is patience.
+
+    Any message counts as an answer.
+    """
+    patience = Patience()
+    await asyncio.sleep(every_s)
+    while True:
+        link.send(Ping())
+        for _ in range(LOOKS_A_PERIOD):
+            if patience.is_over(link.heard):
+                return
+            await asyncio.sleep(every_s / LOOKS_A_PERIOD)

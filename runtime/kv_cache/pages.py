@@ -1,0 +1,74 @@
+"""The blocks of a worker's KV cache, whatever they hold: where a request's tokens are, and how many bytes.
+
+All workers of a replica use the same block numbers: each block holds the same tokens everywhere, in the
+layers and heads of that worker. The lead hands blocks out (`blocks.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.kv_cache.layout import Part
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape(ABC):
+    """What a worker's cache holds of each token."""
+
+    part: Part
+    head_dim: int
+
+    @property
+    def layers(self) -> int:
+        return self.part.end_layer - self.part.first_layer
+
+    @property
+    def heads(self) -> int:
+        return self.part.end_head - self.part.first_head
+
+    @property
+    @abstractmethod
+    def dtype_name(self) -> str:
+        """The type of a value, which both ends of a transfer must have."""
+
+    @property
+    @abstractmethod
+    def bytes_per_token_cell(self) -> int:
+        """Key and value of one token in one (layer, head) cell."""
+
+
+class Pages:
+    """Blocks of `block_tokens` tokens; a slot is the place of one token.
+
+    Layers and heads are global numbers everywhere.
+    """
+
+    shape: PageShape
+
+    def __init__(self, shape: PageShape, blocks: int, block_tokens: int) -> None:
+        self.shape, self.blocks, self.block_tokens = shape, blocks, block_tokens
+
+    def slots(self, table: Sequence[int], first_token: int, end_token: int) -> np.ndarray:
+        """Slots of a request's tokens [first, end), int64."""
+        size = self.block_tokens
+        first_block = first_token // size
+        blocks = np.asarray(table[first_block : -(-end_token // size)], dtype=np.int64)
+        slots = (blocks[:, None] * size + np.arange(size)).reshape(-1)
+        return slots[first_token - first_block * size : end_token - first_block * size]
+
+    def runs(self, table: Sequence[int], first_token: int, end_token: int) -> np.ndarray:
+        """The same slots as few runs [first, end): [runs, 2] int64; neighbouring blocks are one."""
+        size = self.block_tokens
+        if first_token >= end_token:
+            return np.empty((0, 2), np.int64)
+        blocks = np.array(table[first_token // size : -(-end_token // size)], np.int64)
+        firsts, ends = blocks * size, blocks * size + size
+        firsts[0] += first_token % size
+        ends[-1] -= -end_token % size
+        apart = firsts[1:] != ends[:-1]
+        begins, closes = np.append(True, apart), np.append(apart, True)
+        return np.stack([firsts[begins], ends[closes]], axis=1)

@@ -1,0 +1,56 @@
+"""The KV cache of one worker in torch: keys and values in a pool of blocks (see `pages.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.kv_cache.pages import Pages, PageShape
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape(PageShape):
+    """What a worker's cache holds of each token."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype)
+
+    @property
+    def bytes_per_token_cell(self) -> int:
+        return 2 * self.head_dim * self.dtype.itemsize
+
+
+class PagedCache(Pages):
+    """Keys and values. On a CPU the pool costs memory only as far as it is used.
+
+    Attributes
+    ----------
+    pool : [layers, 2, blocks x block_tokens, heads, head_dim]; keys first, then values
+
+    Parameters
+    ----------
+    pool : use this memory instead of allocating; of that shape
+    """
+
+    shape: CacheShape
+
+    def __init__(
+        self, shape: CacheShape, blocks: int, block_tokens: int, pool: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(shape, blocks, block_tokens)
+        size = (shape.layers, 2, blocks * block_tokens, shape.heads, shape.head_dim)
+        self.pool = torch.empty(size, dtype=shape.dtype, device=shape.device) if pool is None else pool
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """Keys and values of a layer: [2, slots, heads, head_dim], a view."""
+        return self.pool[layer - self.shape.part.first_layer]
+
+    def heads(self, layer: int, first_head: int, end_head: int) -> torch.Tensor:
+        """Keys and values of some heads of a layer: [2, slots, end - first, head_dim], a view."""
+        offset = self.shape.part.first_head
+        return self.layer(layer)[:, :, first_head - offset : end_head - offset]

@@ -1,0 +1,99 @@
+"""One request's KV cache as it arrives: what is here already, and who may still write."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from runtime.kv_cache.pages import Pages
+from runtime.kv_transfer.cells import slice_bytes
+from runtime.kv_transfer.runs import Runs
+from runtime.protocol.messages import KvSlice
+
+
+class Landing:
+    """Tokens [first, end) of a request, of this worker's layers and heads.
+
+    Blocks of a request that is forgotten may be another's a moment later. So bytes go into the pool within
+    `writing` only, and `close` returns when nobody is within.
+    """
+
+    def __init__(
+        self, cache: Pages, request_id: str, table: Sequence[int], first_token: int, end_token: int
+    ) -> None:
+        self.request_id = request_id
+        self.bytes_received = 0
+        self.first_s = self.last_s = 0.0
+        self._cache = cache
+        self._first_token, self._end_token = first_token, end_token
+        self._runs = Runs(cache.runs(table, first_token, end_token))
+        self._claimed = np.full((cache.shape.layers, cache.shape.heads), first_token)
+        self._missing = (end_token - first_token) * self._claimed.size
+        self._open, self._writers = True, 0
+        self._changed = threading.Condition()
+
+    def claim(self, header: KvSlice) -> str:
+        """Take a slice's cells for a connection; what is wrong with it, or "" if nothing is."""
+        shape, part = self._cache.shape, self._cache.shape.part
+        layers, heads = range(header.first_layer, header.end_layer), range(header.first_head, header.end_head)
+        inside = (
+            part.first_layer <= header.first_layer < header.end_layer <= part.end_layer
+            and part.first_head <= header.first_head < header.end_head <= part.end_head
+        )
+        if not inside:
+            return f"layers {layers} x heads {heads} are not of this worker's part {part}"
+        tokens = header.end_token - header.first_token
+        if not self._first_token <= header.first_token < header.end_token <= self._end_token:
+            return f"tokens {header.first_token} to {header.end_token} were not expected"
+        size = slice_bytes(header, shape.bytes_per_token_cell)
+        if header.payload_bytes != size:
+            return f"{tokens} tokens in {header.payload_bytes} bytes, not in {size}"
+        cells = self._claimed[
+            header.first_layer - part.first_layer : header.end_layer - part.first_layer,
+            header.first_head - part.first_head : header.end_head - part.first_head,
+        ]
+        with self._changed:
+            if (cells != header.first_token).any():
+                return (
+                    f"layers {layers} x heads {heads} come twice or with a gap at token {header.first_token}"
+                )
+            cells[:] = header.end_token
+            self.first_s = self.first_s or time.monotonic()
+        return ""
+
+    def arrived(self, header: KvSlice) -> bool:
+        """Count a slice that is in place; True for the last one."""
+        cells = (header.end_layer - header.first_layer) * (header.end_head - header.first_head)
+        with self._changed:
+            self.bytes_received += header.payload_bytes
+            self._missing -= cells * (header.end_token - header.first_token)
+            self.last_s = time.monotonic()
+            return self._missing == 0
+
+    def runs(self, first_token: int, end_token: int) -> Runs:
+        """Where tokens [first, end) belong."""
+        return self._runs.between(first_token - self._first_token, end_token - self._first_token)
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """Hold `close` off for a moment; False if it was first, and nothing may be written."""
+        with self._changed:
+            is_open = self._open
+            self._writers += is_open
+        try:
+            yield is_open
+        finally:
+            with self._changed:
+                self._writers -= is_open
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nothing more be written; waits for the piece under way."""
+        with self._changed:
+            self._open = False
+            while self._writers:
+                self._changed.wait()

@@ -1,0 +1,113 @@
+"""One request's KV cache on its way out of a worker: what is still to come, and what is under way."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from runtime.kv_cache.layout import KvTransfer
+from runtime.kv_cache.pages import Pages
+from runtime.kv_transfer.runs import Runs
+
+if TYPE_CHECKING:
+    import torch
+
+SLICE_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """Tokens [first, end) of one layer and some heads for one destination, ready to go since `ready_s`."""
+
+    push: Push
+    destination: str
+    layer: int
+    heads: tuple[int, int]
+    first_token: int
+    end_token: int
+    bytes: int
+    runs: Runs
+    event: torch.cuda.Event | None
+    ready_s: float = field(default_factory=time.monotonic)
+
+    def continues(self, other: Item) -> bool:
+        """Whether this is the next layer of the same cells."""
+        return (
+            self.push is other.push
+            and self.layer == other.layer + 1
+            and self.heads == other.heads
+            and (self.first_token, self.end_token) == (other.first_token, other.end_token)
+        )
+
+
+class Push:
+    """Counts; the sender's lock guards them.
+
+    Attributes
+    ----------
+    given_up : nothing more of it is to be sent
+    """
+
+    def __init__(
+        self, request_id: str, plan: tuple[KvTransfer, ...], first_token: int, end_token: int
+    ) -> None:
+        self.request_id, self.end_token = request_id, end_token
+        self.given_up = False
+        self._under_way = 0
+        self._by_layer: dict[int, list[KvTransfer]] = defaultdict(list)
+        for transfer in plan:
+            for layer in range(transfer.part.first_layer, transfer.part.end_layer):
+                self._by_layer[layer].append(transfer)
+        self._next_token = dict.fromkeys(self._by_layer, first_token)
+        self._to_come = (end_token - first_token) * len(self._by_layer)
+        self._latest: tuple[int, int, Runs] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing of it is under way, and nothing will be."""
+        return self._under_way == 0 and (self.given_up or self._to_come == 0)
+
+    def advance(
+        self,
+        cache: Pages,
+        layer: int,
+        table: Sequence[int],
+        upto_token: int,
+        event: torch.cuda.Event | None,
+    ) -> list[Item]:
+        """What is new since the last call: under way from now on."""
+        first, end = self._next_token.get(layer, self.end_token), min(upto_token, self.end_token)
+        if self.given_up or first >= end:
+            return []
+        self._next_token[layer] = end
+        self._to_come -= end - first
+        runs = self._runs(cache, table, first, end)
+        items = list[Item]()
+        for transfer in self._by_layer[layer]:
+            heads = (transfer.part.first_head, transfer.part.end_head)
+            token_bytes = (heads[1] - heads[0]) * cache.shape.bytes_per_token_cell
+            step = max(1, SLICE_BYTES // token_bytes)
+            for token in range(first, end, step):
+                last = min(token + step, end)
+                size = (last - token) * token_bytes
+                part = runs if last - token == runs.tokens else runs.between(token - first, last - first)
+                items.append(Item(self, transfer.destination, layer, heads, token, last, size, part, event))
+        self._under_way += len(items)
+        return items
+
+    def hold(self) -> None:
+        """Keep it from being over until one more `finish`."""
+        self._under_way += 1
+
+    def finish(self) -> None:
+        """An item is taken, or dropped."""
+        self._under_way -= 1
+
+    def _runs(self, cache: Pages, table: Sequence[int], first: int, end: int) -> Runs:
+        """The same for every layer of a step."""
+        if self._latest is None or self._latest[:2] != (first, end):
+            self._latest = (first, end, Runs(cache.runs(table, first, end)))
+        return self._latest[2]

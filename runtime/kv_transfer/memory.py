@@ -1,0 +1,98 @@
+"""Pools of KV cache in memory that other processes of the host may map."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import secrets
+import threading
+
+import numpy as np
+import torch
+
+from runtime.kv_cache.pool import CacheShape, PagedCache
+
+POPULATED_BYTES = 2**30
+_NAME = "hexgen2-kv-"
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
+_STEP_BYTES = 2**20
+
+
+class SharedPool:
+    """A pool of KV cache in anonymous shared memory. Pages cost memory when they are first written.
+
+    Attributes
+    ----------
+    tensor : the pool, for `PagedCache`
+    handle : what `map_pool` needs to find it
+    """
+
+    def __init__(self, shape: CacheShape, blocks: int, block_tokens: int) -> None:
+        size = (shape.layers, 2, blocks * block_tokens, shape.heads, shape.head_dim)
+        size_bytes = math.prod(size) * shape.dtype.itemsize
+        name = _NAME + secrets.token_hex(8)
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size_bytes)
+        self._memory = mmap.mmap(descriptor, size_bytes)
+        self._descriptor = descriptor
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8).view(shape.dtype).view(size)
+        self.handle = f"{os.getpid()}:{descriptor}:{name}"
+
+    def populate(self, limit_bytes: int = POPULATED_BYTES) -> threading.Thread:
+        """Have the kernel find pages for the beginning of the pool, beside whatever runs: where they come one
+        by one, as requests first write to them, they cost a prefill a tenth of its time."""
+        thread = threading.Thread(
+            target=_populate, args=(self.tensor, limit_bytes), name="kv pages", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def close(self) -> None:
+        """Let nobody new map it; the memory goes with the last view of it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _populate(pool: torch.Tensor, limit_bytes: int) -> None:
+    """Best effort: kernels before 5.14 don't know how."""
+    advise = ctypes.CDLL(None).madvise
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    for first in range(0, min(pool.nbytes, limit_bytes), _STEP_BYTES):
+        count = min(_STEP_BYTES, pool.nbytes - first)
+        if advise(ctypes.c_void_p(pool.data_ptr() + first), ctypes.c_size_t(count), _POPULATE_WRITE):
+            return
+
+
+def map_pool(handle: str, size_bytes: int) -> np.ndarray:
+    """Another process's pool, to read only: [bytes], uint8.
+
+    Raises
+    ------
+    OSError : there is no such memory (any more), or not of this size
+    ValueError : this is no handle
+    """
+    process, descriptor, name = handle.split(":")
+    path = f"/proc/{int(process)}/fd/{int(descriptor)}"
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if f"memfd:{name} " not in os.readlink(f"/proc/self/fd/{opened}") + " ":
+            raise OSError(f"{path} is not the memory {name}")
+        if os.fstat(opened).st_size != size_bytes:
+            raise OSError(f"{path} has {os.fstat(opened).st_size} bytes, not {size_bytes}")
+        memory = mmap.mmap(opened, size_bytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(opened)
+    return np.frombuffer(memory, np.uint8)
+
+
+def shared_cache(shape: CacheShape, blocks: int, block_tokens: int) -> tuple[PagedCache, SharedPool | None]:
+    """A cache that processes of this host can read, if it is in CPU memory."""
+    if shape.device.type != "cpu":
+        return PagedCache(shape, blocks, block_tokens), None
+    shared = SharedPool(shape, blocks, block_tokens)
+    return PagedCache(shape, blocks, block_tokens, pool=shared.tensor), shared

@@ -1,0 +1,219 @@
+"""The queue of KV slices for one destination, the thread that sends them and the connection they take."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from runtime.kv_transfer.departure import SLICE_BYTES, Item, Push
+from runtime.kv_transfer.pair import Address, Pair, open_pair
+from runtime.kv_transfer.shaping import Shaper
+from runtime.kv_transfer.transports.base import Transport, next_message
+from runtime.protocol.handshake import Introduction
+from runtime.protocol.messages import KvSlice, KvTaken
+
+log = logging.getLogger(__name__)
+
+Group = list[Item]
+"""Neighbouring layers of the same cells: one slice."""
+
+
+class Lane:
+    """Sends to one destination, in order, over a connection that is opened when needed.
+
+    A connection that breaks, or on which nothing moves for the deadline, fails every request of which it
+    carried a part but not all; the next slice opens a new one.
+
+    Parameters
+    ----------
+    address : where the destination listens now; raises KeyError if it is gone
+    finish : takes items that are dealt with; their memory is not read any more
+    fail : takes requests that can't go on, and why; before their items are finished
+    """
+
+    def __init__(
+        self,
+        introduction: Introduction,
+        destination: str,
+        transports: list[Transport],
+        address: Callable[[], Address],
+        shaper: Shaper,
+        finish: Callable[[Group], None],
+        fail: Callable[[Push, str], None],
+    ) -> None:
+        self.shaper = shaper
+        self._introduction, self._destination, self._transports = introduction, destination, transports
+        self._address, self._finish, self._fail = address, finish, fail
+        self._deadline_s = transports[0].deadline_s
+        self._queue, self._on_their_way = deque[Item](), deque[Group]()
+        self._carried = set[Push]()
+        self._pair: Pair | None = None
+        self._lost, self._silent, self._stop = "", False, False
+        self._moved_s = 0.0
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name=f"kv to {destination}", daemon=True).start()
+
+    def put(self, items: list[Item]) -> None:
+        """Queue what is ready; never waits."""
+        with self._changed:
+            stopped = self._stop
+            if not stopped:
+                self._queue.extend(items)
+                self._changed.notify_all()
+        if stopped:
+            self._give_back(items, {item.push for item in items}, "the worker is gone")
+
+    def close(self) -> None:
+        """Fail what is queued or on its way and end the thread."""
+        with self._changed:
+            self._stop = True
+            if self._pair is not None:
+                self._pair.cut()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            group = self._next()
+            if self._stop:
+                self._break("the worker is gone", also=group, all_queued=True)
+                return
+            if group:
+                self._forward(group)
+            else:
+                self._break(self._lost, all_queued=self._silent)
+
+    def _next(self) -> Group:
+        """Wait for something to send and room for it, or for bad news (then nothing)."""
+        with self._changed:
+            while not self._stop and not self._lost:
+                if self._queue and self._has_room():
+                    return self._take()
+                wait_s = self._moved_s + self._deadline_s - time.monotonic() if self._on_their_way else None
+                if wait_s is not None and wait_s <= 0:
+                    self._lost, self._silent = f"nothing was taken for {self._deadline_s:g} s", True
+                else:
+                    self._changed.wait(wait_s)
+        return []
+
+    def _has_room(self) -> bool:
+        return self._pair is None or len(self._on_their_way) < self._pair.transport.window
+
+    def _take(self) -> Group:
+        """The next items that make one slice."""
+        group = [self._queue.popleft()]
+        size = group[0].bytes
+        while self._queue and self._queue[0].continues(group[-1]) and size + group[0].bytes <= SLICE_BYTES:
+            group.append(self._queue.popleft())
+            size += group[0].bytes
+        return group
+
+    def _forward(self, group: Group) -> None:
+        push = group[0].push
+        if push.given_up:
+            self._finish(group)
+            return
+        try:
+            for item in group:
+                if item.event is not None:
+                    item.event.synchronize()
+            pair = self._open()
+        except Exception as error:
+            self._break(str(error), also=group, all_queued=True)
+            return
+        if push.given_up:  # it went with the connection before
+            self._finish(group)
+            return
+        header = _header(group, pair.transport.pulls)
+        self.shaper.pass_through(header.payload_bytes, group[-1].ready_s)
+        with self._changed:
+            if not self._on_their_way:
+                self._moved_s = time.monotonic()
+            self._on_their_way.append(group)
+            self._carried = {other for other in self._carried if not other.is_over} | {push}
+        try:
+            pair.outgoing.send(header, group[0].runs)
+        except Exception as error:
+            is_silent = isinstance(error, TimeoutError | BlockingIOError)
+            self._break(str(error) or type(error).__name__, all_queued=is_silent)
+
+    # -- the connection
+
+    def _open(self) -> Pair:
+        address = self._address()
+        if self._pair is not None and self._pair.address != address:
+            self._lost = self._lost or "the destination has moved"
+        if self._lost:
+            self._break(self._lost)
+        if self._pair is None:
+            pair = open_pair(address, self._introduction, self._transports)
+            with self._changed:
+                self._pair = pair
+                if self._stop:
+                    pair.cut()
+            name = f"kv answers of {self._destination}"
+            pair.reader = threading.Thread(target=self._read, args=(pair,), name=name, daemon=True)
+            pair.reader.start()
+        return self._pair
+
+    def _read(self, pair: Pair) -> None:
+        """Answers on one connection, until it ends."""
+        try:
+            while (message := next_message(pair.connection)) is not None:
+                if not isinstance(message, KvTaken):
+                    raise ConnectionError(f"a {type(message).__name__} is no answer to KV slices")
+                with self._changed:
+                    if self._pair is not pair:
+                        return
+                    if not 0 < message.slices <= len(self._on_their_way):
+                        raise ConnectionError(f"{message.slices} slices were taken, more than were sent")
+                    taken = [self._on_their_way.popleft() for _ in range(message.slices)]
+                    self._moved_s = time.monotonic()
+                    self._changed.notify_all()
+                self._finish([item for group in taken for item in group])
+            text = "the other side closed the connection"
+        except (OSError, ValueError) as error:
+            text = str(error)
+        with self._changed:
+            if self._pair is pair:
+                self._lost = text
+                self._changed.notify_all()
+
+    def _break(self, text: str, also: Group | None = None, all_queued: bool = False) -> None:
+        """Close the connection; fail what it carried, and what is queued if that has no hope either."""
+        with self._changed:
+            pair, self._pair, self._lost, self._silent = self._pair, None, "", False
+            items = [*(item for group in self._on_their_way for item in group), *(also or ())]
+            self._on_their_way.clear()
+            if all_queued:
+                items += self._queue
+                self._queue.clear()
+            pushes = {item.push: None for item in items} | dict.fromkeys(self._carried)
+            self._carried.clear()
+        if pair is not None:
+            pair.close()
+        self._give_back(items, pushes, text)
+
+    def _give_back(self, items: Group, pushes: Iterable[Push], text: str) -> None:
+        if items:
+            log.warning("KV to %s: %s", self._destination, text)
+        for push in pushes:
+            self._fail(push, f"sending the KV cache to {self._destination} failed: {text}")
+        self._finish(items)
+
+
+def _header(group: Group, pulls: bool) -> KvSlice:
+    item = group[0]
+    return KvSlice(
+        request_id=item.push.request_id,
+        first_layer=item.layer,
+        end_layer=group[-1].layer + 1,
+        first_head=item.heads[0],
+        end_head=item.heads[1],
+        first_token=item.first_token,
+        end_token=item.end_token,
+        payload_bytes=sum(item.bytes for item in group),
+        runs=item.runs.to_bytes() if pulls else b"",
+    )

@@ -1,0 +1,72 @@
+"""KV payloads behind their headers, on the control connection itself: works between any two hosts."""
+
+from __future__ import annotations
+
+from runtime.kv_cache.pool import PagedCache
+from runtime.kv_transfer.arrival import Landing
+from runtime.kv_transfer.cells import pieces
+from runtime.kv_transfer.runs import Runs
+from runtime.kv_transfer.staging import Staging
+from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport
+from runtime.protocol.framing import Connection
+from runtime.protocol.messages import KvOpen, KvSlice, encode
+
+
+class Tcp(Transport):
+    """Bytes follow the header."""
+
+    name, pulls, window = "tcp", False, 32
+
+    def outgoing(self, connection: Connection) -> Outgoing:
+        """The sender's end."""
+        return _Outgoing(connection, self.cache)
+
+    def incoming(self, connection: Connection, opening: KvOpen, handle: str) -> Incoming:
+        """The receiver's end."""
+        return _Incoming(connection, self.cache)
+
+
+class _Outgoing(Outgoing):
+    def __init__(self, connection: Connection, cache: PagedCache) -> None:
+        self._connection, self._staging = connection, Staging(cache)
+
+    def send(self, header: KvSlice, runs: Runs) -> None:
+        frame = memoryview(encode(header))
+        if views := self._staging.in_place(header, runs):
+            self._connection.send_buffers([frame, *views])
+            return
+        self._connection.send_buffers([frame])
+        for piece in pieces(header):
+            part = runs.between(piece.first_token - header.first_token, piece.end_token - header.first_token)
+            self._connection.send_buffers([self._staging.load(header, piece, part).numpy().data])
+
+
+class _Incoming(Incoming):
+    def __init__(self, connection: Connection, cache: PagedCache) -> None:
+        self._connection, self._staging = connection, Staging(cache)
+
+    def receive(self, header: KvSlice, landing: Landing | None) -> None:
+        if landing is None:
+            self._connection.drain(header.payload_bytes)
+        elif views := self._staging.in_place(header, landing.runs(header.first_token, header.end_token)):
+            self._receive_in_place(views, landing)
+        else:
+            self._receive_staged(header, landing)
+
+    def _receive_in_place(self, views: list[memoryview], landing: Landing) -> None:
+        """Bytes go into the pool as they come."""
+        while views:
+            self._connection.wait_readable()
+            with landing.writing() as is_open:
+                if is_open:
+                    self._connection.receive_some(views)
+                    continue
+            self._connection.drain(sum(len(view) for view in views))
+            return
+
+    def _receive_staged(self, header: KvSlice, landing: Landing) -> None:
+        for piece in pieces(header):
+            self._connection.receive_into(self._staging.room(piece).numpy().data)
+            with landing.writing() as is_open:
+                if is_open:
+                    self._staging.store(header, piece, landing.runs(piece.first_token, piece.end_token))

@@ -1,0 +1,175 @@
+"""The agent of a node: tells heads who it is, and starts and ends the workers that they ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from cost_model.errors import InputError
+from runtime.launcher.nodes.agent_messages import (
+    AGENT_PROTOCOL,
+    NODE_SERVICE,
+    WORKERS_SERVICE,
+    Problem,
+    StartWorkers,
+    Welcome,
+    decode,
+    encode,
+)
+from runtime.launcher.nodes.digest import checkpoint_digest
+from runtime.launcher.nodes.session import WorkerSession
+from runtime.launcher.processes import WorkerProcesses
+from runtime.options import EMULATED, TORCH
+from runtime.p2p.host import Peers
+from runtime.p2p.membership.record import Accelerator
+from runtime.p2p.transport.channel import Channel
+from runtime.protocol.messages import BadFrame
+
+log = logging.getLogger(__name__)
+
+FIRST_FRAME_S = 10.0
+WORKER_ENGINES = (TORCH, EMULATED)
+LEASE_S = 10.0
+"""So long a head waits for workers that another head still has: one that is gone lets them go earlier."""
+
+
+class _Refused(Exception):
+    """The workers can't be started."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.problem = Problem(kind=kind, text=text)
+
+
+class NodeAgent:
+    """Serves heads through a node's peers.
+
+    Parameters
+    ----------
+    name : the node's, as placements call it
+    address : where the node's workers listen for those of other nodes
+    model_path : folder of the checkpoint here; None: the one that the head names (shared storage)
+    gpus : that its workers may use, by their index
+    on_workers : told how many workers run here, whenever that changes
+    report : takes lines for the operator
+    """
+
+    def __init__(
+        self,
+        name: str,
+        peers: Peers,
+        address: str,
+        model_path: Path | None,
+        gpus: tuple[Accelerator, ...],
+        on_workers: Callable[[int], None],
+        report: Callable[[str], None],
+    ) -> None:
+        self._name, self._peers, self._address, self._model_path = name, peers, address, model_path
+        self._gpus, self._on_workers, self._report = gpus, on_workers, report
+        self._processes = WorkerProcesses()
+        self._sessions: set[WorkerSession] = set()
+
+    def start(self) -> None:
+        """Answer heads from now on."""
+        self._peers.serve(NODE_SERVICE, self._serve_node)
+        self._peers.serve(WORKERS_SERVICE, self._serve_workers)
+
+    async def stop(self) -> None:
+        """End every worker."""
+        sessions = list(self._sessions)
+        for session in sessions:
+            session.end()
+        await asyncio.gather(*(session.ended.wait() for session in sessions))
+        await self._processes.stop()
+
+    def kill(self) -> None:
+        """End every worker at once, without waiting."""
+        self._processes.kill()
+
+    async def _serve_node(self, channel: Channel) -> None:
+        welcome = Welcome(
+            protocol=AGENT_PROTOCOL,
+            node=self._name,
+            address=self._address,
+            model_path=str(self._model_path or ""),
+            cores=tuple(sorted(os.sched_getaffinity(0))),
+            gpus=self._gpus,
+        )
+        channel.send(encode(welcome))
+        while await channel.receive() is not None:
+            log.warning("peer %s says on the node channel what nobody asked for", channel.peer_id)
+
+    async def _serve_workers(self, channel: Channel) -> None:
+        try:
+            async with asyncio.timeout(FIRST_FRAME_S):
+                frame = await channel.receive()
+            if frame is None:
+                return
+            request = self._request(frame)
+            await self._check_checkpoint(request)
+            session = WorkerSession(channel, request, self._processes)
+            await self._take_over(session)
+        except (BadFrame, TimeoutError) as error:
+            log.warning("peer %s has not asked for workers in order: %s", channel.peer_id, error)
+            channel.close()
+            return
+        except _Refused as refused:
+            self._report(f"replica refused to head {channel.peer_id}: {refused}")
+            channel.send(encode(refused.problem))
+            channel.close()
+            return
+        self._report(f"starting {len(request.workers)} workers of replica {request.replica}")
+        self._count()
+        try:
+            await session.run()
+        finally:
+            self._sessions.discard(session)
+            self._count()
+            self._report(f"the workers of replica {request.replica} have ended")
+
+    def _count(self) -> None:
+        self._on_workers(sum(len(session.workers) for session in self._sessions))
+
+    def _request(self, frame: bytes) -> StartWorkers:
+        request = decode(frame)
+        if not isinstance(request, StartWorkers):
+            raise BadFrame(f"an unexpected {type(request).__name__}")
+        if request.protocol != AGENT_PROTOCOL:
+            problem = f"speaks protocol {AGENT_PROTOCOL}, and the head {request.protocol}"
+            raise _Refused("input", f"{problem}; install the same version of hexgen2 on both")
+        if request.engine not in WORKER_ENGINES:
+            choices = ", ".join(WORKER_ENGINES)
+            raise _Refused("input", f"starts no workers of {request.engine}; use an engine of {choices}")
+        for worker in request.workers:
+            if worker.rpartition("/")[0] != self._name:
+                raise BadFrame(f"worker {worker} is not of node {self._name}")
+        return request
+
+    async def _check_checkpoint(self, request: StartWorkers) -> None:
+        if not request.digest:
+            return
+        folder = self._model_path or Path(request.checkpoint)
+        try:
+            found = await asyncio.to_thread(checkpoint_digest, folder)
+        except InputError as error:
+            raise _Refused("input", f"{error.problem}; {error.remedy}") from error
+        if found != request.digest:
+            problem = f"the checkpoint {folder} is not the one of the head (digest {found[:12]}, not"
+            raise _Refused("input", f"{problem} {request.digest[:12]}); give both the same --model-path")
+
+    async def _take_over(self, session: WorkerSession) -> None:
+        """Wait until nobody else has these workers: what the same head had of them is over."""
+        for other in [each for each in self._sessions if each.workers & session.workers]:
+            if other.head == session.head:
+                other.end()
+        try:
+            async with asyncio.timeout(LEASE_S):
+                while others := [each for each in self._sessions if each.workers & session.workers]:
+                    await others[0].ended.wait()
+                    self._sessions.discard(others[0])
+        except TimeoutError:
+            raise _Refused("busy", f"another head has the workers ({others[0].head})") from None
+        self._sessions.add(session)

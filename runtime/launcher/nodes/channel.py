@@ -1,0 +1,131 @@
+"""One channel to a node's agent, shared by the links to several workers there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from cost_model.errors import HexGen2Error, InputError
+from runtime.launcher.nodes.agent_messages import (
+    AgentMessage,
+    Problem,
+    StopWorkers,
+    WorkerEnded,
+    WorkerFrame,
+    WorkersEnded,
+    decode,
+    encode,
+)
+from runtime.launcher.worker_link import Link
+from runtime.p2p.transport.channel import Channel
+from runtime.protocol.messages import HEAD_BYTES, BadFrame, Message
+from runtime.protocol.messages import decode as decode_message
+from runtime.protocol.messages import encode as encode_message
+
+log = logging.getLogger(__name__)
+
+
+class ChannelLink(Link):
+    """The messages of one worker among those of a channel."""
+
+    def __init__(self, worker: str, shared: WorkersChannel) -> None:
+        self._worker, self._shared = worker, shared
+        self._arrived: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        self._closed = False
+
+    def send(self, message: Message) -> None:
+        if not self._closed:
+            body = encode_message(message)[HEAD_BYTES:]
+            self._shared.send(WorkerFrame(worker=self._worker, body=body))
+
+    async def receive(self) -> Message | None:
+        if self._closed:
+            return None
+        body = await self._arrived.get()
+        if isinstance(body, bytes):
+            try:
+                return decode_message(body)
+            except BadFrame as error:
+                raise HexGen2Error(f"a worker broke the protocol: {error}") from error
+        self._arrived.put_nowait(body)  # an end stays one
+        if body is not None:
+            raise body
+        return None
+
+    def close(self) -> None:
+        self._closed = True
+
+    def put(self, body: bytes | Exception | None) -> None:
+        """Take what has come for this worker; None is its end, an error the reason for it."""
+        if isinstance(body, bytes):
+            self.heard += 1
+        self._arrived.put_nowait(body)
+
+
+class WorkersChannel:
+    """Frames to and from a replica's workers on one node.
+
+    Attributes
+    ----------
+    links : by worker; all end with the channel
+    """
+
+    def __init__(self, channel: Channel, node: str, workers: Sequence[str]) -> None:
+        self.links = {worker: ChannelLink(worker, self) for worker in workers}
+        self._channel, self._node = channel, node
+        self._ended = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    def send(self, message: AgentMessage) -> None:
+        """Queue a message to the agent; ignored once the channel is closed."""
+        self._channel.send(encode(message))
+
+    async def stop(self, grace_s: float) -> None:
+        """Have the agent end the workers, and close the channel."""
+        self.send(StopWorkers())
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._ended.wait()
+        except TimeoutError:
+            log.warning("node %s has not said that its workers ended", self._node)
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel; the agent ends what still runs."""
+        self._channel.close()
+        self._reading.cancel()
+        self._end(None)
+
+    async def _read(self) -> None:
+        reason: Exception | None = None
+        try:
+            while (frame := await self._channel.receive()) is not None:
+                match decode(frame):
+                    case WorkerFrame(worker=worker, body=body) if worker in self.links:
+                        self.links[worker].put(body)
+                    case WorkerEnded(worker=worker) if worker in self.links:
+                        self.links[worker].put(None)
+                    case Problem() as problem:
+                        reason = self._error(problem)
+                        break
+                    case WorkersEnded():
+                        break
+                    case other:
+                        raise BadFrame(f"an unexpected {type(other).__name__}")
+        except BadFrame as error:
+            reason = HexGen2Error(f"node {self._node} broke the protocol: {error}")
+        self._channel.close()
+        self._end(reason)
+
+    def _end(self, reason: Exception | None) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            for link in self.links.values():
+                link.put(reason)
+
+    def _error(self, problem: Problem) -> HexGen2Error:
+        if problem.kind == "input":
+            text, _, remedy = problem.text.rpartition("; ")
+            return InputError(f"node {self._node}", "", text or remedy, remedy if text else "see its log")
+        return HexGen2Error(f"node {self._node}: {problem.text}")

@@ -1,0 +1,100 @@
+"""A node of a network: its place among the peers and its agent, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from cost_model.errors import InputError
+from runtime import logs
+from runtime.launcher.nodes.agent import NodeAgent
+from runtime.launcher.nodes.agent_messages import NODE_SERVICE, WORKERS_SERVICE
+from runtime.launcher.nodes.hardware import hardware_of, local_gpus
+from runtime.operator import report, stop_signals
+from runtime.p2p.membership.member import Member
+from runtime.p2p.membership.membership import Membership, host_of
+from runtime.p2p.membership.record import MAX_NAME, Accelerator, is_node_name
+from runtime.p2p.membership.table import NodeView
+
+ANY_HOST = ("0.0.0.0", "::")
+
+
+def run_node(
+    name: str,
+    membership: Membership,
+    address: str | None,
+    model_path: Path | None,
+    accelerators: str | None = None,
+) -> int:
+    """Be a node until SIGINT or SIGTERM.
+
+    Parameters
+    ----------
+    name : the node's in the cluster and its placements
+    address : of this machine, for the workers of other nodes; None: that on which peers are heard
+    model_path : folder of the checkpoint; None: the folder that the head names
+    accelerators : GPUs that are here, as NAME:COUNT; None: those that the driver shows
+
+    Returns
+    -------
+    0 after a stop by signal, with no process left
+
+    Raises
+    ------
+    InputError : an option is wrong
+    """
+    if not is_node_name(name):
+        problem = f"{name!r} is not the name of a node (1 to {MAX_NAME} letters, no spaces, no /)"
+        raise InputError("--name", "", problem, "write it as the cluster has it")
+    if model_path is not None and not model_path.is_dir():
+        raise InputError("--model-path", "", f"{model_path} is not a folder", "give the model's folder")
+    heard_on = host_of(membership.listen, "--listen")
+    if address is None and heard_on in ANY_HOST:
+        problem = f"{heard_on} is no address that other nodes can reach"
+        raise InputError("--listen", "", problem, "give this machine's own with --address")
+    gpus = local_gpus(accelerators)
+    member = membership.member(name, "worker", (NODE_SERVICE, WORKERS_SERVICE), hardware_of(gpus))
+    logs.set_up("node")
+    return asyncio.run(_run(name, member, address or heard_on, model_path, gpus))
+
+
+async def _run(
+    name: str, member: Member, address: str, model_path: Path | None, gpus: tuple[Accelerator, ...]
+) -> int:
+    def on_workers(count: int) -> None:
+        member.announce(load=min(count / len(hardware_of(gpus)), 1.0))
+
+    agent = NodeAgent(name, member.peers, address, model_path, gpus, on_workers, report)
+    member.table.subscribe(_namesake_reporter(name, member.peers.peer_id))
+    member.peers.on_not_joined(report)
+    member.peers.on_peer_joined(lambda peer_id: report(f"peer {peer_id} is connected"))
+    member.peers.on_peer_lost(lambda peer_id: report(f"peer {peer_id} is gone"))
+    stopping = stop_signals(agent.kill)
+    agent.start()
+    try:
+        await member.start()
+        for heard_on in member.peers.addresses:
+            report(f"node {name} listening on {heard_on}")
+        await stopping.wait()
+        member.announce(status="draining")
+    finally:
+        await agent.stop()
+        await member.stop()
+    report("stopped")
+    return 0
+
+
+def _namesake_reporter(name: str, own_id: str) -> Callable[[str, NodeView | None], None]:
+    """Tells the operator once that another node has the same name, which heads give to one of them alone."""
+    told = False
+
+    def changed(peer_id: str, view: NodeView | None) -> None:
+        nonlocal told
+        if told or view is None or peer_id == own_id or view.state in ("left", "lost"):
+            return
+        if (view.record.role, view.record.name) == ("worker", name):
+            told = True
+            report(f"peer {peer_id} is a node {name}, too: a head takes the first; give each its own --name")
+
+    return changed

@@ -1,0 +1,96 @@
+"""From connected processes to workers that are ready: Configure, Listening, Connect, Ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from cost_model.errors import HexGen2Error, InputError
+from runtime.launcher.worker_link import Link
+from runtime.protocol.messages import Configure, Connect, Failed, Listening, Message, Ready
+
+REMEDY = "give a --model-path that fits the placement, or search a new placement"
+MessageType = TypeVar("MessageType", bound=Message)
+
+
+async def handshake(
+    links: Mapping[str, Link],
+    configurations: Mapping[str, Configure],
+    listening: dict[str, Listening],
+    report: Callable[[str], None],
+) -> None:
+    """Take new workers to Ready, together; `report` gets one line per step forward.
+
+    Parameters
+    ----------
+    links : to the new workers
+    configurations : of all workers
+    listening : where the others listen; the new ones are added
+
+    Raises
+    ------
+    InputError : a worker refused what the user gave it (a bad checkpoint)
+    HexGen2Error : a worker ended or failed
+    """
+    for worker, link in links.items():
+        link.send(configurations[worker])
+    listening.update(await _from_all(links, Listening))
+    for worker, link in links.items():
+        link.send(connect_message(configurations, listening, worker))
+
+    ready = 0
+
+    def on_ready(_: Ready) -> None:
+        nonlocal ready
+        ready += 1
+        report(f"{ready}/{len(links)} workers ready")
+
+    await _from_all(links, Ready, on_ready)
+
+
+def connect_message(
+    configurations: Mapping[str, Configure], listening: Mapping[str, Listening], worker: str
+) -> Connect:
+    """What a worker is told of where all listen."""
+    lead = configurations[worker].stages[0].workers[0]
+    return Connect(
+        peers={worker: (configurations[worker].host, news.port) for worker, news in listening.items()},
+        replicas={each.replica: each.stages for each in configurations.values()},
+        store_port=listening[lead].store_port,
+    )
+
+
+async def _from_all(
+    links: Mapping[str, Link],
+    expected: type[MessageType],
+    arrived: Callable[[MessageType], None] = lambda _: None,
+) -> dict[str, MessageType]:
+    """The next message of every worker; the first failure ends the wait for the others."""
+
+    async def one(worker: str, link: Link) -> MessageType:
+        message = await _next(worker, link, expected)
+        arrived(message)
+        return message
+
+    tasks = {worker: asyncio.create_task(one(worker, link)) for worker, link in links.items()}
+    try:
+        await asyncio.gather(*tasks.values())
+    finally:
+        for task in tasks.values():
+            task.cancel()
+    return {worker: task.result() for worker, task in tasks.items()}
+
+
+async def _next(worker: str, link: Link, expected: type[MessageType]) -> MessageType:
+    message = await link.receive()
+    if isinstance(message, expected):
+        return message
+    if message is None:
+        raise HexGen2Error(f"worker {worker} ended before it was ready")
+    if isinstance(message, Failed):
+        if message.kind == "input":
+            problem, _, remedy = message.text.rpartition("; ")
+            raise InputError(f"worker {worker}", "", problem or remedy, remedy if problem else REMEDY)
+        raise HexGen2Error(f"worker {worker} failed: {message.text}")
+    raise HexGen2Error(f"worker {worker} sent {type(message).__name__} instead of {expected.__name__}")

@@ -1,0 +1,77 @@
+"""A link: the two-way stream of messages between the front end and one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from abc import ABC, abstractmethod
+
+from cost_model.errors import HexGen2Error
+from runtime.protocol.messages import HEAD_BYTES, BadFrame, Message, body_length, decode, encode
+
+
+class Link(ABC):
+    """Messages to and from one worker, wherever it runs; heard counts those received."""
+
+    heard: int = 0
+
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Queue a message; a worker that is gone shows in `receive`, never here."""
+
+    @abstractmethod
+    async def receive(self) -> Message | None:
+        """The next message, or None once the worker is gone.
+
+        Raises
+        ------
+        HexGen2Error : it sent something that is not one of our messages
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close both directions; what was sent before is still delivered."""
+
+
+class StreamLink(Link):
+    """Messages over a byte stream, framed as runtime.protocol.messages says.
+
+    What is sent in one round of the event loop leaves in one write: each wakes the worker up.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._unsent: list[bytes] = []
+
+    @classmethod
+    async def over(cls, connected: socket.socket) -> StreamLink:
+        """A link over a connected socket, which it owns from now on."""
+        connected.setblocking(False)
+        return cls(*await asyncio.open_connection(sock=connected))
+
+    def send(self, message: Message) -> None:
+        if self._writer.is_closing():
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(encode(message))
+
+    async def receive(self) -> Message | None:
+        try:
+            body = await self._reader.readexactly(body_length(await self._reader.readexactly(HEAD_BYTES)))
+            message = decode(body)
+            self.heard += 1
+            return message
+        except BadFrame as error:
+            raise HexGen2Error(f"a worker broke the protocol: {error}") from error
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._unsent and not self._writer.is_closing():
+            self._writer.write(b"".join(self._unsent))
+        self._unsent.clear()

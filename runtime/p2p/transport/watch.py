@@ -1,0 +1,65 @@
+"""Finding peers that live but do not answer: a frozen peer closes no socket, and libp2p would wait 10 s."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import trio
+from libp2p.network.stream.net_stream import NetStream
+
+from runtime.p2p.transport.network import ContainedYamux
+from runtime.protocol.liveness import LOOKS_A_PERIOD, PING_EVERY_S, Patience
+
+STAMP = struct.Struct("<d")
+
+
+async def silence(muxer: ContainedYamux, every_s: float = PING_EVERY_S) -> None:
+    """Return once nothing has come from the peer for longer than there is patience. Anything that comes
+    counts; to be pinged for it is another's task."""
+    patience = Patience()
+    while not patience.is_over(muxer.heard):
+        await trio.sleep(every_s / LOOKS_A_PERIOD)
+
+
+async def ping(stream: NetStream, answered: Callable[[float], None], every_s: float = PING_EVERY_S) -> None:
+    """Send the time for ever, and tell the milliseconds that each echo took."""
+
+    async def send() -> None:
+        while True:
+            await stream.write(STAMP.pack(trio.current_time()))
+            await trio.sleep(every_s)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        while True:
+            (sent_at,) = STAMP.unpack(await read_exactly(stream, STAMP.size))
+            answered(1000 * (trio.current_time() - sent_at))
+
+
+async def echo(stream: NetStream) -> None:
+    """Answer a peer's pings until it closes."""
+    while True:
+        await stream.write(await read_exactly(stream, STAMP.size))
+
+
+async def cancel_at(event: trio.Event, scope: trio.CancelScope) -> None:
+    """Cancel the scope once the event is there."""
+    await event.wait()
+    scope.cancel()
+
+
+async def read_exactly(stream: NetStream, size_bytes: int) -> bytes:
+    """So many bytes.
+
+    Raises
+    ------
+    EOFError : the stream ended before
+    """
+    data = b""
+    while len(data) < size_bytes:
+        more = await stream.read(size_bytes - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data

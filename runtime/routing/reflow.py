@@ -1,0 +1,287 @@
+"""The routes and their weights once replicas are lost: a maximum flow over what is left, evened out.
+
+What the search does for a whole placement (HexGen-2, section 3.3), done anew in the front end, in
+milliseconds: replicas and plans stay as they are, only the flow changes. Two linear programs: the largest
+flow, and of the flows as large the one whose busiest replicas are least busy. Links, network cards, uplinks
+and the ports of GPUs are shared as hexgen2.checks has it, unless the placement says that they are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from itertools import pairwise, product
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array, csr_array, hstack, vstack
+
+from cluster_specs.loader import resolve
+from cost_model.pipeline import PipelineSemantics
+from cost_model.registry import make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.network.kv_parts import route_links
+from hexgen2.network.shared_links import SharedLinks
+from hexgen2.placement import Placement, Replica, Throughput
+from hexgen2.placement import Route as PlacedRoute
+from hexgen2.report.service import bottlenecks_of, latency_of
+from runtime.routing.router import Route, routes_of
+
+MANY_PAIRS = 400
+"""Up to so many pairs of a prefill and a decode replica all of them may become routes; beyond, only the
+placement's own, and those of replicas that lost all of theirs."""
+PARTNERS = 4
+"""Of such a replica, the routes to so many others: those with the largest capacity."""
+NEGLIGIBLE = 1e-6
+"""A route that carries less than this share of the flow is a spare."""
+FULL = 1 - 1e-9
+
+Pair = tuple[str, str]
+Resource = tuple
+
+
+class Reflow:
+    """Flows of one placement without some of its replicas.
+
+    Parameters
+    ----------
+    placement : checked (see hexgen2.checks)
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._replicas = {replica.id: replica for replica in placement.replicas}
+        self._planned = routes_of(placement)
+        self._cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+        self._links = SharedLinks(self._cluster)
+        costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+        self._costs = costs
+        self._semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
+        self._layer_bytes, self._isl, self._osl = costs.kv_bytes_per_layer, costs.isl, costs.osl
+        self._activation_bytes = costs.activation_bytes_per_token
+        self._known: dict[Pair, PlacedRoute] = {(r.from_, r.to): r for r in placement.routes}
+        self._busy: dict[Pair, dict[Resource, float]] = {}
+
+    def routes(self, lost: Collection[str]) -> list[Route]:
+        """The routes without the lost replicas, with the flow in requests/s as weight; 0 makes a spare.
+
+        Without a loss these are the placement's. Colocated replicas keep what they carry. As long as a
+        prefill and a decode replica are left, there is a route between two such.
+        """
+        if not lost:
+            return list(self._planned)
+        pairs = self._pairs(lost)
+        flows = self._flow(pairs, lost) if pairs else np.zeros(0)
+        least = float(flows.sum()) * NEGLIGIBLE
+        weights = (flow if flow > least else 0.0 for flow in flows.tolist())
+        routes = [Route(*pair, weight) for pair, weight in zip(pairs, weights, strict=True)]
+        return routes + [r for r in self._planned if r.colocated and r.prefill not in lost]
+
+    def placement(self, lost: Collection[str]) -> Placement:
+        """The placement without the lost replicas, with the flow of the others and what follows from it; as
+        sound as it was. The bound is that of all GPUs, so one for fewer, too; `goodput` is left out."""
+        if not lost:
+            return self._placement
+        routes = self.routes(lost)
+        loads: dict[str, float] = defaultdict(float)
+        for route in routes:
+            for name in {route.prefill, route.decode}:
+                loads[name] += route.weight
+        replicas, gone = list[Replica](), set(self._placement.lost)
+        for replica in self._placement.replicas:
+            if replica.id in lost:
+                gone |= set(replica.gpus)
+            else:
+                used = loads[replica.id] / replica.capacity_req_s if replica.capacity_req_s else 0.0
+                replicas.append(replica.model_copy(update={"utilisation": used}))
+        served = math.fsum(route.weight for route in routes)
+        carrying = [
+            self.between(route.prefill, route.decode).model_copy(update={"flow_req_s": route.weight})
+            for route in routes
+            if not route.colocated and route.weight > 0
+        ]
+        serving = {gpu for replica in replicas for gpu in replica.gpus}
+        idle = [gpu for gpu in self._cluster.gpu_ids if gpu not in gone | serving]
+        bound, costs = self._placement.bound, self._costs
+        changed = {
+            "lost": [gpu for gpu in self._cluster.gpu_ids if gpu in gone],
+            "replicas": replicas,
+            "routes": carrying,
+            "throughput": Throughput(req_s=served, output_tok_s=served * self._placement.workload.osl),
+            "latency": latency_of(replicas, self._cluster, costs, self._semantics),
+            "goodput": None,
+            "bound": bound.model_copy(update={"gap": 1 - served / bound.req_s if bound.req_s else 0.0}),
+            "bottlenecks": bottlenecks_of(
+                *(replicas, carrying, idle, self._cluster, costs, self._placement.cost_model.links)
+            ),
+        }
+        return self._placement.model_copy(update=changed)
+
+    def between(self, prefill: str, decode: str) -> PlacedRoute:
+        """What KV caches take between two replicas, whether or not the placement has a route there."""
+        pair = prefill, decode
+        if pair not in self._known:
+            self._known[pair] = self._made(self._replicas[prefill], self._replicas[decode])
+        return self._known[pair]
+
+    # -- candidates
+
+    def _pairs(self, lost: Collection[str]) -> list[Pair]:
+        """Pairs of replicas that are left and may become routes; the placement's first."""
+        left = [replica for replica in self._placement.replicas if replica.id not in lost]
+        prefill = [replica for replica in left if replica.role == "prefill"]
+        decode = [replica for replica in left if replica.role == "decode"]
+        own = (route for route in self._planned if not route.colocated)
+        pairs = dict.fromkeys(
+            (route.prefill, route.decode)
+            for route in own
+            if route.prefill not in lost and route.decode not in lost
+        )
+        if len(prefill) * len(decode) <= MANY_PAIRS:
+            return list(pairs | dict.fromkeys((p.id, d.id) for p, d in product(prefill, decode)))
+        served = {name for pair in pairs for name in pair}
+        for replica in prefill:
+            if replica.id not in served:
+                pairs |= dict.fromkeys((replica.id, partner.id) for partner in _largest(decode))
+        for replica in decode:
+            if replica.id not in served:
+                pairs |= dict.fromkeys((partner.id, replica.id) for partner in _largest(prefill))
+        return list(pairs)
+
+    def _made(self, source: Replica, target: Replica) -> PlacedRoute:
+        """A route that the placement lacks. Its parts move at once: the slowest port or link sets the
+        pace."""
+        cluster, links = self._cluster, route_links(source, target, self._layer_bytes)
+        seconds: dict[Resource, float] = defaultdict(float)
+        latency_s = 0.0
+        for link in links:
+            a, b = cluster.index(link.from_), cluster.index(link.to)
+            latency_s = max(latency_s, float(cluster.latency_s[a, b]))
+            for resource, busy_s in self._kv_use(a, b, link.bytes_per_req):
+                seconds[resource] += busy_s
+        return PlacedRoute.model_validate(
+            {
+                "from": source.id,
+                "to": target.id,
+                "flow_req_s": 0.0,
+                "capacity_req_s": 1 / max(latency_s + max(seconds.values(), default=0.0), 1e-12),
+                "kv_bytes_per_req": self._layer_bytes * self._placement.model.layers,
+                "links": links,
+            }
+        )
+
+    # -- what is shared
+
+    def _kv_use(self, a: int, b: int, bytes_: float) -> Iterable[tuple[Resource, float]]:
+        """The ports inside a node, or else the link between two, that KV cache from GPU a to b occupies."""
+        source, target = int(self._cluster.node_of[a]), int(self._cluster.node_of[b])
+        if source == target:
+            seconds = bytes_ / float(self._cluster.bandwidth_bytes_s[a, b])
+            return (("out", a), seconds), (("in", b), seconds)
+        link = self._links.resources_between(source, target)[0]
+        return ((("link", link), bytes_ / float(self._links.capacity_bytes_s[link])),)
+
+    def _use(self, pair: Pair) -> dict[Resource, float]:
+        """Seconds for which one request of a route occupies each resource, pipelines included."""
+        if pair not in self._busy:
+            cluster, busy = self._cluster, defaultdict[Resource, float](float)
+            for link in self.between(*pair).links:
+                a, b = cluster.index(link.from_), cluster.index(link.to)
+                source, target = int(cluster.node_of[a]), int(cluster.node_of[b])
+                if source == target:
+                    for resource, seconds in self._kv_use(a, b, link.bytes_per_req):
+                        busy[resource] += seconds
+                else:
+                    self._add(busy, source, target, link.bytes_per_req)
+            for name, tokens in zip(pair, (self._isl, self._osl), strict=True):
+                self._add_pipeline(busy, self._replicas[name], tokens)
+            self._busy[pair] = dict(busy)
+        return self._busy[pair]
+
+    def _add(self, busy: dict[Resource, float], source: int, target: int, bytes_: float) -> None:
+        """Traffic from one node to another."""
+        for resource in self._links.resources_between(source, target):
+            busy["link", resource] += bytes_ / float(self._links.capacity_bytes_s[resource])
+
+    def _add_pipeline(self, busy: dict[Resource, float], replica: Replica, tokens: float) -> None:
+        """The activations of so many tokens from stage to stage."""
+        path = [int(self._cluster.node_of[self._cluster.index(stage.gpus[0])]) for stage in replica.stages]
+        for source, target in pairwise(path):
+            self._add(busy, source, target, tokens * self._activation_bytes)
+
+    def _shared(self, pairs: list[Pair], lost: Collection[str]) -> tuple[csr_array, np.ndarray]:
+        """Seconds per request [resources, pairs], and the seconds per second [resources] that colocated
+        replicas leave; no rows if routes share nothing."""
+        if self._placement.cost_model.links != "shared":
+            return csr_array((0, len(pairs))), np.zeros(0)
+        taken: dict[Resource, float] = defaultdict(float)
+        for replica in self._placement.replicas:
+            if replica.role == "colocated" and replica.id not in lost:
+                own = replica.capacity_req_s * replica.utilisation
+                self._add_pipeline(taken, replica, own * (self._isl + self._osl))
+        rows: dict[Resource, int] = {}
+        entries = [
+            (rows.setdefault(resource, len(rows)), column, seconds)
+            for column, pair in enumerate(pairs)
+            for resource, seconds in self._use(pair).items()
+        ]
+        row, column, seconds = zip(*entries, strict=True) if entries else ((), (), ())
+        left = np.array([max(0.0, 1 - taken.get(resource, 0.0)) for resource in rows])
+        return csr_array(coo_array((seconds, (row, column)), shape=(len(rows), len(pairs)))), left
+
+    # -- the flow
+
+    def _flow(self, pairs: list[Pair], lost: Collection[str]) -> np.ndarray:
+        """[pairs] requests/s."""
+        sides = [_Side.of([pair[end] for pair in pairs], self._replicas) for end in (0, 1)]
+        shared, left = self._shared(pairs, lost)
+        unit = min(float(side.capacity.sum()) for side in sides)  # of rates, so that tolerances are relative
+        if unit <= 0:
+            return np.zeros(len(pairs))
+        capacities = [side.capacity / unit for side in sides]
+        most = np.array([min(self.between(*pair).capacity_req_s / unit, 1.0) for pair in pairs])
+        matrix = vstack([*(side.members for side in sides), shared * unit], format="csr")
+        limits = np.concatenate([*capacities, left])
+        largest = _minimised(-np.ones(len(pairs)), matrix, limits, most)
+        value = float(largest.sum())
+        if value <= 0:
+            return np.zeros(len(pairs))
+        # Evenly: capacities between the role's mean utilisation (slack 0) and what they are (slack 1).
+        means = [min(1.0, value / float(capacity.sum())) for capacity in capacities]
+        even = [capacity * mean for capacity, mean in zip(capacities, means, strict=True)]
+        spread = [capacity * (mean - 1) for capacity, mean in zip(capacities, means, strict=True)]
+        slack = np.concatenate([*spread, np.zeros(len(left)), [0.0]])
+        whole = csr_array(-np.ones((1, len(pairs))))
+        matrix = hstack([vstack([matrix, whole]), csr_array(slack[:, None])], format="csr")
+        limits = np.concatenate([*even, left, [-value * FULL]])
+        cost = np.append(np.zeros(len(pairs)), 1.0)
+        return _minimised(cost, matrix, limits, np.append(most, 1.0))[:-1] * unit
+
+
+class _Side:
+    """The replicas at one end of the pairs: which pairs are whose [n, pairs], and capacities [n]."""
+
+    def __init__(self, members: csr_array, capacity: np.ndarray) -> None:
+        self.members, self.capacity = members, capacity
+
+    @classmethod
+    def of(cls, names: list[str], replicas: dict[str, Replica]) -> _Side:
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        rows, columns = [numbers[name] for name in names], range(len(names))
+        members = coo_array((np.ones(len(names)), (rows, columns)), shape=(len(numbers), len(names)))
+        return cls(csr_array(members), np.array([replicas[name].capacity_req_s for name in numbers]))
+
+
+def _largest(replicas: list[Replica]) -> list[Replica]:
+    return sorted(replicas, key=lambda replica: -replica.capacity_req_s)[:PARTNERS]
+
+
+def _minimised(cost: np.ndarray, matrix: csr_array, limits: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """argmin cost x over 0 <= x <= most and matrix x <= limits; feasible by construction."""
+    bounds = np.stack([np.zeros(len(most)), most], axis=1)
+    found = linprog(cost, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
+    if not found.success:
+        raise RuntimeError(f"the flow ended with {found.message}")
+    return np.asarray(found.x)

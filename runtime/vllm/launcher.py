@@ -1,0 +1,218 @@
+"""Starts a `vllm serve` for each replica of a placement on this machine, by the commands of an export."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from cost_model.errors import HexGen2Error, InputError
+from hexgen2.export.vllm_command import Surroundings, VllmProcess, check_vllm, vllm_processes
+from hexgen2.placement import Placement
+from runtime.launcher.base import Launcher
+from runtime.launcher.configure import device_of
+from runtime.launcher.local import LocalLauncher
+from runtime.launcher.worker_link import Link
+from runtime.options import DEFAULTS, EngineOptions
+from runtime.protocol.messages import Configure
+from runtime.vllm.guard import kill_rest
+from runtime.vllm.link import Exchange, QuietLink, VllmLink
+
+START_TIMEOUT_S = 1200.0
+STOP_GRACE_S = 10.0
+ASK_EVERY_S = 0.5
+COMMAND = "vllm"
+HERE = "127.0.0.1"
+TORCH_ONLY = ("chunk_tokens", "kv_transport", "emulate_links")
+
+
+class VllmLauncher(Launcher):
+    """One vLLM per replica. Replicas that end are started again as a whole, with ports of their own."""
+
+    def __init__(self, options: EngineOptions = DEFAULTS, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        self._options, self._start_timeout_s = options, start_timeout_s
+        self._placement: Placement | None = None
+        self._exchange: Exchange | None = None
+        self._folder = ""
+        self._replica_of: dict[str, str] = {}
+        self._links: dict[str, Link] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ends: dict[str, asyncio.Event] = {}
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._logs = Path()
+
+    def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
+        check_vllm(placement, source)
+        LocalLauncher().check(placement, source)
+        for replica in placement.replicas:
+            if len({gpu.rpartition("/")[0] for gpu in replica.gpus}) > 1:
+                problem = f"{replica.id} spans nodes, and one vLLM is started for it here"
+                remedy = "use `hexgen2 export --format vllm`, or --engine torch"
+                raise InputError(source, "replicas", problem, remedy)
+        for name in TORCH_ONLY:
+            if getattr(self._options, name) != getattr(DEFAULTS, name):
+                option = f"--{name.replace('_', '-')}"
+                raise InputError(option, "", "is for --engine torch", "leave it out")
+        if vllm_command() is None:
+            raise InputError("--engine", "vllm", "there is no command vllm", "pip install 'hexgen2[vllm]'")
+        self._placement = placement
+        key = secrets.token_hex(16)
+        self._exchange = Exchange(placement.model.name, placement.model.kv_bytes_per_token, key)
+
+    async def start(
+        self, configurations: Mapping[str, Configure], report: Callable[[str], None]
+    ) -> dict[str, Link]:
+        told = next(iter(configurations.values()))
+        self._folder = told.checkpoint
+        self._replica_of = {worker: each.replica for worker, each in configurations.items()}
+        self._logs = Path(tempfile.mkdtemp(prefix="hexgen2-vllm-"))
+        replicas = list(dict.fromkeys(self._replica_of.values()))
+        report(f"starting vLLM for {len(replicas)} replicas; their output goes to {self._logs}")
+        return await self._start(replicas, report)
+
+    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        replicas = list(dict.fromkeys(self._replica_of[worker] for worker in workers))
+        await asyncio.to_thread(self._end, replicas)
+        try:
+            return await self._start(replicas, report)
+        except BaseException:
+            await asyncio.to_thread(self._end, replicas)
+            raise
+
+    async def stop(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        await asyncio.to_thread(self._end, list(self._processes))
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            with contextlib.suppress(OSError):
+                assert process.stdin is not None
+                process.stdin.close()
+
+    async def _start(self, replicas: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+        assert self._placement is not None and self._exchange is not None
+        placement = self._placement
+        around = Surroundings(
+            self._folder, lambda _: HERE, lambda gpu: _number(placement, gpu), lambda _: _free_port()
+        )
+        processes = {each.replica: each for each in vllm_processes(placement, around)}
+        links: dict[str, Link] = {}
+        for name in replicas:
+            self._spawn(processes[name])
+            workers = [worker for worker, replica in self._replica_of.items() if replica == name]
+            url = f"http://{HERE}:{processes[name].port}"
+            links[workers[0]] = VllmLink(workers[0], name, url, self._exchange, self._ends[name])
+            links |= {worker: QuietLink(self._ends[name]) for worker in workers[1:]}
+        self._links |= links
+        ready = 0
+
+        async def one(name: str) -> None:
+            nonlocal ready
+            await self._until_it_serves(processes[name])
+            ready += 1
+            report(f"{ready}/{len(replicas)} replicas ready")
+
+        try:
+            async with asyncio.timeout(self._start_timeout_s), asyncio.TaskGroup() as group:
+                for name in replicas:
+                    group.create_task(one(name))
+        except TimeoutError:
+            raise HexGen2Error(f"vLLM was not ready after {self._start_timeout_s:.0f} s") from None
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return links
+
+    def _spawn(self, process: VllmProcess) -> None:
+        command, exchange = vllm_command(), self._exchange
+        assert command is not None and exchange is not None
+        environment = {**process.environment, "VLLM_API_KEY": exchange.key, "PYTHONUNBUFFERED": "1"}
+        dtype = [] if self._options.dtype == "auto" else ["--dtype", self._options.dtype]
+        cache = [] if self._options.reuse_prefixes else ["--no-enable-prefix-caching"]
+        guard = [sys.executable, "-m", "runtime.vllm.guard"]
+        with (self._logs / f"{process.replica}.log").open("ab") as log:
+            started = subprocess.Popen(
+                [*guard, command, *process.arguments, *dtype, *cache],
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        ended = asyncio.Event()
+        self._processes[process.replica], self._ends[process.replica] = started, ended
+        watcher = asyncio.create_task(_watch(started, ended))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    async def _until_it_serves(self, process: VllmProcess) -> None:
+        url = f"http://{HERE}:{process.port}/health"
+        ended = self._ends[process.replica]
+        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as http:
+            while not ended.is_set():
+                with contextlib.suppress(httpx.HTTPError):
+                    if (await http.get(url)).status_code == 200:
+                        return
+                await asyncio.sleep(ASK_EVERY_S)
+        log = self._logs / f"{process.replica}.log"
+        raise HexGen2Error(f"vLLM of replica {process.replica} ended: {_last_error(log)} (all in {log})")
+
+    def _end(self, replicas: Sequence[str]) -> None:
+        """End some processes, kindly first, and wait for it."""
+        processes = [self._processes.pop(name) for name in replicas if name in self._processes]
+        for process in processes:
+            with contextlib.suppress(OSError):
+                assert process.stdin is not None
+                process.stdin.close()  # what its guard waits for
+        for process in processes:
+            try:
+                process.wait(STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            kill_rest(process.pid)
+
+
+def vllm_command() -> str | None:
+    """The path of `vllm`: beside this Python, or where the shell would find it; None: nowhere."""
+    beside = Path(sys.executable).with_name(COMMAND)
+    return str(beside) if beside.exists() else shutil.which(COMMAND)
+
+
+def _number(placement: Placement, gpu: str) -> int:
+    device = device_of(placement, gpu)
+    return 0 if device == "cpu" else int(device.partition(":")[2])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HERE, 0))
+        return probe.getsockname()[1]
+
+
+async def _watch(process: subprocess.Popen[bytes], ended: asyncio.Event) -> None:
+    while process.poll() is None:
+        await asyncio.sleep(0.1)
+    await asyncio.to_thread(kill_rest, process.pid)  # its guard may have been killed before it could
+    ended.set()
+
+
+def _last_error(log: Path) -> str:
+    """The last line of a log that speaks of an error, or just the last."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["without a word"])[-1][-300:]

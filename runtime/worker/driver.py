@@ -1,0 +1,326 @@
+"""The lead of a replica: takes requests, makes steps of them, tells the followers and the front end."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NoReturn
+
+from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
+from runtime.kv_cache.leases import Leases
+from runtime.logs import about
+from runtime.protocol.framing import Connection
+from runtime.protocol.messages import (
+    Arrival,
+    Cancel,
+    Decode,
+    Expect,
+    KvLanded,
+    KvMoved,
+    KvSent,
+    Message,
+    Prefill,
+    Release,
+    Released,
+    RequestFailed,
+    Reserved,
+    Step,
+    StepOutput,
+    StepResult,
+)
+from runtime.worker.executor import Member
+from runtime.worker.faults import describe, of_replica
+from runtime.worker.scheduler import Completed, Reservation, Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Lead:
+    """Requests of one replica, from the front end's messages to its answers.
+
+    `reserve` and `acknowledge` run in reader threads, so that a reservation never waits for a step;
+    everything else happens in `run`, in the main thread, in the order of the inbox.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        front_end: Connection,
+        followers: dict[str, Connection],
+        inbox: queue.SimpleQueue[Message | Reservation],
+    ) -> None:
+        self._member, self._front_end, self._followers, self._inbox = member, front_end, followers, inbox
+        config = member.config
+        self._replica = config.replica
+        self._workers = len(followers) + 1
+        self._pool = BlockPool(member.cache.blocks, member.cache.block_tokens, config.reuse_prefixes)
+        self._scheduler = Scheduler(
+            max_batch=config.max_batch,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_mixed_tokens=config.max_mixed_tokens,
+            stages=len(config.stages),
+            pool=self._pool,
+        )
+        self._unacknowledged: dict[str, tuple[set[str], int]] = {}
+        self._lock = threading.Lock()
+        self._landed: dict[str, list[KvLanded]] = {}
+        self._sent: dict[str, int] = {}
+        self._leases = Leases(config.kv_lease_s)
+        self._known_as: dict[str, str] = {}
+
+    # -- reader threads
+
+    def reserve(self, message: Expect) -> None:
+        """Take blocks for a request and announce it to every worker, which then acknowledges."""
+        request_id, prompt = message.request_id, message.prompt
+        try:
+            begun, digests = self._blocks_for(message)
+        except Exception as error:
+            if of_replica(error):
+                raise
+            log.exception("no reservation", extra=about(message.known_as, request_id))
+            self._say_failed(request_id, describe(error), fault=False)
+            self._say_released(request_id)
+            return
+        if begun is None:
+            self._front_end.send(Reserved(request_id=request_id, ok=False))
+            return
+        blocks, cached = begun
+        self._known_as[request_id] = message.known_as
+        log.info("takes a KV cache of %d tokens", len(prompt), extra=about(message.known_as, request_id))
+        self._inbox.put(Reservation(request_id, prompt, blocks, cached, digests))
+        with self._lock:
+            self._unacknowledged[request_id] = {self._member.config.worker, *self._followers}, cached
+        arrival = Arrival(
+            request_id=request_id, table=tuple(blocks), first_token=cached, end_token=len(prompt)
+        )
+        self._broadcast(arrival)
+        self._member.expect(arrival)
+        self.acknowledge(self._member.config.worker, request_id)
+
+    def _blocks_for(self, message: Expect) -> tuple[tuple[list[int], int] | None, list[Digest]]:
+        """Blocks for an expected prompt, with how much of it they have already (None: no room), and its
+        digests."""
+        prompt = message.prompt
+        digests = prefix_digests(prompt, self._pool.block_tokens) if self._pool.reuse else []
+        if not 0 < len(prompt) < message.capacity_tokens or self._excess(message.capacity_tokens):
+            return None, digests
+        return self._pool.begin(len(prompt), digests, self._scheduler.growing), digests
+
+    def acknowledge(self, worker: str, request_id: str) -> None:
+        """One worker is ready for a request's KV cache; the last one's answer goes to the front end."""
+        with self._lock:
+            waiting, cached = self._unacknowledged.get(request_id, (set(), 0))
+            if worker not in waiting:
+                return
+            waiting.discard(worker)
+            if waiting:
+                return
+            del self._unacknowledged[request_id]
+        self._front_end.send(Reserved(request_id=request_id, ok=True, cached_tokens=cached))
+
+    # -- main thread
+
+    def run(self) -> NoReturn:
+        """Serve until the process ends."""
+        while True:
+            step = self._scheduler.next_step()
+            faults = self._scheduler.take_faults()
+            for request_id, why in faults.items():
+                self._fail(request_id, why, fault=False)
+            if step is None and faults:
+                continue
+            if step is None:
+                with suppress(queue.Empty):
+                    self._handle(self._inbox.get(timeout=self._leases.next_s()))
+            else:
+                self._broadcast(step)
+                if result := self._member.execute(step):
+                    self._complete(result)
+            while not self._inbox.empty():
+                self._handle(self._inbox.get())
+            for request_id in self._leases.over():
+                self._expire(request_id)
+
+    def _handle(self, message: Message | Reservation) -> None:
+        """Do what a message says; if that fails, so does the request that it is about, and no other."""
+        try:
+            self._follow(message)
+        except Exception as error:
+            request_id = getattr(message, "request_id", "")
+            if not request_id or of_replica(error):
+                raise
+            log.exception("a %s failed", type(message).__name__, extra=about(attempt=request_id))
+            self._fail(request_id, describe(error), fault=False)
+
+    def _follow(self, message: Message | Reservation) -> None:
+        match message:
+            case Reservation():
+                self._scheduler.expect(message)
+                self._leases.begin(message.request_id)
+            case Prefill():
+                self._prefill(message)
+            case Decode():
+                self._decode(message)
+            case Cancel():
+                self._cancel(message.request_id)
+            case StepResult():
+                self._complete(message)
+            case KvLanded():
+                self._land(message)
+            case KvSent():
+                self._count_sent(message.request_id)
+            case RequestFailed():
+                if message.request_id in self._scheduler:
+                    self._fail(message.request_id, message.text, message.fault)
+            case _:
+                log.warning("replica %s: unexpected %s", self._replica, type(message).__name__)
+
+    def _prefill(self, message: Prefill) -> None:
+        if message.request_id in self._scheduler:
+            log.warning("replica %s: request %s is here already", self._replica, message.request_id)
+            return
+        self._known_as[message.request_id] = message.known_as
+        extra = about(message.known_as, message.request_id)
+        log.info("prefills %d tokens", len(message.prompt), extra=extra)
+        if problem := self._refusal(message):
+            self._fail(message.request_id, problem, fault=False)
+        elif message.target and not self._member.knows(message.target):
+            self._fail(message.request_id, f"the replica {message.target} is unknown", fault=True)
+        else:
+            self._scheduler.prefill(message)
+
+    def _decode(self, message: Decode) -> None:
+        """Continue an expected request, or give it up."""
+        request_id, vocab = message.request_id, self._member.spec.vocab
+        if not 0 <= message.last_token < vocab:
+            self._fail(request_id, f"the last token is outside [0, {vocab})", fault=False)
+        elif problem := self._scheduler.decode(message):
+            self._fail(request_id, problem, fault=True)
+        else:
+            known = len(self._scheduler.tokens_of(request_id))
+            if problem := self._excess(known + message.sampling.max_tokens - message.index):
+                self._fail(request_id, problem, fault=False)
+
+    def _refusal(self, message: Prefill) -> str:
+        """Why a prompt can never run here, or ""."""
+        spec, count = self._member.spec, len(message.prompt)
+        if not message.prompt or not all(0 <= token < spec.vocab for token in message.prompt):
+            return f"the prompt is empty or has tokens outside [0, {spec.vocab})"
+        here = 0 if message.target else message.sampling.max_tokens - message.index
+        total = count + max(message.sampling.max_tokens - message.index, 0)
+        return self._excess(total, count + max(here, 0))
+
+    def _excess(self, total: int, here: int | None = None) -> str:
+        """What a request of so many tokens, so many of them on this replica, is too long for, or ""."""
+        limit = self._member.spec.position_limit
+        if limit is not None and total > limit:
+            return f"{total} tokens are over the model's limit of {limit}"
+        if self._pool.blocks_for(total if here is None else here) > self._pool.blocks:
+            return f"{total} tokens are over the replica's {self._pool.blocks} blocks of KV cache"
+        return ""
+
+    def _expire(self, request_id: str) -> None:
+        """Free the blocks of a request whose KV cache, or Decode, has not come: its prefill replica may be
+        gone, and the Cancel with it. One whose KV cache still arrives has its time again."""
+        if not self._scheduler.is_expected(request_id):
+            return
+        if self._member.receiver.silent_s(request_id) < self._leases.lease_s:
+            self._leases.begin(request_id)
+        else:
+            self._fail(request_id, f"nothing came for it in {self._leases.lease_s:g} s", fault=True)
+
+    def _complete(self, result: StepResult) -> None:
+        broken = dict(result.broken)
+        done: Completed = self._scheduler.complete(result.step, result.tokens, result.logprobs, broken.keys())
+        if done.outputs:
+            self._front_end.send(StepOutput(replica=self._replica, outputs=done.outputs))
+        self._free(done.released)
+        for request_id, why in broken.items():
+            if request_id in self._scheduler:
+                self._fail(request_id, why, fault=False)
+
+    def _cancel(self, request_id: str) -> None:
+        """Forget a request. Its workers do so first, so that nothing is written to blocks given to others."""
+        if request_id not in self._scheduler:
+            return
+        with self._lock:
+            self._unacknowledged.pop(request_id, None)
+        self._drop([request_id])
+        if self._scheduler.cancel(request_id):
+            self._released([request_id])
+
+    def _fail(self, request_id: str, text: str, fault: bool) -> None:
+        """Give a request up; Released follows, at once if the replica has nothing of it."""
+        known_as = self._known_as.get(request_id, "")
+        log.warning("gives a request up: %s", text, extra=about(known_as, request_id))
+        self._say_failed(request_id, text, fault)
+        if request_id in self._scheduler:
+            self._cancel(request_id)
+        else:
+            self._released([request_id])
+
+    def _say_failed(self, request_id: str, text: str, fault: bool) -> None:
+        failure = RequestFailed(request_id=request_id, replica=self._replica, text=text, fault=fault)
+        self._front_end.send(failure)
+
+    def _land(self, message: KvLanded) -> None:
+        if message.request_id not in self._scheduler:
+            return
+        parts = self._landed.setdefault(message.request_id, [])
+        parts.append(message)
+        if len(parts) == self._workers:
+            del self._landed[message.request_id]
+            moved = KvMoved(
+                request_id=message.request_id,
+                bytes_received=sum(part.bytes_received for part in parts),
+                seconds=max(part.seconds for part in parts),
+            )
+            self._front_end.send(moved)
+            self._scheduler.landed(message.request_id)
+
+    def _count_sent(self, request_id: str) -> None:
+        self._sent[request_id] = self._sent.get(request_id, 0) + 1
+        if self._sent[request_id] == self._workers:
+            del self._sent[request_id]
+            if self._scheduler.sent(request_id):
+                self._free([request_id])
+
+    def _free(self, request_ids: Iterable[str]) -> None:
+        """Drop requests everywhere and say so; their blocks are back in the pool already."""
+        request_ids = tuple(request_ids)
+        self._drop(request_ids)
+        self._released(request_ids)
+
+    def _drop(self, request_ids: Iterable[str]) -> None:
+        """Drop what every worker has of these requests; no later step names them."""
+        request_ids = tuple(request_ids)
+        if not request_ids:
+            return
+        self._broadcast(Release(request_ids=request_ids))
+        for request_id in request_ids:
+            self._member.release(request_id)
+
+    def _released(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._landed.pop(request_id, None)
+            self._sent.pop(request_id, None)
+            known_as = self._known_as.pop(request_id, "")
+            log.info("has freed a request's memory", extra=about(known_as, request_id))
+            self._say_released(request_id)
+
+    def _say_released(self, request_id: str) -> None:
+        released = Released(
+            request_id=request_id,
+            replica=self._replica,
+            free_blocks=self._pool.free,
+            preemptions=self._scheduler.preemptions,
+        )
+        self._front_end.send(released)
+
+    def _broadcast(self, message: Arrival | Step | Release) -> None:
+        for follower in self._followers.values():
+            follower.send(message)

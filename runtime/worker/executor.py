@@ -1,0 +1,142 @@
+"""What every worker of a replica does, lead or follower: hold its part of the KV cache, run steps, move
+KV."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from runtime.engine.base import Engine
+from runtime.kv_cache.layout import KvTransfer, outgoing
+from runtime.kv_transfer import KvReceiver, KvSender
+from runtime.protocol.handshake import Introduction
+from runtime.protocol.messages import (
+    Arrival,
+    Configure,
+    Connect,
+    KvSent,
+    Message,
+    RequestFailed,
+    SequenceStart,
+    Step,
+    StepResult,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+
+class Member:
+    """One worker's part of its replica.
+
+    Parameters
+    ----------
+    engine : computes; it is loaded
+    report : takes what the lead must know (KvLanded, KvSent, RequestFailed), from any thread
+
+    Notes
+    -----
+    `execute` and `release` belong to the main thread; `expect`, `silence` and the KV threads may run beside
+    it.
+    """
+
+    def __init__(
+        self, config: Configure, connect: Connect, engine: Engine, report: Callable[[Message], None]
+    ) -> None:
+        self.config, self.spec, self.cache = config, engine.spec, engine.cache
+        self._engine = engine
+        self._replicas = connect.replicas
+        self._report = report
+        self.tables: dict[str, list[int]] = {}
+        self.receiver = KvReceiver(config.worker, self.cache, report, self._failed)
+        self._sender = KvSender(
+            introduction(config, "kv"),
+            self.cache,
+            connect.peers,
+            self._sent,
+            self._failed,
+            shared=engine.shared,
+            transport=config.kv_transport,
+            links=config.kv_links,
+        )
+        self._sending: set[str] = set()
+
+    def reconnect(self, connect: Connect) -> None:
+        """Other replicas have come, gone or moved; the own one is as it was."""
+        self._replicas = connect.replicas
+        self._sender.reconnect(connect.peers, self.config.kv_links)
+
+    def knows(self, replica: str) -> bool:
+        """Whether KV can be sent to a replica."""
+        return replica in self._replicas
+
+    def expect(self, message: Arrival) -> None:
+        """A request's KV cache will arrive for these blocks."""
+        self.receiver.expect(message.request_id, message.table, message.first_token, message.end_token)
+
+    def silence(self, request_id: str) -> None:
+        """Write nothing more of a request that was to arrive: its blocks may go to others now."""
+        self.receiver.forget(request_id)
+
+    def execute(self, step: Step) -> StepResult | None:
+        """Run this worker's share of a step; the tokens, if it is the one that samples."""
+        for request_id in step.drops:
+            self._forget(request_id)
+        for start in step.starts:
+            self.tables[start.request_id] = []
+            if start.target:
+                self._sending.add(start.request_id)
+                plan = self._plan(start)
+                self._sender.begin(start.request_id, plan, start.target_tokens, start.end_token)
+        for sequence in step.sequences:
+            self.tables[sequence.request_id] += sequence.blocks
+        self._engine.begin(step)
+        sent = [
+            (each.request_id, self.tables[each.request_id], each.position + len(each.tokens))
+            for each in step.sequences
+            if each.request_id in self._sending
+        ]
+
+        def on_layer(layer: int, ready: torch.cuda.Event | None) -> None:
+            for request_id, table, upto in sent:
+                self._sender.layer_ready(request_id, layer, table, upto, ready)
+
+        return self._engine.run(step, self.tables, on_layer if sent else None)
+
+    def release(self, request_id: str) -> None:
+        """Forget a request; nothing of it is written from now on, and what is still to be sent is given
+        up."""
+        self.silence(request_id)
+        if request_id in self._sending:
+            self._sending.discard(request_id)
+            self._sender.give_up(request_id)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self.tables.pop(request_id, None)
+        self._engine.forget(request_id)
+
+    def _plan(self, start: SequenceStart) -> tuple[KvTransfer, ...]:
+        """What this worker sends to the request's target; nothing, and the request fails, if the target
+        is gone since the lead accepted it."""
+        try:
+            target = self._replicas[start.target]
+            return outgoing(self.config.stages, self.config.worker, target, self.spec.kv_heads)
+        except (KeyError, ValueError) as error:
+            self._failed(start.request_id, f"no way to the replica {start.target}: {error}")
+            return ()
+
+    def _sent(self, request_id: str) -> None:
+        self._report(KvSent(request_id=request_id, worker=self.config.worker))
+
+    def _failed(self, request_id: str, text: str) -> None:
+        failure = RequestFailed(request_id=request_id, replica=self.config.replica, text=text, fault=True)
+        self._report(failure)
+
+
+def introduction(config: Configure, purpose: str) -> Introduction:
+    """How this worker introduces itself to another."""
+    return Introduction(config.worker, purpose, config.secret)

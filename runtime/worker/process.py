@@ -1,0 +1,267 @@
+"""The process of one GPU: from its first message to its last.
+
+Threads: the main one computes; each socket has a reader; each KV destination a sender. The process
+ends at once on Shutdown or when the parent's end of the control socket closes, whatever runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from cost_model.errors import InputError
+from runtime import logs
+from runtime.engine.base import Engine
+from runtime.engine.rank import Place
+from runtime.engine.registry import make_engine
+from runtime.protocol.framing import Connection, listen
+from runtime.protocol.handshake import Newcomers, connect
+from runtime.protocol.messages import (
+    PROTOCOL_VERSION,
+    Arranged,
+    Arrival,
+    Configure,
+    Connect,
+    Expect,
+    Failed,
+    Listening,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Release,
+    Shutdown,
+    Step,
+)
+from runtime.worker.driver import Lead
+from runtime.worker.executor import Member, introduction
+from runtime.worker.scheduler import Reservation
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 30.0
+_MessageType = TypeVar("_MessageType", bound=Message)
+_GRACE_S = 0.5  # for the parent's Shutdown to overtake a fault that is only a peer's exit
+
+
+def worker_main(control_socket: socket.socket, secret: str = "") -> None:
+    """Run one worker until Shutdown or the end of its parent.
+
+    Parameters
+    ----------
+    control_socket : stream to the supervisor; it sends Configure, then Connect once every worker has
+            answered Listening, and, to a lead, requests once every worker has answered Ready
+    secret : of the launch, where the stream is one that others may read, so that Configure has none
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.set_up("worker")
+    control = Connection(control_socket)
+    try:
+        config = _await(control, Configure)
+    except OSError as error:
+        log.error("no configuration: %s", error)
+        os._exit(1)
+    if secret:
+        config = msgspec.structs.replace(config, secret=secret)
+    logs.set_up(config.worker, config.replica)
+    worker = _Worker(config, control)
+    try:
+        worker.run()
+    except Exception as error:
+        worker.die(error)
+
+
+class _Worker:
+    """Brings a worker up, then gives the main thread to its lead's or follower's loop."""
+
+    def __init__(self, config: Configure, control: Connection) -> None:
+        self.config, self.control = config, control
+        self.place = Place.find(config.stages, config.worker)
+        self.inbox: queue.SimpleQueue[Message | Reservation] = queue.SimpleQueue()
+        self.engine: Engine | None = None
+        self.member: Member | None = None
+        self.lead: Lead | None = None
+        self.to_lead: Connection | None = None
+        self.followers: dict[str, Connection] = {}
+        self._all_here = threading.Event()
+        self._dying = threading.Lock()
+        self._newcomers = Newcomers()
+
+    def run(self) -> NoReturn:
+        """Everything, in order: sockets, groups, weights, then steps until the process ends."""
+        config, place = self.config, self.place
+        if config.protocol != PROTOCOL_VERSION:
+            raise RuntimeError(f"the supervisor speaks protocol {config.protocol}, not {PROTOCOL_VERSION}")
+        if not config.secret:
+            raise RuntimeError("the supervisor has given no secret: anybody could connect")
+        if config.cores:
+            os.sched_setaffinity(0, config.cores)
+        engine = self.engine = make_engine(config, place)
+        listener = listen(config.host)
+        port = listener.getsockname()[1]
+        self.control.send(Listening(worker=config.worker, port=port, store_port=engine.store_port))
+        addresses = _await(self.control, Connect)
+        self._start("control", self._read_control)
+        self._start("accept", self._accept, listener)
+        started = time.monotonic()
+        engine.load()
+        load_s = time.monotonic() - started
+        self.member = Member(config, addresses, engine, self._report)
+        self._meet(addresses)
+        engine.join(addresses)
+        if place.is_lead:
+            self.lead = Lead(self.member, self.control, self.followers, self.inbox)
+        else:
+            self._start("lead", self._read_lead)
+        gc.collect()
+        gc.freeze()  # what is here stays: looking through it again would stop a step for a tenth of a second
+        self.control.send(Ready(worker=config.worker, load_s=load_s, weight_bytes=engine.weight_bytes))
+        if self.lead is not None:
+            self.lead.run()
+        self._follow(self.member)
+
+    def die(self, error: Exception) -> NoReturn:
+        """Tell the supervisor what went wrong and end the process."""
+        self._dying.acquire()
+        kind = "input" if isinstance(error, InputError) else "fault"
+        if kind == "fault":
+            time.sleep(_GRACE_S)
+            log.error("worker %s fails", self.config.worker, exc_info=error)
+        text = str(error) if kind == "input" else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            self.control.send(Failed(worker=self.config.worker, kind=kind, text=" ".join(text.split())[:500]))
+        os._exit(1)
+
+    # -- main thread
+
+    def _meet(self, addresses: Connect) -> None:
+        """Followers, who have loaded, connect to the lead, which waits for all of them."""
+        if not self.place.is_lead:
+            lead = addresses.peers[self.place.workers[0]]
+            self.to_lead = connect(lead, introduction(self.config, "control"), CONTROL_TIMEOUT_S)
+            self.to_lead.stream.settimeout(None)
+        elif len(self.place.workers) > 1:
+            self._all_here.wait()
+
+    def _follow(self, member: Member) -> NoReturn:
+        while True:
+            match self.inbox.get():
+                case Step() as step:
+                    if result := member.execute(step):
+                        self._report(result)
+                case Release(request_ids=request_ids):
+                    for request_id in request_ids:
+                        member.release(request_id)
+
+    def _report(self, message: Message) -> None:
+        """To the lead: through its socket, or this worker's own inbox."""
+        if self.to_lead is None:
+            self.inbox.put(message)
+        else:
+            self.to_lead.send(message)
+
+    # -- reader threads
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        """Run a reader; what it raises ends the worker."""
+
+        def guarded() -> None:
+            try:
+                target(*arguments)
+            except Exception as error:
+                self.die(error)
+
+        threading.Thread(target=guarded, name=name, daemon=True).start()
+
+    def _read_control(self) -> None:
+        while True:
+            try:
+                message = self.control.receive()
+            except OSError:
+                os._exit(1)
+            if message is None:
+                os._exit(1)
+            if isinstance(message, Shutdown):
+                os._exit(0)
+            if isinstance(message, Ping):
+                self.control.send(Pong(worker=self.config.worker))
+            elif isinstance(message, Connect):
+                if self.member is not None:
+                    self.member.reconnect(message)
+            elif self.lead is None:
+                log.warning("worker %s: %s is for a lead", self.config.worker, type(message).__name__)
+            elif isinstance(message, Expect):
+                self.lead.reserve(message)
+            else:
+                self.inbox.put(message)
+
+    def _read_lead(self) -> None:
+        assert self.to_lead is not None and self.member is not None
+        while (message := self.to_lead.receive()) is not None:
+            if isinstance(message, Arrival):
+                self.member.expect(message)
+                self.to_lead.send(Arranged(request_id=message.request_id))
+                continue
+            if isinstance(message, Release):
+                for request_id in message.request_ids:
+                    self.member.silence(request_id)
+            self.inbox.put(message)
+        raise ConnectionError("the replica's lead is gone")
+
+    def _read_follower(self, name: str, connection: Connection) -> None:
+        while (message := connection.receive()) is not None:
+            if isinstance(message, Arranged) and self.lead is not None:
+                self.lead.acknowledge(name, message.request_id)
+            else:
+                self.inbox.put(message)
+        raise ConnectionError(f"the follower {name} is gone")
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            stream, _ = listener.accept()
+            self._start("peer", self._welcome, stream)
+
+    def _welcome(self, stream: socket.socket) -> None:
+        """Serve a connection of this launch; a stranger's only costs its own thread."""
+        accepted = self._newcomers.accept(stream, self.config.secret)
+        if accepted is None:
+            log.warning("worker %s: a connection that proved nothing was closed", self.config.worker)
+            return
+        connection, introduced = accepted
+        name = introduced.worker
+        if introduced.purpose == "kv" and self.member is not None:
+            self.member.receiver.serve(connection, name)
+        elif introduced.purpose == "control" and self.place.is_lead and self._is_new_follower(name):
+            self.followers[name] = connection
+            if len(self.followers) == len(self.place.workers) - 1:
+                self._all_here.set()
+            self._read_follower(name, connection)
+        elif self.engine is not None and self.engine.welcome(connection, introduced):
+            return
+        else:
+            log.warning("worker %s: no %s connection for %s", self.config.worker, introduced.purpose, name)
+            connection.close()
+
+    def _is_new_follower(self, name: str) -> bool:
+        return name in self.place.workers[1:] and name not in self.followers
+
+
+def _await(control: Connection, expected: type[_MessageType]) -> _MessageType:
+    """The supervisor's next message, which must be of one type; ends the process on Shutdown."""
+    message = control.receive()
+    if isinstance(message, Shutdown):
+        os._exit(0)
+    if not isinstance(message, expected):
+        raise ConnectionError(f"{expected.__name__} did not come")
+    return message

@@ -1,0 +1,139 @@
+"""`hexgen2 estimate` and `calibrate` as a user runs them."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from installed import hexgen2, refused
+
+from cost_model.base import TensorGroup
+from cost_model.calibrated import Calibrated
+from cost_model.coefficients import fitted
+from cost_model.hardware import CATALOGUE, NO_LINK, interconnect_link
+from cost_model.lengths import RequestLengths
+from cost_model.models import find_model
+
+ON_H100 = ["estimate", "--gpu", "H100:8", "--model", "llama-2-70b", "--isl", "1024"]
+
+
+def estimated(*arguments: str) -> dict:
+    result = hexgen2(*arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_text_names_what_it_predicts_and_how_far_off_it_may_be():
+    result = hexgen2(*ON_H100, "--tp", "8", "--batch", "16", "--osl", "256")
+    assert result.returncode == 0, result.stderr
+    assert "llama-2-70b on 8xH100 (nvlink), bf16 weights, bf16 KV cache" in result.stdout
+    for line in ("prefill  ", "decode step  ", "memory  ", "largest batch  ", "cost model  ", "+- "):
+        assert line in result.stdout
+
+
+def test_pipelines_are_stages_one_after_the_other():
+    """Twice 40 layers on 4 GPUs each, one hop: as long as 80 layers on 4 GPUs and the hop."""
+    one = estimated(*ON_H100, "--tp", "4")
+    two = estimated(*ON_H100, "--tp", "4", "--pp", "2")
+    step_s = fitted().base.step_overhead_s
+    link, _ = interconnect_link("nvlink", CATALOGUE["H100"])
+    hop_s = link.latency_s + 1024 * 8192 * 2 / link.bandwidth_bytes_s
+    assert two["prefill_ms"] - one["prefill_ms"] == pytest.approx(1e3 * (hop_s + step_s), rel=1e-6)
+    assert two["memory_bytes"] < 0.6 * one["memory_bytes"]
+    assert two["largest_batch"] > one["largest_batch"]
+
+
+def test_memory_is_counted_to_the_byte():
+    """As for two cards in the tests of stage memory, with 1 GiB for the engine and 8 idle KV tokens."""
+    found = estimated("estimate", "--gpu", "A100:2", "--model", "llama-2-70b", "--isl", "768", "--osl", "256")
+    kv = 163_840 * (1024 + 8)
+    fixed = 80 * 855_654_400 + 524_288_000 + 184_549_376 + 1024**3
+    assert found["memory_bytes"] == fixed + kv and found["kv_bytes"] == kv
+    assert found["largest_batch"] == int((0.9 * 80 * 1024**3 - fixed) // kv) and found["fits"]
+
+
+def test_fewer_bits_fit_where_more_do_not():
+    one = ["estimate", "--gpu", "A100", "--model", "llama-2-70b", "--isl", "512"]
+    plain, packed = estimated(*one), estimated(*one, "--weights", "int4", "--kv", "fp8")
+    assert not plain["fits"] and plain["largest_batch"] == 0
+    assert packed["fits"] and packed["largest_batch"] > 30
+    assert packed["decode_ms"] < 0.4 * plain["decode_ms"]
+    assert "does not fit" in hexgen2(*one).stdout
+
+
+def test_an_engine_that_was_measured_is_surer_than_a_mean_one():
+    mean, measured = estimated(*ON_H100), estimated(*ON_H100, "--engine", "splitwise")
+    assert measured["error"] < mean["error"]
+    unknown = estimated("estimate", "--gpu", "RTX4090:4", "--model", "llama-3-8b", "--isl", "512")
+    assert unknown["error"] >= fitted().held_out.gpu
+    assert any("no step of RTX4090 was measured" in assumed for assumed in unknown["assumptions"])
+    assert mean["assumptions"] == []
+
+
+def test_many_steps_from_a_csv(tmp_path):
+    path, out = tmp_path / "steps.csv", tmp_path / "out.csv"
+    path.write_text(
+        "# a comment\nmine,gpu,model,tp,phase,batch,input_len_or_context\n"
+        '"a, b",A100-80G,Llama-2-70b-hf,4,prefill,2,512\nc,h100,opt-13b,1,decode,8,1000\n'
+    )
+    result = hexgen2("estimate", "--csv", str(path), "-o", str(out))
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    rows = list(csv.DictReader(out.open()))
+    assert [row["mine"] for row in rows] == ["a, b", "c"]
+    costs = Calibrated(find_model("opt-13b"), RequestLengths.fixed(1000, 0), coefficients=fitted())
+    lone = TensorGroup(CATALOGUE["H100"], 1, NO_LINK)
+    expected = 40 * costs.layer_s("decode", lone, 8) + costs.edge_s("decode", lone, 8, True)
+    assert float(rows[1]["predicted_ms"]) == pytest.approx(1e3 * expected, rel=1e-4)
+    assert hexgen2("estimate", "--csv", str(path)).stdout == out.read_text()
+
+
+def test_what_is_calibrated_is_used(tmp_path):
+    """Steps half as slow again as usual: the calibrated estimate follows, and says so."""
+    steps, measured = tmp_path / "steps.csv", tmp_path / "measured.csv"
+    lines = [
+        f"L40S,{model},1,{phase},{batch},{tokens}"
+        for model in ("llama-3-8b", "opt-13b")
+        for phase in ("prefill", "decode")
+        for batch, tokens in ((1, 200), (1, 1000), (8, 500), (32, 800))
+    ]
+    steps.write_text("gpu,model,tp,phase,batch,input_len_or_context\n" + "\n".join(lines) + "\n")
+    predicted = list(csv.DictReader(hexgen2("estimate", "--csv", str(steps)).stdout.splitlines()))
+    measured.write_text(
+        "gpu,model,tp,phase,batch,input_len_or_context,measured_ms\n"
+        + "\n".join(
+            f"{line},{1.5 * float(row['predicted_ms'])}" for line, row in zip(lines, predicted, strict=True)
+        )
+    )
+    result = hexgen2("calibrate", str(measured), "-o", str(tmp_path / "mine.json"))
+    assert result.returncode == 0 and "16 steps; mean error where left out" in result.stderr
+    one = ["estimate", "--gpu", "L40S", "--model", "llama-3-8b", "--isl", "600", "--batch", "4"]
+    before, after = estimated(*one), estimated(*one, "--cost-model", str(tmp_path / "mine.json"))
+    assert after["prefill_ms"] / before["prefill_ms"] == pytest.approx(1.5, rel=0.1)
+    assert after["decode_ms"] / before["decode_ms"] == pytest.approx(1.5, rel=0.1)
+    assert after["error"] < before["error"] and after["cost_model"]["name"] == "measured"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--gpu", "H100:8"], "--model: is missing"),
+        (["--gpu", "H10", "--model", "opt-13b", "--isl", "9"], "did you mean H100?"),
+        (["--gpu", "H100:8", "--model", "opt-13b", "--isl", "9", "--tp", "16"], "--tp: 16 x 1 stages"),
+        (["--gpu", "H100:8", "--model", "opt-13b", "--isl", "9", "--tp", "7"], "--tp: 7 does not split"),
+        (
+            ["--gpu", "H100:99", "--model", "opt-13b", "--isl", "9", "--tp", "1", "--pp", "99"],
+            "--pp: 99 stages",
+        ),
+        (["--gpu", "H100:8", "--model", "opt-13b", "--isl", "9", "--engine", "x"], "--engine: 'x'"),
+        (["--csv", "no-such.csv"], "no-such.csv: cannot be read"),
+        (["--csv", "no-such.csv", "--gpu", "H100"], "--gpu: is a column"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments, complaint):
+    assert complaint in refused(hexgen2("estimate", *arguments))
+
+
+def test_calibrating_on_nothing_is_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text("gpu,model,tp,phase,batch,input_len_or_context,measured_ms\n")
+    assert "has 0 measured steps" in refused(hexgen2("calibrate", str(tmp_path / "rows.csv")))

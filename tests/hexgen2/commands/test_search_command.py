@@ -1,0 +1,219 @@
+"""`hexgen2 search`, `show` and `list` as a user runs them: whole processes, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+import yaml
+from installed import HEXGEN2, hexgen2, refused
+
+CLUSTER = {
+    "name": "pods",
+    "nodes": [
+        {"name": "a", "accelerators": "H100:2", "interconnect": "nvlink"},
+        {"name": "b", "accelerators": "A100-80GB:4", "interconnect": "nvlink"},
+    ],
+    "network": {"default": {"bandwidth_gbit_s": 100, "latency_us": 20}},
+}
+ON_SETTING_1 = ["--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--workload", "HPHD"]
+
+
+@pytest.fixture
+def cluster_file(tmp_path):
+    def write(change=None, text: str | None = None) -> str:
+        spec = json.loads(json.dumps(CLUSTER))
+        if change:
+            change(spec)
+        path = tmp_path / "pods.yaml"
+        path.write_text(yaml.safe_dump(spec) if text is None else text)
+        return str(path)
+
+    return write
+
+
+def test_search_writes_shows_and_repeats(tmp_path, cluster_file):
+    path, again = tmp_path / "placement.json", tmp_path / "again.json"
+    command = ["search", "--cluster", cluster_file(), "--model", "llama-2-70b", "--workload", "LPHD"]
+    first = hexgen2(*command, "-o", str(path))
+    assert first.returncode == 0, first.stderr
+    assert "requests/s" in first.stdout and "bound" in first.stdout and "assumed" not in first.stderr
+    hexgen2(*command, "--seed", "0", "-o", str(again))
+    one, two = (json.loads(p.read_text()) for p in (path, again))
+    one["search"]["seconds"] = two["search"]["seconds"] = 0
+    assert one == two
+    shown = hexgen2("show", str(path))
+    assert shown.returncode == 0 and shown.stdout == first.stdout
+
+
+def test_json_is_the_only_thing_on_stdout():
+    result = hexgen2("search", *ON_SETTING_1, "--json")
+    placement = json.loads(result.stdout)
+    assert placement["version"] == 1 and placement["strategy"] == "hexgen2"
+    assert placement["cluster"]["assumptions"]
+
+
+def test_budget_cost_and_frontier():
+    of = ["search", "--cluster", "hexgen2-case-study", "--model", "opt-30b", "--workload", "LPLD"]
+    rented = hexgen2(*of, "--budget", "10")
+    assert rented.returncode == 0, rented.stderr
+    assert "\nrent " in rented.stdout and "per million output tokens" in rented.stdout
+    cheapest = json.loads(hexgen2(*of, "--objective", "cost", "--request-rate", "30", "--json").stdout)
+    assert cheapest["throughput"]["req_s"] >= 30
+    assert cheapest["bound"]["price_per_hour"] <= cheapest["price_per_hour"] < 21.52
+    points = json.loads(hexgen2(*of, "--frontier", "3", "--json").stdout)["frontier"]
+    assert [point["budget_per_hour"] for point in points] == sorted(p["budget_per_hour"] for p in points)
+    assert points[-1]["budget_per_hour"] == pytest.approx(21.52)
+    assert points[-1]["rented"][0]["accelerators"] == "H100"
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        (["--budget", "10", "--strategy", "genetic"], "--strategy: genetic: does not choose what to rent"),
+        (["--frontier", "--strategy", "exact"], "--strategy: exact: takes one budget only"),
+        (["--frontier", "--objective", "cost", "--request-rate", "1"], "--frontier: does not go with"),
+        (["--frontier", "1"], "--frontier"),
+        ([], "hexgen2-offers: nodes: is empty, there are only offers; say what to spend with --budget"),
+    ],
+)
+def test_wrong_ways_to_rent(options, fragment):
+    of = ["search", "--cluster", "hexgen2-offers", "--model", "opt-30b", "--workload", "LPLD"]
+    assert fragment in refused(hexgen2(*of, *options))
+
+
+def test_assumed_figures_are_shown_to_the_user():
+    result = hexgen2("search", *ON_SETTING_1)
+    assert "every link figure here is assumed" in result.stdout
+    assert "calibrated (fitted)" in result.stdout and "+- " in result.stdout
+
+
+def test_lengths_instead_of_a_workload(cluster_file):
+    arguments = ["--model", "opt-30b", "--isl", "500", "--osl", "50", "--json"]
+    result = hexgen2("search", "--cluster", cluster_file(), *arguments)
+    assert json.loads(result.stdout)["workload"]["classes"][0]["isl"] == 500
+
+
+@pytest.mark.parametrize("kind", ["clusters", "gpus", "models", "workloads", "strategies"])
+def test_list(kind):
+    result = hexgen2("list", kind)
+    assert result.returncode == 0 and len(result.stdout.splitlines()) >= 2
+
+
+def set_node(index, **values):
+    return lambda spec: spec["nodes"][index].update(values)
+
+
+WRONG_CLUSTERS = {
+    "unknown GPU": (set_node(0, accelerators="H1000:2"), "nodes[0].accelerators", "H100"),
+    "no GPU": (set_node(0, accelerators="H100:0"), "nodes[0].accelerators", "at least 1"),
+    "duplicate node": (set_node(1, name="a"), "nodes[1].name", "a"),
+    "negative bandwidth": (
+        lambda s: s["network"]["default"].update(bandwidth_gbit_s=-1),
+        "network.default.bandwidth_gbit_s",
+        "greater than 0",
+    ),
+    "unknown key": (set_node(0, acelerators="H100:2"), "acelerators", "accelerators"),
+    "link to nowhere": (
+        lambda s: s["network"].update(links=[{"from": "a", "to": "c", "bandwidth_gbit_s": 5}]),
+        "network.links[0]",
+        "c",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CLUSTERS)
+def test_wrong_clusters(cluster_file, name):
+    change, key, hint = WRONG_CLUSTERS[name]
+    path = cluster_file(change)
+    line = refused(hexgen2("search", "--cluster", path, "--model", "opt-30b", "--workload", "LPLD"))
+    assert path in line and key in line and hint in line
+
+
+@pytest.mark.parametrize("text", ["{", "- a\n- b\n", "", "name: [1, 2\nnodes", "\t\tname: x", "a: &x [*x]"])
+def test_yaml_that_is_not_a_cluster(cluster_file, text):
+    path = cluster_file(text=text)
+    line = refused(hexgen2("search", "--cluster", path, "--model", "opt-30b", "--workload", "LPLD"))
+    assert path in line
+
+
+def test_a_model_that_fits_nowhere(tmp_path):
+    output = tmp_path / "placement.json"
+    arguments = ["--cluster", "local-cpu", "--model", "llama-2-70b", "--workload", "LPLD", "-o", str(output)]
+    line = refused(hexgen2("search", *arguments), code=3)
+    assert "llama-2-70b" in line and "GiB" in line and "local-cpu" in line
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["hexgen2", "exact", "hexgen2-paper", "genetic", "splitwise", "distserve"]
+)
+def test_one_gpu_cannot_be_both(cluster_file, strategy):
+    def one_gpu(spec):
+        spec["nodes"] = [{"name": "a", "accelerators": "H100:1"}]
+
+    arguments = ["--cluster", cluster_file(one_gpu), "--model", "opt-13b", "--workload", "LPLD"]
+    assert "one GPU" in refused(hexgen2("search", *arguments, "--strategy", strategy), code=3)
+
+
+@pytest.mark.parametrize(
+    "arguments,expected",
+    [
+        (["--cluster", "hexgen2-seting-1", "--model", "opt-30b", "--workload", "LPLD"], "hexgen2-setting-1"),
+        (["--cluster", "hexgen2-setting-1", "--model", "lama-2-70b", "--workload", "LPLD"], "llama-2-70b"),
+        (["--cluster", "hexgen2-setting-1", "--model", "opt-30b", "--workload", "HPXD"], "HPLD"),
+        (["--cluster", "hexgen2-setting-1", "--model", "opt-30b"], "workload"),
+        ([*ON_SETTING_1, "--strategy", "hexgen3"], "hexgen2"),
+        ([*ON_SETTING_1, "--cost-model", "table2"], "table1"),
+        ([*ON_SETTING_1, "--seed", "-1"], "seed"),
+        ([*ON_SETTING_1, "--time-limit", "0"], "time-limit"),
+        ([*ON_SETTING_1, "--time-limit", "nan"], "time-limit"),
+        ([*ON_SETTING_1, "--certify", "--strategy", "genetic"], "--certify"),
+        ([*ON_SETTING_1, "--certify", "--budget", "20"], "--certify"),
+        ([*ON_SETTING_1, "--isl", "1e308", "--osl", "1e308"], "isl"),
+        ([*ON_SETTING_1, "-o", "/nonexistent/folder/p.json"], "/nonexistent/folder"),
+        ([*ON_SETTING_1, "--isl", "-5", "--osl", "5"], "isl"),
+        ([*ON_SETTING_1, "--strategy", "exact"], "too many"),
+        (["--cluster", "hexgen2-setting-1", "--modl", "x"], "--model"),
+        (["--model", "opt-30b", "--workload", "LPLD"], "--cluster"),
+    ],
+)
+def test_wrong_options(arguments, expected):
+    assert expected in refused(hexgen2("search", *arguments))
+
+
+def test_ctrl_c_keeps_the_best_so_far(tmp_path):
+    """On a cluster large enough to be busy for long; interrupted once something was found."""
+    cards = ["H100", "A100", "L40", "A6000"] * 20
+    spec = {
+        "name": "large",
+        "nodes": [{"name": f"n{i}", "accelerators": f"{card}:4"} for i, card in enumerate(cards)],
+    }
+    cluster, output = tmp_path / "large.yaml", tmp_path / "placement.json"
+    cluster.write_text(yaml.safe_dump(spec))
+    command = [HEXGEN2, "search", "--cluster", str(cluster), "--model", "opt-30b", "--workload", "HPHD"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*command, "-o", str(output)], stderr=pipe, stdout=pipe, text=True)
+    assert process.stderr is not None
+    assert "best" in process.stderr.readline()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    placement = json.loads(output.read_text())
+    assert placement["search"]["cut"] == "interrupted" and placement["throughput"]["req_s"] > 0
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "not json", '{"version": 2}'])
+def test_files_that_are_no_placement(tmp_path, text):
+    path = tmp_path / "placement.json"
+    path.write_text(text)
+    assert str(path) in refused(hexgen2("show", str(path)))
+
+
+def test_a_placement_that_is_missing(tmp_path):
+    assert "cannot be read" in refused(hexgen2("show", str(tmp_path / "none.json")))

@@ -1,0 +1,44 @@
+"""Placements by hand, of any shapes on any nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from placements import CORE, placement_of, replica_of
+
+from cluster_specs.loader import resolve
+from cluster_specs.schema import ClusterSpec, NodeSpec
+from cost_model.models import find_model
+from hexgen2.placement import Placement, Route
+from hexgen2.workload.lengths import RequestClass, Workload
+
+
+def by_hand(
+    nodes: dict[str, str],
+    replicas: dict[str, list[tuple[str, int]]],
+    routes: tuple[tuple[str, str], ...] = (),
+    model: str = "llama-2-7b",
+    addresses: dict[str, str] | None = None,
+) -> Placement:
+    """A placement that nothing has verified.
+
+    Parameters
+    ----------
+    nodes : "NAME:COUNT" of accelerators by node
+    replicas : by id, which begins with the role: each stage's GPUs ("a/0 a/1") and number of layers
+    """
+    cpu = {"Core": CORE} if any(text.startswith("Core") for text in nodes.values()) else {}
+    specs = [
+        NodeSpec(name=name, accelerators=text, address=(addresses or {}).get(name))
+        for name, text in nodes.items()
+    ]
+    return placement_of(
+        resolve(ClusterSpec(name="test", nodes=specs, accelerators=cpu), "test", Path()),
+        find_model(model),
+        Workload(name="short", classes=(RequestClass(name="short", isl=512, osl=128),)),
+        [replica_of(name, stages, utilisation=0.5) for name, stages in replicas.items()],
+        [
+            Route(from_=sender, to=receiver, flow_req_s=1.0, capacity_req_s=2.0, kv_bytes_per_req=1e6)
+            for sender, receiver in routes
+        ],
+    )

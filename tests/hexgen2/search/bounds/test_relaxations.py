@@ -1,0 +1,128 @@
+"""The relaxation: patterns over alike nodes, bounds that hold, and a start laid out on real GPUs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from problems import MODELS, clusters, problem_from, problems
+
+from cost_model.errors import InfeasibleError
+from hexgen2.search.bounds.columns import list_columns, undominated
+from hexgen2.search.bounds.configuration_lp import Master
+from hexgen2.search.bounds.upper_bounds import rates_limit
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.local_search import SearchState, refine
+from hexgen2.search.planning.classes import node_classes, widest_span
+from hexgen2.search.problem import Problem, Solution
+from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.registry import find_strategy
+
+
+def check_layout(problem: Problem, evaluator: Evaluator, solution: Solution) -> None:
+    """Each GPU used once at most, each group able to hold the model."""
+    used = [0] * len(problem.node_gpus)
+    for group in solution.groups:
+        assert evaluator.planner.plan(group.role, group.blocks) is not None
+        for node, count in group.blocks:
+            used[node] += count
+    assert all(n <= len(gpus) for n, gpus in zip(used, problem.node_gpus, strict=True))
+
+
+def many_nodes(cards: list[str], bandwidth_gbit_s: float = 100) -> dict:
+    nodes = [
+        {"name": f"n{i}", "accelerators": card, "interconnect": "nvlink"} for i, card in enumerate(cards)
+    ]
+    network = {"default": {"bandwidth_gbit_s": bandwidth_gbit_s, "latency_us": 20}}
+    return {"name": "many", "nodes": nodes, "network": network}
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(max_gpus=7))
+def test_every_bound_holds_against_exhaustive_search(problem):
+    try:
+        best = find_strategy("exact")(problem, SearchOptions()).throughput.req_s
+    except InfeasibleError:
+        return
+    evaluator = Evaluator(problem)
+    relaxed = evaluator.relaxed
+    limit = relaxed.limit()
+    solution, whole = relaxed.whole()
+    assert best <= whole.req_s * (1 + 1e-6)
+    assert whole.req_s <= limit.req_s * (1 + 1e-6)
+    assert limit.req_s <= limit.kv_free_req_s * (1 + 1e-6)
+    assert limit.kv_free_req_s <= rates_limit(problem).req_s * (1 + 1e-6)
+    check_layout(problem, evaluator, solution)
+    check_layout(problem, evaluator, relaxed.start())
+
+
+@pytest.mark.parametrize("bandwidth_gbit_s", [1, 10, 100])
+def test_a_slow_link_between_two_gpus_bounds_the_throughput(bandwidth_gbit_s):
+    spec = many_nodes(["H100:1", "H100:1"], bandwidth_gbit_s)
+    problem = problem_from(spec, "opt-13b", "HPLD")
+    kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers
+    link = bandwidth_gbit_s * 1e9 / 8 / kv_bytes
+    limit = Evaluator(problem).relaxed.limit()
+    # Both GPUs may prefill or decode, but no node can do both in whole groups; the link carries both ways.
+    _, whole = Evaluator(problem).relaxed.whole()
+    fast = problem_from(many_nodes(["H100:1", "H100:1"], 1e6), "opt-13b", "HPLD")
+    _, free = Evaluator(fast).relaxed.whole()
+    assert whole.req_s == pytest.approx(min(link, free.req_s), rel=1e-3)
+    assert limit.req_s >= whole.req_s * (1 - 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(clusters(max_gpus=8), st.sampled_from(MODELS))
+def test_patterns_are_counted_and_no_dominated_column_matters(spec, model):
+    problem = problem_from(spec, model, "LPLD")
+    classes = node_classes(problem)
+    for nodes in range(1, len(problem.node_gpus) + 1):
+        patterns = list(classes.patterns(nodes))
+        assert len(set(patterns)) == len(patterns) == classes.count_patterns(nodes)
+    columns = list_columns(Evaluator(problem).planner)
+    assume(columns)
+    for with_kv in (True, False):
+        master = Master(classes, with_kv)
+        assert master.solve(undominated(columns)).value == pytest.approx(master.solve(columns).value)
+
+
+def test_alike_nodes_are_one_class_and_uplinks_tell_them_apart():
+    cards = ["H100:2"] * 8 + ["A100:2"] * 8
+    spec = many_nodes(cards)
+    assert [len(nodes) for nodes in node_classes(problem_from(spec, "opt-30b", "LPLD")).nodes] == [8, 8]
+    uplink = {"name": "west", "nodes": [f"n{i}" for i in range(6)], "bandwidth_gbit_s": 40}
+    spec["network"]["uplinks"] = [uplink]
+    classes = node_classes(problem_from(spec, "opt-30b", "LPLD"))
+    assert sorted(len(nodes) for nodes in classes.nodes) == [2, 6, 8]
+    # Pairs take two nodes of the same side where links within it are faster.
+    spec["network"]["links"] = [
+        {"from": f"n{i}", "to": f"n{j}", "bandwidth_gbit_s": 400} for i in range(6) for j in range(i)
+    ]
+    problem = problem_from(spec, "opt-30b", "LPLD")
+    fast = next(c for c, nodes in enumerate(node_classes(problem).nodes) if 0 in nodes)
+    assert {node for node, _ in node_classes(problem).blocks(((fast, 2), (fast, 2)))} <= set(range(6))
+
+
+def test_a_span_leaves_few_patterns_but_room_for_the_model():
+    few = problem_from(many_nodes(["H100:2"] * 4), "llama-2-70b", "LPLD")
+    assert widest_span(few) == 4
+    # 70B takes many 24 GB cards: the span grows beyond what the count of patterns alone would allow.
+    many = problem_from(many_nodes(["L4:1", "A10G:1", "RTX3090:1", "RTX4090:1"] * 8), "llama-2-70b", "LPLD")
+    span = widest_span(many)
+    assert span > 8
+    assert Evaluator(many).planner.plan("decode", tuple((node, 1) for node in range(span))) is not None
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("workload", ["HPLD", "LPHD"])
+def test_many_gpus_come_close_to_the_bound(model, workload):
+    cards = ["H100:4", "A100:4", "L40:4", "A6000:4"] * 4
+    problem = problem_from(many_nodes(cards, bandwidth_gbit_s=400), model, workload)
+    evaluator = Evaluator(problem)
+    relaxed = evaluator.relaxed
+    start = relaxed.start()
+    check_layout(problem, evaluator, start)
+    state = SearchState(evaluator)
+    refine(state, start, "start")
+    assert state.best is not None
+    assert state.best.req_s >= 0.9 * relaxed.limit().req_s

@@ -1,0 +1,64 @@
+"""Replicas of the simulator outside of it: step times by hand, and a clock."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+
+from cost_model.base import Work
+from hexgen2.simulator.engine import Engine
+from hexgen2.simulator.policies import Policy
+from hexgen2.simulator.records import Records, ReplicaRecord
+from hexgen2.simulator.requests import Requests
+from runtime.routing.kv_budget import Room
+
+STEP_S, TOKEN_S, HOP_S = 0.01, 1e-3, 0.002
+
+
+class Times:
+    """Of stages whose steps take STEP_S and TOKEN_S per token; the later ones a little less."""
+
+    def __init__(self, stages: int = 1) -> None:
+        self.stages = self.in_flight = stages
+        self.costs = SimpleNamespace(model=SimpleNamespace(sliding_window=None))
+
+    def step(self, work):
+        own = STEP_S + TOKEN_S * (work.prompt_tokens + work.decodes)
+        return [own * (1 - 0.1 * j) for j in range(self.stages)], [HOP_S] * (self.stages - 1)
+
+    def turn_s(self, works):
+        steps = [self.step(work) for work in works]
+        longest = max(sum(stage_s) + sum(hop_s) for stage_s, hop_s in steps)
+        return max(longest, sum(stage_s[0] for stage_s, _ in steps))
+
+    def decode_turn(self, requests):
+        count = min(self.stages, requests)
+        return ((self.turn_s([Work(0.0, 0.0, requests / count, 0.0, requests / count)] * count), 0.0),)
+
+
+class Clock:
+    """The events of a simulation."""
+
+    def __init__(self) -> None:
+        self.events, self.count = [], itertools.count()
+
+    def schedule(self, time_s, call, *arguments) -> None:
+        heapq.heappush(self.events, (time_s, next(self.count), call, arguments))
+
+    def run(self) -> None:
+        while self.events:
+            now, _, call, arguments = heapq.heappop(self.events)
+            call(now, *arguments)
+
+
+def engine_of(rows, kv_tokens: int, places: int, policy: Policy = "mixed", stages: int = 1):
+    """An engine with its clock and records, for requests (arrival_s, isl, osl)."""
+    arrival_s, isl, osl = (np.array(column) for column in zip(*rows, strict=True))
+    records, clock = Records(Requests(arrival_s, isl, osl, "by hand")), Clock()
+    room, record = Room(kv_tokens, places), ReplicaRecord()
+    lengths = isl.tolist(), osl.tolist()
+    engine = Engine(policy, Times(stages), *lengths, room, records, record, clock.schedule, records.ended)
+    return engine, clock, records, record

@@ -1,0 +1,203 @@
+"""Replicas of the simulator against the runtime's own scheduler, step by step, over the same step times.
+
+Blocks have one token here, since the simulator counts tokens, and all tokens take the same time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from pytest import approx
+from stepping import Clock, Times, engine_of
+
+import hexgen2.simulator.policies as policies
+import hexgen2.simulator.prefilling as prefilling
+from cost_model.base import Work
+from hexgen2.simulator.prefilling import Prefiller
+from hexgen2.simulator.records import Records, ReplicaRecord
+from runtime.kv_cache.blocks import BlockPool
+from runtime.protocol.messages import Decode, Prefill, Sampling, Step
+from runtime.worker.scheduler import Reservation, Scheduler
+
+PREFILL, MIXED = 24, 8
+
+
+class Reference:
+    """The runtime's scheduler in a pipeline, told of everything at its time.
+
+    Attributes
+    ----------
+    token_s : when each request's tokens came
+    steps : when each step began, and its tokens per request
+    odd : whether the last token of a prompt was left over: to the runtime a decode, to the simulator a chunk
+    """
+
+    def __init__(self, times: Times, kv_tokens: int, places: int, sent_s: float = 0.0) -> None:
+        self.pool = BlockPool(kv_tokens, 1, reuse=False)
+        self.scheduler = Scheduler(
+            max_batch=places,
+            max_prefill_tokens=PREFILL,
+            max_mixed_tokens=MIXED,
+            stages=times.stages,
+            pool=self.pool,
+        )
+        self.clock, self.token_s, self.steps, self.odd = Clock(), dict[int, list[float]](), [], False
+        self._times, self._sent_s, self._free_s = times, sent_s, [0.0] * times.stages
+        self._begun: set[str] = set()
+
+    def prefill(self, at_s: float, k: int, isl: int, osl: int, target: str = "") -> None:
+        sampling = Sampling(max_tokens=osl, ignore_eos=True)
+        message = Prefill(
+            request_id=str(k), prompt=(5,) * isl, sampling=sampling, target=target, target_tokens=isl
+        )
+        self._at(at_s, lambda: self.scheduler.prefill(message))
+
+    def expect(self, k: int, isl: int) -> None:
+        begun = self.pool.begin(isl, ())
+        assert begun is not None
+        self.scheduler.expect(Reservation(str(k), (5,) * isl, begun[0], 0, []))
+
+    def land(self, at_s: float, k: int, osl: int) -> None:
+        sampling = Sampling(max_tokens=osl, ignore_eos=True)
+        message = Decode(request_id=str(k), last_token=7, index=1, sampling=sampling)
+        self.token_s[k] = [at_s]
+        self._at(at_s, lambda: self.scheduler.decode(message))
+        self._at(at_s, lambda: self.scheduler.landed(str(k)))
+
+    def run(self) -> None:
+        self.clock.run()
+        assert not len(self.scheduler) and self.pool.free == self.pool.blocks
+
+    def _at(self, at_s: float, call) -> None:
+        self.clock.schedule(at_s, lambda now: (call(), self._go_on(now)))
+
+    def _go_on(self, now: float) -> None:
+        free_s = self._free_s
+        while free_s[0] <= now and (step := self.scheduler.next_step()):
+            tokens = [len(s.tokens) for s in step.sequences]
+            self.steps.append((now, tokens))
+            self.odd |= any(s.request_id in self._begun and len(s.tokens) == 1 for s in step.sequences)
+            self._begun -= {s.request_id for s in step.sequences}
+            self._begun |= {s.request_id for s in step.sequences if not s.samples}
+            stage_s, hop_s = self._times.step(Work(sum(tokens), 0.0, 0.0, 0.0, 0.0))
+            at = now
+            for j, seconds in enumerate(stage_s):
+                at = free_s[j] = max(at, free_s[j]) + seconds
+                at += hop_s[j] if j < len(hop_s) else 0.0
+            self.clock.schedule(at, self._complete, step)
+            self.clock.schedule(free_s[0], self._go_on)
+
+    def _complete(self, now: float, step: Step) -> None:
+        sampled = [s.request_id for s in step.sequences if s.samples]
+        for output in self.scheduler.complete(step.step, [7] * len(sampled)).outputs:
+            self.token_s.setdefault(int(output.request_id), []).append(now)
+            if self._sent_s:
+                self._at(now + self._sent_s, partial(self.scheduler.sent, output.request_id))
+        self._go_on(now)
+
+
+def check(records: Records, record: ReplicaRecord, reference: Reference) -> None:
+    """The same ends, preemptions and times between tokens; nothing is held any more."""
+    assume(not reference.odd)
+    token_s = [reference.token_s[k] for k in range(len(records.requests))]
+    assert records.end_s.tolist() == approx([times[-1] for times in token_s])
+    assert record.preemptions == reference.scheduler.preemptions
+    assert sum(records.gaps) == records.requests.osl.sum() - len(records.requests)
+    spans = (records.end_s - records.first_s).sum()
+    assert np.dot(records.gap_s, records.gaps) == approx(spans)
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch):
+    monkeypatch.setattr(policies, "PREFILL_TOKENS", PREFILL)
+    monkeypatch.setattr(policies, "CHUNK_TOKENS", MIXED)
+    monkeypatch.setattr(prefilling, "PREFILL_TOKENS", PREFILL)
+
+
+GAP_S = st.floats(1e-4, 0.1)
+LENGTHS = st.tuples(GAP_S, st.integers(1, 60), st.integers(2, 40))
+ROWS = st.lists(LENGTHS, min_size=1, max_size=10).map(
+    lambda rows: [(sum(gap for gap, *_ in rows[: k + 1]), isl, osl) for k, (_, isl, osl) in enumerate(rows)]
+)
+MANY = settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@MANY
+@given(ROWS, st.integers(1, 6), st.integers(100, 250))
+def test_a_colocated_replica_makes_every_step_that_the_runtime_makes(rows, places, kv_tokens):
+    engine, clock, records, record = engine_of(rows, kv_tokens, places)
+    reference = Reference(Times(), kv_tokens, places)
+    for k, (at, isl, osl) in enumerate(rows):
+        clock.schedule(at, lambda now, k: engine.submit(k, now), k)
+        reference.prefill(at, k, isl, osl)
+    clock.run()
+    reference.run()
+    check(records, record, reference)
+    assert records.first_s.tolist() == approx([reference.token_s[k][0] for k in range(len(rows))])
+
+
+@MANY
+@given(ROWS, st.integers(1, 6), st.integers(0, 30))
+def test_a_decode_replica_makes_every_step_that_the_runtime_makes(rows, places, spare):
+    """All are expected from the start; their KV caches land one after the other."""
+    kv_tokens = sum(isl for _, isl, _ in rows) + max(osl for *_, osl in rows) + spare
+    engine, clock, records, record = engine_of(rows, kv_tokens, places)
+    reference = Reference(Times(), kv_tokens, places)
+    for k, (at, isl, osl) in enumerate(rows):
+        engine.expect(k, isl, 0.0)
+        records.first(k, at)
+        clock.schedule(at, lambda now, k: engine.land(k, now), k)
+        reference.expect(k, isl)
+        reference.land(at, k, osl)
+    clock.run()
+    reference.run()
+    check(records, record, reference)
+
+
+@MANY
+@given(ROWS, st.integers(1, 3), st.integers(60, 150), st.floats(1e-4, 0.1))
+def test_a_prefill_replica_makes_every_step_that_the_runtime_makes(rows, stages, kv_tokens, sent_s):
+    """In a pipeline, too; the KV cache of a prompt is sent so long after it was computed."""
+    clock, times, found, steps = Clock(), Times(stages), {}, []
+
+    def computed(request, now):
+        found[request] = now
+        clock.schedule(now + sent_s, lambda now: prefiller.release(rows[request][1], now))
+
+    def begun(chunks, begun_s, _):
+        steps.append((approx(begun_s), [chunk.tokens for chunk in chunks]))
+
+    prefiller = Prefiller(times, kv_tokens, ReplicaRecord(), clock.schedule, begun, computed)
+    reference = Reference(times, kv_tokens, 99, sent_s)
+    for k, (at, isl, osl) in enumerate(rows):
+        clock.schedule(at, lambda now, k, isl: prefiller.submit(k, isl, now), k, isl)
+        reference.prefill(at, k, isl, osl, "decode")
+    clock.run()
+    reference.run()
+    assert reference.steps == steps
+    assert found == {k: approx(token_s[0]) for k, token_s in reference.token_s.items()}
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_pipeline_that_decodes_is_close_to_what_the_runtime_makes_of_it(stages):
+    """There all steps under way go round together, which is not quite so."""
+    rng = np.random.default_rng(0)
+    arrival_s = np.cumsum(rng.exponential(1.0, size=200))
+    rows = [(at, int(rng.integers(1, 61)), int(rng.integers(2, 41))) for at in arrival_s]
+    engine, clock, records, _ = engine_of(rows, 9999, 16, stages=stages)
+    reference = Reference(Times(stages), 9999, 16)
+    for k, (at, isl, osl) in enumerate(rows):
+        clock.schedule(at, lambda now, k: engine.submit(k, now), k)
+        reference.prefill(at, k, isl, osl)
+    clock.run()
+    reference.run()
+    first_s, end_s = (np.array([reference.token_s[k][i] for k in range(200)]) for i in (0, -1))
+    for ours, theirs in (
+        (records.first_s - arrival_s, first_s - arrival_s),
+        (records.end_s - arrival_s, end_s - arrival_s),
+    ):
+        assert ours.mean() == approx(theirs.mean(), rel=0.15)

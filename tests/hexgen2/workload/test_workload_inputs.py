@@ -1,0 +1,180 @@
+"""Workloads and traces: shipped classes, formats, errors with line numbers."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.errors import InputError
+from hexgen2.workload.classes import SHIPPED, list_workloads, load_workload, workload_of_trace
+from hexgen2.workload.traces import Trace, read_trace
+
+
+def test_shipped_classes():
+    assert list(SHIPPED) == ["HPLD", "HPHD", "LPHD", "LPLD", "online"]
+    assert (load_workload("hpld").isl, load_workload("HPLD").osl) == (1273.9, 80.2)
+    for name in list(SHIPPED)[:4]:
+        workload = load_workload(name)
+        assert (workload.isl > 512) == name.startswith("HP") and (workload.osl > 128) == name.endswith("HD")
+    online = load_workload("Online")
+    assert len(online.classes) == 4
+    assert online.isl == pytest.approx(762.8, abs=0.05) and online.osl == pytest.approx(232.4, abs=0.05)
+    assert sum(c.weight for c in online.classes) == 16663
+    assert all(source for _, source in list_workloads())
+
+
+def test_given_lengths():
+    fixed = load_workload(isl=1000, osl=20)
+    assert (fixed.isl, fixed.osl, len(fixed.classes)) == (1000, 20, 1)
+    both = load_workload("online", isl=500, osl=5)
+    assert (both.isl, both.osl, len(both.classes)) == (500, 5, 1)
+    one = load_workload("online", isl=500)
+    assert one.isl == 500 and one.osl == pytest.approx(232.4, abs=0.05) and len(one.classes) == 4
+    assert "isl 500" in one.source
+
+
+def test_mixtures_keep_the_shares_given():
+    mixture = load_workload("hpld:3, online")
+    assert mixture.name == "HPLD:3,online:1"
+    total = sum(c.weight for c in mixture.classes)
+    assert [c.name for c in mixture.classes] == ["HPLD", "HPLD", "HPHD", "LPHD", "LPLD"]
+    assert mixture.classes[0].weight / total == pytest.approx(3 / 4)
+    assert mixture.classes[2].weight / total == pytest.approx(7254 / 16663 / 4)
+    assert mixture.isl == pytest.approx((3 * 1273.9 + load_workload("online").isl) / 4)
+    assert load_workload("HPLD:7").lengths.isl == 1273.9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        ({}, "--workload: is missing"),
+        ({"isl": 5}, "--osl"),
+        ({"isl": 0, "osl": 5}, "--isl: is 0"),
+        ({"isl": 5, "osl": float("nan")}, "--osl: is nan"),
+        ({"isl": 5, "osl": 0.5}, "--osl: is 0.5"),
+        ({"name_or_file": "HPLDD"}, "did you mean HPLD?"),
+        ({"name_or_file": ""}, "shipped:"),
+        ({"name_or_file": "none.csv"}, "none.csv: cannot be read"),
+        ({"name_or_file": "a\0b"}, "neither"),
+        (
+            {"name_or_file": "HPLD:2,LPHX:1"},
+            "'LPHX' is no shipped workload; did you mean LPHD",
+        ),
+        ({"name_or_file": "HPLD:0,LPHD:1"}, "'0' is no share; give a number"),
+        ({"name_or_file": "HPLD:nan"}, "'nan' is no share"),
+        ({"name_or_file": "HPLD:1e300,LPHD:1"}, "'1e300' is no share"),
+        ({"name_or_file": "HPLD:"}, "'' is no share"),
+        ({"name_or_file": "HPLD,,LPHD"}, "'' is no shipped workload; shipped:"),
+        ({"name_or_file": "hpld:1,HPLD:2"}, "names HPLD twice"),
+    ],
+)
+def test_wrong_arguments(arguments, fragment):
+    with pytest.raises(InputError) as caught:
+        load_workload(**arguments)
+    assert fragment in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:46.6805900,2000,44
+2023-11-16 18:15:51.2225670,879,200
+
+"""
+MOONCAKE = (
+    '{"timestamp": 3000, "input_length": 1000, "output_length": 500, "hash_ids": [1, 2]}\n'
+    '{"timestamp": 1000, "input_length": 10, "output_length": 5}\n'
+)
+SHAREGPT = json.dumps(
+    [
+        {
+            "id": "a",
+            "conversations": [
+                {"from": "human", "value": "x" * 400},
+                {"from": "gpt", "value": "y" * 80},
+                {"from": "human", "value": "z" * 40},
+                {"from": "gpt", "value": "w" * 8},
+            ],
+        },
+        {"conversations": [{"from": "gpt", "value": "unasked"}]},
+    ]
+)
+
+
+def trace_of(tmp_path, text):
+    file = tmp_path / "trace.dat"
+    file.write_text(text)
+    return read_trace(file)
+
+
+def test_azure_is_sorted_and_starts_at_zero(tmp_path):
+    trace = trace_of(tmp_path, AZURE.replace("\n", "\r\n"))
+    assert trace.arrival_s == pytest.approx([0, 4.314579, 4.541977], abs=1e-5)
+    assert trace.isl.tolist() == [2000, 396, 879] and trace.osl.tolist() == [44, 109, 200]
+    assert len(trace) == 3
+
+
+def test_mooncake_times_are_milliseconds(tmp_path):
+    trace = trace_of(tmp_path, MOONCAKE)
+    assert trace.arrival_s.tolist() == [0, 2] and trace.isl.tolist() == [10, 1000]
+
+
+def test_sharegpt_lengths_are_estimates_and_say_so(tmp_path):
+    trace = trace_of(tmp_path, SHAREGPT)
+    assert trace.isl.tolist() == [100, 130] and trace.osl.tolist() == [20, 2]
+    assert "estimated" in trace.source and trace.arrival_s.tolist() == [0, 0]
+
+
+def test_a_trace_becomes_up_to_four_classes(tmp_path):
+    (tmp_path / "t.csv").write_text(AZURE)
+    workload = load_workload(str(tmp_path / "t.csv"))
+    assert {c.name: c.weight for c in workload.classes} == {"HPLD": 1, "HPHD": 1, "LPLD": 1}
+    assert workload.isl == pytest.approx((396 + 2000 + 879) / 3)
+    assert workload.osl == pytest.approx((109 + 44 + 200) / 3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 2000)), min_size=1, max_size=50))
+def test_classes_keep_the_means_of_the_trace(lengths):
+    isl, osl = (np.array(column) for column in zip(*lengths, strict=True))
+    workload = workload_of_trace(Trace(np.zeros(len(isl)), isl, osl, "made up"), "made up")
+    assert workload.isl == pytest.approx(isl.mean()) and workload.osl == pytest.approx(osl.mean())
+    assert sum(c.weight for c in workload.classes) == len(isl)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ("TIMESTAMP,ContextTokens\n1,2\n", "line 1: there is no column GeneratedTokens"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
+        (AZURE.replace("2000", "-5"), "line 3: ContextTokens is -5"),
+        (AZURE.replace("44", "0"), "line 3: GeneratedTokens is 0"),
+        (AZURE.replace("44", "1.5"), "line 3: GeneratedTokens is 1.5"),
+        (AZURE.replace("44", "many"), "line 3: GeneratedTokens 'many' is not a number"),
+        (AZURE.replace("44", "nan"), "line 3: GeneratedTokens 'nan'"),
+        (AZURE.replace("2000", "1e300"), "line 3: ContextTokens is 1e+300"),
+        (AZURE.replace(",44", ""), "line 3: has 2 columns"),
+        (AZURE.replace("2023-11-16 18:15:46.6805900", "noon"), "line 3: TIMESTAMP 'noon'"),
+        (AZURE.replace("2023-11-16 18:15:46.6805900", "inf"), "line 3: TIMESTAMP 'inf'"),
+        ("some words\n", "line 1: there is no column TIMESTAMP"),
+        ("x" * 200_000, "line 1"),
+        (MOONCAKE.replace('"output_length": 5}', '"output": 5}'), "line 2: there is no output_length"),
+        (MOONCAKE.replace("1000,", "NaN,", 1), "line 1"),
+        (MOONCAKE.replace('"input_length": 10,', '"input_length": true,'), "line 2: input_length 'True'"),
+        (MOONCAKE + "{\n", "line 3: is not JSON"),
+        (MOONCAKE + "[1]\n", "line 3: is not a JSON object"),
+        ("[]", "has no requests"),
+        ("[1]", "[0].conversations"),
+        ('[{"conversations": [{"from": "human"}]}]', "[0].conversations[0].value"),
+        ("[" * 100_000, "is not a trace"),
+        ("[1,\n2", "line 2: is not JSON"),
+    ],
+)
+def test_bad_traces_name_file_and_place(tmp_path, text, fragment):
+    with pytest.raises(InputError) as caught:
+        trace_of(tmp_path, text)
+    message = str(caught.value)
+    assert fragment in message and message.startswith(str(tmp_path)) and len(message.splitlines()) == 1

@@ -1,0 +1,117 @@
+"""Attention over the paged cache against a plain softmax in float64, whatever is in the batch."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+from runtime import native
+from runtime.engine.torch.attention.cpu import Batch, attend, store
+from runtime.kv_cache.layout import Part
+from runtime.kv_cache.pool import CacheShape, PagedCache
+from runtime.kv_transfer.runs import Runs
+
+BLOCK, BLOCKS = 4, 64
+SIZES = [(6, 2, 8), (6, 2, 16), (10, 1, 64), (4, 4, 80)]  # heads, KV heads, head size
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "torch":
+        monkeypatch.setattr(native, "serves", lambda dtype, device: False)
+    elif not native.serves(torch.float32, torch.device("cpu")):
+        assert shutil.which("g++") is None, "installed without compiled kernels, which g++ can build"
+        pytest.skip("neither compiled kernels nor a compiler")
+    yield
+
+
+def softmax_attention(query, keys, values, window):
+    """One token: query [heads, dim] over keys, values [context, kv_heads, dim], in float64."""
+    query, keys, values = query.double(), keys.double(), values.double()
+    reach = min(len(keys), window or len(keys))
+    answer = torch.empty(query.shape, dtype=torch.float64)
+    for head in range(len(query)):
+        kv = head // (len(query) // keys.shape[1])
+        scores = keys[-reach:, kv] @ query[head] / query.shape[1] ** 0.5
+        answer[head] = scores.softmax(0) @ values[-reach:, kv]
+    return answer.flatten()
+
+
+def random_batches(seed: int):
+    """Requests of random lengths in chunks: (lengths of the parts, table) per request, blocks scattered."""
+    rng = random.Random(seed)
+    free = list(range(BLOCKS))
+    rng.shuffle(free)
+    for _ in range(rng.randint(1, 7)):
+        parts = [rng.choice([1, 1, 1, 2, 5, 9]) for _ in range(rng.randint(1, 4))]
+        count = -(-sum(parts) // BLOCK)
+        table, free = free[:count], free[count:]
+        yield parts, sorted(table) if rng.random() < 0.3 else table
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("seed", range(12))
+def test_ragged_batches_attend_to_all_before_them(seed: int, window: int | None) -> None:
+    torch.manual_seed(seed)
+    heads, kv_heads, dim = SIZES[seed % len(SIZES)]
+    shape = CacheShape(Part(2, 4, 0, kv_heads), dim, torch.float32, torch.device("cpu"))
+    cache = PagedCache(shape, BLOCKS, BLOCK)
+    cache.pool.fill_(torch.nan)
+    requests = list(random_batches(seed))
+    data = [(torch.randn(sum(parts), 3, heads, dim)) for parts, _ in requests]
+    done = [0] * len(requests)
+    for turn in range(max(len(parts) for parts, _ in requests)):
+        live = [n for n, (parts, _) in enumerate(requests) if turn < len(parts)]
+        random.Random(seed).shuffle(live)
+        counts = [requests[n][0][turn] for n in live]
+        batch = Batch.make(
+            cache,
+            [[7] * count for count in counts],
+            [done[n] for n in live],
+            [requests[n][1] for n in live],
+            [n % 2 == 0 for n in live],
+        )
+        rows = torch.cat([data[n][done[n] : done[n] + count] for n, count in zip(live, counts, strict=True)])
+        query, key, value = rows[:, 0], rows[:, 1, :kv_heads], rows[:, 2, :kv_heads]
+        store(key, value, 3, batch)
+        answer = attend(query, key, value, 3, batch, window)
+        row = 0
+        for n, count in zip(live, counts, strict=True):
+            for token in range(done[n], done[n] + count):
+                seen = data[n][: token + 1]
+                expected = softmax_attention(
+                    data[n][token, 0], seen[:, 1, :kv_heads], seen[:, 2, :kv_heads], window
+                )
+                torch.testing.assert_close(answer[row].double(), expected, atol=1e-5, rtol=1e-5)
+                assert batch.positions[row] == token
+                row += 1
+            done[n] += count
+        ends = torch.tensor(counts).cumsum(0) - 1
+        assert batch.sampled.tolist() == [int(ends[k]) for k, n in enumerate(live) if n % 2 == 0]
+    assert cache.layer(2).isnan().all()
+
+
+def test_slots_and_runs_name_the_same_places() -> None:
+    shape = CacheShape(Part(0, 1, 0, 1), 2, torch.float32, torch.device("cpu"))
+    cache = PagedCache(shape, 10, 4)
+    table = [7, 8, 2, 3, 9]
+    for first in range(20):
+        for end in range(first, 20):
+            slots = cache.slots(table, first, end).tolist()
+            assert slots == [table[token // 4] * 4 + token % 4 for token in range(first, end)]
+            runs = cache.runs(table, first, end)
+            assert [slot for run in runs for slot in range(*run)] == slots
+            assert all(a[1] != b[0] for a, b in pairwise(runs))
+    assert cache.runs(table, 2, 9).tolist() == [[30, 36], [8, 9]]
+    whole = Runs(cache.runs(table, 2, 19))
+    assert whole.tokens == 17 and whole.are_within(39) and not whole.are_within(38)
+    for first in range(17):
+        for end in range(first + 1, 18):
+            part = Runs.from_bytes(whole.between(first, end).to_bytes())
+            assert part.slots().tolist() == whole.slots()[first:end].tolist() and part.tokens == end - first

@@ -1,0 +1,304 @@
+"""Models and loader inside one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    LAYERS,
+    VOCAB,
+    WRITERS,
+    write_llama,
+    write_mistral,
+    write_mixtral,
+    write_opt,
+    write_qwen2,
+    write_qwen3,
+)
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from cost_model.config import architecture_from_folder
+from cost_model.errors import InputError
+from runtime.engine.rank import Place
+from runtime.engine.torch import linear
+from runtime.engine.torch.attention.cpu import Batch
+from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.models import load_stage
+from runtime.engine.torch.models.base import DecoderStage
+from runtime.kv_cache.layout import Part
+from runtime.kv_cache.pool import CacheShape, PagedCache
+from runtime.protocol.messages import StageShape
+
+CPU = torch.device("cpu")
+PROMPTS = [[3, 17, 99, 250, 42, 7], [8], [120] * 40]
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+DEEPSEEK_YARN = {
+    **YARN,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.1,
+    "beta_fast": 8,
+    "beta_slow": 2,
+    "truncate": False,
+}
+VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "llama": (write_llama, {}),
+    "llama, tied": (write_llama, {"tied": True}),
+    "llama, one kv head": (write_llama, {"kv_heads": 1}),
+    "llama, biases": (write_llama, {"attention_bias": True, "mlp_bias": True}),
+    "llama, wide heads": (write_llama, {"head_dim": 16}),
+    "llama, linear": (
+        write_llama,
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 9.0}},
+    ),
+    "llama, llama3": (write_llama, {"rope_parameters": LLAMA3}),
+    "llama, yarn": (write_llama, {"rope_parameters": YARN, "head_dim": 32}),
+    "llama, yarn with mscale": (write_llama, {"rope_parameters": DEEPSEEK_YARN, "head_dim": 32}),
+    "llama, yarn with factor": (write_llama, {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "mistral": (write_mistral, {}),
+    "mistral, no window": (write_mistral, {"sliding_window": None}),
+    "mistral, window of one": (write_mistral, {"sliding_window": 1}),
+    "qwen2": (write_qwen2, {}),
+    "qwen2, no window": (write_qwen2, {"use_sliding_window": False}),
+    "qwen2, yarn": (write_qwen2, {"rope_parameters": YARN, "tied": True}),
+    "qwen2, layer types": (
+        write_qwen2,
+        {"layer_types": 2 * ["sliding_attention", "full_attention"] + ["full_attention"]},
+    ),
+    "qwen3": (write_qwen3, {}),
+    "qwen3, tied": (write_qwen3, {"tied": True, "attention_bias": True}),
+    "qwen3, window": (write_qwen3, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    "mixtral": (write_mixtral, {}),
+    "mixtral, one of three": (write_mixtral, {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    "mixtral, all": (write_mixtral, {"num_experts_per_tok": 4, "sliding_window": 11}),
+    "opt": (write_opt, {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in models of a useful size; the worker processes of other tests keep their small matrices plain."""
+    monkeypatch.setattr(linear, "_SMALL", 0)
+
+
+def whole_model(folder: Path, dtype: str = "auto") -> DecoderStage:
+    stages = (StageShape(workers=("w",), first_layer=0, end_layer=LAYERS),)
+    return load_stage(str(folder), dtype, CPU, Links(Place.find(stages, "w"), CPU))
+
+
+def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Tensor:
+    """Last-token logits [prompts, vocab], each prompt in two steps: before and from token `cut` on."""
+    blocks = -(-max(map(len, prompts)) // 4)
+    cache = PagedCache(
+        CacheShape(stage.part, stage.spec.head_dim, stage.dtype, CPU), blocks * len(prompts), 4
+    )
+    tables = [list(range(n, blocks * len(prompts), len(prompts))) for n in range(len(prompts))]
+    logits = None
+    for first, end in ((0, cut), (cut, None)) if cut else ((0, None),):
+        parts = [prompt[first:end] for prompt in prompts]
+        batch = Batch.make(cache, parts, [first] * len(parts), tables, [True] * len(parts))
+        logits = stage.logits(stage.forward(batch, None, lambda layer: None), batch)
+    assert logits is not None
+    return logits
+
+
+def amend(folder: Path, **values: object) -> None:
+    """Change values of a checkpoint's config.json, or take them out with None."""
+    config = {**json.loads((folder / "config.json").read_text()), **values}
+    kept = {key: value for key, value in config.items() if key not in values or value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+def reference(folder: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.inference_mode():
+        return torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_gives_the_reference_logits(tmp_path: Path, variant: str) -> None:
+    write, overrides = VARIANTS[variant]
+    folder = write(tmp_path / "model", **overrides)
+    stage = whole_model(folder)
+    with torch.inference_mode():
+        torch.testing.assert_close(run(stage, PROMPTS), reference(folder, PROMPTS), rtol=1e-4, atol=1e-4)
+        for cut in (1, 5, 39):
+            prompts = [prompt for prompt in PROMPTS if len(prompt) > cut]
+            torch.testing.assert_close(run(stage, prompts, cut), run(stage, prompts), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_the_cost_model_counts_what_the_engine_loads(tmp_path: Path, family: str) -> None:
+    folder = WRITERS[family](tmp_path / "model")
+    architecture = architecture_from_folder(folder)
+    assert whole_model(folder).checkpoint.bytes_read == 4 * architecture.total_params
+
+
+@pytest.mark.parametrize(
+    ("write", "overrides", "window"),
+    [
+        (write_llama, {}, None),
+        (write_mistral, {}, 9),
+        (write_mistral, {"sliding_window": None}, None),
+        (write_qwen2, {"max_window_layers": 0}, 9),
+        (write_qwen2, {}, None),  # three of five layers: counted as none
+        (write_qwen3, {}, None),
+    ],
+)
+def test_the_cost_model_knows_windows_of_all_layers(
+    tmp_path: Path, write: Callable[..., Path], overrides: dict[str, Any], window: int | None
+) -> None:
+    folder = write(tmp_path / "model", **overrides)
+    assert architecture_from_folder(folder).sliding_window == window
+    amend(folder, layer_types=None)
+    assert architecture_from_folder(folder).sliding_window == window
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_half_precision_is_as_exact_as_in_transformers(tmp_path: Path, family: str) -> None:
+    folder = WRITERS[family](tmp_path / "model")
+    prompts = [*PROMPTS, *([(n * step) % VOCAB for n in range(1, 50)] for step in range(1, 8))]
+    with torch.inference_mode():
+        exact = reference(folder, prompts)
+        theirs = reference(folder, prompts, torch.bfloat16)
+        ours = run(whole_model(folder, "bfloat16"), prompts)
+    assert (ours - exact).abs().mean() < 1.3 * (theirs - exact).abs().mean()
+
+
+OPTIONAL = (
+    "rope_parameters",
+    "rms_norm_eps",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+)
+
+
+@pytest.mark.parametrize("family", sorted(set(WRITERS) - {"opt"}))
+def test_what_a_file_leaves_out_is_the_familys_default(tmp_path: Path, family: str) -> None:
+    folder = WRITERS[family](tmp_path / "model")
+    amend(folder, **dict.fromkeys(OPTIONAL))
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            run(whole_model(folder), PROMPTS), reference(folder, PROMPTS), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_scaling_in_the_words_of_older_files(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "model")
+    amend(folder, rope_parameters=None, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0})
+    with torch.inference_mode():
+        torch.testing.assert_close(run(whole_model(folder), PROMPTS), reference(folder, PROMPTS))
+
+
+def test_a_file_that_names_no_layer_types_means_the_same_windows(tmp_path: Path) -> None:
+    folder = write_qwen2(tmp_path / "model")
+    named = whole_model(folder)
+    amend(folder, layer_types=None)
+    with torch.inference_mode():
+        assert torch.equal(run(whole_model(folder), PROMPTS), run(named, PROMPTS))
+
+
+def test_shards_names_and_types(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "llama")
+    whole = whole_model(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+    sharded = whole_model(tmp_path / "shards")
+    assert whole.checkpoint.bytes_read == sharded.checkpoint.bytes_read > 0
+    with torch.inference_mode():
+        assert torch.equal(run(whole, PROMPTS), run(sharded, PROMPTS))
+        half = whole_model(folder, "bfloat16")
+        assert half.checkpoint.bytes_read * 2 == whole.checkpoint.bytes_read
+        torch.testing.assert_close(run(half, PROMPTS).float(), run(whole, PROMPTS), rtol=0.3, atol=0.3)
+
+
+def test_names_without_prefix_are_found(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "llama", tied=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.model.save_pretrained(tmp_path / "bare")
+    with torch.inference_mode():
+        assert torch.equal(run(whole_model(tmp_path / "bare"), PROMPTS), run(whole_model(folder), PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("opt", "do_layer_norm_before", False),
+        ("opt", "word_embed_proj_dim", 32),
+        ("opt", "activation_function", "gelu"),
+        ("opt", "num_attention_heads", 0),
+        ("opt", "hidden_size", "many"),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "quantization_config", {"bits": 4}),
+        ("llama", "num_key_value_heads", 3),
+        ("llama", "head_dim", 7),
+        ("llama", "model_type", "gemma"),
+        ("llama", "model_type", ["llama"]),
+        ("llama", "partial_rotary_factor", 0.5),
+        ("llama", "rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("llama", "rope_parameters", {"rope_type": "linear"}),
+        ("llama", "rope_parameters", {"rope_type": "linear", "factor": "x"}),
+        ("llama", "rope_parameters", {"rope_type": "longrope"}),
+        ("mistral", "layer_types", ["full_attention"] * LAYERS),
+        ("mistral", "sliding_window", -1),
+        ("mistral", "num_key_value_heads", None),
+        ("qwen2", "layer_types", ["full_attention"]),
+        ("qwen3", "layer_types", ["sliding_attention"] * LAYERS),
+        ("mixtral", "num_experts_per_tok", 5),
+        ("mixtral", "num_local_experts", None),
+    ],
+)
+def test_a_config_that_is_not_computed_is_refused(
+    tmp_path: Path, family: str, key: str, value: object
+) -> None:
+    folder = WRITERS[family](tmp_path / "model")
+    amend(folder, **{key: value})
+    with pytest.raises(InputError, match=key.replace("rope_parameters", "rope_(parameters|scaling)")):
+        whole_model(folder)
+
+
+def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "llama")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    with pytest.raises(InputError, match=f"{name}.*I8"):
+        whole_model(folder)
+
+
+def test_unknown_rope_and_dtype_name_what_is_known(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "llama")
+    with pytest.raises(InputError, match="float32, float16, bfloat16"):
+        whole_model(folder, "int3")
+    amend(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(InputError, match="default, linear, llama3, yarn"):
+        whole_model(folder)
+
+
+def test_a_cache_holds_its_part_only() -> None:
+    cache = PagedCache(CacheShape(Part(3, 5, 2, 4), 8, torch.float32, CPU), 3, 4)
+    assert cache.layer(4).shape == (2, 12, 2, 8)
+    cache.pool.fill_(0.0)
+    cache.heads(3, 3, 4).fill_(1.0)
+    assert cache.layer(3)[:, :, 1].eq(1).all()
+    assert cache.pool.sum() == 2 * 12 * 8

@@ -1,0 +1,35 @@
+"""benchmarks/engine_start.py, and what it shows: a worker takes little more memory than its rank holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "engine_start.py"
+SIZES = {"hidden": 1024, "ffn": 2816, "layers": 5, "vocab": 16000}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[list[float]]:
+    """Seconds, MB held, MB at the peak and their ratio, by load."""
+    options = [part for name, size in SIZES.items() for part in (f"--{name}", str(size))]
+    command = [sys.executable, str(SCRIPT), *options, "--dtype", "float32", "--repeats", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [[float(value) for value in line.split()[-4:]] for line in done.stdout.splitlines()[1:]]
+
+
+def test_each_rank_holds_its_share(rows: list[list[float]]) -> None:
+    hidden, ffn, layers, vocab = SIZES.values()
+    matrices = layers * (hidden * (2 * hidden + 2 * hidden // 4) + 3 * hidden * ffn) + 2 * vocab * hidden
+    norms = (2 * layers + 1) * hidden
+    whole, half, transformers = (row[1] for row in rows)
+    assert whole == transformers == pytest.approx(4 * (matrices + norms) / 1e6, abs=0.51)
+    assert half == pytest.approx(4 * (matrices / 2 + norms) / 1e6, abs=0.51)
+
+
+def test_the_peak_is_close_to_what_stays(rows: list[list[float]]) -> None:
+    for _, _, _, ratio in rows[:2]:
+        assert 0.9 < ratio < 1.25

@@ -1,0 +1,51 @@
+"""Products with packed weights, and with plain ones where packing doesn't work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime import native
+from runtime.engine.torch import linear
+from runtime.engine.torch.linear import Linear
+
+ROWS = (0, 1, 2, 7, 33)
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("packing", ["native", "oneDNN", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "width"), [(1, 1), (3, 5), (251, 64), (64, 251), (0, 16), (768, 96)])
+def test_products_are_those_of_exact_arithmetic(
+    monkeypatch: pytest.MonkeyPatch, packing: str, dtype: torch.dtype, size: int, width: int
+) -> None:
+    """To within the error of summing in float32 in any order (Higham, Accuracy and Stability of Numerical
+    Algorithms, 2002, section 3.1), then rounding to the type."""
+    monkeypatch.setattr(linear, "_SMALL", 0)
+    if packing != "native":
+        monkeypatch.setattr(native, "serves", lambda dtype, device: False)
+    if packing == "none":
+        monkeypatch.setattr(linear, "_onednn_works", lambda dtype: False)
+    generator = torch.Generator().manual_seed(size + width)
+    weight = torch.randn(size, width, generator=generator).to(dtype)
+    bias = torch.randn(size, generator=generator).to(dtype)
+    with torch.inference_mode():
+        plain, biased = Linear(weight), Linear(weight, bias)
+        for rows in ROWS:
+            x = torch.randn(rows, 2 * width, generator=generator).to(dtype)[:, :width]
+            exact = x.double() @ weight.double().T
+            size_of_terms = x.double().abs() @ weight.double().abs().T
+            for answer, expected in ((plain(x), exact), (biased(x), exact + bias.double())):
+                error = (answer.double() - expected).abs()
+                allowed = (width + 1) * EPS * (size_of_terms + expected.abs())
+                assert answer.dtype == dtype
+                assert error.le(allowed + torch.finfo(dtype).eps * expected.abs()).all()
+
+
+def test_a_weight_is_copied_when_packed() -> None:
+    weight = torch.ones(512, 256)
+    if not native.serves(weight.dtype, weight.device) and not linear._onednn_works(torch.float32):
+        pytest.skip("neither compiled kernels nor a torch with packed products")
+    product = Linear(weight)
+    weight.zero_()
+    assert product(torch.ones(1, 256)).eq(256).all()

@@ -1,0 +1,178 @@
+"""The compiled kernels against the same in float64 by torch's operators, for every build that this processor
+runs."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runtime import native
+
+BUILDS = {"AVX512": ["AVX512", "AVX2"], "AVX2": ["AVX2"]}.get(
+    torch.backends.cpu.get_cpu_capability(), ["DEFAULT"]
+)
+ROWS = [1, 7, 300]
+
+
+@pytest.fixture(params=BUILDS, autouse=True)
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    native._library.cache_clear()
+    if not native.serves(torch.float32, torch.device("cpu")):
+        assert shutil.which("g++") is None, "installed without compiled kernels, which g++ can build"
+        pytest.skip("neither compiled kernels nor a compiler")
+    yield
+    native._library.cache_clear()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 12, 13, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 40), (32, 7), (33, 100), (200, 3000)])
+def test_products(outputs: int, inputs: int, rows: int, biased: bool) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    bias = torch.randn(outputs) if biased else None
+    packed = native.pack(weight), None if bias is None else native.pack_bias(bias), outputs
+    result = native.linear(x, *packed)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-6 * inputs)
+    alone = torch.cat([native.linear(row.unsqueeze(0), *packed) for row in x])
+    assert torch.equal(result, alone), "a row's result depends on the others"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [5, 48, 771])
+def test_rms_norm(rows: int, width: int) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, width) * 30, torch.randn(width)
+    expected = F.rms_norm(x.double(), (width,), weight.double(), 1e-5)
+    torch.testing.assert_close(native.rms_norm(x, weight, 1e-5).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [3, 64, 1001])
+def test_gate(rows: int, width: int) -> None:
+    torch.manual_seed(rows)
+    gate_up = torch.randn(rows, 2 * width) * 20
+    gate_up.view(-1)[:3] = torch.tensor([-1e4, 1e4, -0.0])
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    torch.testing.assert_close(native.gate(gate_up).double(), F.silu(gate) * up, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    x = torch.ones(2, 64)
+    x[1, 7] = torch.nan
+    assert native.gate(x).isnan().nonzero().tolist() == [[1, 7]]
+    assert native.rms_norm(x, torch.ones(64), 1e-5).isnan().all(1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("queries", "kv_heads", "dim"), [(4, 2, 16), (3, 3, 10), (7, 1, 64)])
+def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int) -> None:
+    """Pairs are complex numbers that turn by an angle."""
+    torch.manual_seed(rows)
+    heads = torch.randn(rows, queries + 2 * kv_heads, dim)
+    angles = torch.randn(rows, dim // 2) * 5
+    slots = torch.randperm(rows + 9)[:rows]
+    cache = torch.full((2, rows + 9, kv_heads, dim), torch.nan)
+    wide = copy.deepcopy(heads).double()
+    pairs = torch.complex(*wide.chunk(2, dim=-1)) * torch.exp(1j * angles.double()).unsqueeze(1)
+    turned = torch.cat((pairs.real, pairs.imag), dim=-1)
+    native.turn_and_store(heads, angles.cos(), angles.sin(), slots, *cache)
+    key_heads = slice(queries, queries + kv_heads)
+    torch.testing.assert_close(heads[:, :queries].double(), turned[:, :queries], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cache[0, slots].double(), turned[:, key_heads], rtol=1e-5, atol=1e-5)
+    assert torch.equal(cache[1, slots].double(), wide[:, queries + kv_heads :])
+    assert cache.isnan().sum() == 2 * 9 * kv_heads * dim
+
+
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128)])
+def test_attention_of_many_tokens(heads: int, kv_heads: int, dim: int, spread: float) -> None:
+    """Contexts of one to many blocks, with weights that are even, and of one token alone."""
+    torch.manual_seed(dim)
+    block, contexts = 16, [1, 15, 16, 17, 200, 333]
+    tables = torch.randperm(60).tolist()
+    query = torch.randn(len(contexts), heads + 3, dim)[:, :heads]
+    keys, values = torch.randn(2, 60 * block, kv_heads, dim) * spread
+    singles = [(row, row % 2, end, tables[6 * row : 6 * row + 30]) for row, end in enumerate(contexts)]
+    output = torch.empty(len(contexts), heads, dim)
+    native.attend_paged(query, keys, values, native.Spans.make(singles), block, output)
+    for row, first, end, table in singles:
+        slots = torch.tensor([table[t // block] * block + t % block for t in range(first, end)])
+        seen = [part[slots].repeat_interleave(heads // kv_heads, dim=1).double() for part in (keys, values)]
+        expected = F.scaled_dot_product_attention(
+            query[row].double().unsqueeze(1), *(part.transpose(0, 1) for part in seen)
+        )
+        torch.testing.assert_close(output[row].double(), expected[:, 0], rtol=2e-4, atol=2e-5 * spread)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 1000])
+@pytest.mark.parametrize("offset", [0, 5, 150])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128)])
+def test_attention_of_prompts(heads: int, kv_heads: int, dim: int, offset: int, window: int | None) -> None:
+    """Each token of a part sees itself and those before it, as far as the window reaches."""
+    torch.manual_seed(offset)
+    block, length = 16, 77
+    end = offset + length
+    table = torch.randperm(20)[: -(-end // block)]
+    query = torch.randn(length, heads + 3, dim)[:, :heads]
+    keys, values = torch.full((2, 20 * block, kv_heads, dim), torch.nan)
+    slots = (table[:, None] * block + torch.arange(block)).flatten()[:end]
+    keys[slots], values[slots] = torch.randn(2, end, kv_heads, dim)
+    output = torch.empty(length, heads, dim)
+    native.attend_chunk(query, keys, values, table.int().numpy(), offset, window, block, output)
+    ages = torch.arange(offset, end)[:, None] - torch.arange(end)
+    seen = [part[slots].repeat_interleave(heads // kv_heads, dim=1).double() for part in (keys, values)]
+    expected = F.scaled_dot_product_attention(
+        query.transpose(0, 1).double(),
+        *(part.transpose(0, 1) for part in seen),
+        attn_mask=(ages >= 0) & (ages < (window or end)),
+    )
+    torch.testing.assert_close(output.double(), expected.transpose(0, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_that_are_not_compiled_are_left_to_torch() -> None:
+    assert native.attends_to(64)
+    assert not native.attends_to(40)
+
+
+def runs_of(rng: np.random.Generator, slots: int, tokens: int) -> np.ndarray:
+    """So many tokens in runs of random lengths, in random order: [runs, 2]."""
+    chosen = np.sort(rng.permutation(slots)[:tokens])
+    parts = np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1)
+    cut = [half for part in parts for half in np.split(part, [rng.integers(0, len(part) + 1)]) if len(half)]
+    return np.array([(cut[at][0], cut[at][-1] + 1) for at in rng.permutation(len(cut))])
+
+
+@pytest.mark.parametrize("past_caches", [False, True])
+@pytest.mark.parametrize(("item", "row"), [(1, 1), (96, 96), (256, 512), (200, 1000), (4096, 4096)])
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_of_tokens(seed: int, item: int, row: int, past_caches: bool) -> None:
+    """From a pool to a buffer or back; nothing beside the tokens is touched."""
+    rng = np.random.default_rng(seed)
+    slots, planes, tokens = 97, 3, int(rng.integers(1, 90))
+    widths, shifts = (row, item), (int(rng.integers(0, row - item + 1)), int(rng.integers(0, 64)))
+
+    def views(memory: np.ndarray) -> list[np.ndarray]:
+        both = [
+            np.ndarray((planes, slots), f"V{item}", each.data, shift, (slots * width, width))
+            for each, width, shift in zip(memory, widths, shifts, strict=True)
+        ]
+        return both[::-1] if seed % 2 else both
+
+    memory = rng.integers(0, 256, (2, planes * slots * row + 64), np.uint8)
+    expected = memory.copy()
+    into_runs, source_runs = runs_of(rng, slots, tokens), runs_of(rng, slots, tokens)
+    to, at = (np.concatenate([np.arange(*run) for run in runs]) for runs in (into_runs, source_runs))
+    into, source = views(expected)
+    into[:, to] = source[:, at]
+    into, source = views(memory)
+    native.copy_tokens(into, into_runs, source, source_runs, past_caches)
+    assert np.array_equal(memory, expected)

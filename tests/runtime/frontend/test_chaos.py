@@ -1,0 +1,39 @@
+"""benchmarks/chaos.py for a short while: workers and the front end die, links are cut, no token suffers."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "chaos.py"
+REQUESTS, PROBES = 60, 16
+FLEET = ("--fleet", "emulated", "--requests", str(REQUESTS), "--seconds", "16")
+FAULTS = ("--every", "2", "--front-end-deaths", "1", "--seed", "1")
+DEADLINE_S = 900
+GOOD = (
+    "wrong: none: good",
+    f"whole answers: {REQUESTS + PROBES}: good",
+    "all replicas serve at the end: True: good",
+    "processes that outlived their front end for 5 s: 0: good",
+    "processes left: none: good",
+    "port in use: False: good",
+    "shared memory left: none: good",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="connections are cut from outside on Linux only")
+def test_no_token_is_lost_while_workers_links_and_the_front_end_die():
+    command = [sys.executable, str(SCRIPT), *FLEET, *FAULTS]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    said = run.stdout.splitlines()
+    shown = run.stdout + run.stderr
+    assert run.returncode == 0, shown
+    assert set(GOOD) <= set(said), shown
+    assert "BAD" not in run.stdout
+    assert sum(line.startswith("free blocks of ") for line in said) == 4, shown
+    faults = next(line for line in said if "; faults: " in line)
+    assert re.search(r"\d kill", faults) and re.search(r"\d cut", faults) and "1 front end" in faults, shown

@@ -1,0 +1,149 @@
+"""When another placement is searched, and without what: replicas that stay lost, machines gone or back."""
+
+import asyncio
+
+import pytest
+from scripted import run, serving
+from served import make_placement
+from test_supervisor import Starter, until
+
+import runtime.frontend.supervisor
+from cost_model.errors import HexGen2Error
+from runtime.frontend.replanner import Replanner, broken
+from runtime.frontend.supervisor import Supervisor
+from runtime.routing.router import Route
+
+ROUTES = [Route(prefill, decode, 1.0) for prefill in ("p0", "p1") for decode in ("d0", "d1")]
+NAMES = {"prefill-0": "p0", "prefill-1": "p1", "decode-0": "d0", "decode-1": "d1"}
+AFTER_S = 0.2
+
+
+class Machines(Starter):
+    """Restarts that wait until they may, on machines of which some are gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.gone, self.changed = set(), asyncio.Event()
+
+    def unreachable(self, workers):
+        return [worker for worker in workers if worker in self.gone]
+
+    async def until_reachable(self, workers):
+        while self.unreachable(workers):
+            self.changed.clear()
+            await self.changed.wait()
+
+    def back(self):
+        self.gone.clear()
+        self.changed.set()
+
+
+class Searched(Replanner):
+    """Finds nothing, and keeps what it was asked for."""
+
+    async def _search(self, lost, back):
+        self.searches.append((list(lost), list(back)))
+        raise HexGen2Error("nothing fits")
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(runtime.frontend.supervisor, "FIRST_WAIT_S", 0.001)
+
+
+@pytest.fixture
+def placement(model_folder):
+    """GPU 0 is of p0, 1 and 2 of p1, 3 and 4 of d0, 5 of d1."""
+    placement = make_placement(model_folder)
+    replicas = [each.model_copy(update={"id": NAMES[each.id]}) for each in placement.replicas]
+    return placement.model_copy(update={"replicas": replicas})
+
+
+def replanning(placement, coordinator, machines, restarts=3):
+    said = []
+    supervisor = Supervisor(coordinator, machines, restarts, said.append)
+    coordinator._on_lost = supervisor.lost
+    replanner = Searched(placement, coordinator, machines, supervisor, None, AFTER_S, said.append)
+    replanner.searches = []
+    supervisor.on_stays_lost(replanner.stays_lost)
+    replanner.start()
+    return supervisor, replanner, said
+
+
+def lose(coordinator, name):
+    coordinator._lose(coordinator.replicas[name], "killed")
+
+
+def test_a_gone_machine_takes_all_its_gpus_and_is_searched_without_once(placement):
+    async def scenario():
+        async with serving(ROUTES) as (coordinator, _):
+            machines = Machines()
+            supervisor, replanner, said = replanning(placement, coordinator, machines)
+            machines.gone = {"n/d1", "box/5", "box/4"}
+            lose(coordinator, "d1")
+            await until(lambda: replanner.searches)
+            assert replanner.searches == [(["box/4", "box/5"], [])]
+            await until(lambda: said[-1] == "replica d1 waits for n/d1")  # it goes on waiting
+            await asyncio.sleep(3 * AFTER_S)
+            assert len(replanner.searches) == 1
+            assert replanner.ask()
+            await until(lambda: len(replanner.searches) == 2)
+            machines.gone.add("n/p0")
+            lose(coordinator, "p0")
+            await until(lambda: len(replanner.searches) == 3)
+            assert replanner.searches[-1] == (["box/0", "box/4", "box/5"], [])
+            machines.back()
+            await until(lambda: not coordinator.lost)
+            await asyncio.sleep(3 * AFTER_S)
+            assert len(replanner.searches) == 3 and not replanner.ask()
+            await replanner.stop()
+            await supervisor.stop()
+
+    run(scenario)
+
+
+def test_a_machine_that_is_back_in_time_brings_no_search(placement):
+    async def scenario():
+        async with serving(ROUTES) as (coordinator, _):
+            machines = Machines()
+            supervisor, replanner, said = replanning(placement, coordinator, machines)
+            machines.gone = {"n/d1", "box/5"}
+            lose(coordinator, "d1")
+            await until(lambda: said)
+            machines.back()
+            await until(lambda: not coordinator.lost)
+            await asyncio.sleep(3 * AFTER_S)
+            assert not replanner.searches
+            await replanner.stop()
+            await supervisor.stop()
+
+    run(scenario)
+
+
+def test_what_is_being_started_again_is_lost_only_to_who_asks(placement):
+    async def scenario():
+        async with serving(ROUTES) as (coordinator, _):
+            machines = Machines()
+            machines.may.clear()
+            supervisor, replanner, _ = replanning(placement, coordinator, machines)
+            machines.gone = {"n/d1", "box/5"}
+            lose(coordinator, "p0")
+            lose(coordinator, "d1")
+            await until(lambda: replanner.searches)
+            assert machines.starts == 1
+            assert replanner.ask()
+            await until(lambda: len(replanner.searches) == 2)
+            assert replanner.searches == [(["box/5"], []), (["box/0", "box/5"], [])]
+            machines.may.set()
+            machines.back()
+            await until(lambda: not coordinator.lost)
+            await replanner.stop()
+            await supervisor.stop()
+
+    run(scenario)
+
+
+def test_the_other_gpus_of_a_replica_that_lost_a_machine_are_sound(placement):
+    d0, d1 = placement.replica("d0"), placement.replica("d1")
+    assert broken([d0, d1], {"box/4"}) == {"box/5"}
+    assert broken([d0, d1], set()) == {"box/3", "box/4", "box/5"}

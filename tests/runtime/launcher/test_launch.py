@@ -1,0 +1,279 @@
+"""Launching, losing workers and stopping: nothing hangs, nothing stays behind."""
+
+import importlib.util
+import json
+import os
+import signal
+import time
+
+import httpx
+import pytest
+from served import Server, alive, gauge, listens, make_placement, until_idle
+
+from cluster_specs.loader import accelerator_of
+from cost_model.architecture import ModelArchitecture
+from cost_model.errors import InputError
+from cost_model.hardware import interconnect_link
+from runtime.kv_transfer.transports.registry import AUTO, transport_names
+from runtime.launcher.configure import configurations, device_of
+from runtime.options import GPU_TRANSPORTS, KV_TRANSPORTS, EngineOptions
+from runtime.routing.kv_budget import kv_budgets
+from runtime.routing.router import Route, routes_of
+
+MODEL = "tiny-llama"
+LONG = {
+    "model": MODEL,
+    "prompt": "the",
+    "max_tokens": 250,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
+SHORT = {"model": MODEL, "prompt": "the", "max_tokens": 4, "ignore_eos": True}
+GONE_S = 20.0
+
+
+@pytest.fixture
+def launch(model_folder, tmp_path):
+    servers = []
+
+    def start(**options):
+        servers.append(Server(options.pop("model", model_folder), tmp_path, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def until_gone(processes):
+    deadline = time.monotonic() + GONE_S
+    while left := alive(processes):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def _lose_a_decode_replica(server, http):
+    """Kill one of decode-0's two workers while it streams; decode-1 must go on, with its requests too."""
+    whole = http.post("/v1/completions", json=LONG | {"stream": False}).json()["choices"][0]["text"]
+    texts = dict.fromkeys(range(4), "")
+    struck = False
+    with http.stream("POST", "/v1/completions", json=LONG | {"n": 4}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                if not struck:  # at the first chunk, whose text may still be empty
+                    _workers(server)[3].kill()
+                    struck = True
+                texts[choice["index"]] += choice["text"]
+    assert line == "" or line == "data: [DONE]"
+    assert list(texts.values()) == [whole] * 4
+    assert "hexgen2_requests_resumed_total 0.0" not in http.get("/metrics").text
+    health = http.get("/health")
+    assert health.status_code == 503
+    assert health.json()["status"] == "degraded" and "decode-0" in health.json()["reason"]
+    live = http.get("/placement").json()
+    assert "decode-0" not in {replica["id"] for replica in live["replicas"]}
+    for _ in range(3):
+        answer = http.post("/v1/completions", json=SHORT)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-hexgen2-decode-replica"] == "decode-1"
+
+
+def _workers(server):
+    """The worker processes in the order in which they were started, which is that of the GPUs."""
+    fork_server = next(each for each in server.family() if "forkserver" in " ".join(each.cmdline()[:4]))
+    return sorted(fork_server.children(), key=lambda each: each.pid)
+
+
+def test_a_lost_worker_degrades_and_ctrl_c_stops_everything(launch):
+    server = launch().until_serving()
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        assert http.get("/health").status_code == 200
+        _lose_a_decode_replica(server, http)
+        family = server.family()
+        with http.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.iter_lines()
+            next(lines)
+            code = server.interrupt()
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]" and "stopping" in json.loads(events[-2])["error"]["message"]
+    assert code == 0
+    assert alive(family) == [] and not listens(server.port)
+
+
+def test_lost_replicas_come_back_and_no_stream_notices(launch):
+    """Workers are killed, or stopped, one after the other while requests stream; each text is whole."""
+    server = launch(restarts=9).until_serving()
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        whole = http.post("/v1/completions", json=LONG | {"stream": False}).json()["choices"][0]["text"]
+        names = [each["id"] for each in http.get("/placement").json()["replicas"]]
+        for number, victims in enumerate([(5,), (3,), (0, 5)]):
+            texts = dict.fromkeys(range(6), "")
+            struck = False
+            with http.stream("POST", "/v1/completions", json=LONG | {"n": 6}) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                        texts[choice["index"]] += choice["text"]
+                        if not struck and all(texts.values()):
+                            how = signal.SIGSTOP if number % 2 else signal.SIGKILL
+                            for each in [_workers(server)[victim] for victim in victims]:
+                                each.send_signal(how)
+                            struck = True
+            assert struck and list(texts.values()) == [whole] * 6
+            deadline = time.monotonic() + GONE_S
+            while gauge(http, "hexgen2_replica_restarts_total") < number + 1 or _lost(http):
+                assert time.monotonic() < deadline, server.log.read_text()
+                time.sleep(0.05)
+        until_idle(http)
+        assert http.get("/health").json()["replicas"] == dict.fromkeys(names, "up")
+        assert gauge(http, "hexgen2_requests_resumed_total") > 0
+        assert len(_workers(server)) == 6
+        for _ in range(4):
+            assert http.post("/v1/completions", json=SHORT).status_code == 200
+    assert server.interrupt() == 0
+
+
+def test_when_every_prefill_replica_is_lost_requests_get_503(launch):
+    server = launch().until_serving()
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        workers = _workers(server)
+        workers[0].kill()
+        workers[2].kill()
+        deadline = time.monotonic() + GONE_S
+        while not {"prefill-0", "prefill-1"} <= _lost(http):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        answer = http.post("/v1/completions", json=SHORT)
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    assert "no replica is left" in answer.json()["error"]["message"]
+    os.kill(server.process.pid, signal.SIGTERM)
+    assert server.process.wait(GONE_S) == 0
+
+
+def _lost(http):
+    return {name for name, state in http.get("/health").json()["replicas"].items() if state == "lost"}
+
+
+def test_a_killed_server_leaves_no_worker(launch):
+    server = launch().until_serving()
+    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as response:
+        next(response.iter_lines())
+        family = server.family()
+        commands = [" ".join(each.cmdline()) for each in family]
+        assert len(family) == 9  # it, six workers, and what multiprocessing needs:
+        assert any("resource_tracker" in each for each in commands)
+        assert any("forkserver" in each for each in commands)
+        os.kill(server.process.pid, signal.SIGKILL)
+    until_gone(family)
+
+
+def test_a_server_killed_while_starting_leaves_no_worker(launch):
+    server = launch()
+    server.wait_for("starting 6 workers")
+    deadline = time.monotonic() + GONE_S
+    while len(server.family()) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(server.process.pid, signal.SIGKILL)
+    while left := alive(server.family()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_ctrl_c_while_starting(launch):
+    server = launch()
+    server.wait_for("starting 6 workers")
+    family = server.family()
+    assert server.interrupt() == 0
+    until_gone(family)
+
+
+# from placement to workers
+
+
+def test_devices_are_numbered_through_the_nodes_of_this_machine(model_folder):
+    placement = make_placement(model_folder)
+    core = placement.cluster.nodes[0]
+    pods = [core.model_copy(update={"name": f"pod-{name}", "accelerators": "H100:2"}) for name in "ab"]
+    cluster = placement.cluster.model_copy(update={"nodes": [pods[0], core, pods[1]]})
+    placement = placement.model_copy(update={"cluster": cluster})
+    gpus = ["pod-a/0", "pod-a/1", "box/5", "pod-b/0", "pod-b/1"]
+    assert [device_of(placement, gpu) for gpu in gpus] == ["cuda:0", "cuda:1", "cpu", "cuda:2", "cuda:3"]
+
+
+def test_the_kv_budget_is_what_memory_has_room_for_as_far_as_it_is_of_use(model_folder):
+    placement = make_placement(model_folder)
+    longest = placement.model.max_position
+    roles = {replica.id: replica for replica in placement.replicas}
+    for name, tokens in kv_budgets(placement).items():
+        replica = roles[name]
+        if replica.role == "prefill":
+            batches = len(replica.stages) + 1
+            assert tokens == 2 * max(longest, batches * replica.max_batch * 32)
+        else:
+            assert tokens == 2 * replica.max_batch * longest
+    shape = {"layers": 32, "kv_heads": 8, "head_dim": 128, "max_position": 1_000_000}
+    large = ModelArchitecture(**(placement.model.model_dump() | shape))
+    stage = placement.replicas[0].stages[0]
+    one = placement.replicas[0].model_copy(
+        update={"role": "colocated", "stages": [stage.model_copy(update={"layers": (0, 32)})]}
+    )
+    tight = placement.model_copy(update={"model": large, "replicas": [one]})
+    memory = 4 * 2**30
+    (tokens,) = kv_budgets(tight).values()
+    assert 0.3 * memory < tokens * large.kv_bytes_per_token < 0.9 * memory
+
+
+def test_every_worker_is_told_its_replica_and_the_same_secret(model_folder):
+    placement = make_placement(model_folder)
+    told = configurations(placement, model_folder, "bfloat16")
+    assert list(told) == [gpu for replica in placement.replicas for gpu in replica.gpus]
+    assert len({each.secret for each in told.values()}) == 1
+    assert {each.dtype for each in told.values()} == {"float32"}
+    assert told["box/4"].replica == "decode-0" and told["box/4"].stages[0].workers == ("box/3", "box/4")
+
+
+def test_emulated_links_lead_from_prefill_replicas_to_wherever_a_replan_may_decode(model_folder):
+    placement = make_placement(model_folder)
+    told = configurations(placement, model_folder, "bfloat16", EngineOptions(emulate_links=True))
+    prefill = {gpu for each in placement.replicas if each.role == "prefill" for gpu in each.gpus}
+    wanted = {(source, other) for source in prefill for other in told if other != source}
+    links = [link for each in told.values() for link in each.kv_links]
+    assert {(link.source, link.destination) for link in links} == wanted
+    assert all(link.source == gpu for gpu, each in told.items() for link in each.kv_links)
+    shared_memory, _ = interconnect_link("shared-memory", accelerator_of(placement.cluster, "Core"))
+    speeds = (shared_memory.bandwidth_bytes_s, shared_memory.latency_s)
+    assert {(link.bandwidth_bytes_s, link.latency_s) for link in links} == {speeds}
+    assert not any(each.kv_links for each in configurations(placement, model_folder, "bfloat16").values())
+
+
+def test_a_transport_that_the_devices_do_not_have_is_refused(model_folder):
+    placement = make_placement(model_folder)
+    for name in GPU_TRANSPORTS:
+        with pytest.raises(InputError, match="use one of auto, tcp, gloo"):
+            configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport=name))
+    told = configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport="shm"))
+    assert {each.kv_transport for each in told.values()} == {"shm"}
+    assert set(KV_TRANSPORTS) == {AUTO, *transport_names()}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="the package nixl is there")
+def test_a_transport_that_is_not_installed_is_refused(model_folder):
+    placement = make_placement(model_folder)
+    with pytest.raises(InputError, match="nixl is not installed; pip install"):
+        configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport="nixl"))
+
+
+def test_routes_follow_the_flows_and_colocated_replicas_are_routes_to_themselves(model_folder):
+    placement = make_placement(model_folder)
+    expected = [
+        Route("prefill-0", "decode-0", 1.0),
+        Route("prefill-1", "decode-0", 1.0),
+        Route("prefill-1", "decode-1", 2.0),
+    ]
+    assert routes_of(placement) == expected
+    alone = placement.replicas[0].model_copy(update={"role": "colocated"})
+    placement = placement.model_copy(update={"replicas": [alone], "routes": []})
+    assert routes_of(placement) == [Route("prefill-0", "prefill-0", 1.0)]

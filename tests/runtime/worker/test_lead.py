@@ -1,0 +1,126 @@
+"""A lead's answers to reservations: each is answered once, and its blocks come back once."""
+
+import queue
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from runtime.protocol.framing import Connection
+from runtime.protocol.messages import Arrival, Cancel, Expect, Release, Released, Reserved
+from runtime.worker.driver import Lead
+
+BLOCKS, SIZE = 10, 4
+REQUEST = Expect(request_id="r0", prompt=(1,) * 6, capacity_tokens=12)
+READY = Reserved(request_id="r0", ok=True)
+RELEASED = Released(request_id="r0", replica="d", free_blocks=BLOCKS)
+
+
+class Side:
+    """A lead with one follower, whose threads are played by the test."""
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        self.front_end, self.told, self.inbox = Connection(ours), [], queue.SimpleQueue()
+        self.silenced = []
+        config = SimpleNamespace(
+            replica="d",
+            worker="d/0",
+            max_batch=4,
+            max_prefill_tokens=64,
+            max_mixed_tokens=16,
+            reuse_prefixes=True,
+            stages=("one",),
+            kv_lease_s=300.0,
+        )
+        member = SimpleNamespace(
+            config=config,
+            cache=SimpleNamespace(blocks=BLOCKS, block_tokens=SIZE),
+            spec=SimpleNamespace(position_limit=None, vocab=50),
+            expect=lambda _: None,
+            release=self.silenced.append,
+        )
+        follower = SimpleNamespace(send=self.told.append)
+        self.lead = Lead(member, Connection(theirs), {"d/1": follower}, self.inbox)
+
+    def handle_inbox(self):
+        while not self.inbox.empty():
+            self.lead._handle(self.inbox.get())
+
+    def answers(self):
+        """What the front end was sent; a last reservation of all blocks tells that nothing else is held."""
+        self.handle_inbox()
+        self.lead.reserve(Expect(request_id="last", prompt=(2,) * 39, capacity_tokens=40))
+        self.lead.acknowledge("d/1", "last")
+        found = []
+        while (message := self.front_end.receive()) != Reserved(request_id="last", ok=True):
+            found.append(message)
+        return found
+
+
+def acknowledge(side):
+    side.lead.acknowledge("d/1", "r0")
+
+
+def cancel(side):
+    side.inbox.put(Cancel(request_id="r0"))
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([acknowledge, cancel], [READY, RELEASED]),
+        ([cancel], [RELEASED]),
+        ([acknowledge, acknowledge, cancel, cancel], [READY, RELEASED]),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_reservation_is_answered_once_and_gives_its_blocks_back(events, expected, at_once):
+    side = Side()
+    side.lead.reserve(REQUEST)
+    for event in events:
+        event(side)
+        if not at_once:
+            side.handle_inbox()
+    assert side.answers() == expected
+    arrival, release, *_ = side.told
+    assert isinstance(arrival, Arrival) and (arrival.first_token, arrival.end_token) == (0, 6)
+    assert len(set(arrival.table)) == 2
+    assert release == Release(request_ids=("r0",))
+    assert side.silenced == ["r0"]
+
+
+def test_an_acknowledgement_after_a_cancel_says_nothing():
+    side = Side()
+    side.lead.reserve(REQUEST)
+    cancel(side)
+    side.handle_inbox()
+    acknowledge(side)
+    assert side.answers() == [RELEASED]
+
+
+@pytest.mark.parametrize("capacity", [41, 6])
+def test_what_never_fits_is_refused_and_holds_nothing(capacity):
+    side = Side()
+    side.lead.reserve(Expect(request_id="r0", prompt=(1,) * 6, capacity_tokens=capacity))
+    assert side.answers() == [Reserved(request_id="r0", ok=False)]
+    assert side.told[:1] != [Arrival]
+
+
+def test_without_free_blocks_a_reservation_is_refused_until_some_come_back():
+    side = Side()
+    side.lead.reserve(Expect(request_id="big", prompt=(3,) * 36, capacity_tokens=38))
+    side.lead.reserve(Expect(request_id="r0", prompt=(1,) * 6, capacity_tokens=12))
+    side.lead.acknowledge("d/1", "big")
+    side.inbox.put(Cancel(request_id="big"))
+    side.handle_inbox()
+    side.lead.reserve(REQUEST)
+    acknowledge(side)
+    cancel(side)
+    assert side.answers() == [
+        Reserved(request_id="r0", ok=False),
+        Reserved(request_id="big", ok=True),
+        Released(request_id="big", replica="d", free_blocks=BLOCKS),
+        READY,
+        RELEASED,
+    ]

@@ -1,0 +1,22 @@
+"""Which instructions this processor has, and which of our compiled kernels a process loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+needs_avx512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="these processes compute with AVX2 anyway"
+)
+
+
+def kernels(process: psutil.Process) -> set[str]:
+    """Builds of our kernels that a process has loaded."""
+    try:
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:
+        return set()
+    return {name for name in ("avx512", "avx2") if f"/native/_{name}." in maps}

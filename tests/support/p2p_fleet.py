@@ -1,0 +1,134 @@
+"""Node processes and a head that launches a placement on them, all on this machine's loopback."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+from served import Process, Server, make_placement
+
+from cluster_specs.schema import NodeSpec
+from hexgen2.placement import Placement, Route, Stage
+from runtime.p2p.membership.membership import LOOPBACK_LISTEN
+
+MAIN = [sys.executable, "-c", "from hexgen2.cli import main; main()"]
+TOKENS = 250
+LONG = {"model": "tiny-llama", "prompt": "the", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+GONE_S = 60.0
+NODES = ("left", "right")
+WORKERS = 2
+"""On each node; the placement has a replica on each worker."""
+
+
+def fleet_placement(folder: Path) -> Placement:
+    """Two nodes, each with a prefill and a decode replica of one GPU, and routes between all of them."""
+    placement = make_placement(folder)
+    model_layers = placement.model.layers
+    replicas = [
+        placement.replicas[0].model_copy(
+            update={
+                "id": f"{role}-{node}",
+                "role": role,
+                "stages": [Stage(gpus=[f"{node}/{index}"], layers=(0, model_layers))],
+                "utilisation": 0.5,
+            }
+        )
+        for node in NODES
+        for index, role in enumerate(("prefill", "decode"))
+    ]
+    routes = [
+        Route(
+            from_=f"prefill-{source}",
+            to=f"decode-{target}",
+            flow_req_s=1.0,
+            capacity_req_s=4.0,
+            kv_bytes_per_req=placement.routes[0].kv_bytes_per_req,
+        )
+        for source in NODES
+        for target in NODES
+    ]
+    nodes = [
+        NodeSpec(name=name, accelerators=f"Core:{WORKERS}", interconnect="shared-memory") for name in NODES
+    ]
+    cluster = placement.cluster.model_copy(update={"name": "two-nodes", "nodes": nodes})
+    return placement.model_copy(update={"cluster": cluster, "replicas": replicas, "routes": routes})
+
+
+class Node(Process):
+    """A `hexgen2 node` process. One that takes an earlier one's place has its identity, and its address."""
+
+    def __init__(
+        self,
+        name: str,
+        work: Path,
+        model: Path,
+        joins: list[Node],
+        listen: str = LOOPBACK_LISTEN,
+        options: tuple[str, ...] = (),
+    ) -> None:
+        self.name, self.work, self.model, self.joins, self.options = name, work, model, joins, options
+        words = ["--name", name, "--listen", listen, "--model-path", str(model), *options]
+        words += ["--identity", str(work / f"{name}.key"), "--network-key", str(network_key(work))]
+        words += [word for node in joins for word in ("--join", node.address)]
+        super().__init__([*MAIN, "node", *words], work / f"{name}.log")
+
+    @property
+    def address(self) -> str:
+        return self.wait_for(r"listening on (\S+)")[1]
+
+    def again(self) -> Node:
+        """A new process in the place of this one, which has ended."""
+        listen = self.address.partition("/p2p/")[0]
+        return Node(self.name, self.work, self.model, self.joins, listen, self.options)
+
+
+class Head(Server):
+    """A `hexgen2 launch --launcher p2p` process, which is told of one node only."""
+
+    def __init__(self, work: Path, placement: Path, model: Path, node: Node, *options: str) -> None:
+        how = ["--launcher", "p2p", "--identity", str(work / "head.key"), "--join", node.address, *options]
+        where = ["--model-path", str(model), "--port", "0", "--network-key", str(network_key(work))]
+        Process.__init__(self, [*MAIN, "launch", str(placement), *where, *how], work / "head.log")
+
+
+def network_key(work: Path) -> Path:
+    """The network's key, the same for all who work there."""
+    path = work / "network.key"
+    if not path.exists():
+        path.write_text("5a" * 32)
+    return path
+
+
+def workers(node: Process) -> list[psutil.Process]:
+    """The worker processes of a node."""
+    fork_servers = [each for each in node.family() if "forkserver" in " ".join(each.cmdline()[:4])]
+    return [child for each in fork_servers for child in each.children()]
+
+
+def until(condition: Callable[[], bool], *logs: Process) -> None:
+    """Wait for something; the logs are shown if it does not come."""
+    deadline = time.monotonic() + GONE_S
+    while not condition():
+        assert time.monotonic() < deadline, "\n".join(each.log.read_text() for each in logs)
+        time.sleep(0.05)
+
+
+def stream_through(http: httpx.Client, disturb: Callable[[], object], tokens: int = TOKENS) -> list[str]:
+    """Texts of some requests, streamed together; `disturb` is called once each of them has begun."""
+    body = LONG | {"n": 6, "stream": True, "max_tokens": tokens}
+    texts, disturbed = dict.fromkeys(range(6), ""), False
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                texts[choice["index"]] += choice["text"]
+                if not disturbed and all(texts.values()):
+                    disturb()
+                    disturbed = True
+    assert disturbed
+    return list(texts.values())

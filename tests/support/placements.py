@@ -1,0 +1,80 @@
+"""Placements by hand, for tests: replicas and routes as a test wants them, and no search behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster_specs.schema import AcceleratorSpec, ClusterSpec
+from cost_model.architecture import ModelArchitecture
+from hexgen2.network.shared_links import Links
+from hexgen2.placement import (
+    Bound,
+    CostModelName,
+    Latency,
+    Placement,
+    Replica,
+    Route,
+    SearchRecord,
+    Stage,
+    Throughput,
+)
+from hexgen2.workload.lengths import Workload
+
+CORE = AcceleratorSpec(memory_gib=2, bf16_dense_tflops=0.2, memory_bandwidth_gbyte_s=10, kind="cpu")
+
+
+def replica_of(
+    name: str,
+    stages: Sequence[tuple[str, int]],
+    *,
+    max_batch: int = 8,
+    capacity_req_s: float = 2.0,
+    utilisation: float = 0.0,
+) -> Replica:
+    """A replica of the role that its name begins with.
+
+    Parameters
+    ----------
+    stages : each one's GPUs ("a/0 a/1") and number of layers
+    """
+    first, parts = 0, []
+    for gpus, count in stages:
+        parts.append(Stage(gpus=gpus.split(), layers=(first, first + count)))
+        first += count
+    return Replica(
+        id=name,
+        role=name.partition("-")[0],
+        stages=parts,
+        max_batch=max_batch,
+        capacity_req_s=capacity_req_s,
+        utilisation=utilisation,
+    )
+
+
+def placement_of(
+    cluster: ClusterSpec,
+    model: ModelArchitecture,
+    workload: Workload,
+    replicas: list[Replica],
+    routes: list[Route],
+    links: Links = "pairwise",
+) -> Placement:
+    """A placement that nothing has verified. Its throughput, and its bound, is what the routes and colocated
+    replicas carry."""
+    carried = sum(route.flow_req_s for route in routes)
+    carried += sum(each.capacity_req_s * each.utilisation for each in replicas if each.role == "colocated")
+    return Placement(
+        strategy="by-hand",
+        cluster=cluster,
+        model=model,
+        workload=workload,
+        cost_model=CostModelName(name="calibrated", calibration="none", pipeline="pipelined", links=links),
+        replicas=replicas,
+        routes=routes,
+        throughput=Throughput(req_s=carried, output_tok_s=carried * workload.osl),
+        latency=Latency(ttft_ms=10.0, tpot_ms=10.0),
+        price_per_hour=0.0,
+        bound=Bound(req_s=carried, gap=0.0, assumptions=[]),
+        bottlenecks=[],
+        search=SearchRecord(seconds=0.0, seed=0, evaluations=0),
+    )

@@ -1,0 +1,129 @@
+"""A coordinator over lead workers that play their part without any model."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+from runtime.frontend.coordinator import Coordinator
+from runtime.frontend.replica import Replica
+from runtime.launcher.worker_link import StreamLink
+from runtime.protocol.messages import (
+    Cancel,
+    Decode,
+    Expect,
+    KvMoved,
+    Ping,
+    Pong,
+    Prefill,
+    Released,
+    Reserved,
+    Sampling,
+    StepOutput,
+    TokenOutput,
+)
+from runtime.routing.router import Route, Router
+
+PROMPT = [5, 6, 7]
+
+
+class FakeLead:
+    """The lead of a one-worker replica: request i's token n is 100 * prompt length + n.
+
+    `held` has the requests that hold memory; `hold_back` stops it before a kind of message.
+    """
+
+    def __init__(self, replica_id, link):
+        self.replica_id, self.link = replica_id, link
+        self.received, self.held, self.gate = [], set(), asyncio.Event()
+        self.gate.set()
+        self.refusals, self.stop_at, self.repeat = 0, {}, False
+
+    async def run(self):
+        while (message := await self.link.receive()) is not None:
+            self.received.append(message)
+            await self.gate.wait()
+            self.answer(message)
+
+    def answer(self, message):
+        match message:
+            case Expect():
+                self.refusals -= 1
+                ok = self.refusals < 0
+                self.held |= {message.request_id} if ok else set()
+                self.link.send(Reserved(request_id=message.request_id, ok=ok))
+            case Prefill():
+                self.held.add(message.request_id)
+                base, first = 100 * (len(message.prompt) - message.index), message.index
+                last = message.sampling.max_tokens if message.target == "" else first + 1
+                self.emit(message.request_id, range(first, last), base, message.sampling.max_tokens)
+                self.release(message.request_id)
+            case Decode():
+                self.link.send(KvMoved(request_id=message.request_id, bytes_received=640, seconds=0.001))
+                base = message.last_token - message.index + 1
+                tokens = range(message.index, message.sampling.max_tokens)
+                self.emit(message.request_id, tokens, base, message.sampling.max_tokens)
+                self.release(message.request_id)
+            case Cancel():
+                self.release(message.request_id)
+            case Ping():
+                self.link.send(Pong(worker=f"n/{self.replica_id}"))
+
+    def emit(self, request_id, indices, base, max_tokens):
+        for index in indices:
+            reason = "length" if index + 1 == max_tokens else ""
+            reason = "stop" if self.stop_at.get(request_id) == index else reason
+            output = TokenOutput(request_id=request_id, index=index, token=base + index, finish_reason=reason)
+            self.link.send(StepOutput(replica=self.replica_id, outputs=(output,) * (1 + self.repeat)))
+
+    def release(self, request_id):
+        self.held.discard(request_id)
+        self.link.send(Released(request_id=request_id, replica=self.replica_id))
+
+    def kinds(self):
+        return [type(message).__name__ for message in self.received]
+
+
+@asynccontextmanager
+async def serving(routes, budget=100, max_batch=4, lead=FakeLead, growth_tokens=3, **options):
+    """A coordinator over fake leads for every replica that the routes name."""
+    leads, replicas, tasks = {}, {}, []
+    for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
+        ours, theirs = socket.socketpair()
+        leads[name] = lead(name, await StreamLink.over(theirs))
+        role = "colocated" if name.startswith("c") else "prefill" if name.startswith("p") else "decode"
+        links = {f"n/{name}": await StreamLink.over(ours)}
+        replicas[name] = Replica(name, role, f"n/{name}", links, budget, max_batch, growth_tokens)
+        tasks.append(asyncio.create_task(leads[name].run()))
+    coordinator = Coordinator(Router(routes), replicas, **options)
+    coordinator.start()
+    try:
+        yield coordinator, leads
+    finally:
+        await coordinator.stop()
+        for task in tasks:
+            task.cancel()
+
+
+def run(scenario):
+    async def limited():
+        async with asyncio.timeout(20):
+            await scenario()
+
+    asyncio.run(limited())
+
+
+async def tokens_of(generation):
+    return [output.token async for output in generation]
+
+
+async def settle(coordinator):
+    """Wait until no replica holds anything."""
+    while any(replica.held for replica in coordinator.replicas.values()):
+        await asyncio.sleep(0.005)
+
+
+def sampling(max_tokens=4):
+    return Sampling(max_tokens=max_tokens)
+
+
+PAIR = [Route("p0", "d0", 1.0)]
