@@ -15,11 +15,6 @@ _CLASSES = {
 }
 
 
-def modules(engine: str) -> list[str]:
-    """What a process of this engine imports: worth loading once for all of them."""
-    return ["runtime.worker.process", _CLASSES[engine][0]]
-
-
 def make_engine(config: Configure, place: Place) -> Engine:
     """The engine that a worker was configured for; KeyError if there is no such one."""
     module, kind = _CLASSES[config.engine]

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from runtime.engine.registry import modules
+from runtime.launcher.processes import preloaded
 from runtime.protocol.framing import Connection
 from runtime.protocol.messages import (
     PROTOCOL_VERSION,
@@ -139,7 +139,7 @@ class Cluster:
     def spawn(self, replicas: dict[str, Shape]) -> list[str]:
         """Start the processes and learn their ports."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(modules("torch"))
+        context.set_forkserver_preload(preloaded("torch"))
         started = []
         for name, shape in replicas.items():
             stages = self.stages[name] = _stages(name, shape)
