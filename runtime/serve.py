@@ -51,7 +51,7 @@ from runtime.options import (
     EngineOptions,
     FrontOptions,
 )
-from runtime.protocol.messages import Configure
+from runtime.protocol.to_workers import Configure
 from runtime.routing.kv_budget import growth_tokens
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import Router

@@ -7,7 +7,7 @@ import importlib
 from runtime.engine.base import Engine
 from runtime.engine.rank import Place
 from runtime.options import EMULATED, TORCH
-from runtime.protocol.messages import Configure
+from runtime.protocol.to_workers import Configure
 
 _CLASSES = {
     TORCH: ("runtime.engine.torch.engine", "TorchEngine"),

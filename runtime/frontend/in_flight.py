@@ -23,12 +23,9 @@ from cost_model.errors import HexGen2Error
 from runtime.frontend.replica import Replica
 from runtime.frontend.request import Death, Generation, Observer, Outcome, RequestRecord
 from runtime.logs import EACH, about
-from runtime.protocol.messages import (
-    Cancel,
+from runtime.protocol.from_workers import (
     KvMoved,
     Load,
-    Message,
-    Ping,
     Pong,
     Released,
     RequestFailed,
@@ -36,6 +33,8 @@ from runtime.protocol.messages import (
     StepOutput,
     TokenOutput,
 )
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Cancel, Ping
 from runtime.routing.refusals import Broken, Unavailable
 from runtime.routing.router import Route
 

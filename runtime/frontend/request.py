@@ -8,7 +8,9 @@ from typing import Literal, Protocol
 
 from cost_model.errors import HexGen2Error
 from runtime.frontend.replica import Replica
-from runtime.protocol.messages import Decode, Prefill, ReserveKv, Sampling, TokenOutput
+from runtime.protocol.from_workers import TokenOutput
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Decode, Prefill, ReserveKv
 from runtime.routing.router import Route
 
 Phase = Literal["waiting", "reserving", "prefilling", "decoding", "ended"]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from cost_model.errors import HexGen2Error
 from hexgen2.placement import Placement
 from runtime.launcher.worker_link import Link
-from runtime.protocol.messages import Configure
+from runtime.protocol.to_workers import Configure
 
 
 class Launcher(ABC):

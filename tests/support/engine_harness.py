@@ -15,27 +15,18 @@ from typing import Any
 
 from runtime.launcher.processes import preloaded
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import (
-    PROTOCOL_VERSION,
-    Cancel,
-    Configure,
-    Connect,
-    Decode,
+from runtime.protocol.from_workers import (
     Failed,
     KvMoved,
     Listening,
-    Message,
-    Prefill,
     Ready,
     Released,
     RequestFailed,
     Reserved,
-    ReserveKv,
-    Sampling,
-    Shutdown,
-    StageShape,
     StepOutput,
 )
+from runtime.protocol.message import PROTOCOL_VERSION, Message, Sampling, StageShape
+from runtime.protocol.to_workers import Cancel, Configure, Connect, Decode, Prefill, ReserveKv, Shutdown
 from runtime.worker.process import worker_main
 
 TIMEOUT_S = 60.0

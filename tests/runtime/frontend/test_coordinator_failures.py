@@ -6,16 +6,8 @@ import random
 import pytest
 from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
 
-from runtime.protocol.messages import (
-    Cancel,
-    Decode,
-    Failed,
-    KvMoved,
-    Prefill,
-    RequestFailed,
-    Reserved,
-    ReserveKv,
-)
+from runtime.protocol.from_workers import Failed, KvMoved, RequestFailed, Reserved
+from runtime.protocol.to_workers import Cancel, Decode, Prefill, ReserveKv
 from runtime.routing.refusals import Broken, TooLong, Unavailable
 from runtime.routing.router import Route
 

@@ -12,7 +12,9 @@ import pytest
 from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
 from served import KEY, MODEL, ROOT, SECONDS, Server, until_idle
 
-from runtime.protocol.messages import Decode, Prefill, ReserveKv, Sampling, StepOutput, TokenOutput
+from runtime.protocol.from_workers import StepOutput, TokenOutput
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Decode, Prefill, ReserveKv
 from runtime.routing.refusals import Broken
 from runtime.routing.router import Route
 

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import greedy, write_llama
 from joined import BUDGET, PROMPT, TO_D, TO_E, ask, joined, run, settle, tell_addresses, tokens_of
 
-from runtime.protocol.messages import ReserveKv
+from runtime.protocol.to_workers import ReserveKv
 from runtime.routing.refusals import Unavailable
 
 BLOCKS = BUDGET // 8
