@@ -57,8 +57,8 @@ def tok_s(entry: Entry) -> float:
     """Output tokens/s: at the peak, or online while requests arrive at 75 % of it."""
     if not entry.offline:
         return 0.0
-    if entry.workload == "online":
-        return entry.online["steady_request_throughput"] * entry.peak_tok_s / entry.peak_req_s
+    if entry.workload == "online" and entry.online:
+        return entry.online.steady_request_throughput * entry.peak_tok_s / entry.peak_req_s
     return entry.peak_tok_s
 
 
@@ -230,8 +230,8 @@ def predicted(
 def latency_table(title: str, entries: list[Entry]) -> None:
     rows = []
     for entry in entries:
-        if entry.workload == "online" and entry.online:
-            at = entry.same_rate
+        if entry.workload == "online" and entry.same_rate:
+            at = entry.same_rate.to_dict()
             scale = f"{entry.scale_needed:.2f}" if entry.scale_needed else "-"
             rows.append(
                 [

@@ -137,7 +137,7 @@ def compare_loads(fleets: list[Fleet], options: argparse.Namespace) -> dict[floa
 
 
 def _bench_now(url: str, requests: Requests, seeds: Iterator[int]) -> dict[str, Any]:
-    return bench(Load(url, seed=next(seeds)), requests, {})
+    return bench(Load(url, seed=next(seeds)), requests, {}).to_dict()
 
 
 def compare_interference(fleets: list[Fleet], options: argparse.Namespace) -> dict[str, list[Interference]]:

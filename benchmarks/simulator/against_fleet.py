@@ -75,16 +75,17 @@ def compare(placement: Placement, url: str, server: psutil.Process, options: arg
     costs = Profiled(placement.model, placement.workload.lengths, times)
     simulated = Options(front_end_s=times.front_end_s)
     most = simulate(placement, offline(lengths, 2000, seed), simulated, costs=costs)
-    peak = most["steady_request_throughput"]
+    peak = most.steady_request_throughput
     print(f"peak by the simulator: {peak:.3g} requests/s")
     print(f"{'load':>5} {'':14}" + "".join(f"{name:>14}" for name in SHOWN.values()))
     for load in LOADS:
         rate = load * peak
         requests = online(lengths, rate, max(20, round(rate * options.seconds)), seed)
-        predicted = simulate(placement, requests, simulated, costs=costs)
+        predicted = simulate(placement, requests, simulated, costs=costs).to_dict()
         run = partial(bench, Load(url), requests, {})
-        measured, others = least_disturbed(run, server, options.attempts)
-        assert measured["failed"] == 0, measured["failures"]
+        result, others = least_disturbed(run, server, options.attempts)
+        assert result.failed == 0, result.failures
+        measured = result.to_dict()
         _print(f"{load:.0%}", "simulated", predicted)
         _print("", "measured", measured)
         errors = {key: 100 * (predicted[key] / measured[key] - 1) for key in SHOWN}

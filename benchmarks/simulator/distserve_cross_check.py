@@ -87,7 +87,7 @@ def row_of(
     """The figures of `hexgen2 simulate`, whoever the times [n] are from."""
     none = np.empty(0), np.empty(0, dtype=np.int64)
     asked = requests.arrival_s, first_s, end_s, requests.isl, requests.osl
-    return Row(name, summarise(*asked, none, TARGETS_MS), len(requests) / cpu_s if cpu_s else None)
+    return Row(name, summarise(*asked, none, TARGETS_MS).to_dict(), len(requests) / cpu_s if cpu_s else None)
 
 
 # -- ours

@@ -59,7 +59,7 @@ def test_a_lone_request_takes_the_profiled_steps():
     costs = Profiled(find_model("llama-2-13b"), RequestLengths.of([(100, 30, 1)]), TIMES)
     asked = Requests(np.zeros(1), np.array([100]), np.array([30]), "by hand")
     found = simulate(placement, asked, costs=costs)
-    assert found["mean_ttft_ms"] == approx(1e3 * (0.014 + 0.1 + 2e-7 * attended_tokens(100, None)))
+    assert found.mean_ttft_ms == approx(1e3 * (0.014 + 0.1 + 2e-7 * attended_tokens(100, None)))
     steps = sum(0.01 + 1e-6 * (100 + made) for made in range(1, 30))
-    waited = found["routes"][0]["mean_after_prefill_ms"]
-    assert found["mean_tpot_ms"] * 29 == approx(1e3 * steps + waited)
+    waited = found.routes[0]["mean_after_prefill_ms"]
+    assert found.mean_tpot_ms * 29 == approx(1e3 * steps + waited)
