@@ -68,9 +68,7 @@ def test_mutated_trees_as_text(tmp_path, write, tree):
 
 
 @BOUNDED
-@given(
-    st.sampled_from(SHIPPED).flatmap(lambda path: mutated_bytes(path.read_bytes())) | st.binary(max_size=200)
-)
+@given(st.sampled_from(TEXTS).flatmap(mutated_bytes) | st.binary(max_size=200))
 def test_mutated_text(tmp_path, raw):
     file = tmp_path / "c.yaml"
     file.write_bytes(raw)
