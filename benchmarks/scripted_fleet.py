@@ -34,7 +34,6 @@ from runtime.protocol.messages import (
     Configure,
     Connect,
     Decode,
-    Expect,
     KvMoved,
     Listening,
     Message,
@@ -44,6 +43,7 @@ from runtime.protocol.messages import (
     Ready,
     Released,
     Reserved,
+    ReserveKv,
     StepOutput,
     TokenOutput,
 )
@@ -90,7 +90,7 @@ class ScriptedWorker:
                 self._send(Ready(worker=self._worker, load_s=0.0, weight_bytes=0))
             case Ping():
                 self._send(Pong(worker=self._worker))
-            case Expect(request_id=request_id):
+            case ReserveKv(request_id=request_id):
                 self._next[request_id] = 0
                 self._send(Reserved(request_id=request_id, ok=True))
             case Prefill():

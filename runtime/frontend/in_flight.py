@@ -2,7 +2,7 @@
 
 One state machine per request, driven by the messages of the replicas' lead workers:
 
-    waiting -> reserving (Expect) -> prefilling (Prefill) -> decoding (Decode) -> ended
+    waiting -> reserving (ReserveKv) -> prefilling (Prefill) -> decoding (Decode) -> ended
 
 A request that decodes where it was prefilled, or that asks for one token, skips reserving and
 decoding. One whose replica is lost or gives it up waits again, under another id, to be resumed elsewhere: its
@@ -106,7 +106,7 @@ class InWork:
             request.hold(prefill, request.prompt_tokens)
             request.hold(decode, request.prompt_tokens)
             request.phase = "reserving"
-            _ask(decode, request, request.expect())
+            _ask(decode, request, request.reserve_kv())
 
     def end(
         self, request: Generation, outcome: Outcome, error: HexGen2Error | None, by_itself: bool = False

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from cost_model.errors import HexGen2Error
 from runtime.frontend.replica import Replica
-from runtime.protocol.messages import Decode, Expect, Prefill, Sampling, TokenOutput
+from runtime.protocol.messages import Decode, Prefill, ReserveKv, Sampling, TokenOutput
 from runtime.routing.router import Route
 
 Phase = Literal["waiting", "reserving", "prefilling", "decoding", "ended"]
@@ -185,9 +185,9 @@ class Generation:
 
     # what the replicas are told
 
-    def expect(self) -> Expect:
+    def reserve_kv(self) -> ReserveKv:
         """To the decode replica, first."""
-        return Expect(
+        return ReserveKv(
             request_id=self.request_id,
             prompt=tuple(self.tokens),
             capacity_tokens=self.capacity_tokens,

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 HEAD_BYTES = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 NONCE_BYTES = 32
@@ -174,7 +174,7 @@ class Shutdown(Message, frozen=True):
 # front end -> lead worker of a replica
 
 
-class Expect(Message, frozen=True):
+class ReserveKv(Message, frozen=True):
     """Take blocks for a prompt whose KV cache will arrive; answered by Reserved.
 
     capacity_tokens is prompt + output at most: what must fit if nothing else is here. The client knows the
@@ -204,7 +204,7 @@ class Prefill(Message, frozen=True):
 
 
 class Decode(Message, frozen=True):
-    """Continue a request whose KV cache arrives here: run last_token after the prompt (of Expect) and
+    """Continue a request whose KV cache arrives here: run last_token after the prompt (of ReserveKv) and
     produce output `index`, one more than last_token's."""
 
     request_id: str
@@ -261,7 +261,7 @@ class Pong(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """Answer to Expect: ok, or no room. Then nothing is held, and no Released comes, even after a Cancel
+    """Answer to ReserveKv: ok, or no room. Then nothing is held, and no Released comes, even after a Cancel
     that crossed this answer. The KV cache of the first cached_tokens tokens is here: it need not be sent."""
 
     request_id: str
@@ -392,9 +392,9 @@ class Step(Message, frozen=True):
     drops: tuple[str, ...] = ()
 
 
-class Arrival(Message, frozen=True):
+class ExpectKv(Message, frozen=True):
     """Lead to its replica: the KV cache of tokens [first, end) of a request will arrive, for the blocks of
-    its table. Answered by Arranged."""
+    its table. Answered by ExpectingKv."""
 
     request_id: str
     table: tuple[int, ...]
@@ -402,8 +402,8 @@ class Arrival(Message, frozen=True):
     end_token: int
 
 
-class Arranged(Message, frozen=True):
-    """A follower to its lead: ready for what an Arrival announced."""
+class ExpectingKv(Message, frozen=True):
+    """A follower to its lead: ready for what an ExpectKv announced."""
 
     request_id: str
 
@@ -506,7 +506,7 @@ class KvTaken(Message, frozen=True):
     slices: int
 
 
-SupervisorToWorker = Configure | Connect | Shutdown | Expect | Prefill | Decode | Cancel | Ping
+SupervisorToWorker = Configure | Connect | Shutdown | ReserveKv | Prefill | Decode | Cancel | Ping
 WorkerToSupervisor = (
     Listening | Ready | Failed | Pong | Reserved | StepOutput | KvMoved | RequestFailed | Released | Load
 )
@@ -516,8 +516,8 @@ WorkerToWorker = (
     | Challenge
     | Proof
     | Step
-    | Arrival
-    | Arranged
+    | ExpectKv
+    | ExpectingKv
     | Release
     | StepResult
     | Passed

@@ -24,7 +24,6 @@ from runtime.logs import about
 from runtime.protocol.messages import (
     Cancel,
     Decode,
-    Expect,
     Failed,
     KvMoved,
     Load,
@@ -35,6 +34,7 @@ from runtime.protocol.messages import (
     Released,
     RequestFailed,
     Reserved,
+    ReserveKv,
     Shutdown,
     StepOutput,
 )
@@ -92,7 +92,7 @@ class VllmLink(Link):
 
     def send(self, message: Message) -> None:
         match message:
-            case Expect(request_id=request_id):
+            case ReserveKv(request_id=request_id):
                 self._held.add(request_id)
                 self._say(Reserved(request_id=request_id, ok=True))
             case Prefill(request_id=request_id, target=""):

@@ -12,9 +12,9 @@ from runtime.kv_cache.layout import KvTransfer, outgoing
 from runtime.kv_transfer import KvReceiver, KvSender
 from runtime.protocol.handshake import Introduction
 from runtime.protocol.messages import (
-    Arrival,
     Configure,
     Connect,
+    ExpectKv,
     KvSent,
     Message,
     RequestFailed,
@@ -73,7 +73,7 @@ class Member:
         """Whether KV can be sent to a replica."""
         return replica in self._replicas
 
-    def expect(self, message: Arrival) -> None:
+    def expect(self, message: ExpectKv) -> None:
         """A request's KV cache will arrive for these blocks."""
         self.receiver.expect(message.request_id, message.table, message.first_token, message.end_token)
 

@@ -29,11 +29,10 @@ from runtime.protocol.framing import Connection, listen
 from runtime.protocol.handshake import Newcomers, connect
 from runtime.protocol.messages import (
     PROTOCOL_VERSION,
-    Arranged,
-    Arrival,
     Configure,
     Connect,
-    Expect,
+    ExpectingKv,
+    ExpectKv,
     Failed,
     Listening,
     Message,
@@ -41,6 +40,7 @@ from runtime.protocol.messages import (
     Pong,
     Ready,
     Release,
+    ReserveKv,
     Shutdown,
     Step,
 )
@@ -201,7 +201,7 @@ class _Worker:
                     self.member.reconnect(message)
             elif self.lead is None:
                 log.warning("worker %s: %s is for a lead", self.config.worker, type(message).__name__)
-            elif isinstance(message, Expect):
+            elif isinstance(message, ReserveKv):
                 self.lead.reserve(message)
             else:
                 self.inbox.put(message)
@@ -209,9 +209,9 @@ class _Worker:
     def _read_lead(self) -> None:
         assert self.to_lead is not None and self.member is not None
         while (message := self.to_lead.receive()) is not None:
-            if isinstance(message, Arrival):
+            if isinstance(message, ExpectKv):
                 self.member.expect(message)
-                self.to_lead.send(Arranged(request_id=message.request_id))
+                self.to_lead.send(ExpectingKv(request_id=message.request_id))
                 continue
             if isinstance(message, Release):
                 for request_id in message.request_ids:
@@ -221,7 +221,7 @@ class _Worker:
 
     def _read_follower(self, name: str, connection: Connection) -> None:
         while (message := connection.receive()) is not None:
-            if isinstance(message, Arranged) and self.lead is not None:
+            if isinstance(message, ExpectingKv) and self.lead is not None:
                 self.lead.acknowledge(name, message.request_id)
             else:
                 self.inbox.put(message)

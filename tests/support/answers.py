@@ -71,7 +71,7 @@ def disturb(seed: int) -> None:
 
     calibrated.layer_s = _with_other_bits(calibrated.layer_s, seed)
     calibrated.edge_s = _with_other_bits(calibrated.edge_s, seed)
-    base.CostModel.boundary_work_s = _with_other_bits(base.CostModel.boundary_work_s, seed)  # type: ignore[method-assign]
+    base.CostModel.hop_work_s = _with_other_bits(base.CostModel.hop_work_s, seed)  # type: ignore[method-assign]
     solve, draw = np.linalg.eigh, np.random.default_rng(seed)
 
     def other_basis(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

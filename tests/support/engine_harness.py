@@ -21,7 +21,6 @@ from runtime.protocol.messages import (
     Configure,
     Connect,
     Decode,
-    Expect,
     Failed,
     KvMoved,
     Listening,
@@ -31,6 +30,7 @@ from runtime.protocol.messages import (
     Released,
     RequestFailed,
     Reserved,
+    ReserveKv,
     Sampling,
     Shutdown,
     StageShape,
@@ -234,7 +234,7 @@ class Cluster:
 
     def _expect(self, route: _Route) -> None:
         capacity = len(route.prompt) + route.sampling.max_tokens
-        expect = Expect(request_id=route.request_id, prompt=route.prompt, capacity_tokens=capacity)
+        expect = ReserveKv(request_id=route.request_id, prompt=route.prompt, capacity_tokens=capacity)
         self.send(route.decode, expect)
 
     def cancel(self, request_id: str, replica: str) -> None:

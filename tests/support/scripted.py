@@ -10,13 +10,13 @@ from runtime.launcher.worker_link import StreamLink
 from runtime.protocol.messages import (
     Cancel,
     Decode,
-    Expect,
     KvMoved,
     Ping,
     Pong,
     Prefill,
     Released,
     Reserved,
+    ReserveKv,
     Sampling,
     StepOutput,
     TokenOutput,
@@ -46,7 +46,7 @@ class FakeLead:
 
     def answer(self, message):
         match message:
-            case Expect():
+            case ReserveKv():
                 self.refusals -= 1
                 ok = self.refusals < 0
                 self.held |= {message.request_id} if ok else set()

@@ -107,7 +107,7 @@ def test_a_lone_request_takes_what_the_cost_model_says(pair):
     for j, (layers, group) in enumerate(zip(prefill.layers, prefill.groups, strict=True)):
         first += layers * costs.layer_s("prefill", group, 1)
         first += costs.edge_s("prefill", group, 1, j == prefill.stages - 1)
-    first += sum(costs.boundary_s("prefill", hop, 1) for hop in prefill.hops)
+    first += sum(costs.hop_s("prefill", hop, 1) for hop in prefill.hops)
     assert records.first_s[0] == approx(first)
     steps = 0.0
     for made in range(1, osl):
@@ -115,7 +115,7 @@ def test_a_lone_request_takes_what_the_cost_model_says(pair):
         for j, (layers, group) in enumerate(zip(decode.layers, decode.groups, strict=True)):
             steps += layers * at.layer_s("decode", group, 1)
             steps += at.edge_s("decode", group, 1, j == decode.stages - 1)
-        steps += sum(at.boundary_s("decode", hop, 1) for hop in decode.hops)
+        steps += sum(at.hop_s("decode", hop, 1) for hop in decode.hops)
     landed = records.routes[records.prefill[0], records.decode[0]].after_s
     assert landed > 0
     assert records.end_s[0] - records.first_s[0] == approx(landed + steps)

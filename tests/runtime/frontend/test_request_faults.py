@@ -12,7 +12,7 @@ import pytest
 from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
 from served import KEY, MODEL, ROOT, SECONDS, Server, until_idle
 
-from runtime.protocol.messages import Decode, Expect, Prefill, Sampling, StepOutput, TokenOutput
+from runtime.protocol.messages import Decode, Prefill, ReserveKv, Sampling, StepOutput, TokenOutput
 from runtime.routing.refusals import Broken
 from runtime.routing.router import Route
 
@@ -116,7 +116,7 @@ def test_those_who_made_progress_beside_it_are_resumed():
     run(scenario)
 
 
-@pytest.mark.parametrize("kind", [Prefill, Expect, Decode])
+@pytest.mark.parametrize("kind", [Prefill, ReserveKv, Decode])
 def test_a_message_that_cannot_be_made_ends_its_request_and_no_other(kind):
     async def scenario():
         async with serving(PAIR) as (coordinator, leads):
