@@ -3,7 +3,6 @@ resumed once and no more."""
 
 import asyncio
 import os
-import sys
 import threading
 import time
 
@@ -12,13 +11,12 @@ import pytest
 from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
 from served import KEY, MODEL, ROOT, SECONDS, Server, until_idle
 
+from benchmarks.serving.poison.seeds import AT_START, IN_SAMPLING, KILLS
 from runtime.protocol.messages import Decode, Prefill, ReserveKv, Sampling, StepOutput, TokenOutput
 from runtime.routing.refusals import Broken
 from runtime.routing.router import Route
 
-POISON = ROOT / "tests" / "support" / "poison"
-sys.path.append(str(POISON))
-from seeds import AT_START, IN_SAMPLING, KILLS  # noqa: E402
+POISON = ROOT / "benchmarks" / "serving" / "poison"
 
 TWO = [Route("c0", "c0", 1.0), Route("c1", "c1", 1.0)]
 POISONOUS = Sampling(max_tokens=4, seed=13)
