@@ -20,7 +20,7 @@ from runtime.api.workroom import Workroom
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.request import UNKNOWN, Origin
 from runtime.options import FRONT_DEFAULTS, FrontOptions
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 from runtime.routing.refusals import Overloaded, TooLong, Unavailable
 from runtime.routing.replica_state import ReplicaState
 

@@ -2,7 +2,7 @@
 
 One state machine per request, driven by the messages of the replicas' lead workers:
 
-    waiting -> reserving (Expect) -> prefilling (Prefill) -> decoding (Decode) -> ended
+    waiting -> reserving (ReserveKv) -> prefilling (Prefill) -> decoding (Decode) -> ended
 
 A request that decodes where it was prefilled, or that asks for one token, skips reserving and
 decoding. One whose replica is lost or gives it up waits again, under another id, to be resumed elsewhere: its
@@ -24,12 +24,9 @@ from runtime.frontend.replica import Replica
 from runtime.frontend.request import Death, Generation, Observer, Outcome, RequestRecord
 from runtime.frontend.request_state import RequestEvent, RequestState
 from runtime.logs import EACH, about
-from runtime.protocol.messages import (
-    Cancel,
+from runtime.protocol.from_workers import (
     KvMoved,
     Load,
-    Message,
-    Ping,
     Pong,
     Released,
     RequestFailed,
@@ -37,6 +34,8 @@ from runtime.protocol.messages import (
     StepOutput,
     TokenOutput,
 )
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Cancel, Ping
 from runtime.routing.refusals import Broken, Unavailable
 from runtime.routing.router import Route
 
@@ -107,7 +106,7 @@ class InWork:
             request.hold(prefill, request.prompt_tokens)
             request.hold(decode, request.prompt_tokens)
             request.on(RequestEvent.RESERVE)
-            _ask(decode, request, request.expect())
+            _ask(decode, request, request.reserve_kv())
 
     def end(
         self, request: Generation, outcome: Outcome, error: HexGen2Error | None, by_itself: bool = False

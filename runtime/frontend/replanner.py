@@ -26,7 +26,7 @@ from runtime.frontend.replica import Replica as ServedReplica
 from runtime.frontend.rollout import Wave, waves
 from runtime.frontend.supervisor import Supervisor
 from runtime.launcher.base import Launcher
-from runtime.protocol.messages import Configure
+from runtime.protocol.to_workers import Configure
 from runtime.routing.reflow import Reflow
 
 log = logging.getLogger(__name__)

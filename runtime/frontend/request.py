@@ -9,7 +9,9 @@ from typing import Literal, Protocol
 from cost_model.errors import HexGen2Error
 from runtime.frontend.replica import Replica
 from runtime.frontend.request_state import TRANSITIONS, RequestEvent, RequestState
-from runtime.protocol.messages import Decode, Expect, Prefill, Sampling, TokenOutput
+from runtime.protocol.from_workers import TokenOutput
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Decode, Prefill, ReserveKv
 from runtime.routing.router import Route
 
 Outcome = Literal["", "stop", "length", "cancelled", "timeout", "failed"]
@@ -192,9 +194,9 @@ class Generation:
 
     # what the replicas are told
 
-    def expect(self) -> Expect:
+    def reserve_kv(self) -> ReserveKv:
         """To the decode replica, first."""
-        return Expect(
+        return ReserveKv(
             request_id=self.request_id,
             prompt=tuple(self.tokens),
             capacity_tokens=self.capacity_tokens,

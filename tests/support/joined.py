@@ -9,7 +9,9 @@ from pinned import PinningCoordinator
 
 from runtime.frontend.replica import Replica
 from runtime.launcher.worker_link import StreamLink
-from runtime.protocol.messages import Connect, Ready, Sampling
+from runtime.protocol.from_workers import Ready
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Connect
 from runtime.routing.router import Route, Router
 
 PROMPT = [5, 9, 200, 31, 8, 77, 120]

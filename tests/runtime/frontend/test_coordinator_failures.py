@@ -7,16 +7,8 @@ import pytest
 from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
 
 from runtime.frontend.in_flight import RESUMES
-from runtime.protocol.messages import (
-    Cancel,
-    Decode,
-    Expect,
-    Failed,
-    KvMoved,
-    Prefill,
-    RequestFailed,
-    Reserved,
-)
+from runtime.protocol.from_workers import Failed, KvMoved, RequestFailed, Reserved
+from runtime.protocol.to_workers import Cancel, Decode, Prefill, ReserveKv
 from runtime.routing.refusals import Broken, TooLong, Unavailable
 from runtime.routing.router import Route
 
@@ -38,7 +30,7 @@ def test_a_refused_reservation_is_tried_again_after_a_release():
             leads["d0"].answer = refuse_the_second_once
             leads["d0"].gate.set()
             assert await tokens_of(first) == await tokens_of(second) == [300, 301, 302, 303]
-            expected = [message.request_id for message in leads["d0"].received if isinstance(message, Expect)]
+            expected = [each.request_id for each in leads["d0"].received if isinstance(each, ReserveKv)]
             assert expected[:2] == ["r0", "r1"] and len(set(expected)) == 3
 
     run(scenario)
@@ -271,9 +263,9 @@ def test_whatever_fails_every_token_comes_once(seed):
             kind = rng.random() if not self.whole else 1.0
             if kind < 0.05:
                 self.link.close()
-            elif kind < 0.2 and isinstance(message, Expect):
+            elif kind < 0.2 and isinstance(message, ReserveKv):
                 self.link.send(Reserved(request_id=message.request_id, ok=False))
-            elif kind < 0.3 and isinstance(message, (Expect, Prefill, Decode)):
+            elif kind < 0.3 and isinstance(message, (ReserveKv, Prefill, Decode)):
                 self.emit_some(message)
                 failed = RequestFailed(
                     request_id=message.request_id, replica=self.replica_id, text="fell over", fault=True

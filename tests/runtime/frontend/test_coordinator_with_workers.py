@@ -8,7 +8,7 @@ import pytest
 from checkpoints import greedy, write_llama
 from joined import PROMPT, TO_D, TO_E, ask, joined, run, settle, tell_addresses, tokens_of
 
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 from runtime.routing.refusals import Unavailable
 
 
