@@ -105,7 +105,7 @@ class KvTransfer(NamedTuple):
         """Seconds until all of it has moved, with nothing else on the way: the slowest port, or link between
         two nodes, sets the pace (HexGen-2, section 3.3)."""
         links = occupied_s(shared, self.sent, "pairwise")
-        return self.latency_s + max(*self.ports_s.values(), *links.values(), 0.0)
+        return self.latency_s + max([*self.ports_s.values(), *links.values()], default=0.0)
 
     def busy_s(
         self, shared: SharedLinks, hops: Iterable[Sent] = (), links: Links = "shared"

@@ -21,23 +21,18 @@ import httpx
 
 from runtime.launcher.worker_link import Link
 from runtime.logs import about
-from runtime.protocol.messages import (
-    Cancel,
-    Decode,
-    Expect,
+from runtime.protocol.from_workers import (
     Failed,
     KvMoved,
     Load,
-    Message,
-    Ping,
     Pong,
-    Prefill,
     Released,
     RequestFailed,
     Reserved,
-    Shutdown,
     StepOutput,
 )
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Cancel, Decode, Ping, Prefill, ReserveKv, Shutdown
 from runtime.vllm.health import Health
 from runtime.vllm.requests import EngineError, completion, outputs_of, prefill
 
@@ -92,7 +87,7 @@ class VllmLink(Link):
 
     def send(self, message: Message) -> None:
         match message:
-            case Expect(request_id=request_id):
+            case ReserveKv(request_id=request_id):
                 self._held.add(request_id)
                 self._say(Reserved(request_id=request_id, ok=True))
             case Prefill(request_id=request_id, target=""):

@@ -12,25 +12,11 @@ from typing import NoReturn
 from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
 from runtime.kv_cache.leases import Leases
 from runtime.logs import about
+from runtime.protocol.between_workers import ExpectKv, KvLanded, KvSent, Release, Step, StepResult
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import (
-    Arrival,
-    Cancel,
-    Decode,
-    Expect,
-    KvLanded,
-    KvMoved,
-    KvSent,
-    Message,
-    Prefill,
-    Release,
-    Released,
-    RequestFailed,
-    Reserved,
-    Step,
-    StepOutput,
-    StepResult,
-)
+from runtime.protocol.from_workers import KvMoved, Released, RequestFailed, Reserved, StepOutput
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Cancel, Decode, Prefill, ReserveKv
 from runtime.worker.executor import Member
 from runtime.worker.faults import describe, of_replica
 from runtime.worker.scheduler import Completed, Reservation, Scheduler
@@ -73,7 +59,7 @@ class Lead:
 
     # -- reader threads
 
-    def reserve(self, message: Expect) -> None:
+    def reserve(self, message: ReserveKv) -> None:
         """Take blocks for a request and announce it to every worker, which then acknowledges."""
         request_id, prompt = message.request_id, message.prompt
         try:
@@ -94,14 +80,14 @@ class Lead:
         self._inbox.put(Reservation(request_id, prompt, blocks, cached, digests))
         with self._lock:
             self._unacknowledged[request_id] = {self._member.config.worker, *self._followers}, cached
-        arrival = Arrival(
+        arrival = ExpectKv(
             request_id=request_id, table=tuple(blocks), first_token=cached, end_token=len(prompt)
         )
         self._broadcast(arrival)
         self._member.expect(arrival)
         self.acknowledge(self._member.config.worker, request_id)
 
-    def _blocks_for(self, message: Expect) -> tuple[tuple[list[int], int] | None, list[Digest]]:
+    def _blocks_for(self, message: ReserveKv) -> tuple[tuple[list[int], int] | None, list[Digest]]:
         """Blocks for an expected prompt, with how much of it they have already (None: no room), and its
         digests."""
         prompt = message.prompt
@@ -321,6 +307,6 @@ class Lead:
         )
         self._front_end.send(released)
 
-    def _broadcast(self, message: Arrival | Step | Release) -> None:
+    def _broadcast(self, message: ExpectKv | Step | Release) -> None:
         for follower in self._followers.values():
             follower.send(message)

@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING
 from runtime.engine.base import Engine
 from runtime.kv_cache.layout import KvTransfer, outgoing
 from runtime.kv_transfer import KvReceiver, KvSender
+from runtime.protocol.between_workers import ExpectKv, KvSent, SequenceStart, Step, StepResult
+from runtime.protocol.from_workers import RequestFailed
 from runtime.protocol.handshake import Introduction
-from runtime.protocol.messages import (
-    Arrival,
-    Configure,
-    Connect,
-    KvSent,
-    Message,
-    RequestFailed,
-    SequenceStart,
-    Step,
-    StepResult,
-)
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Configure, Connect
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +66,7 @@ class Member:
         """Whether KV can be sent to a replica."""
         return replica in self._replicas
 
-    def expect(self, message: Arrival) -> None:
+    def expect(self, message: ExpectKv) -> None:
         """A request's KV cache will arrive for these blocks."""
         self.receiver.expect(message.request_id, message.table, message.first_token, message.end_token)
 

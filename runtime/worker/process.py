@@ -25,25 +25,12 @@ from runtime import logs
 from runtime.engine.base import Engine
 from runtime.engine.rank import Place
 from runtime.engine.registry import make_engine
+from runtime.protocol.between_workers import ExpectingKv, ExpectKv, Release, Step
 from runtime.protocol.framing import Connection, listen
+from runtime.protocol.from_workers import Failed, Listening, Pong, Ready
 from runtime.protocol.handshake import Newcomers, connect
-from runtime.protocol.messages import (
-    PROTOCOL_VERSION,
-    Arranged,
-    Arrival,
-    Configure,
-    Connect,
-    Expect,
-    Failed,
-    Listening,
-    Message,
-    Ping,
-    Pong,
-    Ready,
-    Release,
-    Shutdown,
-    Step,
-)
+from runtime.protocol.message import PROTOCOL_VERSION, Message
+from runtime.protocol.to_workers import Configure, Connect, Ping, ReserveKv, Shutdown
 from runtime.worker.driver import Lead
 from runtime.worker.executor import Member, introduction
 from runtime.worker.scheduler import Reservation
@@ -201,7 +188,7 @@ class _Worker:
                     self.member.reconnect(message)
             elif self.lead is None:
                 log.warning("worker %s: %s is for a lead", self.config.worker, type(message).__name__)
-            elif isinstance(message, Expect):
+            elif isinstance(message, ReserveKv):
                 self.lead.reserve(message)
             else:
                 self.inbox.put(message)
@@ -209,9 +196,9 @@ class _Worker:
     def _read_lead(self) -> None:
         assert self.to_lead is not None and self.member is not None
         while (message := self.to_lead.receive()) is not None:
-            if isinstance(message, Arrival):
+            if isinstance(message, ExpectKv):
                 self.member.expect(message)
-                self.to_lead.send(Arranged(request_id=message.request_id))
+                self.to_lead.send(ExpectingKv(request_id=message.request_id))
                 continue
             if isinstance(message, Release):
                 for request_id in message.request_ids:
@@ -221,7 +208,7 @@ class _Worker:
 
     def _read_follower(self, name: str, connection: Connection) -> None:
         while (message := connection.receive()) is not None:
-            if isinstance(message, Arranged) and self.lead is not None:
+            if isinstance(message, ExpectingKv) and self.lead is not None:
                 self.lead.acknowledge(name, message.request_id)
             else:
                 self.inbox.put(message)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from scripted import PAIR, PROMPT, run, sampling, serving, settle, tokens_of
 
-from runtime.protocol.messages import Expect
+from runtime.protocol.to_workers import ReserveKv
 from runtime.routing.refusals import Overloaded, Unavailable
 from runtime.routing.router import Route
 
@@ -17,7 +17,7 @@ def test_a_request_goes_through_prefill_and_decode_in_order():
             assert await tokens_of(generation) == [300, 301, 302, 303, 304]
             assert generation.route == PAIR[0]
             assert leads["p0"].kinds() == ["Prefill"] and leads["p0"].received[0].target == "d0"
-            assert leads["d0"].kinds() == ["Expect", "Decode"]
+            assert leads["d0"].kinds() == ["ReserveKv", "Decode"]
             assert leads["d0"].received[0].capacity_tokens == 8
             await settle(coordinator)
             (record,) = coordinator.records
@@ -64,7 +64,7 @@ def test_an_end_at_the_first_token_frees_the_reservation():
             leads["p0"].stop_at["r0"] = 0
             assert await tokens_of(coordinator.submit(PROMPT, sampling(9))) == [300]
             await settle(coordinator)
-            assert leads["d0"].kinds() == ["Expect", "Cancel"] and not leads["d0"].held
+            assert leads["d0"].kinds() == ["ReserveKv", "Cancel"] and not leads["d0"].held
             assert leads["p0"].kinds() == ["Prefill"]
             assert coordinator.records[0].outcome == "stop"
 
@@ -116,7 +116,7 @@ def test_requests_wait_in_order_for_room_and_a_full_queue_refuses():
             leads["d0"].gate.set()
             results = await asyncio.gather(*map(tokens_of, running))
             assert results == [[300, 301, 302, 303, 304, 305]] * 4
-            expected = [message.request_id for message in leads["d0"].received if isinstance(message, Expect)]
+            expected = [each.request_id for each in leads["d0"].received if isinstance(each, ReserveKv)]
             assert expected == ["r0", "r1", "r2", "r3"]
 
     run(scenario)

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from runtime.protocol.between_workers import ExpectKv, Release
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import Arrival, Cancel, Expect, Release, Released, Reserved
+from runtime.protocol.from_workers import Released, Reserved
+from runtime.protocol.to_workers import Cancel, ReserveKv
 from runtime.worker.driver import Lead
 
 BLOCKS, SIZE = 10, 4
-REQUEST = Expect(request_id="r0", prompt=(1,) * 6, capacity_tokens=12)
+REQUEST = ReserveKv(request_id="r0", prompt=(1,) * 6, capacity_tokens=12)
 READY = Reserved(request_id="r0", ok=True)
 RELEASED = Released(request_id="r0", replica="d", free_blocks=BLOCKS)
 
@@ -50,7 +52,7 @@ class Side:
     def answers(self):
         """What the front end was sent; a last reservation of all blocks tells that nothing else is held."""
         self.handle_inbox()
-        self.lead.reserve(Expect(request_id="last", prompt=(2,) * 39, capacity_tokens=40))
+        self.lead.reserve(ReserveKv(request_id="last", prompt=(2,) * 39, capacity_tokens=40))
         self.lead.acknowledge("d/1", "last")
         found = []
         while (message := self.front_end.receive()) != Reserved(request_id="last", ok=True):
@@ -84,7 +86,7 @@ def test_a_reservation_is_answered_once_and_gives_its_blocks_back(events, expect
             side.handle_inbox()
     assert side.answers() == expected
     arrival, release, *_ = side.told
-    assert isinstance(arrival, Arrival) and (arrival.first_token, arrival.end_token) == (0, 6)
+    assert isinstance(arrival, ExpectKv) and (arrival.first_token, arrival.end_token) == (0, 6)
     assert len(set(arrival.table)) == 2
     assert release == Release(request_ids=("r0",))
     assert side.silenced == ["r0"]
@@ -102,15 +104,15 @@ def test_an_acknowledgement_after_a_cancel_says_nothing():
 @pytest.mark.parametrize("capacity", [41, 6])
 def test_what_never_fits_is_refused_and_holds_nothing(capacity):
     side = Side()
-    side.lead.reserve(Expect(request_id="r0", prompt=(1,) * 6, capacity_tokens=capacity))
+    side.lead.reserve(ReserveKv(request_id="r0", prompt=(1,) * 6, capacity_tokens=capacity))
     assert side.answers() == [Reserved(request_id="r0", ok=False)]
-    assert side.told[:1] != [Arrival]
+    assert side.told[:1] != [ExpectKv]
 
 
 def test_without_free_blocks_a_reservation_is_refused_until_some_come_back():
     side = Side()
-    side.lead.reserve(Expect(request_id="big", prompt=(3,) * 36, capacity_tokens=38))
-    side.lead.reserve(Expect(request_id="r0", prompt=(1,) * 6, capacity_tokens=12))
+    side.lead.reserve(ReserveKv(request_id="big", prompt=(3,) * 36, capacity_tokens=38))
+    side.lead.reserve(ReserveKv(request_id="r0", prompt=(1,) * 6, capacity_tokens=12))
     side.lead.acknowledge("d/1", "big")
     side.inbox.put(Cancel(request_id="big"))
     side.handle_inbox()
