@@ -106,9 +106,9 @@ class CostModel(ABC):
         """Seconds of a stage outside its layers: a fixed step cost, and the LM head if `last`."""
         return self.edge_work_s(group, batch, last)
 
-    def boundary_s(self, phase: Phase, link: Link, batch: float) -> float:
+    def hop_s(self, phase: Phase, link: Link, batch: float) -> float:
         """Seconds to pass the activations of one prefill or one decode step to the next stage."""
-        return self.boundary_work_s(link, batch * self.isl if phase == "prefill" else batch)
+        return self.hop_work_s(link, batch * self.isl if phase == "prefill" else batch)
 
     def work(self, phase: Phase, batch: float) -> Work:
         """What a prefill of `batch` prompts, or a decode step of `batch` requests, is on average."""
@@ -143,7 +143,7 @@ class CostModel(ABC):
     def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
         """Seconds of a stage outside its layers in a step that samples so many tokens."""
 
-    def boundary_work_s(self, link: Link, tokens: float) -> float:
+    def hop_work_s(self, link: Link, tokens: float) -> float:
         """Seconds to pass the activations of so many tokens to the next stage."""
         return link.latency_s + tokens * self.activation_bytes_per_token / link.bandwidth_bytes_s
 

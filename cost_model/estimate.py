@@ -73,7 +73,7 @@ def estimate(
         """Through all stages, one after the other."""
         layer_s = costs.layer_s(phase, group, batch)
         edges_s = math.fsum(costs.edge_s(phase, group, batch, stage == last) for stage in range(shape.pp))
-        return model.layers * layer_s + edges_s + last * costs.boundary_s(phase, shape.link, batch)
+        return model.layers * layer_s + edges_s + last * costs.hop_s(phase, shape.link, batch)
 
     memory = [costs.stage_memory("decode", group, stage == 0, stage == last) for stage in range(shape.pp)]
     held = list(zip(memory, split, strict=True))

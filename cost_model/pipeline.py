@@ -35,7 +35,7 @@ class PhaseTimes:
     the step (prefill) or under way (decode)."""
 
     stage_s: Sequence[float]
-    boundary_s: Sequence[float]
+    hop_s: Sequence[float]
     batch: float
 
 
@@ -57,22 +57,22 @@ def prefill_batches_held(semantics: PipelineSemantics, stages: int) -> int:
 
 
 def prefill_pace(
-    semantics: PipelineSemantics, stage_s: Sequence[float], boundary_s: Sequence[float], batch: float
+    semantics: PipelineSemantics, stage_s: Sequence[float], hop_s: Sequence[float], batch: float
 ) -> Pace:
-    """Pace of a prefill replica whose stages take stage_s for `batch` prompts and whose hops boundary_s.
+    """Pace of a prefill replica whose stages take stage_s for `batch` prompts and whose hops hop_s.
 
     Latency is the sum of all. Requests/s are batch / latency (Appendix A), but batch / slowest stage or hop
     where stages work on batches of their own ("pipelined").
     """
-    latency = math.fsum((*stage_s, *boundary_s))
-    period = max(*stage_s, *boundary_s, 0.0) if semantics == "pipelined" else latency
+    latency = math.fsum((*stage_s, *hop_s))
+    period = max(*stage_s, *hop_s, 0.0) if semantics == "pipelined" else latency
     return Pace(batch / period, latency)
 
 
 def decode_pace(
     semantics: PipelineSemantics,
     stage_s: Sequence[float],
-    boundary_s: Sequence[float],
+    hop_s: Sequence[float],
     batch: float,
     osl: float,
 ) -> Pace:
@@ -83,11 +83,11 @@ def decode_pace(
     longer of the sum and of one turn of the slowest stage or hop for each micro-batch; the requests under
     way are `batch` together ("pipelined") or in each micro-batch ("paper_optimistic").
     """
-    walk = math.fsum((*stage_s, *boundary_s))
+    walk = math.fsum((*stage_s, *hop_s))
     if semantics == "literal":
         return Pace(batch / (walk * osl), walk)
     stages = len(stage_s)
-    cycle = max(stages * max(*stage_s, *boundary_s, 0.0), walk)
+    cycle = max(stages * max(*stage_s, *hop_s, 0.0), walk)
     return Pace(under_way(semantics, batch, stages) / (cycle * osl), cycle)
 
 
@@ -105,13 +105,11 @@ def colocated_pace(semantics: PipelineSemantics, prefill: PhaseTimes, decode: Ph
     rho = F / F_p the share of time spent in prefills. Phases only share time here: that a prefill makes
     single decode steps late, and that a prompt holds memory during its prefill, is left out.
     """
-    first = prefill_pace(semantics, prefill.stage_s, prefill.boundary_s, prefill.batch)
-    rest = decode_pace(semantics, decode.stage_s, decode.boundary_s, decode.batch, osl)
+    first = prefill_pace(semantics, prefill.stage_s, prefill.hop_s, prefill.batch)
+    rest = decode_pace(semantics, decode.stage_s, decode.hop_s, decode.batch, osl)
     if semantics == "pipelined":
         running = micro_batch(semantics, decode.batch, len(decode.stage_s))
-        both = zip(
-            (*prefill.stage_s, *prefill.boundary_s), (*decode.stage_s, *decode.boundary_s), strict=True
-        )
+        both = zip((*prefill.stage_s, *prefill.hop_s), (*decode.stage_s, *decode.hop_s), strict=True)
         busy = (p / prefill.batch + osl * d / running for p, d in both)
         request_s = max(1 / rest.capacity_req_s, *busy)
     else:

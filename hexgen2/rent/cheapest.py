@@ -7,7 +7,7 @@ import itertools
 from cost_model.errors import InfeasibleError
 from hexgen2.rent.release import cheapest_alike
 from hexgen2.rent.universe import attempt, fresh
-from hexgen2.search.budget import Market, spendable
+from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluator import Evaluation
 from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Solution
@@ -35,7 +35,7 @@ def explore_cost(state: SearchState, seed: int) -> None:
     if state.best is None and (most is None or most.req_s <= 0):
         refuse_budget(state, seed)
     elif most is not None and state.cut is None:
-        price = Market(problem, 0.0).price(most.solution)
+        price = Budget(problem, 0.0).price(most.solution)
         raise InfeasibleError(
             f"no rental found that carries {load:g} requests/s: the most is {most.req_s:.4g}, "
             f"for {price:.2f} $/h; lower --request-rate, or raise --budget or offer more GPUs"
@@ -46,7 +46,7 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
     """Leave the cheapest solution that carries req_s (0: anything at all) in state.best, if one is found
     that costs at most so many US dollars per hour; else return the best for that much."""
     evaluator = state.evaluator
-    prices = Market(evaluator.problem, most_per_hour)
+    prices = Budget(evaluator.problem, most_per_hour)
     target = max(req_s * CARRIED, 1e-9)
     failed = evaluator.relaxed.least_price(req_s)
     if failed > most_per_hour:
@@ -99,7 +99,7 @@ def refuse_budget(state: SearchState, seed: int) -> None:
     free = fresh(state)
     leave_cheapest(free, seed, 0.0, everything)
     if free.best is not None:
-        price = Market(problem, everything).price(free.best.solution)
+        price = Budget(problem, everything).price(free.best.solution)
         raise InfeasibleError(
             f"no placement of {problem.model.name} within {problem.goal.budget_per_hour:g} $/h: the cheapest "
             f"{'' if free.proved else 'found '}costs {price:.2f} $/h; raise --budget to that"

@@ -7,7 +7,7 @@ import numpy as np
 from hexgen2.rent.cheapest import leave_cheapest
 from hexgen2.rent.universe import attempt, fresh
 from hexgen2.rent.within_budget import Plain, explore_budget
-from hexgen2.search.budget import Market, spendable
+from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluator import Evaluation
 from hexgen2.search.local_search import SearchState
 from hexgen2.search.ties import exceeds
@@ -31,7 +31,7 @@ def explore_frontier(state: SearchState, seed: int, plain: Plain) -> None:
     best = cheapest.best
     if best is None or problem.goal.frontier is None:
         return
-    for budget in np.linspace(Market(problem, last).price(best.solution), last, problem.goal.frontier)[:-1]:
+    for budget in np.linspace(Budget(problem, last).price(best.solution), last, problem.goal.frontier)[:-1]:
         if state.out_of_time():
             break
         starts = [found.solution for found in (best, state.best) if found]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 
-from hexgen2.search.budget import Market, releases, trades
+from hexgen2.search.budget import Budget, releases, trades
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.problem import Solution
 from hexgen2.search.ties import exceeds, least, smallest_first
 
 
-def fitted(evaluator: Evaluator, market: Market, solution: Solution) -> Solution:
-    """The solution cut down to the market's budget: again and again the release that costs least score
+def fitted(evaluator: Evaluator, budget: Budget, solution: Solution) -> Solution:
+    """The solution cut down to the budget: again and again the release that costs least score
     for each dollar saved."""
-    while not market.affordable(solution):
-        price, score = market.price(solution), evaluator.evaluate(solution).score
+    while not budget.affordable(solution):
+        price, score = budget.price(solution), evaluator.evaluate(solution).score
 
         def loss_per_dollar(rest: Solution, price: float = price, score: float = score) -> float:
-            saved = price - market.price(rest)
+            saved = price - budget.price(rest)
             return (score - evaluator.evaluate(rest).score) / saved if saved > 0 else float("inf")
 
         rests = [rest for _, rest in releases(solution, range(len(solution.groups)))]
@@ -37,8 +37,8 @@ def _cheaper(evaluator: Evaluator, current: Evaluation, req_s: float) -> Evaluat
     """The cheapest neighbour that still carries req_s, if it costs less."""
     solution = current.solution
     everyone = list(range(len(solution.groups)))
-    price = Market(evaluator.problem, 0.0).price(solution)
-    below = Market(evaluator.problem, price * (1 - 1e-6))
+    price = Budget(evaluator.problem, 0.0).price(solution)
+    below = Budget(evaluator.problem, price * (1 - 1e-6))
     steps = itertools.chain(releases(solution, everyone), trades(below, solution, everyone, everyone))
     options = {rest.key: rest for _, rest in steps if below.affordable(rest)}
     for rest in smallest_first(options.values(), below.price):

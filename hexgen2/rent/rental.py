@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from cluster_specs.offers import rented_part
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Bound, FrontierPoint, Placement, Rented, SearchRecord
-from hexgen2.search.budget import ROUNDING, Market, spendable
+from hexgen2.search.budget import ROUNDING, Budget, spendable
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.local_search import SearchState
@@ -72,7 +72,7 @@ def _used(evaluation: Evaluation) -> Solution:
 
 def _point(universe: Problem, budget: float, found: Evaluation) -> FrontierPoint:
     used = _used(found)
-    price, tokens_s = Market(universe, budget).price(used), found.req_s * universe.costs.osl
+    price, tokens_s = Budget(universe, budget).price(used), found.req_s * universe.costs.osl
     return FrontierPoint(
         budget_per_hour=budget,
         price_per_hour=price,
@@ -87,7 +87,7 @@ def in_use(universe: Problem, solution: Solution) -> list[int]:
     """GPUs of each node that are in a group."""
     counts = [0] * len(universe.node_gpus)
     for group in solution.groups:
-        for node, count in group.blocks:
+        for node, count in group.counts:
             counts[node] += count
     return counts
 
@@ -111,7 +111,7 @@ def rental_bound(state: SearchState, solution: Solution, req_s: float) -> Bound:
     and the least price that carries the load: its own, if that is proved."""
     universe, relaxed = state.evaluator.problem, state.evaluator.relaxed
     goal = universe.goal
-    price = Market(universe, spendable(universe)).price(solution)
+    price = Budget(universe, spendable(universe)).price(solution)
     if goal.objective == "cost" and goal.request_rate is not None:
         least = price if state.proved else min(price, relaxed.least_price(goal.request_rate))
         bound = relaxed.limit(price * (1 + ROUNDING)).bound(req_s)
@@ -122,7 +122,7 @@ def rental_bound(state: SearchState, solution: Solution, req_s: float) -> Bound:
 def _renamed(solution: Solution, names: Mapping[int, int]) -> Solution:
     return Solution(
         tuple(
-            Group(group.role, tuple(sorted((names[node], count) for node, count in group.blocks)))
+            Group(group.role, tuple(sorted((names[node], count) for node, count in group.counts)))
             for group in solution.groups
         )
     )

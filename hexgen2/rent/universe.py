@@ -9,14 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from hexgen2.rent.release import cheapest_alike, fitted
-from hexgen2.search.budget import Market
-from hexgen2.search.enumeration import enumerate_all
+from hexgen2.search.budget import Budget
+from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import SearchState, refine
 from hexgen2.search.perturbation import kick
 from hexgen2.search.problem import Solution
 from hexgen2.search.ties import greatest_first
-from hexgen2.strategies.exact import MAX_GPUS
 
 ATTEMPT_EFFORT = 2500
 """Effort (see SearchState) for one of many budgets."""
@@ -31,14 +30,14 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
     """Bound what the budget carries, and leave it at that if the target is more. Climb from the starts, from
     those of the linear program and from the state's best; settle small universes by enumeration; kick and
     climb on until the effort is spent."""
-    evaluator, market = state.evaluator, state.market
-    assert market is not None
-    state.bounded_by(evaluator.relaxed.limit(market.budget_per_hour))
+    evaluator, budget = state.evaluator, state.budget
+    assert budget is not None
+    state.bounded_by(evaluator.relaxed.limit(budget.per_hour))
     assert state.limit is not None
     if state.limit.req_s < state.target_req_s < math.inf:
         state.proved = True
         return
-    linear = {s.key: s for s in _linear_starts(evaluator, market) if market.affordable(s)}
+    linear = {s.key: s for s in _linear_starts(evaluator, budget) if budget.affordable(s)}
     state.effort_limit = state.effort + effort
     for solution in starts:
         refine(state, solution, "start from another budget")
@@ -52,7 +51,7 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
     for _ in range(MAX_KICKS):
         if state.best is None or state.proved or state.finished():
             break
-        name, solution = kick(rng, state.best.solution, evaluator.problem, market)
+        name, solution = kick(rng, state.best.solution, evaluator.problem, budget)
         refine(state, solution, name)
     if state.best is not None and state.best.req_s > 0:
         state.best = cheapest_alike(evaluator, state.best, state.best.req_s)
@@ -60,29 +59,29 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
 
 def fresh(state: SearchState) -> SearchState:
     """A state of its own for other budgets and targets; shares evaluator, deadline, progress and trace."""
-    return replace(state, best=None, limit=None, proved=False, market=None, target_req_s=float("inf"))
+    return replace(state, best=None, limit=None, proved=False, budget=None, target_req_s=float("inf"))
 
 
 def attempt(
     state: SearchState,
     seed: int,
-    budget: float,
+    per_hour: float,
     starts: Sequence[Solution],
     target_req_s: float = float("inf"),
 ) -> SearchState:
-    """Search within another budget; what is found is in the state returned."""
+    """Search within another budget (US dollars per hour); what is found is in the state returned."""
     tried = fresh(state)
-    tried.market, tried.target_req_s = Market(state.evaluator.problem, budget), target_req_s
+    tried.budget, tried.target_req_s = Budget(state.evaluator.problem, per_hour), target_req_s
     evaluator = state.evaluator
-    search_universe(tried, seed, ATTEMPT_EFFORT, [fitted(evaluator, tried.market, s) for s in starts])
+    search_universe(tried, seed, ATTEMPT_EFFORT, [fitted(evaluator, tried.budget, s) for s in starts])
     state.cut = tried.cut
     return tried
 
 
-def _linear_starts(evaluator: Evaluator, market: Market) -> Iterator[Solution]:
+def _linear_starts(evaluator: Evaluator, budget: Budget) -> Iterator[Solution]:
     """From the linear program over all types, and over each alone."""
     problem = evaluator.problem
     types = problem.cluster.types
     for cards in (types, *((card,) for card in types)):
         nodes = [n for n, card in enumerate(problem.node_accelerator) if card in cards]
-        yield evaluator.relaxed.start(market.budget_per_hour, nodes)
+        yield evaluator.relaxed.start(budget.per_hour, nodes)

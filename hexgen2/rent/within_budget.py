@@ -1,4 +1,9 @@
-"""The best rental within a budget, never less than the best of one GPU type alone."""
+"""The best rental within a budget, at least as good as the best rental of a single GPU type.
+
+The search runs over the universe of all nodes and offers; solutions over the budget are rejected. It starts
+from the plain search on the largest affordable rental of each GPU type alone, and from the linear program
+over all types and over each type.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hexgen2.rent.cheapest import refuse_budget
 from hexgen2.rent.rental import part_of
 from hexgen2.rent.universe import search_universe
-from hexgen2.search.budget import Market, spendable
+from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import SearchState
 
@@ -26,8 +31,8 @@ def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
     InfeasibleError : nothing works within the budget, but more money would do; says how much
     """
     problem = state.evaluator.problem
-    market = state.market = Market(problem, spendable(problem))
-    for accelerator, counts in single_types(market):
+    budget = state.budget = Budget(problem, spendable(problem))
+    for accelerator, counts in single_types(budget):
         if state.out_of_time():
             return
         _search_alone(state, f"rent {accelerator} alone", counts, seed, plain)
@@ -36,14 +41,14 @@ def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
         refuse_budget(state, seed)
 
 
-def single_types(market: Market) -> Iterator[tuple[str, list[int]]]:
+def single_types(budget: Budget) -> Iterator[tuple[str, list[int]]]:
     """For each GPU type, fastest first: the most GPUs of it that the budget allows, of each node."""
-    problem = market.problem
+    problem = budget.problem
     for card in problem.cluster.types:
         nodes = [n for n, other in enumerate(problem.node_accelerator) if other == card]
-        counts, left = [0] * len(problem.node_gpus), market.budget_per_hour
+        counts, left = [0] * len(problem.node_gpus), budget.per_hour
         for node in sorted(nodes, key=lambda n: (problem.node_price[n], -len(problem.node_gpus[n]), n)):
-            counts[node] = market.most(node, left)
+            counts[node] = budget.most(node, left)
             left -= counts[node] * problem.node_price[node]
         if sum(counts) >= 2:
             yield card.name, counts

@@ -17,7 +17,7 @@ from ortools.graph.python import linear_sum_assignment
 
 from hexgen2.moves import Action, Cost
 from hexgen2.replan.previous import OldReplica, Previous
-from hexgen2.search.evaluator import Evaluation, Replica
+from hexgen2.search.evaluator import Evaluation, PlannedReplica
 from hexgen2.search.planning.shards import Shard, shard_bytes, shards_of, shared_bytes
 from hexgen2.search.problem import Problem
 
@@ -55,7 +55,7 @@ class Successor:
     """A replica of the new plan with its GPUs by stage, and what stands between it and its first request:
     GPUs that drain, then restart and load. `old` is the replica whose stages it continues, if any."""
 
-    replica: Replica
+    replica: PlannedReplica
     gpus: tuple[tuple[int, ...], ...]
     old: OldReplica | None
     action: Action
@@ -82,7 +82,7 @@ class Migrator:
             found.setdefault(old.stages or (), []).append(old)
         return found
 
-    def successors(self, replicas: Sequence[Replica]) -> list[Successor]:
+    def successors(self, replicas: Sequence[PlannedReplica]) -> list[Successor]:
         """Every replica with GPUs and moves, in the given order."""
         continued = self._continued(replicas)
         taken = {gpu for old in continued.values() for stage in old.gpus for gpu in stage}
@@ -107,7 +107,7 @@ class Migrator:
             for k, replica in enumerate(replicas)
         ]
 
-    def _continued(self, replicas: Sequence[Replica]) -> dict[int, OldReplica]:
+    def _continued(self, replicas: Sequence[PlannedReplica]) -> dict[int, OldReplica]:
         """The old replica that each new one continues with its stages as they are: first those that keep
         role and batch as well."""
         found: dict[int, OldReplica] = {}
@@ -147,13 +147,15 @@ class Migrator:
         reused = shared_bytes(self.problem.model, shard, held) if held else 0.0
         return shard_bytes(self.problem.model, shard) - reused
 
-    def _unmoved(self, replica: Replica, old: OldReplica) -> Successor:
+    def _unmoved(self, replica: PlannedReplica, old: OldReplica) -> Successor:
         gpus = tuple(tuple(gpu for gpu in stage if gpu is not None) for stage in old.gpus)
         if _same_service(replica, old):
             return Successor(replica, gpus, old, "keep", 0.0, 0.0, 0.0)
         return Successor(replica, gpus, old, "restart", 0.0, old.drain_s, self.terms.restart_s)
 
-    def _moved(self, replica: Replica, gpus: tuple[tuple[int, ...], ...], loads: list[float]) -> Successor:
+    def _moved(
+        self, replica: PlannedReplica, gpus: tuple[tuple[int, ...], ...], loads: list[float]
+    ) -> Successor:
         drain = max(self.previous.drain_s.get(gpu, 0.0) for stage in gpus for gpu in stage)
         load_s = self.terms.restart_s + max(loads) / self.terms.load_bytes_s
         return Successor(replica, gpus, None, "start", math.fsum(loads), drain, load_s)
@@ -184,5 +186,5 @@ class Migrator:
         )
 
 
-def _same_service(replica: Replica, old: OldReplica) -> bool:
+def _same_service(replica: PlannedReplica, old: OldReplica) -> bool:
     return replica.group.role == old.role and replica.plan.batch == old.batch

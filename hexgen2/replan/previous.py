@@ -9,7 +9,7 @@ from hexgen2.placement import Placement
 from hexgen2.placement import Replica as PlacedReplica
 from hexgen2.search.planning.plan import PlannedStage
 from hexgen2.search.planning.shards import Shard, shards_of
-from hexgen2.search.problem import Blocks, Group, Problem, blocks_of
+from hexgen2.search.problem import Group, NodeCounts, Problem, counts_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class OldReplica:
     alive: bool
 
     @cached_property
-    def blocks(self) -> Blocks:
+    def counts(self) -> NodeCounts:
         """The GPUs of an intact replica, per node."""
         return _count(stage.node for stage in self.stages or () for _ in range(stage.degree))
 
@@ -65,10 +65,10 @@ class Previous:
         """What the losses left of each broken replica, as a group of the same role."""
         node_of = self._problem.cluster.node_of
         return [
-            Group(old.role, blocks)
+            Group(old.role, counts)
             for old in self.replicas
             if not old.alive
-            and (blocks := _count(int(node_of[g]) for gpus in old.gpus for g in gpus if g is not None))
+            and (counts := _count(int(node_of[g]) for gpus in old.gpus for g in gpus if g is not None))
         ]
 
     def _replica(self, replica: PlacedReplica) -> OldReplica:
@@ -119,8 +119,8 @@ def _surviving(problem: Problem, placement: Placement) -> dict[str, int]:
     return found
 
 
-def _count(nodes) -> Blocks:
+def _count(nodes) -> NodeCounts:
     counts: dict[int, int] = {}
     for node in nodes:
         counts[node] = counts.get(node, 0) + 1
-    return blocks_of(counts)
+    return counts_of(counts)

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from hexgen2.replan.migration import Migrator
 from hexgen2.replan.previous import OldReplica
-from hexgen2.search.evaluator import Evaluation, Evaluator, Replica
+from hexgen2.search.evaluator import Evaluation, Evaluator, PlannedReplica
 from hexgen2.search.planning.plan import GroupPlan, Planner
 from hexgen2.search.planning.shards import shard_bytes, shards_of
-from hexgen2.search.problem import Blocks, Group, Problem, Solution
+from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.ties import exceeds
 
 POLISH_ROUNDS = 3
@@ -25,12 +25,12 @@ class ReplanEvaluator(Evaluator):
     def __init__(self, problem: Problem, planner: Planner, migrator: Migrator) -> None:
         super().__init__(problem, planner)
         self.migrator = migrator
-        self._running: dict[Blocks, list[OldReplica]] = {}
+        self._running: dict[NodeCounts, list[OldReplica]] = {}
         for old in migrator.previous.intact:
-            self._running.setdefault(old.blocks, []).append(old)
+            self._running.setdefault(old.counts, []).append(old)
         self._chosen: dict[Group, GroupPlan | None] = {}
 
-    def way_cost(self, replicas: Sequence[Replica], req_s: float) -> tuple[float, float]:
+    def way_cost(self, replicas: Sequence[PlannedReplica], req_s: float) -> tuple[float, float]:
         horizon = self.migrator.terms.horizon_s
         found = self.migrator.successors(replicas)
         idle = math.fsum(s.replica.plan.capacity_req_s * min(1.0, s.absent_s / horizon) for s in found)
@@ -39,8 +39,8 @@ class ReplanEvaluator(Evaluator):
     def plan_of(self, group: Group) -> GroupPlan | None:
         """The best, but where a replica runs on these GPUs: of its plans, the one that serves most within the
         horizon on its own."""
-        if group.blocks not in self._running:
-            return self.planner.plan(group.role, group.blocks)
+        if group.counts not in self._running:
+            return self.planner.plan(group.role, group.counts)
         if group not in self._chosen:
             horizon = self.migrator.terms.horizon_s
             best, most = None, 0.0
@@ -56,7 +56,7 @@ class ReplanEvaluator(Evaluator):
         or its stages as they are, and the best for the group, with all its weights to load."""
         planner, terms = self.planner, self.migrator.terms
         drain_s = 0.0
-        for old in self._running.get(group.blocks, ()):
+        for old in self._running.get(group.counts, ()):
             assert old.stages is not None
             drain_s = max(drain_s, old.drain_s)
             for batch in (old.batch, None):
@@ -64,7 +64,7 @@ class ReplanEvaluator(Evaluator):
                 if plan:
                     same = group.role == old.role and plan.batch == old.batch
                     yield plan, 0.0 if same else old.drain_s / 2 + terms.restart_s
-        plan = planner.plan(group.role, group.blocks)
+        plan = planner.plan(group.role, group.counts)
         if plan:
             shards = shards_of([(stage.degree, stage.layers) for stage in plan.stages])
             largest = max(shard_bytes(self.problem.model, rank) for stage in shards for rank in stage)
@@ -74,14 +74,14 @@ class ReplanEvaluator(Evaluator):
         """What is left of the old placement if nothing is done. A replica whose batch does not fit under the
         workload is given one that does; one that fits no longer stands still."""
         groups: list[Group] = []
-        replicas: list[Replica] = []
+        replicas: list[PlannedReplica] = []
         for old in self.migrator.previous.intact:
             assert old.stages is not None
-            group = Group(old.role, old.blocks)
+            group = Group(old.role, old.counts)
             plans = (self.planner.plan_layers(old.role, old.stages, batch) for batch in (old.batch, None))
             plan = next((plan for plan in plans if plan), None)
             if plan:
-                replicas.append(Replica(len(groups), group, plan))
+                replicas.append(PlannedReplica(len(groups), group, plan))
             groups.append(group)
         return self.with_plans(Solution(tuple(groups)), *_by_role(replicas))
 
@@ -117,7 +117,7 @@ class ReplanEvaluator(Evaluator):
         return best
 
 
-def _by_role(replicas: Sequence[Replica]) -> tuple[tuple[Replica, ...], ...]:
+def _by_role(replicas: Sequence[PlannedReplica]) -> tuple[tuple[PlannedReplica, ...], ...]:
     """Prefill, decode and colocated ones."""
     roles = ("prefill", "decode", "colocated")
     return tuple(tuple(r for r in replicas if r.group.role == role) for role in roles)

@@ -46,11 +46,11 @@ def _pace(replica: Replica, times: ReplicaTimes) -> Pace:
     batch, semantics, osl = replica.max_batch, times.semantics, times.costs.osl
     if replica.role == "prefill":
         prefill = _phase_times(times, "prefill", batch)
-        return prefill_pace(semantics, prefill.stage_s, prefill.boundary_s, batch)
+        return prefill_pace(semantics, prefill.stage_s, prefill.hop_s, batch)
     running = _phase_times(times, "decode", micro_batch(semantics, batch, times.stages))
-    decode = PhaseTimes(running.stage_s, running.boundary_s, batch)
+    decode = PhaseTimes(running.stage_s, running.hop_s, batch)
     if replica.role == "decode":
-        return decode_pace(semantics, decode.stage_s, decode.boundary_s, batch, osl)
+        return decode_pace(semantics, decode.stage_s, decode.hop_s, batch, osl)
     prompts = min(batch, times.costs.prefill_batch())
     return colocated_pace(semantics, _phase_times(times, "prefill", prompts), decode, osl)
 
@@ -61,7 +61,7 @@ def _phase_times(times: ReplicaTimes, phase: Phase, batch: float) -> PhaseTimes:
         layers * costs.layer_s(phase, group, batch) + costs.edge_s(phase, group, batch, j == last)
         for j, (layers, group) in enumerate(zip(times.layers, times.groups, strict=True))
     ]
-    return PhaseTimes(stage_s, [costs.boundary_s(phase, hop, batch) for hop in times.hops], batch)
+    return PhaseTimes(stage_s, [costs.hop_s(phase, hop, batch) for hop in times.hops], batch)
 
 
 def bottlenecks_of(

@@ -11,40 +11,40 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from hexgen2.search.operators import Step, idle_blocks, replaced
-from hexgen2.search.problem import Blocks, Group, Problem, Solution, blocks_of
+from hexgen2.search.operators import Step, idle_gpus, replaced
+from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
 
 ROUNDING = 1e-9
 """Relative slack for prices that were added up in floating point."""
 
 
 @dataclass(frozen=True)
-class Market:
+class Budget:
     """The prices of a problem's GPUs, and what all in use may cost together in US dollars per hour."""
 
     problem: Problem
-    budget_per_hour: float
+    per_hour: float
 
     def price(self, solution: Solution) -> float:
         """US dollars per hour for the GPUs in groups."""
         prices = self.problem.node_price
-        return math.fsum(prices[node] * count for group in solution.groups for node, count in group.blocks)
+        return math.fsum(prices[node] * count for group in solution.groups for node, count in group.counts)
 
     def affordable(self, solution: Solution) -> bool:
         """Whether the solution's price is within the budget."""
-        return self.price(solution) <= self.budget_per_hour * (1 + ROUNDING)
+        return self.price(solution) <= self.per_hour * (1 + ROUNDING)
 
     def most(self, node: int, money: float) -> int:
         """GPUs of a node that so much money buys."""
         price, size = self.problem.node_price[node], len(self.problem.node_gpus[node])
         return size if price <= 0 else min(size, int(money / price * (1 + ROUNDING)))
 
-    def on_offer(self, solution: Solution) -> Blocks:
+    def on_offer(self, solution: Solution) -> NodeCounts:
         """GPUs in no group; of nodes alike in all and wholly unused, only the first."""
         sizes = tuple(len(gpus) for gpus in self.problem.node_gpus)
         seen: set[int] = set()
         offered = []
-        for node, count in idle_blocks(solution, sizes):
+        for node, count in idle_gpus(solution, sizes):
             if count == sizes[node]:
                 if self._twin[node] in seen:
                     continue
@@ -83,51 +83,51 @@ def releases(solution: Solution, groups: Iterable[int]) -> Iterator[Step]:
     for a in groups:
         group = solution.groups[a]
         for given in _given(group):
-            rest = Group(group.role, _minus(group.blocks, given))
+            rest = Group(group.role, _minus(group.counts, given))
             yield f"release {_text(given)} of {group.role}", replaced(solution, {a: rest})
 
 
-def trades(market: Market, solution: Solution, givers: list[int], takers: list[int]) -> Iterator[Step]:
+def trades(budget: Budget, solution: Solution, givers: list[int], takers: list[int]) -> Iterator[Step]:
     """Idle GPUs of one node, as many as the budget allows or fewer, join a group or form one; a group may
     give back GPUs of other nodes for them."""
-    offered = market.on_offer(solution)
-    left = market.budget_per_hour - market.price(solution)
-    prices = market.problem.node_price
-    nothing: tuple[int | None, Blocks] = (None, ())
+    offered = budget.on_offer(solution)
+    left = budget.per_hour - budget.price(solution)
+    prices = budget.problem.node_price
+    nothing: tuple[int | None, NodeCounts] = (None, ())
     gifts = [nothing, *((a, given) for a in givers for given in _given(solution.groups[a]))]
     for giver, given in gifts:
         money = left + math.fsum(prices[node] * count for node, count in given)
         for node, idle in offered:
             if any(node == n for n, _ in given):
                 continue
-            for count in _amounts(min(idle, market.most(node, money))):
+            for count in _amounts(min(idle, budget.most(node, money))):
                 yield from _hires(solution, giver, given, (node, count), takers)
 
 
 def _hires(
-    solution: Solution, giver: int | None, given: Blocks, hired: tuple[int, int], takers: list[int]
+    solution: Solution, giver: int | None, given: NodeCounts, hired: tuple[int, int], takers: list[int]
 ) -> Iterator[Step]:
     changed: dict[int, Group | None] = {}
     if giver is not None:
         group = solution.groups[giver]
-        changed[giver] = Group(group.role, _minus(group.blocks, given))
+        changed[giver] = Group(group.role, _minus(group.counts, given))
     name = f"trade {_text(given)} for {_text((hired,))}" if given else f"hire {_text((hired,))}"
     for a in takers if giver is None else sorted({giver, *takers}):
         group = changed.get(a) or solution.groups[a]
-        counts = dict(group.blocks)
+        counts = dict(group.counts)
         counts[hired[0]] = counts.get(hired[0], 0) + hired[1]
-        larger = Group(group.role, blocks_of(counts))
+        larger = Group(group.role, counts_of(counts))
         yield f"{name} in {group.role}", replaced(solution, {**changed, a: larger})
     for role in ("prefill", "decode"):
         yield f"{name} as {role}", replaced(solution, changed, (Group(role, (hired,)),))
 
 
-def _given(group: Group) -> list[Blocks]:
+def _given(group: Group) -> list[NodeCounts]:
     """Parts of a group that may be given back."""
-    parts: list[Blocks] = [
-        ((node, n),) for node, count in group.blocks for n in sorted({1, (count + 1) // 2, count})
+    parts: list[NodeCounts] = [
+        ((node, n),) for node, count in group.counts for n in sorted({1, (count + 1) // 2, count})
     ]
-    return parts if len(group.blocks) == 1 else [*parts, group.blocks]
+    return parts if len(group.counts) == 1 else [*parts, group.counts]
 
 
 def _amounts(most: int) -> list[int]:
@@ -135,10 +135,10 @@ def _amounts(most: int) -> list[int]:
     return sorted({1 << k for k in range(most.bit_length())} | {most}) if most else []
 
 
-def _minus(blocks: Blocks, given: Blocks) -> Blocks:
+def _minus(counts: NodeCounts, given: NodeCounts) -> NodeCounts:
     gone = dict(given)
-    return blocks_of({node: count - gone.get(node, 0) for node, count in blocks})
+    return counts_of({node: count - gone.get(node, 0) for node, count in counts})
 
 
-def _text(blocks: Blocks) -> str:
-    return " and ".join(f"{count} of node {node}" for node, count in blocks)
+def _text(counts: NodeCounts) -> str:
+    return " and ".join(f"{count} of node {node}" for node, count in counts)

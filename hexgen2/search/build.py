@@ -19,8 +19,8 @@ from hexgen2.placement import (
     Throughput,
 )
 from hexgen2.report.service import bottlenecks_of
-from hexgen2.search import evaluator as ev
 from hexgen2.search.bounds.upper_bounds import Limit, rates_limit
+from hexgen2.search.evaluator import Evaluation, PlannedReplica
 from hexgen2.search.flow.max_flow import balance, few_routes
 from hexgen2.search.load_prediction import LoadedPlacement
 from hexgen2.search.naming import Name, fresh_names
@@ -35,7 +35,7 @@ NEGLIGIBLE = 1e-6
 
 def build_placement(
     problem: Problem,
-    evaluation: ev.Evaluation,
+    evaluation: Evaluation,
     strategy: str,
     search: SearchRecord,
     limit: Limit | None = None,
@@ -99,7 +99,7 @@ def build_placement(
     )
 
 
-def _replica(problem: Problem, replica: ev.Replica, name: Name, load: float) -> Replica:
+def _replica(problem: Problem, replica: PlannedReplica, name: Name, load: float) -> Replica:
     stages, layer = [], 0
     for stage, gpus in zip(replica.stages, name.gpus, strict=True):
         ids = [problem.cluster.gpu_ids[gpu] for gpu in gpus]
@@ -129,7 +129,7 @@ def _route(problem: Problem, source: Replica, target: Replica, flow: float, capa
     )
 
 
-def _latency(evaluation: ev.Evaluation, routes: np.ndarray) -> Latency:
+def _latency(evaluation: Evaluation, routes: np.ndarray) -> Latency:
     """Means over requests: a prefill step's time and a decode step's time where each request goes, the latter
     stretched by the prefills of a colocated replica."""
     alone = [(r.plan, float(w)) for r, w in zip(evaluation.colocated, evaluation.alone, strict=True)]
@@ -141,7 +141,7 @@ def _latency(evaluation: ev.Evaluation, routes: np.ndarray) -> Latency:
     return Latency(ttft_ms=math.fsum(ttft) / total * 1e3, tpot_ms=math.fsum(tpot) / total * 1e3)
 
 
-def _goodput(problem: Problem, evaluation: ev.Evaluation, carried: np.ndarray) -> Goodput | None:
+def _goodput(problem: Problem, evaluation: Evaluation, carried: np.ndarray) -> Goodput | None:
     """The prediction that the goal asks for; none for colocated replicas."""
     goal = problem.goal
     asked = (goal.request_rate, goal.ttft_ms, goal.tpot_ms)

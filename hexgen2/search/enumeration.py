@@ -2,7 +2,7 @@
 
 GPUs of one node are alike, so groups are counted per node. Each node in turn gives its GPUs to groups
 that contain it, in non-rising order, or leaves them idle. A branch that cannot beat the best any more,
-even if every GPU left worked at its own best, is cut off; so is one that costs more than the market's budget.
+even if every GPU left worked at its own best, is cut off; so is one that costs more than the budget.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from hexgen2.search.bounds.upper_bounds import Limit
 from hexgen2.search.local_search import SearchState
-from hexgen2.search.problem import Group, Solution, blocks_of
+from hexgen2.search.problem import Group, Solution, counts_of
 from hexgen2.search.ties import exceeds
 
 ASSUMPTIONS = (
@@ -22,6 +22,8 @@ ASSUMPTIONS = (
     "each replica has the plan that the planner finds best for it alone; stage orders are improved locally",
 )
 
+MAX_GPUS = 12
+"""Clusters with more GPUs are not enumerated."""
 SOLUTION_BRANCHES = 8
 """To evaluate a solution takes as long as so many branches."""
 
@@ -44,7 +46,7 @@ def enumerate_all(state: SearchState, most: int | None = None) -> bool:
     if complete:
         state.proved = True
         if state.best and state.target_req_s == math.inf:
-            rentals = ("every rental within the budget counts",) if state.market else ()
+            rentals = ("every rental within the budget counts",) if state.budget else ()
             state.bounded_by(Limit(state.best.req_s, "enumeration", (*rentals, *ASSUMPTIONS)))
     return complete
 
@@ -70,7 +72,7 @@ class _Enumeration:
                 return False
         if state.out_of_time() or state.reached():
             return False
-        if state.market and not state.market.affordable(Solution(tuple(self._groups))):
+        if state.budget and not state.budget.affordable(Solution(tuple(self._groups))):
             return True
         best = max(state.best.net_req_s if state.best else 0.0, self._wanted * (1 - 1e-8))
         if not exceeds(state.evaluator.limit_with_rest(done, free), best):
@@ -92,7 +94,7 @@ class _Enumeration:
                 gained = self._capacity_of(role, counts)
                 if gained <= 0:
                     continue
-                self._groups.append(Group(role, blocks_of(dict(enumerate(counts)))))
+                self._groups.append(Group(role, counts_of(dict(enumerate(counts)))))
                 complete = self._descend(rest, node, counts, {**done, role: done[role] + gained})
                 self._groups.pop()
                 if not complete:
@@ -102,7 +104,7 @@ class _Enumeration:
     def _capacity_of(self, role: str, counts: Counts) -> float:
         key = (role, counts)
         if key not in self._capacity:
-            plan = self._state.evaluator.planner.plan(role, blocks_of(dict(enumerate(counts))))
+            plan = self._state.evaluator.planner.plan(role, counts_of(dict(enumerate(counts))))
             self._capacity[key] = plan.capacity_req_s if plan else 0.0
         return self._capacity[key]
 

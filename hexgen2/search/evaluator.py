@@ -22,7 +22,7 @@ from hexgen2.search.flow.routes import RouteUse, pipeline_use, route_use
 from hexgen2.search.flow.shared_use import SharedUse, shared_use
 from hexgen2.search.operators import Alike
 from hexgen2.search.planning.plan import GroupPlan, PlannedStage, Planner
-from hexgen2.search.problem import Blocks, Group, Problem, Solution
+from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.ties import exceeds, least, ranks_above
 
 PLATEAU_SHARE = 1e-3
@@ -42,7 +42,7 @@ CAPACITY_KEPT = 0.98
 
 
 @dataclass(frozen=True)
-class Replica:
+class PlannedReplica:
     """A group with its plan; index is its place in the solution."""
 
     index: int
@@ -65,20 +65,20 @@ class Evaluation:
     """
 
     solution: Solution
-    prefill: tuple[Replica, ...]
-    decode: tuple[Replica, ...]
+    prefill: tuple[PlannedReplica, ...]
+    decode: tuple[PlannedReplica, ...]
     network: FlowNetwork
     flow: Flow
     score: float
-    colocated: tuple[Replica, ...]
+    colocated: tuple[PlannedReplica, ...]
     alone: np.ndarray
     cost_req_s: float = 0.0
     idle_req_s: float = 0.0
 
     @cached_property
-    def plans(self) -> dict[tuple[str, Blocks], GroupPlan]:
+    def plans(self) -> dict[tuple[str, NodeCounts], GroupPlan]:
         """The plan of each group."""
-        return {(r.group.role, r.group.blocks): r.plan for r in self.replicas}
+        return {(r.group.role, r.group.counts): r.plan for r in self.replicas}
 
     @cached_property
     def routes(self) -> np.ndarray:
@@ -91,7 +91,7 @@ class Evaluation:
         return self.flow.value + float(self.alone.sum())
 
     @property
-    def replicas(self) -> tuple[Replica, ...]:
+    def replicas(self) -> tuple[PlannedReplica, ...]:
         """All of them, prefill, decode, colocated."""
         return (*self.prefill, *self.decode, *self.colocated)
 
@@ -111,7 +111,7 @@ class Evaluation:
         return ranks_above(self.rank, other.rank)
 
 
-def _capacity(replicas: Sequence[Replica]) -> float:
+def _capacity(replicas: Sequence[PlannedReplica]) -> float:
     return math.fsum(replica.plan.capacity_req_s for replica in replicas)
 
 
@@ -128,7 +128,7 @@ class Evaluator:
             "decode": [q for _, q in self._node_rates],
             "colocated": [p * q / (p + q) for p, q in self._node_rates],
         }
-        self._rate_limits: dict[tuple[str, Blocks], float] = {}
+        self._rate_limits: dict[tuple[str, NodeCounts], float] = {}
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
         self._uses: dict[tuple, RouteUse] = {}
@@ -146,9 +146,9 @@ class Evaluator:
 
     def plan_of(self, group: Group) -> GroupPlan | None:
         """The plan that a group runs."""
-        return self.planner.plan(group.role, group.blocks)
+        return self.planner.plan(group.role, group.counts)
 
-    def way_cost(self, replicas: Sequence[Replica], req_s: float) -> tuple[float, float]:
+    def way_cost(self, replicas: Sequence[PlannedReplica], req_s: float) -> tuple[float, float]:
         """What it costs to get to these replicas, which carry req_s: requests/s of the flow, and of the
         replicas' own capacities, averaged over time. Nothing here: nothing runs yet."""
         return 0.0, 0.0
@@ -179,7 +179,7 @@ class Evaluator:
         """The same prefill and decode replicas, with what they serve when no target limits their load."""
         planner = self.planner
 
-        def full(replicas: tuple[Replica, ...], queue_of: Callable) -> tuple[Replica, ...]:
+        def full(replicas: tuple[PlannedReplica, ...], queue_of: Callable) -> tuple[PlannedReplica, ...]:
             plans = (replace(r.plan, capacity_req_s=queue_of(r.plan).capacity_req_s) for r in replicas)
             return tuple(replace(r, plan=plan) for r, plan in zip(replicas, plans, strict=True))
 
@@ -209,11 +209,11 @@ class Evaluator:
         return served + PLATEAU_SHARE * math.fsum(capacity.values())
 
     def _rate_limit(self, group: Group) -> float:
-        key = (group.role, group.blocks)
+        key = (group.role, group.counts)
         known = self._rate_limits.get(key)
         if known is None:
             rates = self._rates[group.role]
-            known = self._rate_limits[key] = math.fsum(count * rates[node] for node, count in group.blocks)
+            known = self._rate_limits[key] = math.fsum(count * rates[node] for node, count in group.counts)
         return known
 
     def _plan_capacity(self, group: Group) -> float:
@@ -221,21 +221,21 @@ class Evaluator:
         return plan.capacity_req_s if plan else 0.0
 
     def _replicas(
-        self, solution: Solution, role: str, plans: Mapping[tuple[str, Blocks], GroupPlan]
-    ) -> tuple[Replica, ...]:
+        self, solution: Solution, role: str, plans: Mapping[tuple[str, NodeCounts], GroupPlan]
+    ) -> tuple[PlannedReplica, ...]:
         planned = (
-            (index, group, plans.get((role, group.blocks)) or self.plan_of(group))
+            (index, group, plans.get((role, group.counts)) or self.plan_of(group))
             for index, group in enumerate(solution.groups)
             if group.role == role
         )
-        return tuple(Replica(index, group, plan) for index, group, plan in planned if plan)
+        return tuple(PlannedReplica(index, group, plan) for index, group, plan in planned if plan)
 
     def with_plans(
         self,
         solution: Solution,
-        prefill: tuple[Replica, ...],
-        decode: tuple[Replica, ...],
-        colocated: tuple[Replica, ...] = (),
+        prefill: tuple[PlannedReplica, ...],
+        decode: tuple[PlannedReplica, ...],
+        colocated: tuple[PlannedReplica, ...] = (),
     ) -> Evaluation:
         """The solution's value where each replica runs the plan it has here."""
         self.routes += len(prefill) * len(decode)
@@ -256,7 +256,7 @@ class Evaluator:
         score = served - cost + PLATEAU_SHARE * (total - idle)
         return Evaluation(solution, prefill, decode, network, flow, score, colocated, alone, cost, idle)
 
-    def _alone(self, colocated: tuple[Replica, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def _alone(self, colocated: tuple[PlannedReplica, ...]) -> tuple[np.ndarray, np.ndarray]:
         """[C] requests/s of colocated replicas: their capacities, unless their pipelines share links that
         cannot carry all of it; and how busy that keeps each link, network card and uplink."""
         capacity = np.array([r.plan.capacity_req_s for r in colocated])
@@ -272,7 +272,7 @@ class Evaluator:
             return None
         return shared_use(uses, self.problem.shared_links.count, self.problem.model.layers)
 
-    def route_use(self, prefill: Replica, decode: Replica) -> RouteUse:
+    def route_use(self, prefill: PlannedReplica, decode: PlannedReplica) -> RouteUse:
         """What a request occupies between two replicas, memoised."""
         return self._use_between(prefill.stages, decode.stages)
 
@@ -326,9 +326,13 @@ class Evaluator:
         return best
 
     def _reordered(
-        self, replica: Replica, partners: tuple[Replica, ...], prices: Prices | None, sending: bool
-    ) -> Replica:
-        def cost(candidate: Replica) -> float:
+        self,
+        replica: PlannedReplica,
+        partners: tuple[PlannedReplica, ...],
+        prices: Prices | None,
+        sending: bool,
+    ) -> PlannedReplica:
+        def cost(candidate: PlannedReplica) -> float:
             total = 0.0
             for partner in partners:
                 use = self.route_use(*((candidate, partner) if sending else (partner, candidate)))
@@ -339,7 +343,7 @@ class Evaluator:
         candidates = [replace(replica, plan=plan) for plan in self.orders(replica)]
         return least([replica, *candidates], cost)[0]
 
-    def orders(self, replica: Replica) -> list[GroupPlan]:
+    def orders(self, replica: PlannedReplica) -> list[GroupPlan]:
         """The replica's plan under other orders of its stages that keep its capacity; the layers are split
         anew for each. A gain in capacity is not counted (below 1 %: another stage has the LM head), for the
         bounds rest on the planner's best."""
@@ -348,7 +352,7 @@ class Evaluator:
         if key not in self._ordered:
             orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), MAX_ORDERS))
             plans = (self.planner.plan_shape(replica.group.role, order) for order in orders)
-            best = self.planner.plan(replica.group.role, replica.group.blocks) or replica.plan
+            best = self.planner.plan(replica.group.role, replica.group.counts) or replica.plan
             most, kept = best.capacity_req_s, replica.plan.capacity_req_s * CAPACITY_KEPT
             self._ordered[key] = [
                 replace(p, capacity_req_s=min(p.capacity_req_s, most))

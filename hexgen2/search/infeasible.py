@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from cost_model.pipeline import Pace
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.targets import Targets
-from hexgen2.search.problem import Blocks, Problem
+from hexgen2.search.problem import NodeCounts, Problem
 
 
 def soonest_s(problem: Problem) -> tuple[float, float]:
@@ -16,12 +16,12 @@ def soonest_s(problem: Problem) -> tuple[float, float]:
     requests alone on the best group of one node or of two whole nodes; infinite if the model fits in none."""
     planner, targets = Planner(problem), Targets.of(problem.goal, problem.costs)
     groups = list(_groups(problem))
-    first = min(planner.quickest_s("prefill", blocks) for blocks in groups)
+    first = min(planner.quickest_s("prefill", counts) for counts in groups)
     alone = targets.prefill_queue(Pace(1 / first, first), batch=1)
-    return alone.soonest_s(targets.share), min(planner.quickest_s("decode", blocks) for blocks in groups)
+    return alone.soonest_s(targets.share), min(planner.quickest_s("decode", counts) for counts in groups)
 
 
-def _groups(problem: Problem) -> Iterator[Blocks]:
+def _groups(problem: Problem) -> Iterator[NodeCounts]:
     """Every number of GPUs of one node of each kind, each two nodes of any kinds, and all nodes."""
     sizes = {node: len(gpus) for node, gpus in enumerate(problem.node_gpus) if gpus}
     first_of: dict[tuple[int, int], int] = {}

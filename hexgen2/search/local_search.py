@@ -17,12 +17,12 @@ import numpy as np
 
 from hexgen2.placement import OPTIMAL
 from hexgen2.search.bounds.upper_bounds import Limit
-from hexgen2.search.budget import Market, trades
+from hexgen2.search.budget import Budget, trades
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.operators import (
     Step,
     flips,
-    idle_blocks,
+    idle_gpus,
     merges,
     moves,
     recruits,
@@ -42,7 +42,7 @@ EFFORT_PER_GROUP = 1 / 60
 class SearchState:
     """The best solution so far, how it was reached, and when to stop: at a time or after an effort.
     limit is the tightest upper bound so far; proved is set once nothing better can exist, and a gap of
-    `close` is good enough. With a market,
+    `close` is good enough. With a budget,
     solutions over its budget are no candidates; with a target (requests/s), what reaches it is good enough.
     frontier has the best within other budgets.
 
@@ -60,14 +60,14 @@ class SearchState:
     limit: Limit | None = None
     close: float = 0.0
     proved: bool = False
-    market: Market | None = None
+    budget: Budget | None = None
     target_req_s: float = float("inf")
     groups_looked_at: int = 0
     frontier: list[tuple[float, Evaluation]] = field(default_factory=list)
 
     def offer(self, evaluation: Evaluation, step: str) -> None:
         """Keep the evaluation if it can be paid for and ranks above the best."""
-        if self.market and not self.market.affordable(evaluation.solution):
+        if self.budget and not self.budget.affordable(evaluation.solution):
             return
         if self.best and not evaluation.better_than(self.best):
             return
@@ -147,9 +147,9 @@ def refine(state: SearchState, start: Solution, label: str) -> Evaluation:
     current = evaluator.reordered(evaluator.evaluate(start))
     state.offer(current, label)
     while not state.finished():
-        better = _best_step(state, current, guided_steps(evaluator, current, state.market))
+        better = _best_step(state, current, guided_steps(evaluator, current, state.budget))
         if better is None:
-            better = _best_step(state, current, all_steps(evaluator, current, state.market))
+            better = _best_step(state, current, all_steps(evaluator, current, state.budget))
         if better is None:
             break
         step, current = better[0], evaluator.reordered(better[1])
@@ -169,7 +169,7 @@ def _best_step(
     seen = set()
     for name, solution in steps:
         state.groups_looked_at += len(solution.groups)
-        if state.market and not state.market.affordable(solution):
+        if state.budget and not state.budget.affordable(solution):
             continue
         limit = evaluator.score_limit(solution, threshold)
         if not exceeds(limit, threshold) or solution.key in seen:
@@ -192,20 +192,20 @@ def _best_step(
 
 
 def guided_steps(
-    evaluator: Evaluator, evaluation: Evaluation, market: Market | None = None
+    evaluator: Evaluator, evaluation: Evaluation, budget: Budget | None = None
 ) -> Iterator[Step]:
     """Steps that feed the bottlenecks: from idle replicas to full ones, and around full routes; with a
-    market, also with GPUs rented instead of others."""
+    budget, also with GPUs rented instead of others."""
     solution, alike = evaluation.solution, evaluator.alike
     full, spare = _pressure(evaluation)
     if full and spare:
         yield from moves(solution, spare, full, alike)
         yield from swaps(solution, spare, full, alike)
         yield from flips(solution, spare, alike)
-    if market:
-        yield from trades(market, solution, spare, full)
+    if budget:
+        yield from trades(budget, solution, spare, full)
     else:
-        yield from recruits(solution, idle_blocks(solution, _node_sizes(evaluator)), alike)
+        yield from recruits(solution, idle_gpus(solution, _node_sizes(evaluator)), alike)
     ends = _full_route_ends(evaluation)
     if ends:
         everyone = list(range(len(solution.groups)))
@@ -213,7 +213,7 @@ def guided_steps(
         yield from flips(solution, ends, alike)
 
 
-def all_steps(evaluator: Evaluator, evaluation: Evaluation, market: Market | None = None) -> Iterator[Step]:
+def all_steps(evaluator: Evaluator, evaluation: Evaluation, budget: Budget | None = None) -> Iterator[Step]:
     """The whole neighbourhood."""
     solution, alike = evaluation.solution, evaluator.alike
     everyone = list(range(len(solution.groups)))
@@ -223,7 +223,7 @@ def all_steps(evaluator: Evaluator, evaluation: Evaluation, market: Market | Non
         flips(solution, everyone, alike),
         merges(solution, alike),
         splits(solution, alike),
-        trades(market, solution, everyone, everyone) if market else (),
+        trades(budget, solution, everyone, everyone) if budget else (),
     )
 
 

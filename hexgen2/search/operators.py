@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_model.hardware import Link
-from hexgen2.search.problem import Blocks, Group, Solution, blocks_of
+from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
 
 Step = tuple[str, Solution]
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
@@ -20,22 +20,22 @@ OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
 def replaced(solution: Solution, changed: dict[int, Group | None], added: tuple[Group, ...] = ()) -> Solution:
     """The solution with some groups changed (None: gone) and others added; empty ones are left out."""
     groups = (changed.get(i, group) for i, group in enumerate(solution.groups))
-    return Solution(tuple(g for g in (*groups, *added) if g and g.blocks))
+    return Solution(tuple(g for g in (*groups, *added) if g and g.counts))
 
 
-def _shift(blocks: Blocks, node: int, by: int) -> Blocks:
-    counts = dict(blocks)
-    counts[node] = counts.get(node, 0) + by
-    return blocks_of(counts)
+def _shift(counts: NodeCounts, node: int, by: int) -> NodeCounts:
+    shifted = dict(counts)
+    shifted[node] = shifted.get(node, 0) + by
+    return counts_of(shifted)
 
 
-def idle_blocks(solution: Solution, node_sizes: tuple[int, ...]) -> Blocks:
+def idle_gpus(solution: Solution, node_sizes: tuple[int, ...]) -> NodeCounts:
     """GPUs in no group."""
     free = dict(enumerate(node_sizes))
     for group in solution.groups:
-        for node, count in group.blocks:
+        for node, count in group.counts:
             free[node] -= count
-    return blocks_of(free)
+    return counts_of(free)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Alike:
     """Which groups and nodes take each other's place, so that of steps that differ in nothing else only one
     is listed: a large cluster has hundreds of groups but few kinds of them.
 
-    node_class : class of each node (search/classes.py)
+    node_class : class of each node (search/planning/classes.py)
     links : what joins each two nodes
     """
 
@@ -52,7 +52,7 @@ class Alike:
 
     def kind(self, group: Group) -> tuple:
         """Equal for groups that take each other's place."""
-        return group.role, *((self.node_class[node], count) for node, count in group.blocks)
+        return group.role, *((self.node_class[node], count) for node, count in group.counts)
 
     def pairs(self, solution: Solution, left: list[int], right: list[int]) -> Iterator[tuple[int, int]]:
         """Indices of two groups, one of each list: the first pair of every kind, told apart by the nodes that
@@ -60,7 +60,7 @@ class Alike:
         groups = solution.groups
         kinds: dict[tuple, int] = {}
         kind = [kinds.setdefault(self.kind(group), len(kinds)) for group in groups]
-        nodes = [tuple(node for node, _ in group.blocks) for group in groups]
+        nodes = [tuple(node for node, _ in group.counts) for group in groups]
         seen = set()
         for a, b in itertools.product(left, right):
             if a == b:
@@ -81,10 +81,10 @@ class Alike:
                 seen.add(kind)
                 yield a
 
-    def nodes(self, blocks: Blocks) -> Iterator[tuple[int, int]]:
-        """The first block of each kind."""
+    def nodes(self, counts: NodeCounts) -> Iterator[tuple[int, int]]:
+        """The first (node, count) of each kind."""
         seen = set()
-        for node, count in blocks:
+        for node, count in counts:
             if (self.node_class[node], count) not in seen:
                 seen.add((self.node_class[node], count))
                 yield node, count
@@ -108,15 +108,15 @@ def moves(
     """One GPU, half a node's share or all of it goes from one group to another."""
     for a, b in _pairs(solution, donors, receivers, alike):
         source, target = solution.groups[a], solution.groups[b]
-        for node, count in source.blocks:
+        for node, count in source.counts:
             for taken in sorted({1, (count + 1) // 2, count}):
                 yield (
                     f"move {taken} of node {node}: {source.role} -> {target.role}",
                     replaced(
                         solution,
                         {
-                            a: Group(source.role, _shift(source.blocks, node, -taken)),
-                            b: Group(target.role, _shift(target.blocks, node, taken)),
+                            a: Group(source.role, _shift(source.counts, node, -taken)),
+                            b: Group(target.role, _shift(target.counts, node, taken)),
                         },
                     ),
                 )
@@ -128,7 +128,7 @@ def swaps(
     """One GPU of each of two groups change places."""
     for a, b in sorted({(min(p), max(p)) for p in _pairs(solution, left, right, alike)}):
         one, two = solution.groups[a], solution.groups[b]
-        for (m, _), (n, _) in itertools.product(one.blocks, two.blocks):
+        for (m, _), (n, _) in itertools.product(one.counts, two.counts):
             if m == n:
                 continue
             yield (
@@ -136,8 +136,8 @@ def swaps(
                 replaced(
                     solution,
                     {
-                        a: Group(one.role, _shift(_shift(one.blocks, m, -1), n, 1)),
-                        b: Group(two.role, _shift(_shift(two.blocks, n, -1), m, 1)),
+                        a: Group(one.role, _shift(_shift(one.counts, m, -1), n, 1)),
+                        b: Group(two.role, _shift(_shift(two.counts, n, -1), m, 1)),
                     },
                 ),
             )
@@ -151,7 +151,7 @@ def flips(solution: Solution, which: list[int], alike: Alike | None = None) -> I
             continue
         yield (
             f"flip {group.role} to {OTHER_ROLE[group.role]}",
-            replaced(solution, {a: Group(OTHER_ROLE[group.role], group.blocks)}),
+            replaced(solution, {a: Group(OTHER_ROLE[group.role], group.counts)}),
         )
 
 
@@ -160,13 +160,13 @@ def merges(solution: Solution, alike: Alike | None = None) -> Iterator[Step]:
     everyone = list(range(len(solution.groups)))
     for a, b in sorted({(min(p), max(p)) for p in _pairs(solution, everyone, everyone, alike)}):
         one, two = solution.groups[a], solution.groups[b]
-        counts = dict(one.blocks)
-        for node, count in two.blocks:
+        counts = dict(one.counts)
+        for node, count in two.counts:
             counts[node] = counts.get(node, 0) + count
         for role in sorted({one.role, two.role}):
             yield (
                 f"merge {one.role} and {two.role} into {role}",
-                replaced(solution, {a: Group(role, blocks_of(counts)), b: None}),
+                replaced(solution, {a: Group(role, counts_of(counts)), b: None}),
             )
 
 
@@ -178,8 +178,8 @@ def splits(solution: Solution, alike: Alike | None = None) -> Iterator[Step]:
         group = solution.groups[a]
         if group.size < 2:
             continue
-        for part in sorted(set(_parts(group.blocks))):
-            rest = blocks_of({n: c - dict(part).get(n, 0) for n, c in group.blocks})
+        for part in sorted(set(_parts(group.counts))):
+            rest = counts_of({n: c - dict(part).get(n, 0) for n, c in group.counts})
             if not part or not rest:
                 continue
             roles = ("colocated",) if group.role == "colocated" else ("prefill", "decode")
@@ -190,23 +190,23 @@ def splits(solution: Solution, alike: Alike | None = None) -> Iterator[Step]:
                 )
 
 
-def _parts(blocks: Blocks) -> Iterator[Blocks]:
-    for node, count in blocks:
+def _parts(counts: NodeCounts) -> Iterator[NodeCounts]:
+    for node, count in counts:
         yield ((node, count),)
         for taken in {1, count // 2}:
-            yield blocks_of({node: taken})
-    yield blocks_of({node: count // 2 for node, count in blocks})
-    yield blocks_of({node: (count + 1) // 2 for node, count in blocks})
+            yield counts_of({node: taken})
+    yield counts_of({node: count // 2 for node, count in counts})
+    yield counts_of({node: (count + 1) // 2 for node, count in counts})
 
 
-def recruits(solution: Solution, idle: Blocks, alike: Alike | None = None) -> Iterator[Step]:
+def recruits(solution: Solution, idle: NodeCounts, alike: Alike | None = None) -> Iterator[Step]:
     """Idle GPUs join a group or form one."""
     for node, count in alike.nodes(idle) if alike else idle:
         for taken in sorted({1, count}):
             for a, group in enumerate(solution.groups):
                 yield (
                     f"recruit {taken} of node {node} for {group.role}",
-                    replaced(solution, {a: Group(group.role, _shift(group.blocks, node, taken))}),
+                    replaced(solution, {a: Group(group.role, _shift(group.counts, node, taken))}),
                 )
     for role in ("prefill", "decode") if idle else ():
         yield f"recruit idle GPUs as {role}", replaced(solution, {}, (Group(role, idle),))

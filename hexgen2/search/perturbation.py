@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from hexgen2.search.budget import Market, trades
-from hexgen2.search.operators import Step, flips, idle_blocks, merges, moves, recruits, splits, swaps
+from hexgen2.search.budget import Budget, trades
+from hexgen2.search.operators import Step, flips, idle_gpus, merges, moves, recruits, splits, swaps
 from hexgen2.search.problem import Problem, Solution
 
 KICK_STEPS = 3
 
 
 def kick(
-    rng: np.random.Generator, solution: Solution, problem: Problem, market: Market | None = None
+    rng: np.random.Generator, solution: Solution, problem: Problem, budget: Budget | None = None
 ) -> Step:
-    """Two or three random steps of random kinds away from `solution`; with a market, within its budget."""
+    """Two or three random steps of random kinds away from `solution`; with a budget, within its budget."""
     sizes = tuple(len(gpus) for gpus in problem.node_gpus)
     names = []
     for _ in range(int(rng.integers(2, KICK_STEPS + 1))):
@@ -25,7 +25,7 @@ def kick(
             lambda s, e: list(flips(s, e)),
             lambda s, e: list(merges(s)),
             lambda s, e: list(splits(s)),
-            lambda s, e: list(trades(market, s, e, e) if market else recruits(s, idle_blocks(s, sizes))),
+            lambda s, e: list(trades(budget, s, e, e) if budget else recruits(s, idle_gpus(s, sizes))),
         ]
         steps = kinds[int(rng.integers(len(kinds)))](solution, everyone)
         if steps:

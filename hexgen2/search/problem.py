@@ -118,8 +118,8 @@ class Problem:
         return tuple(kinds.setdefault(key, len(kinds)) for key in keys)
 
 
-Blocks = tuple[tuple[int, int], ...]
-"""A group of GPUs: (node, count) pairs in rising node order."""
+NodeCounts = tuple[tuple[int, int], ...]
+"""How many GPUs of which nodes: (node, count) pairs in rising node order."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ class Group:
     """GPUs that form one replica, and its role."""
 
     role: str
-    blocks: Blocks
+    counts: NodeCounts
 
     @property
     def size(self) -> int:
-        return sum(count for _, count in self.blocks)
+        return sum(count for _, count in self.counts)
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ class Solution:
     @cached_property
     def key(self) -> tuple:
         """Equal for solutions that differ in the order of their groups only."""
-        return tuple(sorted((g.role, g.blocks) for g in self.groups))
+        return tuple(sorted((g.role, g.counts) for g in self.groups))
 
 
-def blocks_of(counts: dict[int, int]) -> Blocks:
-    """Blocks of a node -> count mapping, empty nodes left out."""
+def counts_of(counts: dict[int, int]) -> NodeCounts:
+    """The GPUs per node of a node -> count mapping, without nodes that have none."""
     return tuple(sorted((node, count) for node, count in counts.items() if count > 0))
 
 

@@ -75,7 +75,7 @@ class ReplicaTimes:
             layers * layer_s[kind] + edge_s
             for layers, kind, edge_s in zip(self.layers, self._kind_of, edges_s, strict=True)
         ]
-        return stage_s, [self.costs.boundary_work_s(hop, work.tokens) for hop in self.hops]
+        return stage_s, [self.costs.hop_work_s(hop, work.tokens) for hop in self.hops]
 
     def turn_s(self, works: Sequence[Work]) -> float:
         """Seconds in which each of these micro-batches, at most `in_flight`, passes through once."""

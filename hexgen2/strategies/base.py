@@ -16,7 +16,7 @@ from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.infeasible import unmet
 from hexgen2.search.local_search import SearchState
 from hexgen2.search.planning.plan import Planner
-from hexgen2.search.problem import Problem, blocks_of
+from hexgen2.search.problem import Problem, counts_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def run_search(
 
 
 def _why_infeasible(problem: Problem, state: SearchState) -> str:
-    everything = blocks_of({node: len(gpus) for node, gpus in enumerate(problem.node_gpus)})
+    everything = counts_of({node: len(gpus) for node, gpus in enumerate(problem.node_gpus)})
     model, cluster = problem.model, problem.cluster
     weights = model.total_params * model.weight_bytes / 2**30
     memory = float(cluster.memory_bytes[problem.usable].sum()) / 2**30

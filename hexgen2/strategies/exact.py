@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
-from hexgen2.search.budget import Market
-from hexgen2.search.enumeration import enumerate_all
+from hexgen2.search.budget import Budget
+from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
 from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Problem
 from hexgen2.strategies.base import SearchOptions, run_search
 
 NAME = "exact"
-MAX_GPUS = 12
 
 
 def search(problem: Problem, options: SearchOptions) -> Placement:
@@ -30,7 +29,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
     def explore(state: SearchState) -> None:
         if problem.goal.budget_per_hour is not None:
-            state.market = Market(problem, problem.goal.budget_per_hour)
+            state.budget = Budget(problem, problem.goal.budget_per_hour)
         enumerate_all(state)
 
     return run_search(NAME, problem, options, explore, rents=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from runtime.kv_cache.pages import Pages
 from runtime.kv_transfer.slices import Runs, slice_bytes
-from runtime.protocol.messages import KvSlice
+from runtime.protocol.between_workers import KvSlice
 
 
 class KvArrival:

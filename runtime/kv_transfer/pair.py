@@ -8,9 +8,9 @@ import threading
 from dataclasses import dataclass
 
 from runtime.kv_transfer.transports.base import Outgoing, Transport, Unavailable, host_identity
+from runtime.protocol.between_workers import KvOffer, KvOpen, KvOpened
 from runtime.protocol.framing import Connection
 from runtime.protocol.handshake import Introduction, connect
-from runtime.protocol.messages import KvOffer, KvOpen, KvOpened
 
 Address = tuple[str, int]
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from runtime.protocol.messages import KvSlice
+from runtime.protocol.between_workers import KvSlice
 
 PIECE_BYTES = 1024 * 1024  # fits in a core's own cache, so that a staged copy costs little
 LIMIT_BYTES = 64 * 1024 * 1024  # a receiver refuses slices that are larger

@@ -18,7 +18,7 @@ from runtime import native
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import PagedCache
 from runtime.kv_transfer.slices import PIECE_BYTES, Piece, Runs
-from runtime.protocol.messages import KvSlice
+from runtime.protocol.between_workers import KvSlice
 
 _PAST_CACHES_FROM = 256 * 1024
 """Bytes. A smaller copy stays in the CPU caches, because what has just arrived is soon read."""

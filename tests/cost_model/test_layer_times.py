@@ -56,7 +56,7 @@ def test_a_larger_batch_never_lowers_the_rate(priced, phase, a, b):
     for time_s in (
         lambda batch: costs.layer_s(phase, group, batch),
         lambda batch: costs.layer_s(phase, group, batch) + costs.edge_s(phase, group, batch, True),
-        lambda batch: costs.boundary_s(phase, group.link, batch),
+        lambda batch: costs.hop_s(phase, group.link, batch),
     ):
         assert large / time_s(large) >= WHOLE * small / time_s(small)
 
@@ -67,7 +67,7 @@ def test_a_larger_batch_never_takes_less_time(priced, phase, a, b):
     small, large = sorted((a, b))
     assert costs.layer_s(phase, group, large) >= WHOLE * costs.layer_s(phase, group, small)
     assert costs.edge_s(phase, group, large, True) >= WHOLE * costs.edge_s(phase, group, small, True)
-    assert costs.boundary_s(phase, group.link, large) >= WHOLE * costs.boundary_s(phase, group.link, small)
+    assert costs.hop_s(phase, group.link, large) >= WHOLE * costs.hop_s(phase, group.link, small)
 
 
 @given(priced_groups(), phases, batches, st.booleans())
@@ -75,7 +75,7 @@ def test_times_are_finite_and_positive(priced, phase, batch, last):
     costs, group = priced
     assert 0 < costs.layer_s(phase, group, batch) < math.inf
     assert 0 <= costs.edge_s(phase, group, batch, last) < math.inf
-    assert 0 < costs.boundary_s(phase, group.link, batch) < math.inf
+    assert 0 < costs.hop_s(phase, group.link, batch) < math.inf
     assert costs.prefill_batch() >= 1
     assert 0 < costs.kv_bytes_per_layer < math.inf
 

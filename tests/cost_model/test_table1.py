@@ -70,8 +70,8 @@ def test_every_cell_of_the_table(card, model, n, isl, osl, b, layers):
     decode = paper.decode_computation(b, osl, layers) + paper.decode_tp(b, osl, layers)
     assert step * osl == pytest.approx(decode)
 
-    assert costs.boundary_s("prefill", link, b) == pytest.approx(paper.prefill_pp(b, isl))
-    assert costs.boundary_s("decode", link, b) * osl == pytest.approx(paper.decode_pp(b, osl))
+    assert costs.hop_s("prefill", link, b) == pytest.approx(paper.prefill_pp(b, isl))
+    assert costs.hop_s("decode", link, b) * osl == pytest.approx(paper.decode_pp(b, osl))
 
     held = costs.stage_memory("decode", group, True, True)
     assert held.needed(layers, b) == pytest.approx(paper.memory(b, isl + osl, layers))
@@ -90,8 +90,8 @@ def test_numbers_worked_out_by_hand():
     # 4 * (10 us + 10 * 8192 * 2 / 2e11) = 0.0432768 ms.
     assert costs.layer_s("decode", pair, 10) == pytest.approx(0.805306368e-3 + 0.0805306368e-3 + 0.0432768e-3)
     # 10 us + 1000 * 8192 * 2 / 1e11.
-    assert costs.boundary_s("prefill", pair.link, 1) == pytest.approx(173.84e-6)
-    assert costs.boundary_s("decode", pair.link, 1) == pytest.approx(10.16384e-6)
+    assert costs.hop_s("prefill", pair.link, 1) == pytest.approx(173.84e-6)
+    assert costs.hop_s("decode", pair.link, 1) == pytest.approx(10.16384e-6)
     # 80 layers: 80 * 805306368 weights, 80 * 1100 * 16384 of KV cache and 4 * 1100 * 16384 of activations.
     memory = costs.stage_memory("decode", pair, True, True)
     assert memory.needed(80, 1) == 80 * 805_306_368 + 80 * 18_022_400 + 72_089_600

@@ -35,8 +35,8 @@ def list_columns(planner: Planner) -> list[Column]:
     classes, columns = planner.classes, []
     for nodes in range(1, widest_span(planner.problem) + 1):
         for pattern in classes.patterns(nodes):
-            blocks = classes.blocks(pattern)
-            plans = ((role, planner.plan(role, blocks)) for role in ROLES)
+            counts = classes.counts(pattern)
+            plans = ((role, planner.plan(role, counts)) for role in ROLES)
             columns += [Column(role, pattern, plan.capacity_req_s) for role, plan in plans if plan]
     return columns
 

@@ -14,7 +14,7 @@ import numpy as np
 from hexgen2.search.bounds.columns import Column
 from hexgen2.search.bounds.configuration_lp import Master
 from hexgen2.search.planning.classes import NodeClasses
-from hexgen2.search.problem import Blocks, Group, Solution, blocks_of
+from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
 from hexgen2.search.ties import first_largest, greatest, least
 
 ROUNDING = 1e-6
@@ -86,17 +86,17 @@ class Layout:
     def place(self, column: Column) -> bool:
         """Give the column the nodes that it fills most nearly (several: joined by the fastest links); False
         if there is no room."""
-        blocks = self._room(column)
-        if blocks is None:
+        counts = self._room(column)
+        if counts is None:
             return False
         sign = 1 if column.role == "prefill" else -1
-        for node, count in blocks:
+        for node, count in counts:
             self._free[node] -= count
-            self._surplus[node] += sign * column.capacity_req_s / len(blocks)
-        self._groups.append(Group(column.role, blocks))
+            self._surplus[node] += sign * column.capacity_req_s / len(counts)
+        self._groups.append(Group(column.role, counts))
         return True
 
-    def _room(self, column: Column) -> Blocks | None:
+    def _room(self, column: Column) -> NodeCounts | None:
         links = self._classes.problem.node_links
         sign = (1 if column.role == "prefill" else -1) if self._pair_roles else 0
         taken: list[int] = []
@@ -108,4 +108,4 @@ class Layout:
             spare = least(greatest(free, slowest.__getitem__), lambda n: sign * self._surplus[n])
             taken.append(min(spare, key=lambda n: (self._free[n], n)))
         ordered = sorted(column.pattern, key=lambda part: -part[1])
-        return blocks_of({node: count for node, (_, count) in zip(taken, ordered, strict=True)})
+        return counts_of({node: count for node, (_, count) in zip(taken, ordered, strict=True)})

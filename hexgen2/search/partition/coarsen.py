@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hexgen2.search.problem import Group, Problem, Solution, blocks_of
+from hexgen2.search.problem import Group, Problem, Solution, counts_of
 
 
 @dataclass(frozen=True)
@@ -49,5 +49,5 @@ def project(problem: Problem, graph: CoarseGraph, roles: list[str]) -> Solution:
     groups, owners = [], problem.cluster.node_of[problem.usable]
     for members, role in zip(graph.members, roles, strict=True):
         nodes, counts = np.unique(owners[list(members)], return_counts=True)
-        groups.append(Group(role, blocks_of(dict(zip(nodes.tolist(), counts.tolist(), strict=True)))))
+        groups.append(Group(role, counts_of(dict(zip(nodes.tolist(), counts.tolist(), strict=True)))))
     return Solution(tuple(groups))

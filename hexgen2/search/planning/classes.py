@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cost_model.hardware import Link
-from hexgen2.search.problem import Blocks, Problem, blocks_of
+from hexgen2.search.problem import NodeCounts, Problem, counts_of
 
 PATTERNS_PLANNED = 3600
 """Most patterns for which plans are made, each counted once for every node in it."""
@@ -78,7 +78,7 @@ class NodeClasses:
                     for tail in rest:
                         yield head + tail
 
-    def blocks(self, pattern: Pattern) -> Blocks:
+    def counts(self, pattern: Pattern) -> NodeCounts:
         """Nodes for a group of this pattern, those with the fastest links among them: one by one, each
         the nearest to those already taken."""
         taken: list[int] = []
@@ -87,7 +87,7 @@ class NodeClasses:
             taken.append(max(free, key=lambda node: (self._slowest(node, taken), -node)))
         if len(pattern) == 2 and not self._alone(pattern):
             taken = list(self._fastest_pair(pattern[0][0], pattern[1][0]))
-        return blocks_of({node: count for node, (_, count) in zip(taken, pattern, strict=True)})
+        return counts_of({node: count for node, (_, count) in zip(taken, pattern, strict=True)})
 
     def _alone(self, pattern: Pattern) -> bool:
         return all(len(self.nodes[which]) == 1 for which, _ in pattern)

@@ -180,7 +180,7 @@ class Pipelines:
             if edge not in kind.edge_s:
                 kind.edge_s[edge] = costs.edge_s(phase, kind.group, batch, edge[2])
             edge_s.append(kind.edge_s[edge])
-        return Timing(layer_s, edge_s, [costs.boundary_s(phase, hop, batch) for hop in pipeline.hops])
+        return Timing(layer_s, edge_s, [costs.hop_s(phase, hop, batch) for hop in pipeline.hops])
 
     def split(self, timing: Timing, limits: list[int], by_sum: bool) -> list[int] | None:
         """Layers of each stage, at most limits: of the least total time, or of the least for the slowest

@@ -17,7 +17,7 @@ from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines, Timing
 from hexgen2.search.planning.shapes import Shapes, vllm_runs
-from hexgen2.search.problem import Blocks, Problem
+from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds, greatest, greatest_first
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
@@ -79,52 +79,52 @@ class Planner:
         self._pipelines = Pipelines(problem)
         self._shapes = Shapes(problem)
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
-        self._planned: dict[tuple[str, Blocks], GroupPlan | None] = {}
+        self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         kinds: dict[Link, int] = {}
         self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
         pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
         self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
 
-    def plan(self, role: str, blocks: Blocks) -> GroupPlan | None:
+    def plan(self, role: str, counts: NodeCounts) -> GroupPlan | None:
         """The plan of greatest capacity, or None if the model does not fit in the group, the group spans too
         many nodes, or no shape meets the targets."""
-        if len(blocks) > self.span:
+        if len(counts) > self.span:
             return None
-        key = (role, blocks)
+        key = (role, counts)
         if key not in self._planned:
-            self._planned[key] = self._from_memo(role, blocks)
+            self._planned[key] = self._from_memo(role, counts)
         return self._planned[key]
 
-    def _from_memo(self, role: str, blocks: Blocks) -> GroupPlan | None:
-        # Blocks by kind, so that a plan serves every group of the same kinds, whichever nodes come first.
-        blocks = tuple(sorted(blocks, key=lambda block: (self.problem.node_kind[block[0]], -block[1])))
-        nodes = [node for node, _ in blocks]
-        kinds = tuple((self.problem.node_kind[node], count) for node, count in blocks)
+    def _from_memo(self, role: str, counts: NodeCounts) -> GroupPlan | None:
+        # By kind, so that a plan serves every group of the same kinds, whichever nodes come first.
+        counts = tuple(sorted(counts, key=lambda part: (self.problem.node_kind[part[0]], -part[1])))
+        nodes = [node for node, _ in counts]
+        kinds = tuple((self.problem.node_kind[node], count) for node, count in counts)
         pairs = () if self._one_network else itertools.combinations(nodes, 2)
         between = tuple(self._link_kind[a][b] for a, b in pairs)
         key = (role, kinds, between)
         if key not in self._memo:
             self.computed += 1
-            self._memo[key] = nodes, self._best(role, blocks)
+            self._memo[key] = nodes, self._best(role, counts)
         planned_on, plan = self._memo[key]
         if plan is None or planned_on == nodes:
             return plan
-        # Planned for like nodes: the stages move over, block by block.
+        # Planned for like nodes: the stages move over, node by node.
         at = dict(zip(planned_on, nodes, strict=True))
         stages = tuple(PlannedStage(at[s.node], s.degree, s.layers) for s in plan.stages)
         return replace(plan, stages=stages)
 
-    def _shapes_of(self, role: str, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
+    def _shapes_of(self, role: str, counts: NodeCounts) -> Iterator[list[tuple[int, int]]]:
         """The shapes that the engine runs."""
-        shapes = self._shapes.of(blocks)
+        shapes = self._shapes.of(counts)
         if self.problem.engine == "vllm":
             return (shape for shape in shapes if vllm_runs(role, shape))
         return shapes
 
-    def _best(self, role: str, blocks: Blocks) -> GroupPlan | None:
+    def _best(self, role: str, counts: NodeCounts) -> GroupPlan | None:
         """The best of all shapes, the most promising first, until no other can be better."""
         pipelines = [
-            p for p in (self._pipelines.of(role, shape) for shape in self._shapes_of(role, blocks)) if p
+            p for p in (self._pipelines.of(role, shape) for shape in self._shapes_of(role, counts)) if p
         ]
         best: GroupPlan | None = None
         for pipeline in greatest_first(pipelines, lambda p: p.limit_req_s):
@@ -140,12 +140,12 @@ class Planner:
         pipeline = self._pipelines.of(role, shape)
         return self._plan(pipeline) if pipeline else None
 
-    def quickest_s(self, role: str, blocks: Blocks) -> float:
+    def quickest_s(self, role: str, counts: NodeCounts) -> float:
         """Seconds to the first token, or per output token, of one request alone, at best; infinite if the
         model does not fit. A prompt takes as long as the mean one."""
         semantics, best = self.problem.pipeline, float("inf")
         for pipeline in filter(
-            None, (self._pipelines.of(role, shape) for shape in self._shapes_of(role, blocks))
+            None, (self._pipelines.of(role, shape) for shape in self._shapes_of(role, counts))
         ):
             held = self._batches_held(pipeline) if role == "prefill" else 1
             limits = [m.max_layers(held) for m in pipeline.memory]

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 
-from hexgen2.search.problem import Blocks, Problem
+from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import least
 
 MAX_SHAPES = 64
-"""Most combinations of tensor degrees tried per group; beyond it every block takes one degree."""
+"""Most combinations of tensor degrees tried per group; beyond it one degree per node."""
 
 
 @lru_cache(maxsize=4096)
@@ -32,7 +32,7 @@ def partitions(count: int, degrees: tuple[int, ...]) -> tuple[tuple[int, ...], .
 
 
 def _even(choices: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Of a block's partitions, those of one degree, or of one degree and its remainder's largest."""
+    """Those of one degree, or of one degree and its remainder's largest."""
     return tuple(p for p in choices if len(set(p[:-1])) <= 1)
 
 
@@ -53,37 +53,37 @@ class Shapes:
         self.degrees = tuple(problem.model.tensor_degrees(largest))
         self._paths: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def of(self, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
-        """Stage lists (node, degree): every combination of the blocks' partitions, or of their even ones
-        where that would be too many."""
-        blocks = self.along_fast_links(blocks)
-        choices = [partitions(count, self.degrees) for _, count in blocks]
+    def of(self, counts: NodeCounts) -> Iterator[list[tuple[int, int]]]:
+        """Stage lists (node, degree): every combination of the partitions of each node's count, or
+        of the even ones where that would be too many."""
+        counts = self.along_fast_links(counts)
+        choices = [partitions(count, self.degrees) for _, count in counts]
         if math.prod(len(c) for c in choices) > MAX_SHAPES:
             choices = [_even(c) for c in choices]
         if math.prod(len(c) for c in choices) > MAX_SHAPES:
             choices = [c if len(c) == 1 else (c[0], c[-1]) for c in choices]
-        # Two blocks of like nodes need only be tried one way around.
-        like = [self.problem.node_kind[node] for node, _ in blocks]
-        twins = [k for k in range(1, len(blocks)) if like[k] == like[k - 1] and choices[k] == choices[k - 1]]
+        # Two nodes that are alike need only be tried one way around.
+        like = [self.problem.node_kind[node] for node, _ in counts]
+        twins = [k for k in range(1, len(counts)) if like[k] == like[k - 1] and choices[k] == choices[k - 1]]
         for combination in itertools.islice(itertools.product(*choices), 4 * MAX_SHAPES):
             if any(combination[k] > combination[k - 1] for k in twins):
                 continue
             yield [
                 (node, degree)
-                for (node, _), parts in zip(blocks, combination, strict=True)
+                for (node, _), parts in zip(counts, combination, strict=True)
                 for degree in parts
             ]
 
-    def along_fast_links(self, blocks: Blocks) -> Blocks:
+    def along_fast_links(self, counts: NodeCounts) -> NodeCounts:
         """The nodes in the order whose hops take least time (exact up to 5 nodes, else nearest next)."""
         links = self.problem.node_links
 
         def hop(a: int, b: int) -> float:
             return 1 / links[a][b].bandwidth_bytes_s
 
-        nodes = tuple(node for node, _ in blocks)
+        nodes = tuple(node for node, _ in counts)
         if len(nodes) <= 2:
-            return blocks
+            return counts
         if nodes not in self._paths:
             if len(nodes) <= 5:
                 walks = itertools.permutations(nodes)
@@ -94,5 +94,5 @@ class Shapes:
                     nearest = least(sorted(rest), partial(hop, path[-1]))[0]
                     path, rest = (*path, nearest), rest - {nearest}
             self._paths[nodes] = path
-        counts = dict(blocks)
-        return tuple((node, counts[node]) for node in self._paths[nodes])
+        count_of = dict(counts)
+        return tuple((node, count_of[node]) for node in self._paths[nodes])

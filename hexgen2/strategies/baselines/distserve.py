@@ -76,7 +76,7 @@ def _layouts(state: SearchState, nodes: list[int], role: str) -> list[_Layout]:
     """All layouts that hold the model in that role."""
     planner, found = state.evaluator.planner, []
     for gpus, across, replicas in copies(state.evaluator.problem, nodes):
-        plans = [plan for plan in (planner.plan(role, blocks) for blocks in replicas) if plan]
+        plans = [plan for plan in (planner.plan(role, counts) for counts in replicas) if plan]
         if plans:
             capacity = max(plan.capacity_req_s for plan in plans)
             found.append(_Layout(gpus, across, replicas, capacity))

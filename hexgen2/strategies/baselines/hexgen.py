@@ -13,7 +13,7 @@ import numpy as np
 from hexgen2.placement import Placement
 from hexgen2.search.local_search import SearchState
 from hexgen2.search.partition.initial import estimated_groups
-from hexgen2.search.problem import Group, Problem, Solution, blocks_of
+from hexgen2.search.problem import Group, Problem, Solution, counts_of
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.baselines.genetic import POPULATION, evolve
 
@@ -34,11 +34,13 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
 def _one_group(problem: Problem) -> Solution:
     sizes = {node: len(gpus) for node, gpus in enumerate(problem.node_gpus)}
-    return Solution((Group(ROLE, blocks_of(sizes)),))
+    return Solution((Group(ROLE, counts_of(sizes)),))
 
 
 def _group_per_node(problem: Problem) -> Solution:
-    return Solution(tuple(Group(ROLE, (block,)) for block in _one_group(problem).groups[0].blocks))
+    return Solution(
+        tuple(Group(ROLE, ((node, count),)) for node, count in _one_group(problem).groups[0].counts)
+    )
 
 
 def _random_partition(rng: np.random.Generator, problem: Problem) -> Solution:
@@ -46,4 +48,4 @@ def _random_partition(rng: np.random.Generator, problem: Problem) -> Solution:
     nodes = np.repeat(np.arange(len(problem.node_gpus)), [len(gpus) for gpus in problem.node_gpus])
     labels = rng.integers(rng.integers(1, estimated_groups(problem) + 1), size=len(nodes))
     drawn = (nodes[labels == label].tolist() for label in np.unique(labels))
-    return Solution(tuple(Group(ROLE, blocks_of({n: part.count(n) for n in part})) for part in drawn))
+    return Solution(tuple(Group(ROLE, counts_of({n: part.count(n) for n in part})) for part in drawn))

@@ -10,14 +10,14 @@ from hexgen2.search.local_search import SearchState
 from hexgen2.search.operators import Step
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.shapes import Shapes
-from hexgen2.search.problem import Blocks, Group, Problem, Solution, blocks_of
+from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
 from hexgen2.search.ties import exceeds
 from hexgen2.strategies.baselines.paper import valued
 
 MAX_NODES = 16
 """Most nodes that one replica's pipeline crosses."""
 
-Replicas = list[Blocks]
+Replicas = list[NodeCounts]
 
 
 class UniformPlanner(Planner):
@@ -33,11 +33,11 @@ class _UniformShapes(Shapes):
         super().__init__(problem)
         self._degree_of = degree_of
 
-    def of(self, blocks: Blocks) -> Iterator[list[tuple[int, int]]]:
-        given = self._degree_of.get(self.problem.node_accelerator[blocks[0][0]])
+    def of(self, counts: NodeCounts) -> Iterator[list[tuple[int, int]]]:
+        given = self._degree_of.get(self.problem.node_accelerator[counts[0][0]])
         for degree in (given,) if given else self.degrees:
-            if all(count % degree == 0 for _, count in blocks):
-                along = self.along_fast_links(blocks)
+            if all(count % degree == 0 for _, count in counts):
+                along = self.along_fast_links(counts)
                 yield [(node, degree) for node, count in along for _ in range(count // degree)]
 
 
@@ -92,5 +92,5 @@ def fill(
         taken = [first, *others[: nodes - 1]]
         for node in taken:
             free[node] -= gpus
-        found.append(blocks_of(dict.fromkeys(taken, gpus)))
+        found.append(counts_of(dict.fromkeys(taken, gpus)))
     return found

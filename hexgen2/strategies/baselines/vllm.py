@@ -33,7 +33,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
             if state.out_of_time():
                 break
             degree_of[accelerator], replicas = _best_copies(problem, accelerator, nodes)
-            groups += tuple(Group(ROLE, blocks) for blocks in replicas)
+            groups += tuple(Group(ROLE, counts) for counts in replicas)
             state.evaluator.planner = UniformPlanner(problem, degree_of)
             state.offer(
                 state.evaluator.evaluate(Solution(groups)),
@@ -50,7 +50,7 @@ def _best_copies(problem: Problem, accelerator: Accelerator, nodes: list[int]) -
     for degree in problem.model.tensor_degrees(max(len(problem.node_gpus[node]) for node in nodes)):
         planner = UniformPlanner(problem, {accelerator: degree})
         for _, _, replicas in copies(problem, nodes):
-            plans = (planner.plan(ROLE, blocks) for blocks in replicas)
+            plans = (planner.plan(ROLE, counts) for counts in replicas)
             served = math.fsum(plan.capacity_req_s for plan in plans if plan)
             if exceeds(served, best[0]):
                 best = (served, degree, replicas)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runtime.kv_transfer.arrival import KvArrival
 from runtime.kv_transfer.slices import Runs
+from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvOpen, KvSlice, Message
+from runtime.protocol.message import Message
 
 if TYPE_CHECKING:
     from runtime.kv_transfer.memory import SharedPool

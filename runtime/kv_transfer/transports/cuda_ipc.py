@@ -25,8 +25,8 @@ from runtime.kv_transfer.transports.base import (
     host_identity,
     require_open,
 )
+from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvOpen, KvSlice
 
 _PIECE_BYTES = 16 * 1024 * 1024
 

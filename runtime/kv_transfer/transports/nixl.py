@@ -31,8 +31,8 @@ from runtime.kv_transfer.transports.base import (
     checked_runs,
     require_open,
 )
+from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvOpen, KvSlice
 
 _BACKENDS = ["UCX"]
 _PIECE_BYTES = 4 * 1024 * 1024

@@ -18,8 +18,8 @@ from runtime.kv_transfer.transports.base import (
     host_identity,
     require_open,
 )
+from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvOpen, KvSlice
 
 _PIECE_BYTES = 8 * 1024 * 1024  # cancelling a request waits for one piece: half a millisecond
 

@@ -11,7 +11,7 @@ from cost_model.architecture import ModelArchitecture
 from hexgen2.placement import Placement, Stage
 from hexgen2.replan.migration import Terms
 from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.problem import Group, Problem, Solution, blocks_of
+from hexgen2.search.problem import Group, Problem, Solution, counts_of
 
 PARTS = 24
 """Every tensor degree of the tests divides a layer into whole numbers of these."""
@@ -86,7 +86,7 @@ def brute_force(problem: Problem, previous: Placement, terms: Terms) -> float:
     running = [(r.role, r.stages, r.max_batch) for r in previous.replicas]
 
     def absent_s(group: Group, part: list[int]) -> float:
-        plan = evaluator.planner.plan(group.role, group.blocks)
+        plan = evaluator.planner.plan(group.role, group.counts)
         least = float("inf")
         for order in itertools.permutations(part) if plan else ():
             stages, spare, first = [], list(order), 0
@@ -127,7 +127,7 @@ def _solutions(problem: Problem):
                     groups = []
                     for role, part in zip(roles, parts, strict=True):
                         nodes = [int(node_of[g]) for g in part]
-                        groups.append(Group(role, blocks_of({n: nodes.count(n) for n in nodes})))
+                        groups.append(Group(role, counts_of({n: nodes.count(n) for n in nodes})))
                     yield groups, parts
 
 
@@ -137,7 +137,7 @@ def _missed(evaluator: Evaluator, groups, times, req_s: float, terms: Terms) -> 
     for start, end in itertools.pairwise(sorted({0.0, *(min(t, terms.horizon_s) for t in times)})):
         capacity = {"prefill": 0.0, "decode": 0.0}
         for group, absent in zip(groups, times, strict=True):
-            plan = evaluator.planner.plan(group.role, group.blocks)
+            plan = evaluator.planner.plan(group.role, group.counts)
             if plan and absent <= start:
                 capacity[group.role] += plan.capacity_req_s
         total += max(0.0, req_s - min(capacity.values())) * (end - start)

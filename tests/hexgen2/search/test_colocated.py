@@ -15,7 +15,7 @@ from hexgen2.placement import Placement
 from hexgen2.search.bounds.upper_bounds import rates_limit
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.planning.plan import Planner
-from hexgen2.search.problem import Group, Problem, Solution, blocks_of, make_problem
+from hexgen2.search.problem import Group, Problem, Solution, counts_of, make_problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
@@ -44,7 +44,7 @@ def optimum(problem: Problem) -> float:
         found = best((*free[:node], free[node] - 1, *free[node + 1 :]))
         for taken in itertools.product(*(range(count + 1) for count in free)):
             if taken[node]:
-                plan = planner.plan("colocated", blocks_of(dict(enumerate(taken))))
+                plan = planner.plan("colocated", counts_of(dict(enumerate(taken))))
                 if plan:
                     left = tuple(f - t for f, t in zip(free, taken, strict=True))
                     found = max(found, plan.capacity_req_s + best(left))
@@ -140,8 +140,8 @@ def test_colocated_replicas_add_to_the_flow_of_the_others(problem):
         Group("prefill" if n % 2 else "decode", ((n, len(g)),)) for n, g in enumerate(problem.node_gpus)
     ]
     apart = Solution(tuple(groups[:-1]))
-    mixed = Solution((*groups[:-1], Group("colocated", groups[-1].blocks)))
-    plan = evaluator.planner.plan("colocated", groups[-1].blocks)
+    mixed = Solution((*groups[:-1], Group("colocated", groups[-1].counts)))
+    plan = evaluator.planner.plan("colocated", groups[-1].counts)
     gained = plan.capacity_req_s if plan else 0.0
     found = evaluator.evaluate(mixed)
     assert found.req_s == pytest.approx(evaluator.evaluate(apart).req_s + gained)

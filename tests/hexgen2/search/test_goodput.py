@@ -18,7 +18,7 @@ from hexgen2.goal import Goal, make_goal
 from hexgen2.placement import Placement, json_schema
 from hexgen2.search.infeasible import soonest_s
 from hexgen2.search.planning.plan import Planner
-from hexgen2.search.problem import Problem, blocks_of, make_problem
+from hexgen2.search.problem import Problem, counts_of, make_problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
@@ -51,10 +51,10 @@ def test_plans_keep_their_targets(data, problem):
         return
     goal = data.draw(goals(problem))
     bound = replace(problem, goal=goal)
-    blocks = blocks_of({n: len(gpus) for n, gpus in enumerate(problem.node_gpus)})
+    counts = counts_of({n: len(gpus) for n, gpus in enumerate(problem.node_gpus)})
     planner, free = Planner(bound), Planner(problem)
     for role in ("prefill", "decode"):
-        plan, fastest = planner.plan(role, blocks), free.plan(role, blocks)
+        plan, fastest = planner.plan(role, counts), free.plan(role, counts)
         if plan is None:
             continue
         assert fastest and plan.capacity_req_s <= fastest.capacity_req_s * (1 + 1e-9)

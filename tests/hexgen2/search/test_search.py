@@ -22,7 +22,7 @@ from hexgen2.export.vllm_command import check_vllm
 from hexgen2.placement import Placement, json_schema
 from hexgen2.search.bounds.upper_bounds import rates_limit
 from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.problem import Group, Problem, Solution, blocks_of, make_problem
+from hexgen2.search.problem import Group, Problem, Solution, counts_of, make_problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 from hexgen2.workload.classes import load_workload
@@ -44,12 +44,12 @@ def brute_force(problem: Problem) -> float:
     for size in range(2, len(node_of) + 1):
         for used in itertools.combinations(gpus, size):
             for parts in set_partitions(list(used)):
-                blocks = []
+                counts = []
                 for part in parts:
                     nodes = [int(node_of[g]) for g in part]
-                    blocks.append(blocks_of({n: nodes.count(n) for n in nodes}))
+                    counts.append(counts_of({n: nodes.count(n) for n in nodes}))
                 for roles in itertools.product(("prefill", "decode"), repeat=len(parts)):
-                    groups = tuple(Group(r, b) for r, b in zip(roles, blocks, strict=True))
+                    groups = tuple(Group(r, b) for r, b in zip(roles, counts, strict=True))
                     found = evaluator.reordered(evaluator.evaluate(Solution(groups)))
                     best = max(best, found.req_s)
     return best

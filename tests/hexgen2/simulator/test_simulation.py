@@ -85,14 +85,14 @@ def test_the_same_seed_gives_the_same_results(setting):
 
 def test_at_full_load_it_serves_what_the_placement_promises(setting):
     found = simulate(setting, offline(Lengths(setting.workload), 3000, seed=0))
-    share = found["steady_request_throughput"] / setting.throughput.req_s
+    share = found.steady_request_throughput / setting.throughput.req_s
     assert 0.96 < share < 1.005
 
 
 def test_traffic_follows_the_flows_of_the_placement(setting):
     found = simulate(setting, online(Lengths(setting.workload), 3.0, 800, seed=2))
     total = sum(route.flow_req_s for route in setting.routes)
-    for row, route in zip(found["routes"], setting.routes, strict=True):
+    for row, route in zip(found.routes, setting.routes, strict=True):
         assert row["requests"] == approx(800 * route.flow_req_s / total, abs=5)
 
 
@@ -107,7 +107,7 @@ def test_a_lone_request_takes_what_the_cost_model_says(pair):
     for j, (layers, group) in enumerate(zip(prefill.layers, prefill.groups, strict=True)):
         first += layers * costs.layer_s("prefill", group, 1)
         first += costs.edge_s("prefill", group, 1, j == prefill.stages - 1)
-    first += sum(costs.boundary_s("prefill", hop, 1) for hop in prefill.hops)
+    first += sum(costs.hop_s("prefill", hop, 1) for hop in prefill.hops)
     assert records.first_s[0] == approx(first)
     steps = 0.0
     for made in range(1, osl):
@@ -115,7 +115,7 @@ def test_a_lone_request_takes_what_the_cost_model_says(pair):
         for j, (layers, group) in enumerate(zip(decode.layers, decode.groups, strict=True)):
             steps += layers * at.layer_s("decode", group, 1)
             steps += at.edge_s("decode", group, 1, j == decode.stages - 1)
-        steps += sum(at.boundary_s("decode", hop, 1) for hop in decode.hops)
+        steps += sum(at.hop_s("decode", hop, 1) for hop in decode.hops)
     landed = records.routes[records.prefill[0], records.decode[0]].after_s
     assert landed > 0
     assert records.end_s[0] - records.first_s[0] == approx(landed + steps)
@@ -205,18 +205,18 @@ def test_times_can_come_from_elsewhere(pair):
     asked = requests_of((0.0, 700, 40))
     scaled = Scaled(pair.model, pair.workload.lengths)
     plain, slow = simulate(pair, asked), simulate(pair, asked, costs=scaled)
-    assert slow["mean_ttft_ms"] == approx(3 * plain["mean_ttft_ms"])
-    assert slow["mean_itl_ms"] == approx(3 * plain["mean_itl_ms"], rel=0.02)  # the transfer is as it was
+    assert slow.mean_ttft_ms == approx(3 * plain.mean_ttft_ms)
+    assert slow.mean_itl_ms == approx(3 * plain.mean_itl_ms, rel=0.02)  # the transfer is as it was
 
 
 def test_what_the_front_end_takes_delays_first_tokens_alone(pair):
     rate = 0.3 * pair.throughput.req_s
     asked = online(Lengths(pair.workload), rate, 200, seed=0)
     plain, delayed = (simulate(pair, asked, Options(front_end_s=seconds)) for seconds in (0.0, 0.05))
-    assert delayed["mean_ttft_ms"] == approx(plain["mean_ttft_ms"] + 50)
-    assert delayed["p90_ttft_ms"] == approx(plain["p90_ttft_ms"] + 50)
-    assert delayed["mean_tpot_ms"] == approx(plain["mean_tpot_ms"])
-    assert delayed["mean_e2el_ms"] == approx(plain["mean_e2el_ms"] + 50)
+    assert delayed.mean_ttft_ms == approx(plain.mean_ttft_ms + 50)
+    assert delayed.p90_ttft_ms == approx(plain.p90_ttft_ms + 50)
+    assert delayed.mean_tpot_ms == approx(plain.mean_tpot_ms)
+    assert delayed.mean_e2el_ms == approx(plain.mean_e2el_ms + 50)
 
 
 def test_a_prefill_replica_alone_is_an_m_d_1_queue(pair):

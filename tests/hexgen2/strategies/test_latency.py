@@ -16,7 +16,7 @@ from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.flow.max_flow import balance
 from hexgen2.search.infeasible import soonest_s
 from hexgen2.search.load_prediction import LoadedPlacement
-from hexgen2.search.problem import Group, Problem, Solution, blocks_of, make_problem
+from hexgen2.search.problem import Group, Problem, Solution, counts_of, make_problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
@@ -35,14 +35,14 @@ def small(rate: float) -> Problem:
 
 def solutions() -> list[Solution]:
     """All ways to use nodes of two and two GPUs with one or two groups of each role."""
-    parts = [blocks_of({0: a, 1: b}) for a in range(3) for b in range(3) if a + b]
+    parts = [counts_of({0: a, 1: b}) for a in range(3) for b in range(3) if a + b]
     found = []
     for p, d in itertools.product((1, 2), repeat=2):
-        for blocks in itertools.product(parts, repeat=p + d):
-            counts = [sum(dict(b).get(node, 0) for b in blocks) for node in (0, 1)]
+        for counts in itertools.product(parts, repeat=p + d):
+            counts = [sum(dict(b).get(node, 0) for b in counts) for node in (0, 1)]
             if max(counts) <= 2:
                 roles = ["prefill"] * p + ["decode"] * d
-                found.append(Solution(tuple(map(Group, roles, blocks))))
+                found.append(Solution(tuple(map(Group, roles, counts))))
     return found
 
 

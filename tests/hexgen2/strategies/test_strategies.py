@@ -162,7 +162,7 @@ def test_paper_starts_as_in_appendix_e():
     placement = run(
         "hexgen2-paper", problem, SearchOptions(progress=lambda state: seen.append(state.best.solution))
     )
-    start = sorted((g.role, g.blocks) for g in seen[0].groups)
+    start = sorted((g.role, g.counts) for g in seen[0].groups)
     assert start == [(role, ((node, 2),)) for role in ("decode", "prefill") for node in (0, 1)]
     assert sum(len(r.gpus) for r in placement.replicas if r.role == "decode") > 4
 

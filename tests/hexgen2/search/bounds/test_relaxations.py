@@ -23,8 +23,8 @@ def check_layout(problem: Problem, evaluator: Evaluator, solution: Solution) -> 
     """Each GPU used once at most, each group able to hold the model."""
     used = [0] * len(problem.node_gpus)
     for group in solution.groups:
-        assert evaluator.planner.plan(group.role, group.blocks) is not None
-        for node, count in group.blocks:
+        assert evaluator.planner.plan(group.role, group.counts) is not None
+        for node, count in group.counts:
             used[node] += count
     assert all(n <= len(gpus) for n, gpus in zip(used, problem.node_gpus, strict=True))
 
@@ -100,7 +100,7 @@ def test_alike_nodes_are_one_class_and_uplinks_tell_them_apart():
     ]
     problem = problem_from(spec, "opt-30b", "LPLD")
     fast = next(c for c, nodes in enumerate(node_classes(problem).nodes) if 0 in nodes)
-    assert {node for node, _ in node_classes(problem).blocks(((fast, 2), (fast, 2)))} <= set(range(6))
+    assert {node for node, _ in node_classes(problem).counts(((fast, 2), (fast, 2)))} <= set(range(6))
 
 
 def test_a_span_leaves_few_patterns_but_room_for_the_model():

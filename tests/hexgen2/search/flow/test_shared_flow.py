@@ -164,7 +164,7 @@ def test_an_uplink_limits_what_leaves_several_nodes():
     spec = problem.spec.model_dump(mode="json", by_alias=True)
     spec["network"]["uplinks"] = [{"name": "west", "nodes": ["a", "b"], "bandwidth_gbit_s": 1}]
     uplinked = problem_from(spec, "opt-30b", "HPHD")
-    to_c = Solution(tuple(g for g in FROM_A.groups if g.blocks[0][0] != 1))
+    to_c = Solution(tuple(g for g in FROM_A.groups if g.counts[0][0] != 1))
     kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers
     assert Evaluator(uplinked).evaluate(to_c).req_s == pytest.approx(1e9 / 8 / kv_bytes, rel=1e-6)
     # What stays on the near side takes the link to b beside it.

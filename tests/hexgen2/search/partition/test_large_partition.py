@@ -125,13 +125,13 @@ def test_groups_of_a_large_cluster_cover_each_gpu_once(partitioner, groups):
     solution = initial_solution(Evaluator(problem), groups, partitioner)
     assert len(solution.groups) == groups
     taken = np.zeros(32, dtype=int)
-    for node, count in (block for group in solution.groups for block in group.blocks):
+    for node, count in (part for group in solution.groups for part in group.counts):
         taken[node] += count
     assert (taken == 8).all()
     if groups <= 32:
-        assert all(count == 8 for group in solution.groups for _, count in group.blocks)
+        assert all(count == 8 for group in solution.groups for _, count in group.counts)
     else:
-        assert all(len(group.blocks) == 1 for group in solution.groups)
+        assert all(len(group.counts) == 1 for group in solution.groups)
     assert initial_solution(Evaluator(problem), groups, partitioner) == solution
 
 

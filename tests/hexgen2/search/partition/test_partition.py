@@ -108,7 +108,7 @@ def test_projection_gives_back_every_gpu():
     labels = np.array([0, 0, 1, 1, 1, 2, 2])
     graph = coarsen(np.ones((7, 7)), np.ones(7), labels)
     solution = project(problem, graph, ["prefill", "decode", "prefill"])
-    assert [(g.role, g.blocks) for g in solution.groups] == [
+    assert [(g.role, g.counts) for g in solution.groups] == [
         ("prefill", ((0, 2),)),
         ("decode", ((0, 2), (1, 1))),
         ("prefill", ((1, 2),)),

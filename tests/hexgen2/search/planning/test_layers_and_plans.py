@@ -14,7 +14,7 @@ from cost_model.pipeline import PhaseTimes, colocated_pace, decode_pace, micro_b
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.shapes import partitions
-from hexgen2.search.problem import Problem, blocks_of
+from hexgen2.search.problem import Problem, counts_of
 
 
 def splits(layers: int, stages: int):
@@ -100,7 +100,7 @@ def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | N
             for j, (g, n) in enumerate(zip(groups, split, strict=True))
         ]
         hops = (problem.node_links[a][b] for (a, _), (b, _) in itertools.pairwise(shape))
-        return stage_s, [costs.boundary_s(phase, hop, running) for hop in hops]
+        return stage_s, [costs.hop_s(phase, hop, running) for hop in hops]
 
     if phase == "prefill":
         return prefill_pace(problem.pipeline, *times(phase, batch), batch).capacity_req_s
@@ -115,15 +115,15 @@ def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | N
 @settings(max_examples=150, deadline=None)
 @given(problems(), st.sampled_from(["prefill", "decode", "colocated"]))
 def test_plans_fit_and_have_the_capacity_they_claim(problem, role):
-    blocks = blocks_of({n: len(gpus) for n, gpus in enumerate(problem.node_gpus)})
-    plan = Planner(problem).plan(role, blocks)
+    counts = counts_of({n: len(gpus) for n, gpus in enumerate(problem.node_gpus)})
+    plan = Planner(problem).plan(role, counts)
     if plan is None:
         return
     shape = [(s.node, s.degree) for s in plan.stages]
     split = [s.layers for s in plan.stages]
     assert sum(split) == problem.model.layers
-    used = blocks_of({n: sum(d for m, d in shape if m == n) for n, _ in blocks})
-    assert used == blocks
+    used = counts_of({n: sum(d for m, d in shape if m == n) for n, _ in counts})
+    assert used == counts
     assert capacity(problem, role, shape, split, plan.batch) == pytest.approx(plan.capacity_req_s)
 
 
@@ -134,13 +134,13 @@ def test_plan_against_every_shape_and_split(role, pipeline, counts):
     """Within 1 % of the best over all tensor degrees, layer splits and (unless for prefill) batches."""
     nodes = [{"name": f"n{i}", "accelerators": c, "interconnect": "nvlink"} for i, c in enumerate(counts)]
     problem = problem_from({"name": "t", "nodes": nodes}, "opt-30b", "HPHD", pipeline=pipeline)
-    blocks = blocks_of({n: len(gpus) for n, gpus in enumerate(problem.node_gpus)})
-    plan = Planner(problem).plan(role, blocks)
+    counts = counts_of({n: len(gpus) for n, gpus in enumerate(problem.node_gpus)})
+    plan = Planner(problem).plan(role, counts)
     assert plan is not None
     batches = [1] if role == "prefill" else sorted({*range(1, 257, 8), 256, plan.batch})
     best = 0.0
-    for parts in itertools.product(*(partitions(c, (1, 2)) for _, c in blocks)):
-        shape = [(n, d) for (n, _), part in zip(blocks, parts, strict=True) for d in part]
+    for parts in itertools.product(*(partitions(c, (1, 2)) for _, c in counts)):
+        shape = [(n, d) for (n, _), part in zip(counts, parts, strict=True) for d in part]
         for split in splits(problem.model.layers, len(shape)):
             for batch in batches:
                 best = max(best, capacity(problem, role, shape, split, batch) or 0.0)

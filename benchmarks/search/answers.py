@@ -1,0 +1,111 @@
+"""Runs hexgen2 commands one after the other in this process and prints digests of what they answer.
+
+    python answers.py [--disturb SEED] FOLDER < commands.json
+
+Reads a JSON list of argument lists, runs them inside FOLDER, so that a command can read what an earlier one
+wrote with -o, and prints a JSON list of digests. One process answers for one kind of machine (machines.py).
+
+With --disturb, costs get other last bits, and eigenvectors another basis of what they span, as a library,
+processor or compiler that is not at hand might give them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TIMES = re.compile(r'"(seconds|[a-z]+_wall_s)": [-+.e0-9]+')
+
+
+def digest(text: str) -> str:
+    """SHA-256 of a text without the seconds that it took to make."""
+    return hashlib.sha256(TIMES.sub(r'"\1": 0', text).encode()).hexdigest()
+
+
+def rounded(value: Any) -> Any:
+    """The same with six significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list) else value
+
+
+def answer(arguments: list[str]) -> dict[str, str | int]:
+    """Exit code, digests of what the command printed and wrote, and of the former in six digits."""
+    from hexgen2.cli import main
+
+    printed, code = io.StringIO(), 0
+    sys.argv = ["hexgen2", *arguments]
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+    text = printed.getvalue()
+    found: dict[str, str | int] = {"code": code, "printed": digest(text)}
+    if text.startswith("{"):
+        found["roughly"] = digest(json.dumps(rounded(json.loads(text))))
+    if code != 0:
+        found["errors"] = errors.getvalue()
+    if "-o" in arguments:
+        written = Path(arguments[arguments.index("-o") + 1])
+        found["written"] = digest(written.read_text())
+    return found
+
+
+def disturb(seed: int) -> None:
+    """Turn last bits of costs and the bases of eigenvectors."""
+    from cost_model import base, calibrated
+
+    calibrated.layer_s = _with_other_bits(calibrated.layer_s, seed)
+    calibrated.edge_s = _with_other_bits(calibrated.edge_s, seed)
+    base.CostModel.hop_work_s = _with_other_bits(base.CostModel.hop_work_s, seed)  # type: ignore[method-assign]
+    solve, draw = np.linalg.eigh, np.random.default_rng(seed)
+
+    def other_basis(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values, vectors = solve(matrix)
+        begins = 0
+        while begins < len(values):
+            equal = np.flatnonzero(values[begins:] - values[begins] < 1e-11 * np.abs(values).max())
+            span = slice(begins, begins + len(equal))
+            turned, _ = np.linalg.qr(draw.normal(size=(len(equal), len(equal))))
+            vectors[:, span] = vectors[:, span] @ turned
+            begins = span.stop
+        return values, vectors + 1e-15 * draw.normal(size=vectors.shape)
+
+    np.linalg.eigh = other_basis  # type: ignore[assignment]
+
+
+def _with_other_bits(function: Callable[..., float], seed: int) -> Callable[..., float]:
+    """The function, its results off by up to three units in the last place: always the same for the same
+    arguments, as on any one machine."""
+
+    def other(*arguments: Any) -> float:
+        mixed = hashlib.blake2b(repr((seed, arguments[-2:])).encode(), digest_size=4).digest()
+        return function(*arguments) * (1 + 6e-16 * (int.from_bytes(mixed, "little") / 2**31 - 1))
+
+    return other
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--disturb", type=int)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    commands = json.load(sys.stdin)
+    if options.disturb is not None:
+        disturb(options.disturb)
+    os.chdir(options.folder)
+    json.dump([answer(command) for command in commands], sys.stdout)
