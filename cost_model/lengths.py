@@ -1,6 +1,6 @@
 """How long requests are: a mixture of classes, and the means over it that costs depend on.
 
-LengthSource differ between classes, so a mean depends on what is drawn: a request, a token of a prompt, or a
+Lengths differ between classes, so a mean depends on what is drawn: a request, a token of a prompt, or a
 request that is under way at some moment, which is the more often a long one.
 """
 

@@ -38,7 +38,8 @@ from runtime.kv_transfer import KvReceiver, KvSender
 from runtime.kv_transfer.memory import shared_cache
 from runtime.protocol import handshake as introduction
 from runtime.protocol.framing import listen
-from runtime.protocol.messages import KvLink, StageShape
+from runtime.protocol.message import StageShape
+from runtime.protocol.to_workers import KvLink
 
 HOST, BLOCK_TOKENS, HEADS, HEAD_DIM, LAYERS = "127.0.0.1", 16, 8, 128, 8
 DTYPE = torch.bfloat16

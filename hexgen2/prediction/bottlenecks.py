@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cost_model.base import CostModel
+from hexgen2.checks import traffic_of
 from hexgen2.cluster import Cluster
 from hexgen2.network.shared_links import Links
-from hexgen2.network.traffic import traffic_of
 from hexgen2.placement import Replica, Route
 
 FULL = 1 - 1e-6

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from installed import hexgen2, refused
+from commands import hexgen2, refused
 
 from cost_model.errors import InputError
 from hexgen2.bench.http import Address, HttpError, Server
