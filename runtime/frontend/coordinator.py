@@ -21,11 +21,11 @@ from runtime.frontend.replica import Replica
 from runtime.frontend.request import UNKNOWN, Generation, Observer, Origin, Outcome, RequestRecord
 from runtime.launcher.worker_link import Link
 from runtime.liveness import PING_EVERY_S
-from runtime.options import QUEUE_LIMIT, QUEUE_TIMEOUT_S
+from runtime.options import QUEUE_TIMEOUT_S
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Shutdown
 from runtime.routing.admission import Admission
-from runtime.routing.fair_queue import FairQueue
+from runtime.routing.fair_queue import QUEUE_LIMIT, FairQueue
 from runtime.routing.reflow import Reflow
 from runtime.routing.refusals import Overloaded, TimedOut, Unavailable
 from runtime.routing.router import Route, Router
