@@ -21,7 +21,6 @@ MAY_IMPORT = {
 }
 INTO_THE_RUNTIME = ("hexgen2.commands.launch", "hexgen2.commands.node")
 FOR_THE_RUNTIME = ("cluster", "devices", "placement", "checks", "workload", "network", "prediction")
-FOR_THE_RUNTIME += ("memory", "report.service", "simulator.timing")
 EXPORTS_THAT_ARE_STARTED = {
     "runtime.launcher.ray": "hexgen2.export.ray",
     "runtime.vllm.launcher": "hexgen2.export.vllm_command",
@@ -116,7 +115,10 @@ def test_no_modules_import_each_other():
 
 PLANNING = (
     "cost_model",
-    *(f"hexgen2/{room}" for room in ("network", "search", "strategies", "rent", "replan", "simulator")),
+    *(
+        f"hexgen2/{room}"
+        for room in ("network", "prediction", "search", "strategies", "rent", "replan", "simulator")
+    ),
 )
 MACHINE_DEPENDENT = {
     *(f"math.{name}" for name in ("exp", "expm1", "log", "log2", "log10", "log1p", "pow")),

@@ -134,7 +134,7 @@ class Replanner:
         try:
             found = await self._search(lost, back)
         except Exception as error:
-            self._supervisor.go_on(given_up)
+            self._supervisor.resume(given_up)
             if not isinstance(error, HexGen2Error):
                 raise
             self._fruitless = lost
@@ -233,11 +233,11 @@ class Replanner:
                 problem = str(error)
                 self._report(f"replica {replica.id} did not start: {error}")
                 continue
-            self._supervisor.look_after(replica.id)
+            self._supervisor.forget(replica.id)
             self._coordinator.join(replica.id, links)
             self._report(f"replica {replica.id} serves")
             return
-        self._supervisor.look_after(replica.id)
+        self._supervisor.forget(replica.id)
         self._coordinator.give_up(replica.id, f"it did not start: {problem}")
 
 
