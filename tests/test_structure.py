@@ -47,7 +47,10 @@ def test_packages_import_downwards(package):
 
 PLANNING = (
     "cost_model",
-    *(f"hexgen2/{room}" for room in ("network", "search", "strategies", "rent", "replan", "simulator")),
+    *(
+        f"hexgen2/{room}"
+        for room in ("network", "prediction", "search", "strategies", "rent", "replan", "simulator")
+    ),
 )
 MACHINE_DEPENDENT = {
     *(f"math.{name}" for name in ("exp", "expm1", "log", "log2", "log10", "log1p", "pow")),

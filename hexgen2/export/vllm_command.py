@@ -20,8 +20,8 @@ from cost_model.hardware import NO_LINK
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.export.hardware import gpus_by_node, on_cpu, split
-from hexgen2.memory import kv_capacity_tokens
 from hexgen2.placement import Placement, Replica
+from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 
 API_PORT, SIDE_CHANNEL_PORT, MASTER_PORT = 8100, 5600, 29500
 """The ports of the first replica; each further one takes the next."""
