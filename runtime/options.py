@@ -18,8 +18,8 @@ ENGINES = (TORCH, EMULATED, VLLM)
 INSTRUCTIONS = ("auto", "avx2")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NIXL = "nixl"
-GPU_TRANSPORTS, CPU_TRANSPORTS = ("cuda_ipc", "nccl"), ("shm",)
-KV_TRANSPORTS = ("auto", *CPU_TRANSPORTS, "tcp", "gloo", NIXL, *GPU_TRANSPORTS)
+GPU_TRANSPORTS, CPU_TRANSPORTS = ("cuda_ipc",), ("shm",)
+KV_TRANSPORTS = ("auto", *CPU_TRANSPORTS, "tcp", NIXL, *GPU_TRANSPORTS)
 
 
 @dataclass(frozen=True)
