@@ -151,11 +151,6 @@ class Cluster:
         fabric: Fabric = self.fabrics[self.node_of[i]] if self.node_of[i] == self.node_of[j] else ""
         return Link(float(self.bandwidth_bytes_s[i, j]), float(self.latency_s[i, j]), fabric)
 
-    @property
-    def total_price_per_hour(self) -> float:
-        """US dollars per hour for all devices."""
-        return float(self.price_per_hour.sum())
-
 
 def _inside(interconnect: InterconnectClass | InterconnectSpec, card: Accelerator) -> tuple[Link, str | None]:
     if isinstance(interconnect, InterconnectSpec):

@@ -137,11 +137,6 @@ class Running:
         """Seconds of the next step."""
         return self._first_s
 
-    @property
-    def change_s(self) -> float:
-        """When something changes by itself; infinite if nobody runs."""
-        return self.time_s + self.span_s(self._regime) if self._own else math.inf
-
     def steps_until(self, time_s: float) -> int:
         """The fewest steps that end at time_s or later, at most regime_steps."""
         wait = time_s - self.time_s
