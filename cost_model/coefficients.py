@@ -164,7 +164,7 @@ class CoefficientSet(_Strict):
 
 
 ZERO_FIT_ERROR = 0.28
-"""Mean error of ZERO_FIT on measured times that include attention (benchmarks/cost_model_accuracy.py)."""
+"""Mean error of ZERO_FIT on measured times that include attention (benchmarks/simulator)."""
 
 ZERO_FIT = CoefficientSet(name="zero-fit", source="priors, fitted to nothing")
 

@@ -21,7 +21,7 @@ class Table1(CostModel):
     calibration = "none: data-sheet peaks"
 
     def error(self, accelerator: Accelerator) -> float:
-        """What benchmarks/cost_model_accuracy.py finds where measured times include attention."""
+        """What benchmarks/simulator/cost_model_accuracy.py finds where measured times include attention."""
         return 0.47
 
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:

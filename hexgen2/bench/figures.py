@@ -10,18 +10,24 @@ import numpy as np
 
 from hexgen2.bench.completions import Dialect
 from hexgen2.bench.measurements import Measurements
-from hexgen2.results import summarise
+from hexgen2.results import BenchResult, summarise
 
 
 def figures(
-    seen: Measurements, targets_ms: Mapping[str, float], dialect: Dialect, placement: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The keys of a simulation, as far as a client can know them.
+    endpoint: str,
+    model: str,
+    seen: Measurements,
+    targets_ms: Mapping[str, float],
+    dialect: Dialect,
+    placement: Mapping[str, Any],
+) -> BenchResult:
+    """The result of a benchmark.
 
     Parameters
     ----------
-    targets_ms : of ttft and tpot; see summarise
-    placement : as `/placement` has it, for what replicas and routes are planned to carry; may be empty
+    endpoint, model : URL of the server, and the model as the server names it
+    targets_ms : targets of ttft and tpot; see summarise
+    placement : answer of `/placement`, for the planned capacity of replicas and routes; may be empty
     """
     over = ~np.isnan(seen.end_s)
     over[list(seen.failed)] = True
@@ -35,20 +41,21 @@ def figures(
         (gaps, np.ones(len(gaps))),
         targets_ms,
     )
-    replicas, routes = _traffic(seen, found["duration_s"] or 1.0, placement)
-    result = {
-        **found,
-        "replicas": replicas,
-        "routes": routes,
-        "failures": dict(Counter(seen.failed.values())),
-        "unfinished": int((~over).sum()),
-        "interrupted": seen.interrupted,
-        "client_late_ms": seen.late_s * 1e3,
-        "assumptions": _assumptions(dialect, bool(routes)),
-    }
-    if placement:
-        result["predicted_req_s"] = placement["throughput"]["req_s"]
-    return result
+    replicas, routes = _traffic(seen, found.duration_s or 1.0, placement)
+    return BenchResult(
+        endpoint=endpoint,
+        model=model,
+        requests=seen.requests.source,
+        **vars(found),
+        replicas=replicas,
+        routes=routes,
+        failures=dict(Counter(seen.failed.values())),
+        unfinished=int((~over).sum()),
+        interrupted=seen.interrupted,
+        client_late_ms=seen.late_s * 1e3,
+        assumptions=_assumptions(dialect, bool(routes)),
+        predicted_req_s=placement["throughput"]["req_s"] if placement else None,
+    )
 
 
 def _traffic(

@@ -15,6 +15,7 @@ from hexgen2.bench.completions import Dialect, complete, find_dialect, find_mode
 from hexgen2.bench.figures import figures
 from hexgen2.bench.http import Address, HttpError, Server
 from hexgen2.bench.measurements import Measurements
+from hexgen2.results import BenchResult
 from hexgen2.simulator.requests import Requests
 
 _PROGRESS_S = 2.0
@@ -48,16 +49,15 @@ def bench(
     requests: Requests,
     targets_ms: dict[str, float],
     progress: Callable[[Measurements], None] | None = None,
-) -> dict[str, Any]:
-    """Figures of what `measure` finds, as JSON.
+) -> BenchResult:
+    """Load the server as `measure` does, and sum up what was seen.
 
     Parameters
     ----------
-    targets_ms : of ttft and tpot; see summarise
+    targets_ms : targets of ttft and tpot; see summarise
     """
     run = measure(load, requests, progress)
-    found = figures(run.seen, targets_ms, run.dialect, run.placement)
-    return {"endpoint": load.url, "model": run.model, "requests": requests.source, **found}
+    return figures(load.url, run.model, run.seen, targets_ms, run.dialect, run.placement)
 
 
 def measure(load: Load, requests: Requests, progress: Callable[[Measurements], None] | None = None) -> Run:

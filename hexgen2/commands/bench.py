@@ -70,7 +70,7 @@ def bench(
     targets = {name: value for name, value in (("ttft", ttft), ("tpot", tpot)) if value is not None}
     load = Load(url, api_key, model, max_concurrency, seed)
     found = run(load, requests, targets, _progress)
-    text = json.dumps(found, indent=1) + "\n"
+    text = json.dumps(found.to_dict(), indent=1) + "\n"
     if output is not None:
         write_text(output, text)
     if as_json:
@@ -79,7 +79,7 @@ def bench(
         from hexgen2.report.placement import make_console
         from hexgen2.report.results import print_results
 
-        print_results(f"{found['model']} at {found['endpoint']}", found, make_console())
+        print_results(f"{found.model} at {found.endpoint}", found, make_console())
 
 
 def _progress(seen) -> None:

@@ -102,7 +102,7 @@ def simulate(
     options = Options(policy, queue_limit, lost, later, recover)
     with written(requests_out) if requests_out else nullcontext() as stream:
         found = run(loaded, requests, options, stream, _progress(len(requests)))
-    text = json.dumps(found, indent=1) + "\n"
+    text = json.dumps(found.to_dict(), indent=1) + "\n"
     if output is not None:
         write_text(output, text)
     if as_json:
@@ -111,7 +111,7 @@ def simulate(
         from hexgen2.report.placement import make_console
         from hexgen2.report.results import print_results
 
-        head = f"{found['model']} on {found['cluster']}, strategy {found['placement']}"
+        head = f"{found.model} on {found.cluster}, strategy {found.placement}"
         print_results(head, found, make_console())
 
 

@@ -42,8 +42,9 @@ def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
                 "peak_tok_s": entry.peak_tok_s,
             }
         for kind, result in (("online", entry.online), ("same_rate", entry.same_rate)):
-            keys = ("request_throughput", "output_throughput", *_LATENCIES)
-            row |= {f"{kind}_{key}": result[key] for key in keys if key in result}
+            if result is not None:
+                keys = ("request_throughput", "output_throughput", *_LATENCIES)
+                row |= {f"{kind}_{key}": getattr(result, key) for key in keys}
         row["slo_scale"] = entry.scale_needed
         found.append(row)
     return found
@@ -77,8 +78,8 @@ def print_comparison(entries: Sequence[Entry], settings: Settings, console: Cons
                 f"{entry.peak_req_s:.4g}",
                 f"{entry.peak_tok_s:.5g}",
                 f"{entry.peak_tok_s / first:.3f}" if first else "",
-                f"{online['mean_ttft_ms']:.0f} ({online['p90_ttft_ms']:.0f})",
-                f"{online['mean_tpot_ms']:.1f} ({online['p90_tpot_ms']:.1f})",
+                f"{online.mean_ttft_ms:.0f} ({online.p90_ttft_ms:.0f})",
+                f"{online.mean_tpot_ms:.1f} ({online.p90_tpot_ms:.1f})",
                 f"{entry.scale_needed:.2f}" if entry.scale_needed else "",
             )
         console.print(table)
@@ -116,7 +117,8 @@ def write_comparison(entries: Sequence[Entry], settings: Settings, folder: Path)
                 continue
             stem = f"{entry.workload}-{entry.contender.name}".replace("/", "_").replace(":", "-")
             entry.placement.save(folder / f"{stem}.placement.json")
-            results = {"offline": entry.offline, "online": entry.online, "same_rate": entry.same_rate}
+            runs = {"offline": entry.offline, "online": entry.online, "same_rate": entry.same_rate}
+            results = {kind: run.to_dict() if run else {} for kind, run in runs.items()}
             path = folder / f"{stem}.results.json"
             path.write_text(json.dumps(results, indent=1) + "\n")
             written.append(path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from hexgen2.cluster import Cluster
 from hexgen2.comparison.contenders import Contender
 from hexgen2.comparison.reference import Reference
 from hexgen2.placement import Placement
+from hexgen2.results import SimulationResult
 from hexgen2.search.problem import Problem, make_problem
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.requests import Lengths, Requests, offline, online
@@ -66,22 +66,23 @@ class Entry:
     workload: str
     why: str = ""
     placement: Placement | None = None
-    offline: dict[str, Any] = field(default_factory=dict)
-    online: dict[str, Any] = field(default_factory=dict)
-    same_rate: dict[str, Any] = field(default_factory=dict)
+    offline: SimulationResult | None = None
+    online: SimulationResult | None = None
+    same_rate: SimulationResult | None = None
     attainment: list[float] = field(default_factory=list)
     scale_needed: float | None = None
 
     @property
     def peak_req_s(self) -> float:
         """Requests/s at full load."""
-        return self.offline["steady_request_throughput"] if self.offline else 0.0
+        return self.offline.steady_request_throughput if self.offline else 0.0
 
     @property
     def peak_tok_s(self) -> float:
         """Output tokens/s at full load."""
-        done = self.offline.get("completed", 0)
-        return self.peak_req_s * self.offline["total_output_tokens"] / done if done else 0.0
+        if self.offline is None or not self.offline.completed:
+            return 0.0
+        return self.peak_req_s * self.offline.total_output_tokens / self.offline.completed
 
 
 def compare(
@@ -160,7 +161,7 @@ def _count(rate: float, settings: Settings) -> int:
     return int(min(MOST, max(FEWEST, rate * settings.seconds)))
 
 
-def _simulate(entry: Entry, requests: Requests) -> tuple[dict[str, Any], Records]:
+def _simulate(entry: Entry, requests: Requests) -> tuple[SimulationResult, Records]:
     placement = entry.placement
     assert placement is not None
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))

@@ -1,2 +1,1 @@
-"""A placement as files for other systems to run: one module per format, text in memory until all of it is
-right."""
+"""Placements as files for other systems, one module per format."""

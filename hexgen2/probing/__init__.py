@@ -1,0 +1,1 @@
+"""Measures the devices and links of this machine and writes them as a cluster spec."""

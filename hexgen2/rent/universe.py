@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from hexgen2.rent.release import cheapest_alike, fitted
 from hexgen2.search.budget import Budget
-from hexgen2.search.enumeration import enumerate_all
+from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import SearchState, refine
 from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Solution
 from hexgen2.search.ties import greatest_first
-from hexgen2.strategies.exact import MAX_GPUS
 
 ATTEMPT_EFFORT = 2500
 """Effort (see SearchState) for one of many budgets."""

@@ -1,4 +1,9 @@
-"""The best rental within a budget, never less than the best of one GPU type alone."""
+"""The best rental within a budget, at least as good as the best rental of a single GPU type.
+
+The search runs over the universe of all nodes and offers; solutions over the budget are rejected. It starts
+from the plain search on the largest affordable rental of each GPU type alone, and from the linear program
+over all types and over each type.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 GPUs were lost or added, or the workload changed. What survives is the first start; a search without
 regard to moves gives the second, and says what is given up. Both are refined by the steps of HexGen-2's
-search under a value that counts the requests which the moves miss (search/migration.py).
+search under a value that counts the requests which the moves miss (value.py).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from hexgen2.moves import Migration
 from hexgen2.placement import Placement, SearchRecord
 from hexgen2.replan.migration import Migrator, Terms
+from hexgen2.replan.naming import moved_names
 from hexgen2.replan.previous import Previous
 from hexgen2.replan.value import ReplanEvaluator
 from hexgen2.search.bounds.upper_bounds import Limit
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.local_search import SearchState, refine
-from hexgen2.search.naming import moved_names
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem, Solution
 from hexgen2.strategies.base import SearchOptions, run_search

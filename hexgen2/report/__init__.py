@@ -1,0 +1,1 @@
+"""Placements, results and moves as text and tables for people."""

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hexgen2.results import BenchResult, SimulationResult
+
 _REPLICA: dict[str, tuple[str, Callable[[Any], str]]] = {
     "requests": ("requests", str),
     "utilisation": ("used", lambda share: f"{share:.0%}"),
@@ -25,32 +27,32 @@ _ROUTE: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def print_results(head: str, found: Mapping[str, Any], console: Console) -> None:
-    """Figures of all requests, then of replicas and routes; head: what served them."""
-    console.print(f"{head}: {found['requests']}")
-    counted = f"{found['completed']} requests in {found['duration_s']:.4g} s, {found['failed']} failed"
-    if found.get("unfinished"):
-        counted += f", {found['unfinished']} unfinished: interrupted"
+def print_results(head: str, found: SimulationResult | BenchResult, console: Console) -> None:
+    """Print the figures of all requests, then those of replicas and routes; `head` says what served them."""
+    console.print(f"{head}: {found.requests}")
+    counted = f"{found.completed} requests in {found.duration_s:.4g} s, {found.failed} failed"
+    if isinstance(found, BenchResult) and found.unfinished:
+        counted += f", {found.unfinished} unfinished: interrupted"
     console.print(counted)
-    rate = f"{found['request_throughput']:.4g} requests/s, {found['output_throughput']:.5g} output tokens/s"
-    notes = [f"{found['steady_request_throughput']:.4g} between the first and the last tenth"]
-    if "predicted_req_s" in found:
-        notes.append(f"the placement is made for {found['predicted_req_s']:.4g}")
+    rate = f"{found.request_throughput:.4g} requests/s, {found.output_throughput:.5g} output tokens/s"
+    notes = [f"{found.steady_request_throughput:.4g} between the first and the last tenth"]
+    if found.predicted_req_s is not None:
+        notes.append(f"the placement is made for {found.predicted_req_s:.4g}")
     console.print(f"throughput  {rate} ({'; '.join(notes)})")
-    if "request_goodput" in found:
-        share = f"{100 * found['attainment']:.4g}% within the targets"
-        console.print(f"goodput     {found['request_goodput']:.4g} requests/s, {share}")
+    if found.attainment is not None:
+        share = f"{100 * found.attainment:.4g}% within the targets"
+        console.print(f"goodput     {found.request_goodput:.4g} requests/s, {share}")
     latencies = Table("", "mean ms", "median", "p90", "p99", box=None)
     for name in ("ttft", "tpot", "itl", "e2el"):
-        values = (found[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p90", "p99"))
+        values = (getattr(found, f"{kind}_{name}_ms") for kind in ("mean", "median", "p90", "p99"))
         latencies.add_row(name.upper(), *(f"{value:.4g}" for value in values))
     console.print(latencies)
-    _table("replica", list(found["replicas"].items()), _REPLICA, console)
-    routes = [(f"{route['from']} -> {route['to']}", route) for route in found["routes"]]
+    _table("replica", list(found.replicas.items()), _REPLICA, console)
+    routes = [(f"{route['from']} -> {route['to']}", route) for route in found.routes]
     _table("KV route", routes, _ROUTE, console)
-    for why, count in found["failures"].items():
+    for why, count in found.failures.items():
         console.print(f"failed      {count}: {why}")
-    console.print(f"assumed     {'; '.join(found['assumptions'])}")
+    console.print(f"assumed     {'; '.join(found.assumptions)}")
 
 
 def _table(

@@ -14,9 +14,9 @@ from cost_model.pipeline import (
     micro_batch,
     prefill_pace,
 )
+from hexgen2.checks import traffic_of
 from hexgen2.cluster import Cluster
 from hexgen2.network.shared_links import Links
-from hexgen2.network.traffic import traffic_of
 from hexgen2.placement import Latency, Replica, Route
 from hexgen2.simulator.timing import ReplicaTimes
 

@@ -22,6 +22,8 @@ ASSUMPTIONS = (
     "each replica has the plan that the planner finds best for it alone; stage orders are improved locally",
 )
 
+MAX_GPUS = 12
+"""Clusters with more GPUs are not enumerated."""
 SOLUTION_BRANCHES = 8
 """To evaluate a solution takes as long as so many branches."""
 

@@ -1,0 +1,1 @@
+"""The event-driven simulator: a placement under load, with the router and admission of the runtime."""

@@ -14,7 +14,7 @@ from cluster_specs.loader import resolve
 from cost_model.base import CostModel
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
-from hexgen2.results import summarise
+from hexgen2.results import SimulationResult, summarise
 from hexgen2.simulator.records import Records, ReplicaRecord, RouteRecord
 from hexgen2.simulator.requests import Requests
 from hexgen2.simulator.simulation import Options, Simulation
@@ -34,8 +34,8 @@ def simulate(
     stream: TextIO | None = None,
     progress: Callable[[Simulation], None] | None = None,
     costs: CostModel | None = None,
-) -> dict[str, Any]:
-    """Run requests through a placement; results as JSON, times aside the same for the same arguments.
+) -> SimulationResult:
+    """Run requests through a placement; the same arguments give the same result.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def simulate(
     return results(placement, records)
 
 
-def results(placement: Placement, records: Records) -> dict[str, Any]:
+def results(placement: Placement, records: Records) -> SimulationResult:
     """Figures of all requests, then of each replica and each route."""
     requests, goal = records.requests, placement.goal
     targets = {"ttft": goal.ttft_ms, "tpot": goal.tpot_ms}
@@ -68,19 +68,19 @@ def results(placement: Placement, records: Records) -> dict[str, Any]:
         itl,
         {name: value for name, value in targets.items() if value is not None},
     )
-    duration = found["duration_s"] or 1.0
-    return {
-        "placement": placement.strategy,
-        "cluster": placement.cluster.name,
-        "model": placement.model.name,
-        "requests": requests.source,
-        "predicted_req_s": placement.throughput.req_s,
-        **found,
-        "replicas": {name: _replica(record, duration) for name, record in records.replicas.items()},
-        "routes": [_route(*ends, record, duration) for ends, record in records.routes.items()],
-        "failures": dict(Counter(records.failed.values())),
-        "assumptions": ASSUMPTIONS,
-    }
+    duration = found.duration_s or 1.0
+    return SimulationResult(
+        placement=placement.strategy,
+        cluster=placement.cluster.name,
+        model=placement.model.name,
+        requests=requests.source,
+        predicted_req_s=placement.throughput.req_s,
+        **vars(found),
+        replicas={name: _replica(record, duration) for name, record in records.replicas.items()},
+        routes=[_route(*ends, record, duration) for ends, record in records.routes.items()],
+        failures=dict(Counter(records.failed.values())),
+        assumptions=ASSUMPTIONS,
+    )
 
 
 def _route(source: str, target: str, record: RouteRecord, duration_s: float) -> dict[str, Any]:

@@ -84,7 +84,6 @@ class _Request:
     capacity_tokens: int
     made: int = 0
     on_their_way: int = 0
-    pinned: Route | None = None
     prefill: str = ""
     decode: str = ""
     phase: str = "waiting"
@@ -386,7 +385,7 @@ class Simulation:
         self._drain(now, None)
 
     def _take_routes(self, changeover: Changeover) -> None:
-        routes = routes_without(changeover.routes(), self._admission.lost)
+        routes = routes_without(changeover.routes(), self._admission.states.lost)
         self._admission.router = self._admission.router.with_routes(routes)
 
     def _drain(self, now: float, _: None) -> None:

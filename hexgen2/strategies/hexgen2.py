@@ -15,14 +15,13 @@ from hexgen2.placement import Placement
 from hexgen2.rent.cheapest import explore_cost
 from hexgen2.rent.frontier import explore_frontier
 from hexgen2.rent.within_budget import explore_budget
-from hexgen2.search.enumeration import enumerate_all
+from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
 from hexgen2.search.local_search import SearchState, refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
 from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import greatest
-from hexgen2.strategies import exact
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.latency import explore_latency
 
@@ -97,7 +96,7 @@ def climb_from_starts(state: SearchState) -> None:
 
 def settle(state: SearchState, seed: int) -> None:
     """Enumerate a small cluster; else, or if that is too much, perturb the best and refine it again."""
-    if len(state.evaluator.problem.usable) <= exact.MAX_GPUS and not state.finished():
+    if len(state.evaluator.problem.usable) <= MAX_GPUS and not state.finished():
         enumerate_all(state, ENUMERATION)
     perturb_and_refine(state, seed, MAX_KICKS)
 

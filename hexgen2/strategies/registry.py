@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 
 from cost_model.errors import InputError
+from hexgen2.search.enumeration import MAX_GPUS
 from hexgen2.strategies import exact, hexgen2
 from hexgen2.strategies.base import Strategy
 from hexgen2.strategies.baselines import distserve, genetic, hexgen, paper, random_swap, splitwise, vllm
 
 STRATEGIES: dict[str, tuple[Strategy, str]] = {
     hexgen2.NAME: (hexgen2.search, "HexGen-2: partition, coarsen, plan, max flow, flow-guided refinement"),
-    exact.NAME: (exact.search, f"exhaustive search, up to {exact.MAX_GPUS} GPUs"),
+    exact.NAME: (exact.search, f"exhaustive search, up to {MAX_GPUS} GPUs"),
     paper.NAME: (paper.search, "HexGen-2 as printed: a fixed number of groups, flow-guided swaps only"),
     random_swap.NAME: (
         random_swap.search,

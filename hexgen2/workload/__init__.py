@@ -1,0 +1,1 @@
+"""Workloads: how long requests are and when they arrive, from shipped classes, figures or traces."""

@@ -12,7 +12,7 @@ import numpy as np
 from runtime.kv_cache.pages import Pages
 from runtime.kv_transfer.cells import slice_bytes
 from runtime.kv_transfer.runs import Runs
-from runtime.protocol.messages import KvSlice
+from runtime.protocol.between_workers import KvSlice
 
 
 class Landing:

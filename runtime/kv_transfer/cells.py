@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from runtime.protocol.messages import KvSlice
+from runtime.protocol.between_workers import KvSlice
 
 PIECE_BYTES = 1024 * 1024  # fits a core's own cache: a staged copy then costs little
 LIMIT_BYTES = 64 * 1024 * 1024  # no slice is as large

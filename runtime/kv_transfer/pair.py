@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from runtime.kv_transfer.host import host_identity
 from runtime.kv_transfer.transports.base import Outgoing, Transport, Unavailable
+from runtime.protocol.between_workers import KvOffer, KvOpen, KvOpened
 from runtime.protocol.framing import Connection
 from runtime.protocol.handshake import Introduction, connect
-from runtime.protocol.messages import KvOffer, KvOpen, KvOpened
 
 Address = tuple[str, int]
 

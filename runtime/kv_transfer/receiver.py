@@ -12,8 +12,8 @@ from runtime.kv_transfer.arrival import Landing
 from runtime.kv_transfer.cells import LIMIT_BYTES, slice_bytes
 from runtime.kv_transfer.transports.base import DEADLINE_S, Incoming, Unavailable, is_readable, next_message
 from runtime.kv_transfer.transports.registry import make_transport
+from runtime.protocol.between_workers import KvLanded, KvOpen, KvOpened, KvSlice, KvTaken
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvLanded, KvOpen, KvOpened, KvSlice, KvTaken
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import PagedCache
 from runtime.kv_transfer.cells import Piece
 from runtime.kv_transfer.runs import Runs
-from runtime.protocol.messages import KvSlice
+from runtime.protocol.between_workers import KvSlice
 
 _PAST_CACHES_FROM = 256 * 1024
 """Bytes: less than that, just arrived, is soon read and may as well stay in the caches."""

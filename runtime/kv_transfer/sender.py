@@ -20,7 +20,7 @@ from runtime.kv_transfer.stream import Group, Lane
 from runtime.kv_transfer.transports.base import DEADLINE_S
 from runtime.kv_transfer.transports.registry import AUTO, make_transport, offered
 from runtime.protocol.handshake import Introduction
-from runtime.protocol.messages import KvLink
+from runtime.protocol.to_workers import KvLink
 
 if TYPE_CHECKING:
     import torch

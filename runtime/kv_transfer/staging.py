@@ -8,7 +8,7 @@ from runtime.kv_cache.pool import PagedCache
 from runtime.kv_transfer.cells import PIECE_BYTES, Piece
 from runtime.kv_transfer.rows import copy_tokens, packed_rows, pool_rows
 from runtime.kv_transfer.runs import Runs
-from runtime.protocol.messages import KvSlice
+from runtime.protocol.between_workers import KvSlice
 
 _STRETCH_BYTES = 8 * 1024  # copying less is faster than naming it
 

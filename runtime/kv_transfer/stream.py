@@ -12,8 +12,8 @@ from runtime.kv_transfer.departure import SLICE_BYTES, Item, Push
 from runtime.kv_transfer.pair import Address, Pair, open_pair
 from runtime.kv_transfer.shaping import Shaper
 from runtime.kv_transfer.transports.base import Transport, next_message
+from runtime.protocol.between_workers import KvSlice, KvTaken
 from runtime.protocol.handshake import Introduction
-from runtime.protocol.messages import KvSlice, KvTaken
 
 log = logging.getLogger(__name__)
 

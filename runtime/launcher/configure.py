@@ -23,7 +23,8 @@ from runtime.options import (
     TORCH,
     EngineOptions,
 )
-from runtime.protocol.messages import PROTOCOL_VERSION, Configure, Emulation, KvLink, StageShape
+from runtime.protocol.message import PROTOCOL_VERSION, StageShape
+from runtime.protocol.to_workers import Configure, Emulation, KvLink
 from runtime.routing.kv_budget import kv_budgets
 
 

@@ -26,7 +26,7 @@ from runtime.launcher.ray_actor import PURPOSE, WorkerPlace
 from runtime.launcher.welcome import Welcome
 from runtime.launcher.worker_link import Link, StreamLink
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
-from runtime.protocol.messages import Configure, Shutdown
+from runtime.protocol.to_workers import Configure, Shutdown
 
 PLACE_TIMEOUT_S = 60.0
 STOP_GRACE_S = ANSWER_TIMEOUT_S = 3.0

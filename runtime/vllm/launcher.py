@@ -24,7 +24,7 @@ from runtime.launcher.configure import device_of
 from runtime.launcher.local import LocalLauncher
 from runtime.launcher.worker_link import Link
 from runtime.options import DEFAULTS, EngineOptions
-from runtime.protocol.messages import Configure
+from runtime.protocol.to_workers import Configure
 from runtime.vllm.guard import kill_rest
 from runtime.vllm.link import Exchange, QuietLink, VllmLink
 

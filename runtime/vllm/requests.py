@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hexgen2.export.vllm import TO_PREFILL
-from runtime.protocol.messages import Sampling, TokenLogprobs, TokenOutput
+from runtime.protocol.from_workers import TokenOutput
+from runtime.protocol.message import Sampling, TokenLogprobs
 
 _ID = "token_id:"
 

@@ -1,12 +1,10 @@
-"""benchmarks/cost_model_accuracy.py on a few rows written here."""
+"""benchmarks/simulator/cost_model_accuracy.py on a few rows written here."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cost_model_accuracy.py"
 ROWS = """\
 # a comment
 source,gpu,model,tp,phase,batch,input_len_or_context,measured_ms,kind,has_attention,comm,note
@@ -24,7 +22,7 @@ lab,H100,no-such-model,1,decode,1,576,5,direct,1,none,
 def test_it_compares_predictions_and_counts_what_it_skips(tmp_path):
     (tmp_path / "measured.csv").write_text(ROWS)
     ran = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path / "measured.csv")],
+        [sys.executable, "-m", "benchmarks.simulator.cost_model_accuracy", str(tmp_path / "measured.csv")],
         capture_output=True,
         text=True,
         timeout=60,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from pytest import approx
 
+from benchmarks.simulator.step_profile import BATCHES, CONTEXTS, SHORT, STEPS, Profiled, StepTimes, fit_decode
 from cost_model.lengths import RequestLengths, attended_tokens
 from cost_model.models import find_model
 from hexgen2.search.problem import make_problem
@@ -17,10 +17,6 @@ from hexgen2.simulator.requests import Requests
 from hexgen2.simulator.run import simulate
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-from step_profile import BATCHES, CONTEXTS, SHORT, STEPS, Profiled, StepTimes, fit_decode  # noqa: E402
 
 TIMES = StepTimes(0.01, 0.001, 2e-7, 0.004, (1.0, 2.0, 8.0), (0.01, 0.02, 0.032), 1e-6, 0.005)
 
@@ -30,7 +26,7 @@ def test_the_speed_is_measured(tmp_path):
     trace = tmp_path / "trace.csv"
     rows = "".join(f"2023-11-16 18:00:{second:02d},700,200\n" for second in range(40))
     trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
-    command = [sys.executable, str(BENCHMARKS / "simulator_speed.py"), "--trace", str(trace)]
+    command = [sys.executable, "-m", "benchmarks.simulator.simulator_speed", "--trace", str(trace)]
     done = subprocess.run([*command, "--requests", "150"], capture_output=True, text=True, check=True)
     counts = [int(line[24:].split()[0]) for line in done.stdout.splitlines()[1:]]
     assert counts == [40, 150]
@@ -63,7 +59,7 @@ def test_a_lone_request_takes_the_profiled_steps():
     costs = Profiled(find_model("llama-2-13b"), RequestLengths.of([(100, 30, 1)]), TIMES)
     asked = Requests(np.zeros(1), np.array([100]), np.array([30]), "by hand")
     found = simulate(placement, asked, costs=costs)
-    assert found["mean_ttft_ms"] == approx(1e3 * (0.014 + 0.1 + 2e-7 * attended_tokens(100, None)))
+    assert found.mean_ttft_ms == approx(1e3 * (0.014 + 0.1 + 2e-7 * attended_tokens(100, None)))
     steps = sum(0.01 + 1e-6 * (100 + made) for made in range(1, 30))
-    waited = found["routes"][0]["mean_after_prefill_ms"]
-    assert found["mean_tpot_ms"] * 29 == approx(1e3 * steps + waited)
+    waited = found.routes[0]["mean_after_prefill_ms"]
+    assert found.mean_tpot_ms * 29 == approx(1e3 * steps + waited)

@@ -1,4 +1,4 @@
-"""benchmarks/distserve_cross_check.py without DistServe: its step times by hand, and files written here."""
+"""distserve_cross_check.py without DistServe: its step times by hand, and files written here."""
 
 import json
 import subprocess
@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from pytest import approx
 
+from benchmarks.simulator.distserve_cross_check import measured_files, ours, place, read_measured, row_of
+from benchmarks.simulator.distserve_profile import DistServeProfile, read_fits
 from cost_model.errors import InputError
 from hexgen2.simulator.requests import Requests
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODEL = "facebook/opt-13b"
 FIT = {
     "prefill": [10.0, 0.1, 1e-5],
@@ -22,20 +23,12 @@ FIT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _found(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
 def requests_of(*rows: tuple[float, int, int]) -> Requests:
     arrival_s, isl, osl = (np.array(column) for column in zip(*rows, strict=True))
     return Requests(arrival_s.astype(float), isl, osl, "by hand")
 
 
 def simulated(requests: Requests):
-    from distserve_cross_check import ours, place
-    from distserve_profile import DistServeProfile
-
     placement = place("distserve", 2, requests)
     costs = DistServeProfile(placement.model, placement.workload.lengths, {"1": FIT})
     return ours("ours", placement, requests, costs).figures
@@ -60,8 +53,6 @@ def test_prompts_of_a_step_are_squared_one_by_one_and_many_decodes_have_a_fit_of
 
 
 def test_profiles_are_found_in_a_checkout_or_missed_in_words(tmp_path):
-    from distserve_profile import read_fits
-
     folder = tmp_path / "simdistserve" / "estimators" / "profile_data"
     folder.mkdir(parents=True)
     (folder / "profiler-a100-80g.vllm.json").write_text(json.dumps({MODEL: {"1": FIT}}))
@@ -72,8 +63,6 @@ def test_profiles_are_found_in_a_checkout_or_missed_in_words(tmp_path):
 
 
 def test_measured_runs_are_read_by_arrival_and_summed_up_as_simulated_ones(tmp_path):
-    from distserve_cross_check import read_measured, row_of
-
     late = {"prompt_len": 7, "output_len": 3, "issue_time": 101.0, "first_token_time": 101.5}
     early = {"prompt_len": 9, "output_len": 11, "issue_time": 100.0, "first_token_time": 100.1}
     listed = [late | {"complete_time": 101.9}, early | {"complete_time": 102.1}]
@@ -90,8 +79,6 @@ def test_measured_runs_are_read_by_arrival_and_summed_up_as_simulated_ones(tmp_p
 
 @pytest.mark.parametrize("text", ["", "[]", "[1]", "{'a': 1}", "[{'prompt_len': 1}]", "no list"])
 def test_other_files_are_no_measured_runs(text, tmp_path):
-    from distserve_cross_check import read_measured
-
     path = tmp_path / "other.exp"
     path.write_text(text)
     with pytest.raises(InputError, match="lists no requests"):
@@ -99,8 +86,6 @@ def test_other_files_are_no_measured_runs(text, tmp_path):
 
 
 def test_of_a_folder_only_runs_of_the_backend_at_its_degrees_are_taken(tmp_path):
-    from distserve_cross_check import measured_files
-
     for name in ("distserve-300-10", "distserve-c21d11-300-9", "distserve-c21d12-600-6", "vllm-100-1.5"):
         (tmp_path / f"{name}.exp").touch()
     found = [path.stem for path in measured_files([tmp_path], "distserve")]
@@ -111,9 +96,8 @@ def test_of_a_folder_only_runs_of_the_backend_at_its_degrees_are_taken(tmp_path)
 
 def test_without_distserve_the_script_says_what_it_needs():
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / "distserve_cross_check.py"],
-        cwd=BENCHMARKS.parent,
-        env={"PYTHONPATH": str(BENCHMARKS.parent)},
+        [sys.executable, "-m", "benchmarks.simulator.distserve_cross_check"],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
     )

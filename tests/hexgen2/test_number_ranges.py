@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import run
+from commands import hexgen2
 
 from cluster_specs.loader import parse_cluster
 from cluster_specs.schema import LARGEST, SMALLEST
@@ -103,15 +103,15 @@ def test_a_search_refuses_them_in_one_line(tmp_path, path, value):
     """Such figures divided to infinity in the evaluation and in the flow."""
     file = tmp_path / "c.yaml"
     file.write_text(json.dumps(changed(SPEC, path, value)))
-    ended = run("search", "--cluster", str(file), "--model", "llama-2-7b", "--workload", "LPLD")
-    assert ended.code == 2 and ended.err.count("\n") == 1 and str(file) in ended.err
+    ended = hexgen2("search", "--cluster", str(file), "--model", "llama-2-7b", "--workload", "LPLD")
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and str(file) in ended.stderr
 
 
 @pytest.fixture(scope="module")
 def placement(tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("numbers") / "p.json"
     asked = ("--cluster", "hexgen2-case-study", "--model", "llama-2-7b", "--workload", "LPLD")
-    assert run("search", *asked, "-o", str(path)).code == 0
+    assert hexgen2("search", *asked, "-o", str(path)).returncode == 0
     return json.loads(path.read_text())
 
 
@@ -132,17 +132,17 @@ def test_a_search_trace_with_something_else(placement, tmp_path, key, value):
     """Where a list stood for a number, `show` failed in the report."""
     file = tmp_path / "p.json"
     file.write_text(json.dumps(changed(placement, ("search", "trace", 0, key), value)))
-    ended = run("show", str(file))
-    assert ended.code == 2 and f"search.trace[0]: {key} should be a number" in ended.err
+    ended = hexgen2("show", str(file))
+    assert ended.returncode == 2 and f"search.trace[0]: {key} should be a number" in ended.stderr
 
 
 def test_an_unresolved_cluster_in_a_placement_is_resolved(placement, tmp_path):
     """Where somebody took the cards out of it, `search --from` and `export` failed."""
     file = tmp_path / "p.json"
     file.write_text(json.dumps(changed(placement, ("cluster", "accelerators"), {})))
-    ended = run("search", "--from", str(file), "--lost", placement["replicas"][0]["stages"][0]["gpus"][0])
-    assert ended.code == 0, ended.err
-    assert run("export", str(file), "--format", "kubernetes", "-o", str(tmp_path / "out")).code == 0
+    ended = hexgen2("search", "--from", str(file), "--lost", placement["replicas"][0]["stages"][0]["gpus"][0])
+    assert ended.returncode == 0, ended.stderr
+    assert hexgen2("export", str(file), "--format", "kubernetes", "-o", str(tmp_path / "out")).returncode == 0
 
 
 @pytest.mark.parametrize("value", [*TINY, 1e308, float("inf"), float("nan"), -1.0], ids=str)
@@ -168,9 +168,9 @@ def test_a_trace_within_less_than_a_nanosecond_has_no_times(placement, tmp_path)
     file, trace = tmp_path / "p.json", tmp_path / "t.csv"
     file.write_text(json.dumps(placement))
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,10,10\n1e-320,10,10\n")
-    ended = run("simulate", str(file), "--workload", str(trace))
-    assert ended.code == 2 and "a trace with times" in ended.err
-    assert run("simulate", str(file), "--workload", str(trace), "--request-rate", "3").code == 0
+    ended = hexgen2("simulate", str(file), "--workload", str(trace))
+    assert ended.returncode == 2 and "a trace with times" in ended.stderr
+    assert hexgen2("simulate", str(file), "--workload", str(trace), "--request-rate", "3").returncode == 0
 
 
 def test_tokens_of_a_trace_are_those_of_a_workload(tmp_path):

@@ -18,6 +18,8 @@ TYPES = ("H100", "A100", "L40", "A6000", "L4")
 WORKLOADS = ("HPLD", "HPHD", "LPHD", "LPLD")
 SETTINGS = ("hexgen2-homogeneous", *(f"hexgen2-setting-{k}" for k in range(1, 6)))
 MODELS = ("llama-2-70b", "opt-30b")
+ON_SETTING_1 = ["--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--workload", "HPHD"]
+"""Options of a search."""
 
 
 def problem_from(

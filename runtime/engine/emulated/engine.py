@@ -25,8 +25,10 @@ from runtime.engine.emulated.hops import PURPOSE, Hops
 from runtime.engine.emulated.tokens import choose, seed_of, states
 from runtime.engine.rank import Place
 from runtime.kv_cache.layout import held
+from runtime.protocol.between_workers import Hello, Step, StepResult
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import Configure, Connect, Hello, Step, StepResult, TokenLogprobs
+from runtime.protocol.message import TokenLogprobs
+from runtime.protocol.to_workers import Configure, Connect
 from runtime.worker.faults import Faults
 
 _SHORTEST_S = 0.001

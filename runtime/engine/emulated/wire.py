@@ -8,8 +8,9 @@ from runtime.engine.emulated.cache import EmulatedCache
 from runtime.kv_transfer.arrival import Landing
 from runtime.kv_transfer.runs import Runs
 from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport
+from runtime.protocol.between_workers import KvOpen, KvSlice
+from runtime.protocol.codec import encode
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvOpen, KvSlice, encode
 
 _FILLER = memoryview(bytes(256 * 1024))
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runtime.kv_transfer.arrival import Landing
 from runtime.kv_transfer.runs import Runs
+from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvOpen, KvSlice, Message
+from runtime.protocol.message import Message
 
 if TYPE_CHECKING:
     from runtime.kv_transfer.memory import SharedPool

@@ -18,8 +18,8 @@ from runtime.kv_transfer.host import host_identity
 from runtime.kv_transfer.staging import pool_view
 from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport, Unavailable
 from runtime.kv_transfer.transports.shm import HeaderOnly, checked_runs, require_open
+from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvOpen, KvSlice
 
 _PIECE_BYTES = 16 * 1024 * 1024
 

@@ -20,8 +20,8 @@ from runtime.kv_transfer.cells import pieces
 from runtime.kv_transfer.runs import Runs
 from runtime.kv_transfer.staging import Staging
 from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport, Unavailable
+from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvOpen, KvSlice
 
 _PIECE_BYTES = 4 * 1024 * 1024  # a message of gloo costs 0.2 ms, whatever its size
 _SENDER, _RECEIVER = 0, 1

@@ -25,8 +25,8 @@ from runtime.kv_transfer.runs import Runs
 from runtime.kv_transfer.staging import Staging
 from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport, Unavailable
 from runtime.kv_transfer.transports.shm import HeaderOnly, checked_runs, require_open
+from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvOpen, KvSlice
 
 _BACKENDS = ["UCX"]
 _PIECE_BYTES = 4 * 1024 * 1024

@@ -13,8 +13,8 @@ from runtime.kv_transfer.memory import map_pool
 from runtime.kv_transfer.rows import Rows, copy_tokens, pool_rows
 from runtime.kv_transfer.runs import Runs
 from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport, Unavailable
+from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import KvOpen, KvSlice
 
 _PIECE_BYTES = 8 * 1024 * 1024  # a cancelled request waits for one piece: half a millisecond
 

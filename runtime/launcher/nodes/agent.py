@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cost_model.errors import InputError
+from runtime.frames import BadFrame
 from runtime.launcher.nodes.agent_messages import (
     AGENT_PROTOCOL,
     NODE_SERVICE,
@@ -26,7 +27,6 @@ from runtime.options import EMULATED, TORCH
 from runtime.p2p.host import Peers
 from runtime.p2p.membership.record import Accelerator
 from runtime.p2p.transport.channel import Channel
-from runtime.protocol.messages import BadFrame
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from hexgen2.placement import Placement
 from runtime.launcher.configure import accelerator_of, is_cpu, shares_of
 from runtime.launcher.nodes.agent_messages import Welcome
 from runtime.p2p.membership.record import Accelerator
-from runtime.protocol.messages import Configure
+from runtime.protocol.to_workers import Configure
 
 ENOUGH = 0.9  # of a card's nominal memory: drivers report up to 6 % less
 

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from installed import hexgen2, refused
+from commands import hexgen2, refused
 
 from cost_model.errors import InputError
 from hexgen2.bench.http import Address, HttpError, Server
@@ -121,13 +121,13 @@ def requests(count: int, isl: int = 9, osl: int = 6) -> Requests:
 def test_latencies_include_what_the_server_waited():
     with serving(usage=False) as (url, bodies):
         found = bench(Load(url), requests(8), {"ttft": WAIT_S * 500, "tpot": 1e9})
-    assert found["completed"] == 8 and found["model"] == "one"
-    assert found["mean_ttft_ms"] >= WAIT_S * 1e3
-    assert found["mean_tpot_ms"] >= GAP_S * 1e3
-    assert found["mean_e2el_ms"] >= (WAIT_S + 5 * GAP_S) * 1e3
-    assert found["total_output_tokens"] == 48 and found["total_input_tokens"] == 72
-    assert found["request_goodput"] == 0.0
-    assert found["replicas"] == {} and found["routes"] == []
+    assert found.completed == 8 and found.model == "one"
+    assert found.mean_ttft_ms >= WAIT_S * 1e3
+    assert found.mean_tpot_ms >= GAP_S * 1e3
+    assert found.mean_e2el_ms >= (WAIT_S + 5 * GAP_S) * 1e3
+    assert found.total_output_tokens == 48 and found.total_input_tokens == 72
+    assert found.request_goodput == 0.0
+    assert found.replicas == {} and found.routes == []
     sent = bodies[1:]
     assert all(len(body["prompt"]) == 9 and body["max_tokens"] == 6 for body in sent)
     assert len({tuple(body["prompt"]) for body in sent}) == 8
@@ -136,18 +136,18 @@ def test_latencies_include_what_the_server_waited():
 def test_tokens_are_counted_by_the_server_where_it_does():
     with serving() as (url, _):
         found = bench(Load(url), requests(3), {})
-    assert found["total_output_tokens"] == 15 and found["total_input_tokens"] == 21
+    assert found.total_output_tokens == 15 and found.total_input_tokens == 21
 
 
 @pytest.mark.parametrize("takes", [{"ignore_eos"}, {"token_ids"}, set()])
 def test_servers_that_take_less_are_asked_for_less(takes):
     with serving(takes=frozenset(takes)) as (url, bodies):
         found = bench(Load(url, model="two"), requests(3), {})
-    assert found["completed"] == 3 and found["failures"] == {}
+    assert found.completed == 3 and found.failures == {}
     assert all(("ignore_eos" in body) == ("ignore_eos" in takes) for body in bodies)
     assert all(isinstance(body["prompt"], list) == ("token_ids" in takes) for body in bodies)
     assert all(body["model"] == "two" for body in bodies)
-    said = " ".join(found["assumptions"])
+    said = " ".join(found.assumptions)
     assert ("words" in said) == ("token_ids" not in takes)
     assert ("may be shorter" in said) == ("ignore_eos" not in takes)
 
@@ -164,8 +164,8 @@ def test_servers_that_take_less_are_asked_for_less(takes):
 def test_failed_requests_are_counted_with_their_reason(ending, why):
     with serving(ending=ending) as (url, _):
         found = bench(Load(url), requests(4), {})
-    assert (found["completed"], found["failed"], found["failures"]) == (0, 4, {why: 4})
-    assert found["request_throughput"] == 0.0
+    assert (found.completed, found.failed, found.failures) == (0, 4, {why: 4})
+    assert found.request_throughput == 0.0
 
 
 def test_inputs_that_cannot_be_used_are_one_line():

@@ -1,4 +1,4 @@
-"""`hexgen2 estimate` and `calibrate` as a user runs them."""
+"""`hexgen2 estimate` and `calibrate`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import json
 
 import pytest
-from installed import hexgen2, refused
+from commands import hexgen2, installed, refused
 
 from cost_model.base import TensorGroup
 from cost_model.calibrated import Calibrated
@@ -25,7 +25,7 @@ def estimated(*arguments: str) -> dict:
 
 
 def test_text_names_what_it_predicts_and_how_far_off_it_may_be():
-    result = hexgen2(*ON_H100, "--tp", "8", "--batch", "16", "--osl", "256")
+    result = installed(*ON_H100, "--tp", "8", "--batch", "16", "--osl", "256")
     assert result.returncode == 0, result.stderr
     assert "llama-2-70b on 8xH100 (nvlink), bf16 weights, bf16 KV cache" in result.stdout
     for line in ("prefill  ", "decode step  ", "memory  ", "largest batch  ", "cost model  ", "+- "):

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import yaml
-from commands import Ended, mutated, mutated_bytes, run
+from commands import hexgen2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutations import mutated, mutated_bytes
 
 from cost_model.coefficients import fitted
 from cost_model.printable import printable
@@ -93,8 +95,8 @@ class Files:
         self.cluster = self.write("cluster.yaml", yaml.safe_dump(CLUSTER))
         self.placement = folder / "placement.json"
         asked = ("--cluster", str(self.cluster), "--model", str(self.model), "--workload", "LPLD")
-        made = run("search", *asked, "-o", str(self.placement))
-        assert made.code == 0, made.err
+        made = hexgen2("search", *asked, "-o", str(self.placement))
+        assert made.returncode == 0, made.stderr
 
     def write(self, name: str, content: str | bytes) -> Path:
         path = self.folder / name
@@ -102,10 +104,9 @@ class Files:
         path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
         return path
 
-    def search(self, cluster: Path, *options: str, model: Path | None = None) -> Ended:
-        return run(
-            "search", "--cluster", str(cluster), "--model", str(model or self.model), *BRIEFLY, *options
-        )
+    def search(self, cluster: Path, *options: str, model: Path | None = None) -> CompletedProcess[str]:
+        asked = ("--cluster", str(cluster), "--model", str(model or self.model), *BRIEFLY)
+        return hexgen2("search", *asked, *options)
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +114,14 @@ def files(tmp_path_factory) -> Files:
     return Files(tmp_path_factory.mktemp("files"))
 
 
-def sound(ended: Ended) -> Ended:
+def sound(ended: CompletedProcess[str]) -> CompletedProcess[str]:
     """What is asked of every command, whatever its files hold."""
-    assert ended.code in (0, 2, 3), ended
-    assert "Traceback" not in ended.err
-    for text in (ended.out, ended.err):
+    assert ended.returncode in (0, 2, 3), ended
+    assert "Traceback" not in ended.stderr
+    for text in (ended.stdout, ended.stderr):
         assert printable(text) == text, ended
-    if ended.code == 2:
-        *progress, line = ended.err.splitlines()
+    if ended.returncode == 2:
+        *progress, line = ended.stderr.splitlines()
         assert line.startswith("hexgen2: "), ended
         assert not [other for other in progress if other.startswith("hexgen2")], ended
     return ended
@@ -138,10 +139,10 @@ PLACED = {
 }
 
 
-def with_placement(files: Files, name: str, path: Path) -> Ended:
+def with_placement(files: Files, name: str, path: Path) -> CompletedProcess[str]:
     """Run one of the commands above on it."""
     output = ("-o", str(files.folder / "exported")) if name in ("vllm", "kubernetes", "ray") else ()
-    return sound(run(*PLACED[name], str(path), *output))
+    return sound(hexgen2(*PLACED[name], str(path), *output))
 
 
 @SOME
@@ -178,7 +179,9 @@ def test_comparison_on_a_mutated_cluster(files, tree):
         patch.setattr(comparison, "FEWEST", 30)
         patch.setattr(comparison, "MOST", 30)
         sound(
-            run("compare", "--cluster", str(path), "--strategies", "hexgen2,vllm", "--seconds", "1", *asked)
+            hexgen2(
+                "compare", "--cluster", str(path), "--strategies", "hexgen2,vllm", "--seconds", "1", *asked
+            )
         )
 
 
@@ -201,7 +204,7 @@ def test_mutated_placement_text(files, name, data):
 @given(tree=mutated(CONFIG) | mutated_bytes(json.dumps(CONFIG).encode()))
 def test_a_mutated_model(files, tree):
     model = files.write("m/config.json", tree if isinstance(tree, bytes) else json.dumps(tree)).parent
-    sound(run("estimate", "--gpu", "L4:2", "--model", str(model), "--isl", "100", "--osl", "10"))
+    sound(hexgen2("estimate", "--gpu", "L4:2", "--model", str(model), "--isl", "100", "--osl", "10"))
     sound(files.search(files.cluster, model=model))
 
 
@@ -210,9 +213,9 @@ def test_a_mutated_model(files, tree):
 @given(data=st.data())
 def test_a_mutated_trace(files, kind, data):
     path = files.write("trace", data.draw(mutated_bytes(TRACES[kind])))
-    sound(run("simulate", str(files.placement), "--workload", str(path), *SIMULATED))
+    sound(hexgen2("simulate", str(files.placement), "--workload", str(path), *SIMULATED))
     asked = ("--cluster", str(files.cluster), "--model", str(files.model), "--time-limit", "0.05")
-    sound(run("search", *asked, "--workload", str(path)))
+    sound(hexgen2("search", *asked, "--workload", str(path)))
 
 
 @SOME
@@ -220,26 +223,26 @@ def test_a_mutated_trace(files, kind, data):
 def test_mutated_coefficients(files, tree):
     path = files.write("k.json", tree if isinstance(tree, bytes) else json.dumps(tree))
     asked = ("--gpu", "A100:2", "--model", "llama-2-7b", "--isl", "100", "--osl", "10")
-    sound(run("estimate", *asked, "--cost-model", str(path)))
-    sound(run("estimate", *asked, "--cost-model", str(path), "--json"))
+    sound(hexgen2("estimate", *asked, "--cost-model", str(path)))
+    sound(hexgen2("estimate", *asked, "--cost-model", str(path), "--json"))
 
 
 @FEW
 @given(raw=mutated_bytes(STEPS.encode()))
 def test_mutated_steps(files, raw):
     path = files.write("steps.csv", raw)
-    sound(run("estimate", "--csv", str(path)))
+    sound(hexgen2("estimate", "--csv", str(path)))
 
 
 @settings(FEW, max_examples=EXAMPLES // 10)
 @given(raw=mutated_bytes(STEPS.encode()))
 def test_calibration_to_mutated_steps(files, raw):
-    sound(run("calibrate", str(files.write("steps.csv", raw))))
+    sound(hexgen2("calibrate", str(files.write("steps.csv", raw))))
 
 
 @FEW
 @given(raw=mutated_bytes(KEYS))
 def test_mutated_keys(files, raw):
     keys = files.write("keys", raw)
-    ended = run("launch", str(files.placement), "--model-path", "/nonexistent", "--api-keys", str(keys))
-    assert sound(ended).code == 2
+    ended = hexgen2("launch", str(files.placement), "--model-path", "/nonexistent", "--api-keys", str(keys))
+    assert sound(ended).returncode == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from installed import hexgen2
+from commands import hexgen2
 
 import runtime.serve
 from cost_model.errors import InputError

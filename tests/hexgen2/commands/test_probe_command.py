@@ -6,7 +6,7 @@ import datetime
 
 import pytest
 import yaml
-from installed import hexgen2, refused
+from commands import hexgen2, installed, refused
 
 from cluster_specs.loader import load_cluster
 from cost_model.hardware import GIB
@@ -37,7 +37,7 @@ def gpus(name: str, pair_bytes_s: float = 2e10, bus_bytes_s: float = 5e9) -> Fin
 
 def test_this_machine(tmp_path):
     path = tmp_path / "here.yaml"
-    result = hexgen2("probe", "--kind", "cpu", "--devices", "2", "-o", str(path))
+    result = installed("probe", "--kind", "cpu", "--devices", "2", "-o", str(path))
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
     today = datetime.date.today().isoformat()
     assert path.read_text().startswith(f"# Measured on {today} by hexgen2 probe.\n# device 0 (CPU): ")
@@ -50,7 +50,7 @@ def test_this_machine(tmp_path):
 
 
 def test_one_device_needs_no_link():
-    result = hexgen2("probe", "--kind", "cpu", "--devices", "1")
+    result = installed("probe", "--kind", "cpu", "--devices", "1")
     assert result.returncode == 0, result.stderr
     (node,) = yaml.safe_load(result.stdout)["nodes"]
     assert "interconnect" not in node and node["accelerators"].endswith(":1")

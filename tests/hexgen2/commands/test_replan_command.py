@@ -1,4 +1,4 @@
-"""`hexgen2 search --from`: whole processes, the moves they print, and one-line errors."""
+"""`hexgen2 search --from`: the moves it prints, and one-line errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from installed import hexgen2, refused
-from test_search_command import ON_SETTING_1
+from commands import hexgen2, refused
+from problems import ON_SETTING_1
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`hexgen2 search`, `show` and `list` as a user runs them: whole processes, exit codes, one-line errors."""
+"""`hexgen2 search`, `show` and `list`: exit codes, output, one-line errors; a few as whole processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 
 import pytest
 import yaml
-from installed import HEXGEN2, hexgen2, refused
+from commands import HEXGEN2, hexgen2, installed, refused
+from problems import ON_SETTING_1
 
 CLUSTER = {
     "name": "pods",
@@ -19,7 +20,6 @@ CLUSTER = {
     ],
     "network": {"default": {"bandwidth_gbit_s": 100, "latency_us": 20}},
 }
-ON_SETTING_1 = ["--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--workload", "HPHD"]
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def cluster_file(tmp_path):
 def test_search_writes_shows_and_repeats(tmp_path, cluster_file):
     path, again = tmp_path / "placement.json", tmp_path / "again.json"
     command = ["search", "--cluster", cluster_file(), "--model", "llama-2-70b", "--workload", "LPHD"]
-    first = hexgen2(*command, "-o", str(path))
+    first = installed(*command, "-o", str(path))
     assert first.returncode == 0, first.stderr
     assert "requests/s" in first.stdout and "bound" in first.stdout and "assumed" not in first.stderr
-    hexgen2(*command, "--seed", "0", "-o", str(again))
+    installed(*command, "--seed", "0", "-o", str(again))
     one, two = (json.loads(p.read_text()) for p in (path, again))
     one["search"]["seconds"] = two["search"]["seconds"] = 0
     assert one == two
@@ -143,7 +143,7 @@ def test_yaml_that_is_not_a_cluster(cluster_file, text):
 def test_a_model_that_fits_nowhere(tmp_path):
     output = tmp_path / "placement.json"
     arguments = ["--cluster", "local-cpu", "--model", "llama-2-70b", "--workload", "LPLD", "-o", str(output)]
-    line = refused(hexgen2("search", *arguments), code=3)
+    line = refused(installed("search", *arguments), code=3)
     assert "llama-2-70b" in line and "GiB" in line and "local-cpu" in line
     assert not output.exists()
 
@@ -216,4 +216,4 @@ def test_files_that_are_no_placement(tmp_path, text):
 
 
 def test_a_placement_that_is_missing(tmp_path):
-    assert "cannot be read" in refused(hexgen2("show", str(tmp_path / "none.json")))
+    assert "cannot be read" in refused(installed("show", str(tmp_path / "none.json")))

@@ -1,31 +1,19 @@
-"""`hexgen2 simulate` and `hexgen2 compare` as a user runs them."""
+"""`hexgen2 simulate` and `hexgen2 compare`."""
 
 from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import hexgen2, installed, refused
 
-HEXGEN2 = str(Path(sys.executable).with_name("hexgen2"))
 LATENCIES = [
     f"{kind}_{name}_ms"
     for kind in ("mean", "median", "p90", "p99")
     for name in ("ttft", "tpot", "itl", "e2el")
 ]
-
-
-def hexgen2(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([HEXGEN2, *arguments], capture_output=True, text=True, timeout=120)
-
-
-def refused(result: subprocess.CompletedProcess[str]) -> str:
-    assert result.returncode == 2 and result.stdout == "", result.stderr
-    (line,) = result.stderr.splitlines()
-    return line
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +75,7 @@ def test_a_trace_is_replayed_at_its_times_or_faster(placement, trace):
 
 def test_tables_for_people(placement):
     fails = "--fail", "decode-0@0.5", "--no-recover"
-    done = hexgen2("simulate", placement, "--offline", "--num-requests", "100", *fails)
+    done = installed("simulate", placement, "--offline", "--num-requests", "100", *fails)
     assert done.returncode == 0, done.stderr
     assert "TTFT" in done.stdout and "KV route" in done.stdout and "failed" in done.stdout
 
@@ -122,7 +110,7 @@ def test_a_broken_placement_is_refused(tmp_path, placement):
 def test_compare_prints_tables_and_writes_files(tmp_path):
     options = ["--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "LPLD,HPLD"]
     options += ["--strategies", "distserve,vllm", "--seconds", "5"]
-    done = hexgen2("compare", *options, "-o", str(tmp_path / "out"))
+    done = installed("compare", *options, "-o", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("SLO scale") >= 2
     table = (tmp_path / "out" / "comparison.csv").read_text().splitlines()

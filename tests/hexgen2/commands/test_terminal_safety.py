@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import run
+from commands import hexgen2
 from rich.table import Table
 
 from cost_model.errors import InputError
@@ -32,9 +32,9 @@ ASKED = ("--model", "llama-2-7b", "--workload", "LPLD", "--time-limit", "1")
 
 def refused(*arguments: str) -> str:
     """The one line of a refusal, which holds no control character."""
-    ended = run(*arguments)
-    assert ended.code == 2 and not ended.out, ended
-    (line,) = ended.err.removesuffix("\n").split("\n")
+    ended = hexgen2(*arguments)
+    assert ended.returncode == 2 and not ended.stdout, ended
+    (line,) = ended.stderr.removesuffix("\n").split("\n")
     assert line.isprintable() and line.startswith("hexgen2: ")
     return line
 
@@ -44,8 +44,8 @@ def placement(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("terminal")
     cluster, path = folder / "c.yaml", folder / "p.json"
     cluster.write_text(json.dumps(SPEC))
-    made = run("search", "--cluster", str(cluster), *ASKED, "-o", str(path))
-    assert made.code == 0, made.err
+    made = hexgen2("search", "--cluster", str(cluster), *ASKED, "-o", str(path))
+    assert made.returncode == 0, made.stderr
     return path
 
 
@@ -164,9 +164,9 @@ def test_names_of_files_that_become_names(placement, tmp_path):
 
 
 def test_paths_that_are_written_are_shown_as_escapes(placement, tmp_path):
-    ended = run("export", str(placement), "--format", "ray", "-o", str(tmp_path / HOSTILE))
-    assert ended.code == 0 and SHOWN in ended.out
-    assert printable(ended.out) == ended.out and (tmp_path / HOSTILE).is_dir()
+    ended = hexgen2("export", str(placement), "--format", "ray", "-o", str(tmp_path / HOSTILE))
+    assert ended.returncode == 0 and SHOWN in ended.stdout
+    assert printable(ended.stdout) == ended.stdout and (tmp_path / HOSTILE).is_dir()
 
 
 def test_tables_show_text_as_it_is():
@@ -192,13 +192,13 @@ def test_names_that_are_only_unusual_are_printed_and_written(placement, tmp_path
     tree["cluster"]["name"] = tree["model"]["name"] = tree["strategy"] = name
     file, results = tmp_path / "p.json", tmp_path / "r.json"
     file.write_text(json.dumps(tree))
-    shown = run("show", str(file))
-    assert shown.code == 0 and shown.out.count(name) == 3
-    ended = run(
+    shown = hexgen2("show", str(file))
+    assert shown.returncode == 0 and shown.stdout.count(name) == 3
+    ended = hexgen2(
         "simulate", str(file), "--request-rate", "1", "--num-requests", "3", "--json", "-o", str(results)
     )
-    assert ended.code == 0 and ended.out == results.read_text()
-    assert json.loads(ended.out)["cluster"] == name
+    assert ended.returncode == 0 and ended.stdout == results.read_text()
+    assert json.loads(ended.stdout)["cluster"] == name
 
 
 HOMES = {"hexgen2/terminal.py", "hexgen2/report/placement.py", "runtime/operator.py"}

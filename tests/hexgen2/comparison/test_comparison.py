@@ -64,7 +64,7 @@ def test_a_comparison_plans_simulates_and_writes_everything(tmp_path, capsys):
         assert entry.peak_req_s == approx(entry.placement.throughput.req_s, rel=0.25)
         assert len(entry.attainment) == len(SLO_SCALES)
         assert entry.attainment == sorted(entry.attainment)
-        assert entry.online["completed"] == max(1000, int(0.75 * 20 * entry.peak_req_s))
+        assert entry.online.completed == max(1000, int(0.75 * 20 * entry.peak_req_s))
     print_comparison(entries, settings, make_console())
     assert "has no placement: " in capsys.readouterr().out
     written = write_comparison(entries, settings, tmp_path / "out")
@@ -74,7 +74,7 @@ def test_a_comparison_plans_simulates_and_writes_everything(tmp_path, capsys):
     assert [row["strategy"] for row in table] == ["hexgen2", "vllm", "hexgen"]
     assert float(table[0]["peak_req_s"]) == approx(hexgen2.peak_req_s)
     results = json.loads((tmp_path / "out" / "LPLD-vllm@hexgen2-case-study.results.json").read_text())
-    assert results["offline"]["completed"] == vllm.offline["completed"] >= 1000
+    assert results["offline"]["completed"] == vllm.offline.completed >= 1000
     assert rows(entries)[2]["infeasible"]
 
 

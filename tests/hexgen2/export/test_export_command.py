@@ -1,30 +1,17 @@
-"""`hexgen2 export` as a user runs it, and exports to Ray."""
+"""`hexgen2 export`, and exports to Ray."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from by_hand import by_hand
+from commands import hexgen2, installed, refused
 
 from hexgen2.export.ray import ray_files
 from hexgen2.placement import Placement
-
-HEXGEN2 = str(Path(sys.executable).with_name("hexgen2"))
-
-
-def hexgen2(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([HEXGEN2, *map(str, arguments)], capture_output=True, text=True, timeout=120)
-
-
-def refused(result: subprocess.CompletedProcess[str]) -> str:
-    assert result.returncode == 2 and result.stdout == "", result.stderr
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("hexgen2: ")
-    return line
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +26,7 @@ def placement(tmp_path_factory):
 @pytest.mark.parametrize("name", ["kubernetes", "ray"])
 def test_a_searched_placement_is_exported_whole_once(tmp_path, placement, name):
     folder = tmp_path / "out"
-    done = hexgen2("export", placement, "--format", name, "-o", folder)
+    done = installed("export", placement, "--format", name, "-o", folder)
     assert done.returncode == 0, done.stderr
     assert {Path(line) for line in done.stdout.splitlines()} == set(folder.iterdir())
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from machines import answers, machines
+
+from benchmarks.search.machines import answers, machines
 
 MACHINES = machines()
 

@@ -85,14 +85,14 @@ def test_the_same_seed_gives_the_same_results(setting):
 
 def test_at_full_load_it_serves_what_the_placement_promises(setting):
     found = simulate(setting, offline(Lengths(setting.workload), 3000, seed=0))
-    share = found["steady_request_throughput"] / setting.throughput.req_s
+    share = found.steady_request_throughput / setting.throughput.req_s
     assert 0.96 < share < 1.005
 
 
 def test_traffic_follows_the_flows_of_the_placement(setting):
     found = simulate(setting, online(Lengths(setting.workload), 3.0, 800, seed=2))
     total = sum(route.flow_req_s for route in setting.routes)
-    for row, route in zip(found["routes"], setting.routes, strict=True):
+    for row, route in zip(found.routes, setting.routes, strict=True):
         assert row["requests"] == approx(800 * route.flow_req_s / total, abs=5)
 
 
@@ -205,18 +205,18 @@ def test_times_can_come_from_elsewhere(pair):
     asked = requests_of((0.0, 700, 40))
     scaled = Scaled(pair.model, pair.workload.lengths)
     plain, slow = simulate(pair, asked), simulate(pair, asked, costs=scaled)
-    assert slow["mean_ttft_ms"] == approx(3 * plain["mean_ttft_ms"])
-    assert slow["mean_itl_ms"] == approx(3 * plain["mean_itl_ms"], rel=0.02)  # the transfer is as it was
+    assert slow.mean_ttft_ms == approx(3 * plain.mean_ttft_ms)
+    assert slow.mean_itl_ms == approx(3 * plain.mean_itl_ms, rel=0.02)  # the transfer is as it was
 
 
 def test_what_the_front_end_takes_delays_first_tokens_alone(pair):
     rate = 0.3 * pair.throughput.req_s
     asked = online(Lengths(pair.workload), rate, 200, seed=0)
     plain, delayed = (simulate(pair, asked, Options(front_end_s=seconds)) for seconds in (0.0, 0.05))
-    assert delayed["mean_ttft_ms"] == approx(plain["mean_ttft_ms"] + 50)
-    assert delayed["p90_ttft_ms"] == approx(plain["p90_ttft_ms"] + 50)
-    assert delayed["mean_tpot_ms"] == approx(plain["mean_tpot_ms"])
-    assert delayed["mean_e2el_ms"] == approx(plain["mean_e2el_ms"] + 50)
+    assert delayed.mean_ttft_ms == approx(plain.mean_ttft_ms + 50)
+    assert delayed.p90_ttft_ms == approx(plain.p90_ttft_ms + 50)
+    assert delayed.mean_tpot_ms == approx(plain.mean_tpot_ms)
+    assert delayed.mean_e2el_ms == approx(plain.mean_e2el_ms + 50)
 
 
 def test_a_prefill_replica_alone_is_an_m_d_1_queue(pair):

@@ -20,7 +20,9 @@ from cost_model.base import Work
 from hexgen2.simulator.prefilling import Prefiller
 from hexgen2.simulator.records import Records, ReplicaRecord
 from runtime.kv_cache.blocks import BlockPool
-from runtime.protocol.messages import Decode, Prefill, Sampling, Step
+from runtime.protocol.between_workers import Step
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Decode, Prefill
 from runtime.worker.scheduler import Reservation, Scheduler
 
 PREFILL, MIXED = 24, 8

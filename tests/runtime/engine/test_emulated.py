@@ -31,7 +31,7 @@ from runtime.engine.emulated.engine import work_of
 from runtime.engine.emulated.tokens import answer
 from runtime.launcher.configure import configurations
 from runtime.options import EngineOptions
-from runtime.protocol.messages import SequenceStep, Step
+from runtime.protocol.between_workers import SequenceStep, Step
 
 COMMAND = Path(sys.executable).with_name("hexgen2")
 LIMIT_S = 240.0

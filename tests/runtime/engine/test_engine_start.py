@@ -1,14 +1,12 @@
-"""benchmarks/engine_start.py, and what it shows: a worker takes little more memory than its rank holds."""
+"""engine_start.py, and what it shows: a worker takes little more memory than its rank holds."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "engine_start.py"
 SIZES = {"hidden": 1024, "ffn": 2816, "layers": 5, "vocab": 16000}
 
 
@@ -16,7 +14,16 @@ SIZES = {"hidden": 1024, "ffn": 2816, "layers": 5, "vocab": 16000}
 def rows() -> list[list[float]]:
     """Seconds, MB held, MB at the peak and their ratio, by load."""
     options = [part for name, size in SIZES.items() for part in (f"--{name}", str(size))]
-    command = [sys.executable, str(SCRIPT), *options, "--dtype", "float32", "--repeats", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.engine.engine_start",
+        *options,
+        "--dtype",
+        "float32",
+        "--repeats",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [[float(value) for value in line.split()[-4:]] for line in done.stdout.splitlines()[1:]]
 

@@ -35,8 +35,9 @@ from cost_model.errors import InputError
 from runtime.kv_cache.layout import KvTransfer, Part
 from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer.memory import shared_cache
+from runtime.protocol.between_workers import KvLanded, KvOpened, KvSlice, KvTaken
 from runtime.protocol.framing import listen
-from runtime.protocol.messages import KvLanded, KvLink, KvOpened, KvSlice, KvTaken
+from runtime.protocol.to_workers import KvLink
 
 
 @pytest.mark.parametrize("transport", RUNNABLE)

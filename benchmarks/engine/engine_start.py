@@ -1,0 +1,150 @@
+"""How long a worker of the torch engine takes to load its weights, and with how much memory: its peak against
+the bytes that its rank holds, for one rank and for one of two, beside transformers' from_pretrained.
+
+Each load has a process of its own. Its peak (VmHWM) is counted from what the process takes with everything
+imported. The files have just been written or read, so the system still has them in memory: seconds are those
+of copying and packing, not of a disk. The second copy of a tied head counts in the peak alone.
+
+    python -m benchmarks.engine.engine_start                       a random Llama of about 1 GB, in bfloat16
+    python -m benchmarks.engine.engine_start --model-path FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from runtime.engine.rank import Place
+from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.loader import DTYPES
+from runtime.engine.torch.models import load_stage
+from runtime.protocol.message import StageShape
+
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Start:
+    """One load: seconds, bytes that stay, and the most that the process took above its start."""
+
+    seconds: float
+    held_bytes: int
+    peak_bytes: int
+
+
+def write_llama(folder: Path, *, hidden: int, ffn: int, layers: int, vocab: int, dtype: str) -> None:
+    """A random Llama with four query heads for each KV head, one shard for each layer."""
+    kv_width = hidden // 4
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // HEAD_DIM,
+        "num_key_value_heads": kv_width // HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "vocab_size": vocab,
+        "max_position_embeddings": 2048,
+        "dtype": dtype,
+    }
+    edges = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden), "model.norm": (hidden,)}
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv_width, hidden),
+        "self_attn.v_proj": (kv_width, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }
+    shards = [edges, *({f"model.layers.{n}.{name}": layer[name] for name in layer} for n in range(layers))]
+    files = {}
+    for number, shapes in enumerate(shards):
+        file = f"model-{number:05}.safetensors"
+        tensors = {f"{name}.weight": torch.randn(shape).to(DTYPES[dtype]) for name, shape in shapes.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files.update(dict.fromkeys(tensors, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def start_engine(folder: str, dtype: str, degree: int) -> Start:
+    """Load the last rank of a tensor-parallel group that holds all layers."""
+    layers = json.loads(Path(folder, "config.json").read_text())["num_hidden_layers"]
+    workers = tuple(f"worker-{rank}" for rank in range(degree))
+    place = Place((StageShape(workers=workers, first_layer=0, end_layer=layers),), 0, degree - 1)
+    cpu = torch.device("cpu")
+    before, began = _memory_bytes("VmRSS"), time.perf_counter()
+    stage = load_stage(folder, dtype, cpu, Links(place, cpu))
+    seconds = time.perf_counter() - began
+    return Start(seconds, stage.checkpoint.bytes_read, _memory_bytes("VmHWM") - before)
+
+
+def start_transformers(folder: str, dtype: str) -> Start:
+    """Load the whole model as transformers does."""
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401  (imports what it will need)
+
+    before, began = _memory_bytes("VmRSS"), time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES.get(dtype, "auto"))
+    held = 0
+    for parameter in model.parameters():
+        held += parameter.nbytes
+        parameter.data.sum()  # weights that are only mapped so far come into memory now
+    return Start(time.perf_counter() - began, held, _memory_bytes("VmHWM") - before)
+
+
+def _memory_bytes(field: str) -> int:
+    """A field of this process's status, given in kB: VmRSS is what it takes now, VmHWM the most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model-path", help="a checkpoint's folder, instead of a random one")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--hidden", type=int, default=2048, help=f"a multiple of {4 * HEAD_DIM}")
+    parser.add_argument("--ffn", type=int, default=5632)
+    parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.model_path or temporary
+        if not args.model_path:
+            sizes = {"hidden": args.hidden, "ffn": args.ffn, "layers": args.layers, "vocab": args.vocab}
+            write_llama(Path(folder), **sizes, dtype=args.dtype)
+        print(f"{'':<22}{'seconds':>9}{'held MB':>9}{'peak MB':>9}{'peak / held':>13}")
+        loads: dict[str, Callable[[str, str], Start]] = {
+            "engine, tp 1": partial(start_engine, degree=1),
+            "engine, rank of tp 2": partial(start_engine, degree=2),
+            "transformers": start_transformers,
+        }
+        for name, start in loads.items():
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+                starts = [pool.submit(start, folder, args.dtype).result() for _ in range(args.repeats)]
+            seconds = statistics.median(one.seconds for one in starts)
+            held, peak = starts[0].held_bytes / 1e6, max(one.peak_bytes for one in starts) / 1e6
+            print(f"{name:<22}{seconds:>9.2f}{held:>9.0f}{peak:>9.0f}{peak / held:>13.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The compiled kernels beside torch's operators, one thread, float32, for the instructions of this processor.
+
+    python -m benchmarks.engine.kernel_speed [--rounds 5]
+
+Products of so many rows with weights [4096, 768]; attention of 8 requests' next tokens and of a prompt of 512
+over 512 tokens of context, for two shapes of heads. Milliseconds, the best of rounds in which the sides take
+turns: what is compared is a few milliseconds of computing, and whatever else runs only adds to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from runtime import native
+from runtime.options import BLOCK_TOKENS
+
+OUTPUTS, INPUTS = 4096, 768
+ROWS = (1, 3, 8, 32, 128, 512)
+HEADS = ((12, 4, 64), (32, 8, 128))
+CONTEXT, REQUESTS = 512, 8
+AT_LEAST_S = 0.02
+
+Side = Callable[[], object]
+
+
+def best_ms(sides: tuple[Side, Side], rounds: int) -> list[float]:
+    """Of each side, in turns, each time as often as fills AT_LEAST_S."""
+    found = [float("inf")] * len(sides)
+    for _ in range(rounds + 1):  # the first is for caches
+        for k, side in enumerate(sides):
+            begun, calls = time.perf_counter(), 0
+            while (took := time.perf_counter() - begun) < AT_LEAST_S or not calls:
+                side()
+                calls += 1
+            found[k] = min(found[k], 1e3 * took / calls)
+    return found
+
+
+def product(rows: int) -> tuple[Side, Side]:
+    """Ours and torch's."""
+    x, weight = torch.randn(rows, INPUTS), torch.randn(OUTPUTS, INPUTS)
+    packed = native.pack(weight)
+    return lambda: native.linear(x, packed, None, OUTPUTS), lambda: F.linear(x, weight)
+
+
+def next_tokens(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
+    """Ours from the blocks of a cache, torch's request by request over keys and values in a row."""
+    keys, values = torch.randn(2, REQUESTS * CONTEXT, kv_heads, dim)
+    query = torch.randn(REQUESTS, heads, dim)
+    output, blocks = torch.empty_like(query), CONTEXT // BLOCK_TOKENS
+    spans = native.Spans.make(
+        [(one, 0, CONTEXT, range(one * blocks, (one + 1) * blocks)) for one in range(REQUESTS)]
+    )
+    k, v = (part.view(REQUESTS, CONTEXT, kv_heads, dim).transpose(1, 2) for part in (keys, values))
+
+    def by_torch() -> None:
+        for one in range(REQUESTS):
+            F.scaled_dot_product_attention(
+                query[one, None, :, None], k[one, None], v[one, None], enable_gqa=True
+            )
+
+    return lambda: native.attend_paged(query, keys, values, spans, BLOCK_TOKENS, output), by_torch
+
+
+def prompt(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
+    """Ours from the blocks of a cache, torch's over keys and values in a row."""
+    keys, values = torch.randn(2, CONTEXT, kv_heads, dim)
+    query = torch.randn(CONTEXT, heads, dim)
+    output, table = torch.empty_like(query), np.arange(CONTEXT // BLOCK_TOKENS, dtype=np.int32)
+    q, k, v = (part.transpose(0, 1)[None] for part in (query, keys, values))
+    return (
+        lambda: native.attend_chunk(query, keys, values, table, 0, None, BLOCK_TOKENS, output),
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+    )
+
+
+def main() -> None:
+    """Print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not native.serves(torch.float32, torch.device("cpu")):
+        raise SystemExit("there are no compiled kernels: install again where there is a C++ compiler")
+    print(f"{torch.backends.cpu.get_cpu_capability()}; ms of ours, of torch, ratio")
+    for rows in ROWS:
+        ours, torchs = best_ms(product(rows), options.rounds)
+        rate = f"{2 * rows * OUTPUTS * INPUTS / ours / 1e6:.0f} GFLOP/s"
+        print(f"product of {rows:3} rows          {ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}  {rate}")
+    for name, make in ((f"next token of {REQUESTS}", next_tokens), (f"prompt of {CONTEXT}", prompt)):
+        for shape in HEADS:
+            ours, torchs = best_ms(make(*shape), options.rounds)
+            label = f"{name}, {shape[0]} heads of {shape[2]}"
+            print(f"{label:28}{ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A small model on CPU workers of this machine, launched as users do: what benchmarks of the runtime load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hexgen2.placement import Placement
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COMMAND = str(Path(sys.executable).with_name("hexgen2"))
+START_S = 180.0
+CLUSTER = """
+name: {cores}-cores
+nodes:
+  - {{name: box, accelerators: Core:{cores}, interconnect: shared-memory, price_per_gpu_hour: 0}}
+accelerators:
+  Core: {{memory_gib: {memory_gib}, bf16_dense_tflops: 0.05, memory_bandwidth_gbyte_s: 8, kind: cpu}}
+"""
+
+
+SMALL = {
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+}
+"""55 million parameters: a step of a core takes some tens of ms, a hundred times what the front end takes for
+one of its tokens."""
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.15,
+}
+"""A step takes a ms."""
+
+
+def make_model(folder: Path, sizes: Mapping[str, Any] = SMALL) -> None:
+    """A random Llama in float32, with a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sys.path.append(str(EXAMPLES))
+    from make_checkpoint import train_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        **sizes,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def make_placement(
+    work: Path, model: Path, colocated: bool, isl: int, osl: int, memory_gib: float = 2
+) -> Path:
+    """One prefill and one decode replica, each on half of the machine's cores, or one colocated replica on
+    all of them."""
+    name = "colocated" if colocated else "pair"
+    cluster, placement = work / f"{name}.yaml", work / f"{name}.json"
+    cluster.write_text(CLUSTER.format(cores=1 if colocated else 2, memory_gib=memory_gib))
+    lengths = ["--isl", str(isl), "--osl", str(osl), "--strategy", "vllm" if colocated else "hexgen2"]
+    command = [COMMAND, "search", "--cluster", str(cluster), "--model", str(model), *lengths]
+    subprocess.run([*command, "-o", str(placement)], check=True, capture_output=True)
+    found = Placement.load(placement)
+    roles = ["colocated"] if colocated else ["decode", "prefill"]
+    assert sorted(replica.role for replica in found.replicas) == roles
+    return placement
+
+
+@contextmanager
+def launched(placement: Path, model: Path, *options: str) -> Iterator[tuple[str, psutil.Process]]:
+    """The URL of a running `hexgen2 launch`, and its process."""
+    command = [COMMAND, "launch", str(placement), "--model-path", str(model), "--port", "0", *options]
+    with tempfile.TemporaryFile("w+") as log:
+        server = psutil.Popen(command, stderr=log, start_new_session=True)
+        try:
+            yield _until_serving(server, log), server
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def _until_serving(server: psutil.Popen, log) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and server.poll() is None:
+        log.seek(0)
+        for line in log:
+            if line.startswith("serving "):
+                return line.split(" on ")[1].split()[0]
+        time.sleep(0.1)
+    log.seek(0)
+    raise SystemExit(f"the fleet did not start:\n{log.read()}")

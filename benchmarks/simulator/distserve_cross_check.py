@@ -1,0 +1,268 @@
+"""This simulator beside DistServe's own, and beside what DistServe measured: OPT-13B on A100s.
+
+    python -m benchmarks.simulator.distserve_cross_check --distserve PATH [--python PATH/.venv/bin/python]
+        [--backend distserve|vllm] [--gpus 2|3] [--rates 1.5,3,4.5] [--requests 1000] [--workload NAME|FILE]
+        [--measured FILE|FOLDER ...]
+
+PATH is a checkout of https://github.com/LLMServe/DistServe: `git clone` it, and install simpy, numpy and
+pandas where --python points. No GPU is needed. Both simulate the placement that our strategy of that name
+finds for DistServe's targets: one prefill and one decode instance of one GPU each, on three GPUs a prefill
+instance of two (what DistServe's planner finds, too); or one GPU that does both ("vllm"). Requests are the
+same: Poisson arrivals, with the lengths of the ShareGPT requests that DistServe was measured with (in PATH),
+or of --workload. Ours is shown with its own cost model, which has seen none of this, and with DistServe's
+profile as its cost model, so that what then differs is scheduling.
+
+Near saturation the two part by design: ours, as this project's runtime, begins a prefill only once the decode
+instance has room for the prompt and for all requests there to grow by half of a mean answer, so that waiting
+shows in TTFT; DistServe's prefills at once and lets requests wait between their tokens.
+
+With --measured, the requests of DistServe's measured runs (*.exp files, real A100s, in PATH under
+simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt) are replayed instead. Of a folder, the
+runs with tensor degrees 2 and 1 (c21d11, see align_with_real.py there) are taken, and those that do not say.
+That these have the same degrees is concluded: prompts of more than 1300 tokens, alone, are computed at 276 to
+307 TFLOP/s, next to the 312 that a single A100 has at most, and as fast as in the runs that say c21d11.
+
+Attainment is that of both of DistServe's targets for OPT-13B and ShareGPT (simdistserve/README.md). Times are
+in milliseconds; in brackets the difference from the first row. DistServe's CPU time includes its tables of
+events, and leaves out what it takes to start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.simulator.distserve_command import DistServe
+from benchmarks.simulator.distserve_profile import DistServeProfile, read_fits
+from cluster_specs.loader import resolve
+from cost_model.base import CostModel
+from cost_model.errors import HexGen2Error, InputError
+from hexgen2.cluster import Cluster
+from hexgen2.goal import Goal, make_goal
+from hexgen2.placement import Placement
+from hexgen2.results import summarise
+from hexgen2.search.problem import make_problem
+from hexgen2.simulator.records import Records
+from hexgen2.simulator.requests import Lengths, Requests, online
+from hexgen2.simulator.simulation import Options, Simulation
+from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.registry import find_strategy
+from hexgen2.workload.classes import workload_of_trace
+from hexgen2.workload.traces import Trace
+
+MODEL, THEIR_MODEL = "opt-13b", "facebook/opt-13b"
+TARGETS_MS = {"ttft": 200.0, "tpot": 100.0}
+GPUS = {"distserve": (2, 3), "vllm": (1, 1)}
+"""For requests made here, and as measured."""
+SHAREGPT = "simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt-workload/distserve-300-3.exp"
+COLUMNS = ("mean_ttft_ms", "p90_ttft_ms", "mean_tpot_ms", "p90_tpot_ms")
+NEEDS = (
+    "give --distserve a checkout of https://github.com/LLMServe/DistServe, or --measured its measured runs"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What requests saw, and the requests simulated per second of CPU time."""
+
+    name: str
+    figures: dict[str, Any]
+    speed: float | None = None
+
+
+def row_of(
+    name: str, requests: Requests, first_s: np.ndarray, end_s: np.ndarray, cpu_s: float | None = None
+) -> Row:
+    """The figures of `hexgen2 simulate`, whoever the times [n] are from."""
+    none = np.empty(0), np.empty(0, dtype=np.int64)
+    asked = requests.arrival_s, first_s, end_s, requests.isl, requests.osl
+    return Row(name, summarise(*asked, none, TARGETS_MS).to_dict(), len(requests) / cpu_s if cpu_s else None)
+
+
+# -- ours
+
+
+def place(backend: str, gpus: int, requests: Requests) -> Placement:
+    """OPT-13B for requests of these mean lengths, on so many A100s of one node."""
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Path(folder) / "a100.yaml"
+        node = f"{{name: a, accelerators: 'A100-80GB:{gpus}', interconnect: nvlink}}"
+        cluster.write_text(f"name: a100\nnodes: [{node}]\n")
+        lengths = float(requests.isl.mean()), float(requests.osl.mean())
+        targets = None, TARGETS_MS["ttft"], TARGETS_MS["tpot"]
+        goal = make_goal("goodput", *targets) if backend == "distserve" else Goal()
+        problem = make_problem(str(cluster), MODEL, None, *lengths, goal=goal)
+    return find_strategy(backend)(problem, SearchOptions())
+
+
+def shape(placement: Placement) -> str:
+    """For example "prefill tp2, decode tp1"."""
+    return ", ".join(f"{replica.role} {replica.shape}" for replica in placement.replicas)
+
+
+def ours(name: str, placement: Placement, requests: Requests, costs: CostModel | None = None) -> Row:
+    """Simulated by this project; vLLM's engine prefills first, as DistServe's model of it does."""
+    began = time.process_time()
+    records = Records(requests)
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    Simulation(placement, cluster, records, Options(policy="prefill-first"), costs).run()
+    return row_of(name, requests, records.first_s, records.end_s, time.process_time() - began)
+
+
+# -- requests
+
+
+def sharegpt(distserve: Path) -> Lengths:
+    """Of the ShareGPT requests that DistServe was measured with."""
+    asked = json.loads((distserve / SHAREGPT).read_text())
+    isl, osl = (np.array([r[key] for r in asked]) for key in ("prompt_len", "output_len"))
+    trace = Trace(np.zeros(len(asked)), isl, np.maximum(osl, 1), f"lengths of {len(asked)} ShareGPT requests")
+    return Lengths(workload_of_trace(trace, "sharegpt"), trace)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run of a real system: its requests, and the seconds at which each had its first and last token."""
+
+    requests: Requests
+    first_s: np.ndarray
+    end_s: np.ndarray
+
+
+def read_measured(path: Path) -> Measured:
+    """An *.exp file of DistServe's: its first line lists the requests, with their times in seconds.
+
+    Raises
+    ------
+    InputError : it is something else
+    """
+    keys = "issue_time", "first_token_time", "complete_time", "prompt_len", "output_len"
+    try:
+        listed = ast.literal_eval(path.read_text().splitlines()[0])
+        rows = np.array(sorted([r[key] for key in keys] for r in listed), dtype=float)
+        issued, first, end, isl, osl = rows.T
+    except (OSError, ValueError, SyntaxError, KeyError, TypeError, IndexError) as error:
+        remedy = "give a measured run of DistServe's (*.exp)"
+        raise InputError(str(path), "", "lists no requests with times", remedy) from error
+    lengths = isl.astype(np.int64), osl.astype(np.int64)
+    return Measured(Requests(issued - issued[0], *lengths, path.stem), first - issued[0], end - issued[0])
+
+
+def measured_files(paths: Sequence[Path], backend: str) -> list[Path]:
+    """Files as given; of a folder those of this backend and its degrees, by request rate."""
+    found = []
+    for path in paths:
+        runs = {p: re.fullmatch(rf"{backend}(?:-c21d11)?-\d+-([\d.]+)", p.stem) for p in path.glob("*.exp")}
+        own = {p: float(match[1]) for p, match in runs.items() if match}
+        found += sorted(own, key=lambda p: (own[p], p.name)) if path.is_dir() else [path]
+    return found
+
+
+# -- side by side
+
+
+def table(title: str, rows: Sequence[Row]) -> None:
+    """In Markdown, with differences from the first row."""
+    print(f"\n{title}\n")
+    print("| | attainment | mean TTFT | p90 TTFT | mean TPOT | p90 TPOT | requests per CPU second |")
+    print("|---|---|---|---|---|---|---|")
+    first = rows[0].figures
+    slowest = min((row.speed for row in rows if row.speed), default=0.0)
+    for row in rows:
+        cells = [f"{row.figures['attainment']:.1%}"]
+        for key in COLUMNS:
+            change = "" if row is rows[0] else f" ({row.figures[key] / first[key] - 1:+.0%})"
+            cells.append(f"{row.figures[key]:.1f}{change}")
+        cells.append(f"{row.speed:.0f} ({row.speed / slowest:.1f}x)" if row.speed else "")
+        print(f"| {row.name} | " + " | ".join(cells) + " |", flush=True)
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """DistServe's simulator, and its step times by tensor degree."""
+
+    command: DistServe
+    fits: dict[str, Any]
+
+    def row(self, requests: Requests, placement: Placement) -> Row:
+        """Simulated by DistServe."""
+        phases = [replica for replica in placement.replicas if replica.role != "colocated"]
+        degrees = {str(replica.role): replica.stages[0].tensor_parallel for replica in phases}
+        first_s, last_s, cpu_s = self.command.simulate(requests, degrees)
+        times = requests.arrival_s + first_s, requests.arrival_s + last_s
+        return row_of("DistServe's simulator", requests, *times, cpu_s)
+
+    def costs(self, placement: Placement) -> DistServeProfile:
+        """Its step times as a cost model."""
+        return DistServeProfile(placement.model, placement.workload.lengths, self.fits)
+
+
+def compare(
+    requests: Requests, placement: Placement, theirs: Theirs | None, measured: Row | None = None
+) -> None:
+    """Print what was measured, DistServe's simulator and ours."""
+    rows = [] if measured is None else [measured]
+    if theirs is not None:
+        rows.append(theirs.row(requests, placement))
+    rows.append(ours("ours", placement, requests))
+    if theirs is not None:
+        rows.append(ours("ours, DistServe's profile", placement, requests, theirs.costs(placement)))
+    table(f"{requests.source}: {len(requests)} requests; {shape(placement)}", rows)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """As the command line asks."""
+    backend, folder = arguments.backend, arguments.distserve
+    if folder is None and not arguments.measured:
+        raise InputError("--distserve", "", "is missing", NEEDS)
+    theirs = None
+    if folder is not None:
+        fits = read_fits(folder, backend, THEIR_MODEL)
+        theirs = Theirs(DistServe(folder, arguments.python, backend, THEIR_MODEL), fits)
+    gpus = arguments.gpus or GPUS[backend][bool(arguments.measured)]
+    for path in measured_files(arguments.measured, backend):
+        measured = read_measured(path)
+        requests = measured.requests
+        row = row_of("measured", requests, measured.first_s, measured.end_s)
+        compare(requests, place(backend, gpus, requests), theirs, row)
+    if arguments.measured:
+        return
+    lengths = Lengths.load(arguments.workload) if arguments.workload else sharegpt(folder)
+    for rate in map(float, arguments.rates.split(",")):
+        requests = online(lengths, rate, arguments.requests, arguments.seed)
+        compare(requests, place(backend, gpus, requests), theirs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--distserve", type=Path, help="checkout of DistServe")
+    parser.add_argument("--python", default=sys.executable, help="interpreter with simpy, numpy and pandas")
+    parser.add_argument("--backend", choices=list(GPUS), default="distserve")
+    parser.add_argument("--gpus", type=int, choices=(2, 3), help="for backend distserve")
+    parser.add_argument("--rates", default="1.5,3,4.5", help="requests/s")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--workload", help="lengths; else those of DistServe's ShareGPT requests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--measured", type=Path, nargs="+", default=[], help="measured runs, or their folder")
+    try:
+        run(parser.parse_args(argv))
+    except HexGen2Error as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
