@@ -35,8 +35,9 @@ from runtime.frontend.replanner import Configured, Replanner
 from runtime.frontend.replica import Replica
 from runtime.frontend.supervisor import Supervisor
 from runtime.frontend.traces import Tracer
-from runtime.launcher.base import Launcher, make_launcher
+from runtime.launcher.base import Launcher
 from runtime.launcher.configure import configurations
+from runtime.launcher.registry import make_launcher
 from runtime.launcher.worker_link import Link
 from runtime.operator import report, stop_signals
 from runtime.options import (
@@ -50,7 +51,7 @@ from runtime.options import (
     EngineOptions,
     FrontOptions,
 )
-from runtime.protocol.messages import Configure
+from runtime.protocol.to_workers import Configure
 from runtime.routing.kv_budget import growth_tokens
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import Router

@@ -8,6 +8,8 @@ import os
 
 from hypothesis import settings
 
+os.environ["HEXGEN2_STRICT"] = "1"  # an illegal transition raises, in every process that a test starts
+
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))

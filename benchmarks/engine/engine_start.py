@@ -30,7 +30,7 @@ from runtime.engine.rank import Place
 from runtime.engine.torch.collectives import Links
 from runtime.engine.torch.loader import DTYPES
 from runtime.engine.torch.models import load_stage
-from runtime.protocol.messages import StageShape
+from runtime.protocol.message import StageShape
 
 HEAD_DIM = 128
 

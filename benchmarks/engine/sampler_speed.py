@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from runtime.engine.torch.sampling.sampler import Sampler
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 
 SHAPES = [(1, 8192), (8, 8192), (32, 8192), (128, 8192), (32, 128256)]
 PEAKED, FLAT = 4.0, 1.0

@@ -28,7 +28,9 @@ from runtime.launcher.worker_link import StreamLink
 from runtime.p2p.host import Peers
 from runtime.p2p.membership.identity import new_identity, new_network_key
 from runtime.p2p.transport.channel import Channel
-from runtime.protocol.messages import Message, StepOutput, TokenOutput, decode, encode
+from runtime.protocol.codec import decode, encode
+from runtime.protocol.from_workers import StepOutput, TokenOutput
+from runtime.protocol.message import Message
 
 STEP_S = 0.04  # of a decode step: 25 tokens a second and stream
 LOCAL = "/ip4/127.0.0.1/tcp/0"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hexgen2.placement import Placement
+from runtime.frames import HEAD_BYTES
 from runtime.launcher.base import Launcher
 from runtime.launcher.nodes import agent_messages
 from runtime.launcher.nodes.channel import WorkersChannel
@@ -28,27 +29,20 @@ from runtime.options import EMULATED, FrontOptions
 from runtime.p2p.host import Peers
 from runtime.p2p.membership.identity import new_identity, new_network_key
 from runtime.p2p.transport.channel import Channel
-from runtime.protocol.messages import (
-    HEAD_BYTES,
-    Cancel,
-    Configure,
-    Connect,
-    Decode,
+from runtime.protocol.codec import decode as decode_message
+from runtime.protocol.codec import encode as encode_message
+from runtime.protocol.from_workers import (
     KvMoved,
     Listening,
-    Message,
-    Ping,
     Pong,
-    Prefill,
     Ready,
     Released,
     Reserved,
-    ReserveKv,
     StepOutput,
     TokenOutput,
 )
-from runtime.protocol.messages import decode as decode_message
-from runtime.protocol.messages import encode as encode_message
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Cancel, Configure, Connect, Decode, Ping, Prefill, ReserveKv
 from runtime.serve import serve
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"

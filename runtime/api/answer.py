@@ -17,7 +17,8 @@ from runtime.api.text import Detokenizer, StopStrings
 from runtime.api.tokenizer import Tokenizer
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.request import UNKNOWN, Generation, Origin
-from runtime.protocol.messages import Sampling, TokenOutput
+from runtime.protocol.from_workers import TokenOutput
+from runtime.protocol.message import Sampling
 from runtime.routing.refusals import Broken, Unavailable
 
 log = logging.getLogger(__name__)

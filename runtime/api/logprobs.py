@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.protocol.messages import TokenOutput
+from runtime.protocol.from_workers import TokenOutput
 
 _json = msgspec.json.Encoder()
 LOWEST = -9999.0

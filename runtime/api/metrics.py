@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.request import RequestRecord
+from runtime.routing.replica_state import ReplicaState
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -133,7 +134,7 @@ class _Gauges(Collector):
         preempted = CounterMetricFamily("hexgen2_preemptions", "Requests recomputed", labels=["replica"])
         up = GaugeMetricFamily("hexgen2_replica_up", "1 while the replica serves", labels=["replica"])
         restarts = CounterMetricFamily("hexgen2_replica_restarts", "Times started again", labels=["replica"])
-        unavailable = coordinator.lost.keys() | coordinator.starting
+        unavailable = coordinator.lost.keys() | coordinator.states.which_are(ReplicaState.STARTING)
         for replica_id, replica in coordinator.replicas.items():
             running.add_metric([replica_id], len(replica.held))
             used.add_metric([replica_id], replica.held_tokens)

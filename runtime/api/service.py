@@ -20,8 +20,9 @@ from runtime.api.workroom import Workroom
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.request import UNKNOWN, Origin
 from runtime.options import FRONT_DEFAULTS, FrontOptions
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 from runtime.routing.refusals import Overloaded, TooLong, Unavailable
+from runtime.routing.replica_state import ReplicaState
 
 TEXT_AT_ONCE, MESSAGE_COST = 2000, 50
 """Characters that are tokenised where they are; a message of a chat takes as long as so many."""
@@ -188,7 +189,8 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         """ "ok", or "degraded" and why."""
-        lost, starting = self.coordinator.lost, self.coordinator.starting
+        states = self.coordinator.states
+        lost, starting = states.lost, states.which_are(ReplicaState.STARTING)
         state: dict[str, Any] = {"status": "degraded" if lost else "ok"}
         if lost:
             state["reason"] = "; ".join(lost.values())
@@ -202,4 +204,4 @@ class Service:
         """The placement as it serves now: without replicas that are lost or start, with the flow of the
         others."""
         plan = self.coordinator.plan
-        return plan.placement(self.coordinator.absent) if plan else self.placement
+        return plan.placement(self.coordinator.states.absent) if plan else self.placement

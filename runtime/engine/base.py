@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from runtime.kv_cache.pages import Pages
+from runtime.protocol.between_workers import Hello, Step, StepResult
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import Connect, Hello, Step, StepResult
+from runtime.protocol.to_workers import Connect
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.protocol.messages import StageShape
+from runtime.protocol.message import StageShape
 
 
 @dataclass(frozen=True, slots=True)

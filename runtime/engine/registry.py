@@ -7,17 +7,12 @@ import importlib
 from runtime.engine.base import Engine
 from runtime.engine.rank import Place
 from runtime.options import EMULATED, TORCH
-from runtime.protocol.messages import Configure
+from runtime.protocol.to_workers import Configure
 
 _CLASSES = {
     TORCH: ("runtime.engine.torch.engine", "TorchEngine"),
     EMULATED: ("runtime.engine.emulated.engine", "EmulatedEngine"),
 }
-
-
-def modules(engine: str) -> list[str]:
-    """What a process of this engine imports: worth loading once for all of them."""
-    return ["runtime.worker.process", _CLASSES[engine][0]]
 
 
 def make_engine(config: Configure, place: Place) -> Engine:

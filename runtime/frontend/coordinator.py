@@ -19,15 +19,18 @@ from runtime.frontend.in_flight import InWork, log_request
 from runtime.frontend.listeners import Listeners
 from runtime.frontend.replica import Replica
 from runtime.frontend.request import UNKNOWN, Generation, Observer, Origin, Outcome, RequestRecord
+from runtime.frontend.request_state import RequestEvent, RequestState
 from runtime.launcher.worker_link import Link
-from runtime.options import QUEUE_LIMIT, QUEUE_TIMEOUT_S
-from runtime.protocol.liveness import PING_EVERY_S
-from runtime.protocol.messages import Sampling, Shutdown
+from runtime.liveness import PING_EVERY_S
+from runtime.options import QUEUE_TIMEOUT_S
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Shutdown
 from runtime.routing.admission import Admission
-from runtime.routing.fair_queue import FairQueue
+from runtime.routing.fair_queue import QUEUE_LIMIT, FairQueue
 from runtime.routing.reflow import Reflow
 from runtime.routing.refusals import Overloaded, TimedOut, Unavailable
-from runtime.routing.router import Route, Router
+from runtime.routing.replica_state import ReplicaStates
+from runtime.routing.router import Router
 from runtime.routing.wait_estimate import Pace
 
 log = logging.getLogger(__name__)
@@ -82,19 +85,14 @@ class Coordinator:
         return len(self._queue)
 
     @property
+    def states(self) -> ReplicaStates:
+        """What each replica is doing."""
+        return self._admission.states
+
+    @property
     def lost(self) -> Mapping[str, str]:
-        """Replicas that are gone, with the reason."""
-        return self._admission.lost
-
-    @property
-    def starting(self) -> Collection[str]:
-        """Replicas that are on their way."""
-        return self._admission.starting
-
-    @property
-    def absent(self) -> Collection[str]:
-        """Replicas that take no requests: lost, on their way or about to leave."""
-        return self._admission.absent
+        """Lost replicas, with the reason."""
+        return self.states.lost
 
     @property
     def records(self) -> Sequence[RequestRecord]:
@@ -195,14 +193,9 @@ class Coordinator:
         self,
         prompt: Sequence[int],
         sampling: Sampling,
-        route: Route | None = None,
         origin: Origin = UNKNOWN,
     ) -> Generation:
         """Take a request; it starts at once or waits its turn.
-
-        Parameters
-        ----------
-        route : take this route instead of the router's choice
 
         Raises
         ------
@@ -217,14 +210,12 @@ class Coordinator:
             client_request_id=origin.request_id,
             traceparent=origin.traceparent,
         )
-        request = Generation(
-            tuple(prompt), sampling, route, record, origin, usual_output_tokens=self._usual_output_tokens
-        )
+        request = Generation(tuple(prompt), sampling, record, origin, self._usual_output_tokens)
         self.check_serving()
         self._join_queue(request)
         log_request(request, "received from %s: %d tokens", origin.client, len(prompt))
         self._admit()
-        if request.phase == "waiting":
+        if request.state is RequestState.WAITING:
             self._end_after(request, self._queue_timeout_s, self._waited_too_long)
         if origin.timeout_s is not None:
             self._end_after(request, origin.timeout_s, self._ran_out_of_time)
@@ -232,7 +223,7 @@ class Coordinator:
 
     def cancel(self, request: Generation, outcome: Outcome = "cancelled") -> None:
         """Stop a request, in whatever phase. Its memory counts as used until the replicas freed it."""
-        if request.phase != "ended":
+        if not request.has_ended:
             self._end(request, outcome, None)
             self._admit()
 
@@ -240,7 +231,7 @@ class Coordinator:
         """Fail every request and stop listening. The workers are left to the launcher."""
         self._stopped = True
         for request in [*self._admission.waiting, *self._in_work.requests.values()]:
-            if request.phase != "ended":
+            if not request.has_ended:
                 self._end(request, "failed", Unavailable("the server is stopping"))
         await self._listeners.stop()
 
@@ -272,12 +263,12 @@ class Coordinator:
 
     def _waited_too_long(self, request: Generation) -> None:
         """The request has not started in time."""
-        if request.phase == "waiting" and not request.record.routed_s:
+        if request.state is RequestState.WAITING and not request.record.routed_s:
             self._give_up_waiting(request, "timeout", f"no room for it within {self._queue_timeout_s:g} s")
 
     def _still_waits(self, request_id: str, request: Generation) -> None:
         """Nothing has taken the request up again in time, since it was given this id."""
-        if request.phase == "waiting" and request.request_id == request_id:
+        if request.state is RequestState.WAITING and request.request_id == request_id:
             late = f"no replica has taken it up again within {self._queue_timeout_s:g} s"
             self._give_up_waiting(request, "timeout", late)
 
@@ -307,13 +298,14 @@ class Coordinator:
 
     def _wait_again(self, request: Generation) -> None:
         """Put a request first in the queue, under another id: workers may still be forgetting the old one."""
-        request.phase, request.route = "waiting", None
+        request.on(RequestEvent.WAIT_AGAIN)
+        request.route = None
         request.record.request_id = self._new_id()
         self._admission.put_back(request)
         self._end_after(request, self._queue_timeout_s, partial(self._still_waits, request.request_id))
 
     def _end(self, request: Generation, outcome: Outcome, error: HexGen2Error | None) -> None:
-        if request.phase == "waiting":
+        if request.state is RequestState.WAITING:
             self._admission.withdraw(request)
         self._in_work.end(request, outcome, error)
 

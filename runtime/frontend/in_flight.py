@@ -22,13 +22,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from cost_model.errors import HexGen2Error
 from runtime.frontend.replica import Replica
 from runtime.frontend.request import Death, Generation, Observer, Outcome, RequestRecord
+from runtime.frontend.request_state import RequestEvent, RequestState
 from runtime.logs import EACH, about
-from runtime.protocol.messages import (
-    Cancel,
+from runtime.protocol.from_workers import (
     KvMoved,
     Load,
-    Message,
-    Ping,
     Pong,
     Released,
     RequestFailed,
@@ -36,6 +34,8 @@ from runtime.protocol.messages import (
     StepOutput,
     TokenOutput,
 )
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Cancel, Ping
 from runtime.routing.refusals import Broken, Unavailable
 from runtime.routing.router import Route
 
@@ -100,12 +100,12 @@ class InWork:
         prefill, decode = self._replicas[route.prefill], self._replicas[route.decode]
         if alone:
             request.hold(prefill, request.prompt_tokens)
-            request.phase = "prefilling"
+            request.on(RequestEvent.PREFILL)
             _ask(prefill, request, request.prefill(target=""))
         else:
             request.hold(prefill, request.prompt_tokens)
             request.hold(decode, request.prompt_tokens)
-            request.phase = "reserving"
+            request.on(RequestEvent.RESERVE)
             _ask(decode, request, request.reserve_kv())
 
     def end(
@@ -116,10 +116,10 @@ class InWork:
         After an end by itself (its last token came) they do so unasked, but for a decode replica that
         still waits for its KV cache.
         """
-        if request.phase == "reserving":
+        if request.state is RequestState.RESERVING:
             request.release(request.record.prefill_replica)
-        decode_side_waits = request.phase == "prefilling"
-        request.phase = "ended"
+        decode_side_waits = request.state is RequestState.PREFILLING
+        request.on(RequestEvent.END)
         for deadline in request.deadlines:
             deadline.cancel()
         request.record.outcome, request.record.ended_s = outcome, time.monotonic()
@@ -145,7 +145,7 @@ class InWork:
         text = "request %s fails by itself, after %d tokens: %s"
         tokens = request.record.output_tokens
         log.error(text, request.known_as, tokens, why, extra={**extra, EACH: True})
-        if request.phase != "ended":
+        if not request.has_ended:
             self.end(request, "failed", Broken(request.known_as))
 
     # without a replica
@@ -154,7 +154,7 @@ class InWork:
         """Resume elsewhere what a replica still serves; what cannot be ends with the error."""
         for request_id in reversed(list(replica.held)):
             request = self.requests.get(request_id)
-            if request is not None and request.phase != "ended" and _needs(request, replica.replica_id):
+            if request is not None and not request.has_ended and _needs(request, replica.replica_id):
                 self._resume(request, error)
 
     def lose(self, replica: Replica, error: HexGen2Error) -> None:
@@ -166,12 +166,12 @@ class InWork:
             if request is None:
                 continue
             request.release(replica.replica_id)
-            if request.phase != "ended" and _needs(request, replica.replica_id):
+            if not request.has_ended and _needs(request, replica.replica_id):
                 on_board.append(request)
             self._forget_if_settled(request)
         self._quarantine(replica, on_board)
         for request in on_board:
-            if request.phase != "ended":
+            if not request.has_ended:
                 self._resume(request, error)
 
     def _quarantine(self, replica: Replica, on_board: Sequence[Generation]) -> None:
@@ -204,7 +204,7 @@ class InWork:
             self.end(request, "failed", error)
             return
         log_request(request, "is resumed after %d tokens: %s", record.output_tokens, error)
-        if request.phase == "reserving":
+        if request.state is RequestState.RESERVING:
             request.release(record.prefill_replica)
         for replica in request.holders.values():
             replica.send(Cancel(request_id=record.request_id))
@@ -260,14 +260,14 @@ class InWork:
                 self._admit()
         elif not ok:
             self._on_refused(replica, request)
-        elif request.phase == "reserving":
-            request.phase = "prefilling"
+        elif request.state is RequestState.RESERVING:
+            request.on(RequestEvent.PREFILL)
             prefill = self._replicas[request.record.prefill_replica]
             _ask(prefill, request, request.prefill(replica.replica_id, cached_tokens))
 
     def _on_refused(self, replica: Replica, request: Generation) -> None:
         """A replica had no room, although the accounting saw some: it holds nothing of the request."""
-        if request.phase == "ended":
+        if request.has_ended:
             self._on_released(replica, request.request_id)
             return
         for holder in list(request.holders):
@@ -283,7 +283,7 @@ class InWork:
 
     def _on_token(self, output: TokenOutput) -> None:
         request = self.requests.get(output.request_id)
-        if request is None or request.phase == "ended" or output.index < request.record.output_tokens:
+        if request is None or request.has_ended or output.index < request.record.output_tokens:
             return
         record, now = request.record, time.monotonic()
         if output.index > record.output_tokens:
@@ -304,15 +304,15 @@ class InWork:
         if output.finish_reason:
             outcome: Outcome = "stop" if output.finish_reason == "stop" else "length"
             self.end(request, outcome, None, by_itself=True)
-        elif request.phase == "prefilling":
-            request.phase = "decoding"
+        elif request.state is RequestState.PREFILLING:
+            request.on(RequestEvent.DECODE)
             if record.decode_replica != record.prefill_replica:
                 self._replicas[record.decode_replica].send(request.decode(output))
 
     def _on_failed(self, replica: Replica, message: RequestFailed) -> None:
         """A replica gives a request up, and says Released later as it does after a Cancel."""
         request = self.requests.get(message.request_id)
-        if request is not None and request.phase != "ended":
+        if request is not None and not request.has_ended:
             gave_up = f"replica {replica.replica_id} gave up request {message.request_id}: {message.text}"
             if message.fault:
                 log.warning(gave_up, extra=about(request.origin.request_id, request.request_id))
@@ -326,8 +326,11 @@ class InWork:
         request = self.requests.get(request_id)
         if request is not None:
             request.holders.pop(replica.replica_id, None)
-            needed = replica.replica_id == request.record.decode_replica or request.phase == "prefilling"
-            if needed and request.phase != "ended":
+            needed = (
+                replica.replica_id == request.record.decode_replica
+                or request.state is RequestState.PREFILLING
+            )
+            if needed and not request.has_ended:
                 gave_up = f"replica {replica.replica_id} gave up request {request_id}"
                 self._resume(request, Unavailable(gave_up))
             self._forget_if_settled(request)
@@ -335,13 +338,13 @@ class InWork:
 
     def _forget_if_settled(self, request: Generation) -> None:
         """Once a request has ended and holds nothing, no message can be about it."""
-        if request.phase == "ended" and not request.holders:
+        if request.has_ended and not request.holders:
             self.requests.pop(request.request_id, None)
 
 
 def _needs(request: Generation, replica_id: str) -> bool:
     """Whether a request cannot go on without a replica that holds some of it."""
-    prefilled = request.phase == "decoding" and request.record.kv_arrived
+    prefilled = request.state is RequestState.DECODING and request.record.kv_arrived
     return replica_id == request.record.decode_replica or not prefilled
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from runtime.frontend.replica import Replica
 from runtime.frontend.worker_watch import silence
 from runtime.launcher.worker_link import Link
-from runtime.protocol.liveness import PING_EVERY_S
-from runtime.protocol.messages import Failed, Message
+from runtime.liveness import PING_EVERY_S
+from runtime.protocol.from_workers import Failed
+from runtime.protocol.message import Message
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from runtime.frontend.replica import Replica as ServedReplica
 from runtime.frontend.rollout import Wave, waves
 from runtime.frontend.supervisor import Supervisor
 from runtime.launcher.base import Launcher
-from runtime.protocol.messages import Configure
+from runtime.protocol.to_workers import Configure
 from runtime.routing.reflow import Reflow
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Replanner:
         try:
             found = await self._search(lost, back)
         except Exception as error:
-            self._supervisor.go_on(given_up)
+            self._supervisor.resume(given_up)
             if not isinstance(error, HexGen2Error):
                 raise
             self._fruitless = lost
@@ -233,11 +233,11 @@ class Replanner:
                 problem = str(error)
                 self._report(f"replica {replica.id} did not start: {error}")
                 continue
-            self._supervisor.look_after(replica.id)
+            self._supervisor.forget(replica.id)
             self._coordinator.join(replica.id, links)
             self._report(f"replica {replica.id} serves")
             return
-        self._supervisor.look_after(replica.id)
+        self._supervisor.forget(replica.id)
         self._coordinator.give_up(replica.id, f"it did not start: {problem}")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from runtime.launcher.worker_link import Link
-from runtime.protocol.messages import Load, Message
+from runtime.protocol.from_workers import Load
+from runtime.protocol.message import Message
 from runtime.routing.kv_budget import Room
 
 FULL = 0.9

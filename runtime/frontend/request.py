@@ -8,10 +8,12 @@ from typing import Literal, Protocol
 
 from cost_model.errors import HexGen2Error
 from runtime.frontend.replica import Replica
-from runtime.protocol.messages import Decode, Prefill, ReserveKv, Sampling, TokenOutput
+from runtime.frontend.request_state import TRANSITIONS, RequestEvent, RequestState
+from runtime.protocol.from_workers import TokenOutput
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Decode, Prefill, ReserveKv
 from runtime.routing.router import Route
 
-Phase = Literal["waiting", "reserving", "prefilling", "decoding", "ended"]
 Outcome = Literal["", "stop", "length", "cancelled", "timeout", "failed"]
 
 
@@ -95,22 +97,29 @@ class Generation:
         self,
         prompt: tuple[int, ...],
         sampling: Sampling,
-        pinned: Route | None,
         record: RequestRecord,
         origin: Origin = UNKNOWN,
         usual_output_tokens: int = 0,
     ):
-        self.prompt, self.sampling, self.pinned, self.record = prompt, sampling, pinned, record
+        self.prompt, self.sampling, self.record = prompt, sampling, record
         self.origin, self._usual_output_tokens = origin, usual_output_tokens
         self.tokens = list(prompt)
         self.route: Route | None = None
-        self.phase: Phase = "waiting"
+        self.state = RequestState.WAITING
         self.holders: dict[str, Replica] = {}
         self.deaths: list[Death] = []
         self.boarded: dict[str, int] = {}
         self.begun_tokens = 0
         self.deadlines: list[asyncio.TimerHandle] = []
         self._events: asyncio.Queue[TokenOutput | HexGen2Error | None] = asyncio.Queue()
+
+    def on(self, event: RequestEvent) -> None:
+        """Change the state by an event."""
+        self.state = TRANSITIONS.next(self.state, event, self.request_id)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state is RequestState.ENDED
 
     @property
     def request_id(self) -> str:

@@ -13,6 +13,7 @@ from cost_model.errors import HexGen2Error
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replica import Replica
 from runtime.launcher.base import Launcher
+from runtime.routing.replica_state import ReplicaEvent, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +62,11 @@ class Supervisor:
         self._now_s = now_s
         self._histories: dict[str, _History] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._left_alone, self._hopeless = set[str](), set[str]()
 
     @property
-    def staying_lost(self) -> set[str]:
+    def staying_lost(self) -> Collection[str]:
         """Lost replicas that are not started again, or not until a machine is back."""
-        return self._hopeless & self._coordinator.lost.keys()
+        return self._coordinator.states.which_are(ReplicaState.LOST, ReplicaState.AWAY)
 
     def on_stays_lost(self, call: Callable[[Replica], None]) -> None:
         """Have somebody told of a replica that is not started again, or not until its machine is back."""
@@ -74,29 +74,34 @@ class Supervisor:
 
     def lost(self, replica: Replica) -> bool:
         """Begin to bring a replica back; whether it may come."""
-        if replica.replica_id in self._left_alone:
+        if self._coordinator.states[replica.replica_id] in (ReplicaState.OUTGOING, ReplicaState.LEAVING):
             return False
         if self._limit and replica.links:
             self._tasks[replica.replica_id] = asyncio.create_task(self._bring_back(replica))
             return True
-        self._give_up(replica)
+        self._stays_lost(replica)
         return False
 
     async def leave_alone(self, names: Collection[str]) -> list[str]:
         """Start some replicas no more, whatever becomes of them; those of which a start was under way, and is
         given up."""
-        self._left_alone |= set(names)
-        given_up = [name for name in names if name in self._tasks and not self._tasks[name].done()]
+        for name in names:
+            self._coordinator.states.on(ReplicaEvent.LEAVE_ALONE, name)
+        return await self._cancel(names)
+
+    async def _cancel(self, names: Collection[str]) -> list[str]:
+        """Cancel starts; the replicas for which one was under way."""
+        under_way = [name for name in names if name in self._tasks and not self._tasks[name].done()]
         tasks = [self._tasks.pop(name) for name in names if name in self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        return given_up
+        return under_way
 
-    def go_on(self, names: Collection[str]) -> None:
-        """Start replicas again after all that were left alone."""
-        self._left_alone.difference_update(names)
+    def resume(self, names: Collection[str]) -> None:
+        """Start lost replicas after all that were left alone."""
         for name in names:
+            self._coordinator.states.on(ReplicaEvent.RESUME, name)
             self._tasks[name] = asyncio.create_task(self._bring_back(self._coordinator.replicas[name]))
 
     def forgive(self, names: Collection[str]) -> None:
@@ -106,15 +111,13 @@ class Supervisor:
                 history.in_a_row = 0
                 history.starts_s.clear()
 
-    def look_after(self, name: str) -> None:
-        """Bring a replica back, if it is lost, of which nothing is known from before."""
-        self._left_alone.discard(name)
-        self._hopeless.discard(name)
+    def forget(self, name: str) -> None:
+        """Forget the deaths of an earlier replica that had the same name as a new one."""
         self._histories.pop(name, None)
 
     async def stop(self) -> None:
         """Start nothing any more."""
-        await self.leave_alone(list(self._tasks))
+        await self._cancel(list(self._tasks))
 
     async def _bring_back(self, replica: Replica) -> None:
         name, workers = replica.replica_id, list(replica.links)
@@ -138,20 +141,17 @@ class Supervisor:
             return
         self._report(f"replica {name} stays lost: it died {why_not}")
         self._coordinator.revive_no_more(name)
-        self._give_up(replica)
+        self._stays_lost(replica)
 
     async def _until_reachable(self, replica: Replica) -> None:
         """Wait for a machine that is gone: no start is counted, and others may take it for lost."""
         workers = list(replica.links)
         if gone := self._launcher.unreachable(workers):
             self._report(f"replica {replica.replica_id} waits for {', '.join(gone)}")
-            self._give_up(replica)
+            self._coordinator.states.on(ReplicaEvent.MACHINE_GONE, replica.replica_id)
+            self._stays_lost(replica)
             await self._launcher.until_reachable(workers)
-            self._hopeless.discard(replica.replica_id)
-
-    def _give_up(self, replica: Replica) -> None:
-        self._hopeless.add(replica.replica_id)
-        self._stays_lost(replica)
+            self._coordinator.states.on(ReplicaEvent.MACHINE_BACK, replica.replica_id)
 
     def _verdict(self, history: _History) -> str:
         """Why a replica is not started once more; "" if it is."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from runtime.launcher.worker_link import Link
-from runtime.protocol.liveness import LOOKS_A_PERIOD, PING_EVERY_S, Patience
-from runtime.protocol.messages import Ping
+from runtime.liveness import LOOKS_A_PERIOD, PING_EVERY_S, Patience
+from runtime.protocol.to_workers import Ping
 
 
 async def silence(link: Link, every_s: float = PING_EVERY_S) -> None:

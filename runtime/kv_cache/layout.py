@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from runtime.protocol.messages import StageShape
+from runtime.protocol.message import StageShape
 
 Stages = tuple[StageShape, ...]
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from cost_model.errors import HexGen2Error, InputError
+from cost_model.errors import HexGen2Error
 from hexgen2.placement import Placement
 from runtime.launcher.worker_link import Link
-from runtime.protocol.messages import Configure
-
-if TYPE_CHECKING:
-    from runtime.p2p.membership.membership import Membership
+from runtime.protocol.to_workers import Configure
 
 
 class Launcher(ABC):
@@ -99,30 +96,3 @@ class Launcher(ABC):
     def views(self) -> dict[str, Callable[[], Any]]:
         """What it can show of itself while it serves: values for JSON, by path of the API."""
         return {}
-
-
-def make_launcher(name: str, membership: Membership | None = None) -> Launcher:
-    """The launcher of that name.
-
-    Parameters
-    ----------
-    membership : in the network of nodes, which "p2p" needs and no other launcher takes
-
-    Raises
-    ------
-    InputError : no such launcher; names those that exist
-    """
-    from runtime.launcher.local import LocalLauncher
-    from runtime.launcher.ray import RayLauncher
-
-    if name == "p2p" and membership is not None:
-        from runtime.launcher.p2p import P2pLauncher
-
-        return P2pLauncher(membership)
-    if name == "p2p" or membership is not None:
-        raise InputError("--launcher", name, "has other options", "join nodes with --launcher p2p only")
-    launchers: dict[str, type[Launcher]] = {"local": LocalLauncher, "ray": RayLauncher}
-    if name not in launchers:
-        choices = ", ".join((*launchers, "p2p"))
-        raise InputError("--launcher", name, "does not exist", f"choose from: {choices}")
-    return launchers[name]()

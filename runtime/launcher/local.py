@@ -11,7 +11,7 @@ from runtime.launcher.configure import device_of
 from runtime.launcher.processes import WorkerProcesses
 from runtime.launcher.worker_link import Link, StreamLink
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
-from runtime.protocol.messages import Configure, Shutdown
+from runtime.protocol.to_workers import Configure, Shutdown
 
 
 class LocalLauncher(WorkersLauncher):

@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.errors import HexGen2Error, InputError
+from hexgen2.devices import node_of
 from hexgen2.placement import Placement
-from runtime.launcher.nodes.agent_messages import AGENT_PROTOCOL, WORKERS_SERVICE, StartWorkers
+from runtime.launcher.nodes.agent_messages import (
+    AGENT_PROTOCOL,
+    NODE_PROTOCOL,
+    WORKERS_SERVICE,
+    StartWorkers,
+)
 from runtime.launcher.nodes.channel import WorkersChannel
 from runtime.launcher.nodes.digest import checkpoint_digest
-from runtime.launcher.nodes.on_node import check_hardware, node_of, settled
+from runtime.launcher.nodes.on_node import check_hardware, settled
 from runtime.launcher.nodes.roster import Node, Roster
 from runtime.launcher.worker_link import Link
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
 from runtime.options import EMULATED
 from runtime.p2p.membership.membership import Membership
-from runtime.protocol.messages import Configure, Shutdown
+from runtime.protocol.to_workers import Configure, Shutdown
 
 JOIN_TIMEOUT_S = 120.0
 STOP_GRACE_S = 10.0
@@ -40,7 +46,7 @@ class P2pLauncher(WorkersLauncher):
     ) -> None:
         super().__init__(start_timeout_s)
         self._membership, self._join_timeout_s = membership, join_timeout_s
-        self._member = membership.member("head", "head")
+        self._member = membership.member("head", "head", protocol=NODE_PROTOCOL)
         self._roster: Roster | None = None
         self._started = False
         self._channels: dict[str, WorkersChannel] = {}

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 
-from runtime.engine.registry import modules
 from runtime.launcher.process import end_with_parent, show_as
 
 STOP_GRACE_S = 3.0
@@ -34,6 +33,11 @@ def limit_instructions(choice: str) -> None:
     so that replicas on different processors round alike. "auto" leaves the environment as it is."""
     if choice == "avx2":
         os.environ.update(AVX2_ONLY)
+
+
+def preloaded(engine: str) -> list[str]:
+    """Modules that the fork server imports once for all workers of an engine: named here, never imported."""
+    return ["runtime.worker.process", f"runtime.engine.{engine}.engine"]
 
 
 def _run_worker(worker: str, control: socket.socket) -> None:
@@ -95,7 +99,7 @@ class WorkerProcesses:
         for name, value in WORKER_ENVIRONMENT.items():
             os.environ.setdefault(name, value)  # read when torch is loaded, which the fork server does
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(modules(engine))
+        context.set_forkserver_preload(preloaded(engine))
         for worker, end in sockets.items():
             if self._stopping.is_set():
                 return

@@ -8,7 +8,9 @@ from typing import TypeVar
 
 from cost_model.errors import HexGen2Error, InputError
 from runtime.launcher.worker_link import Link
-from runtime.protocol.messages import Configure, Connect, Failed, Listening, Message, Ready
+from runtime.protocol.from_workers import Failed, Listening, Ready
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Configure, Connect
 
 REMEDY = "give a --model-path that fits the placement, or search a new placement"
 MessageType = TypeVar("MessageType", bound=Message)

@@ -7,7 +7,9 @@ import socket
 from abc import ABC, abstractmethod
 
 from cost_model.errors import HexGen2Error
-from runtime.protocol.messages import HEAD_BYTES, BadFrame, Message, body_length, decode, encode
+from runtime.frames import HEAD_BYTES, BadFrame, body_length
+from runtime.protocol.codec import decode, encode
+from runtime.protocol.message import Message
 
 
 class Link(ABC):
@@ -34,7 +36,7 @@ class Link(ABC):
 
 
 class StreamLink(Link):
-    """Messages over a byte stream, framed as runtime.protocol.messages says.
+    """Messages over a byte stream, in frames (see runtime/frames.py).
 
     What is sent in one round of the event loop leaves in one write: each wakes the worker up.
     """

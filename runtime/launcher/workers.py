@@ -10,7 +10,8 @@ from cost_model.errors import HexGen2Error
 from runtime.launcher.base import Launcher
 from runtime.launcher.startup import connect_message, handshake
 from runtime.launcher.worker_link import Link
-from runtime.protocol.messages import Configure, Listening
+from runtime.protocol.from_workers import Listening
+from runtime.protocol.to_workers import Configure
 
 START_TIMEOUT_S = 600.0
 

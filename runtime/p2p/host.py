@@ -38,6 +38,7 @@ class Peers:
     allowed : the peer ids that may connect; None for whoever has the network key
     bootstrap : multiaddrs with /p2p/PEER_ID that this node stays connected to
     mdns : also find peers of the same private network on the local network
+    protocol : version of what goes through the channels; peers with another one are refused
 
     Raises
     ------
@@ -52,6 +53,7 @@ class Peers:
         allowed: Collection[str] | None,
         bootstrap: Sequence[str],
         mdns: bool = False,
+        protocol: str = "",
     ) -> None:
         if network_key is None and allowed is None:
             problem = "anybody could connect"
@@ -65,7 +67,7 @@ class Peers:
         self._listen, self._bootstrap = listen, bootstrap
         self._network_key, self._mdns = network_key or b"", mdns
         self._neighbours: Neighbours | None = None
-        self._gate = Gate(allowed)
+        self._gate = Gate(allowed, protocol)
         self._thread = NodeThread(identity, network_key, self._gate, self)
         self._handlers: dict[str, Handler] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -9,7 +9,9 @@ import struct
 import threading
 from collections.abc import Sequence
 
-from runtime.protocol.messages import HEAD_BYTES, MAX_FRAME_BYTES, Message, body_length, decode, encode
+from runtime.frames import HEAD_BYTES, MAX_FRAME_BYTES, body_length
+from runtime.protocol.codec import decode, encode
+from runtime.protocol.message import Message
 
 _MAX_BUFFERS = 512
 _SCRATCH_BYTES = 256 * 1024

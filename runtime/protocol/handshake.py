@@ -19,8 +19,10 @@ import socket
 import threading
 from dataclasses import dataclass, field
 
+from runtime.protocol.between_workers import NONCE_BYTES, Challenge, Hello, Proof
+from runtime.protocol.codec import encode
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Proof, encode
+from runtime.protocol.message import PROTOCOL_VERSION
 
 LIMIT_BYTES = 4096
 TIMEOUT_S = 5.0

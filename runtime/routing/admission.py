@@ -9,13 +9,14 @@ from typing import Generic, Protocol, TypeVar
 from runtime.routing.fair_queue import Queue
 from runtime.routing.kv_budget import Room
 from runtime.routing.refusals import TooLong, Unavailable
+from runtime.routing.replica_state import ReplicaEvent, ReplicaStates
 from runtime.routing.router import Route, Router, routes_without
 
 RoutesLeft = Callable[[Collection[str]], Iterable[Route]]
 
 
 class Waiting(Protocol):
-    """A request that waits: its KV tokens, and the route that it must take, if any."""
+    """A request that waits, with the KV tokens that it takes."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -25,9 +26,6 @@ class Waiting(Protocol):
 
     @property
     def one_token(self) -> bool: ...
-
-    @property
-    def pinned(self) -> Route | None: ...
 
 
 Request = TypeVar("Request", bound=Waiting)
@@ -50,8 +48,7 @@ class Admission(Generic[Request]):
         queue: Queue[Request],
         routes_left: RoutesLeft | None = None,
     ) -> None:
-        self.router, self.lost = router, dict[str, str]()
-        self.starting, self.leaving, self.returning = set[str](), set[str](), set[str]()
+        self.router, self.states = router, ReplicaStates()
         self._routes_left = routes_left or partial(routes_without, router.routes)
         self._to_come: tuple[Route, ...] = ()
         self._replicas, self._queue = replicas, queue
@@ -65,11 +62,6 @@ class Admission(Generic[Request]):
         return tuple(self._queue)
 
     @property
-    def absent(self) -> frozenset[str]:
-        """Replicas that no request may begin on."""
-        return frozenset(self.lost.keys() | self.leaving | self.starting)
-
-    @property
     def context_tokens(self) -> int:
         """Prompt and output tokens that the roomiest route can hold; 0 without routes."""
         return max((self._replicas[route.decode].kv_budget_tokens for route in self._in_sight), default=0)
@@ -77,7 +69,7 @@ class Admission(Generic[Request]):
     def check_serving(self) -> None:
         """Raise Unavailable if no route is left, nor will be once those that start serve."""
         if not self._in_sight:
-            raise Unavailable("no replica is left to serve: " + "; ".join(self.lost.values()))
+            raise Unavailable("no replica is left to serve: " + "; ".join(self.states.lost.values()))
 
     def enqueue(self, request: Request) -> Request | None:
         """Put a new request into the queue.
@@ -91,8 +83,6 @@ class Admission(Generic[Request]):
         Overloaded, Unavailable, TooLong
         """
         self.check_serving()
-        if request.pinned is not None and self._is_lost(request.pinned):
-            raise Unavailable("a replica of the route is lost")
         if not self.can_ever_start(request):
             raise TooLong(f"{request.capacity_tokens} tokens exceed the KV cache of every replica")
         crowded_out = self._queue.make_way(request)
@@ -111,70 +101,62 @@ class Admission(Generic[Request]):
         """Take out the first request with the route that it starts on now; None while it must wait."""
         if not self._queue:
             return None
-        request = self._queue.first()
-        has_room = self._has_room(request)
-        if request.pinned is None:
-            route = self.router.pick(has_room)
-        else:
-            ends = {request.pinned.prefill, request.pinned.decode}
-            route = request.pinned if self.absent.isdisjoint(ends) and has_room(request.pinned) else None
+        route = self.router.pick(self._has_room(self._queue.first()))
         if route is None:
             return None
         return self._queue.popleft(), route
 
     def lose(self, replica_id: str, reason: str, returns: bool = False) -> list[Request]:
-        """Use a replica no more; the requests in the queue that now can't start any more.
+        """Route around a replica that failed.
 
         Parameters
         ----------
         returns : it is being started again, so that requests may wait for it
+
+        Returns
+        -------
+        the requests in the queue that can no longer start
         """
-        self.lost[replica_id] = reason
-        self.starting.discard(replica_id)
-        (self.returning.add if returns else self.returning.discard)(replica_id)
+        event = ReplicaEvent.FAIL if returns else ReplicaEvent.FAIL_FOR_GOOD
+        self.states.on(event, replica_id, reason)
         self._take_routes()
         return self._stranded()
 
     def give_up(self, replica_id: str) -> list[Request]:
-        """Expect a lost replica back no more; the requests in the queue that now can't start any more."""
-        self.returning.discard(replica_id)
+        """Stop expecting a lost replica back; the requests in the queue that can no longer start."""
+        self.states.on(ReplicaEvent.GIVE_UP, replica_id)
         self._take_routes()
         return self._stranded()
 
     def restore(self, replica_id: str) -> None:
-        """Use a replica again that was lost, or that has started by now."""
-        self.lost.pop(replica_id, None)
-        self.starting.discard(replica_id)
-        self.returning.discard(replica_id)
+        """Use a replica that has started, again or for the first time."""
+        self.states.on(ReplicaEvent.SERVE, replica_id)
         self._take_routes()
 
     def change(self, routes_left: RoutesLeft, starting: Collection[str], forgotten: Collection[str]) -> None:
-        """Go on with the routes of other replicas.
+        """Switch to the routes of another placement.
 
         Parameters
         ----------
-        starting : those that do not serve yet
-        forgotten : those that were lost and are no part of them
+        starting : its replicas that do not serve yet
+        forgotten : replicas that were lost and are not part of it
         """
         self._routes_left = routes_left
-        self.starting, self.leaving = set(starting), set()
-        self.returning.difference_update(forgotten)
-        for replica_id in forgotten:
-            self.lost.pop(replica_id, None)
+        self.states.begin_placement(starting, forgotten)
         self._take_routes()
 
     def retire(self, replica_ids: Collection[str]) -> list[Request]:
-        """Let no new requests begin on some replicas; the requests in the queue that now can't start any
-        more."""
-        self.leaving.update(replica_ids)
+        """Let no new requests begin on some replicas; the requests in the queue that can no longer start."""
+        for replica_id in replica_ids:
+            self.states.on(ReplicaEvent.RETIRE, replica_id)
         self._take_routes()
         return self._stranded()
 
     def _take_routes(self) -> None:
-        """Go on with the routes between the replicas that serve."""
-        self.router = self.router.with_routes(self._routes_left(self.absent))
-        to_come = (self.starting | self.returning) - self.leaving
-        self._to_come = tuple(self._routes_left(self.absent - to_come)) if to_come else ()
+        """Use the routes between the replicas that serve."""
+        absent, unexpected = self.states.absent, self.states.unexpected
+        self.router = self.router.with_routes(self._routes_left(absent))
+        self._to_come = tuple(self._routes_left(unexpected)) if absent != unexpected else ()
 
     def _stranded(self) -> list[Request]:
         return [request for request in self._queue if not self.can_ever_start(request)]
@@ -186,12 +168,7 @@ class Admission(Generic[Request]):
 
     def can_ever_start(self, request: Request) -> bool:
         """Whether a route is left that has room for the request while it serves nothing else."""
-        routes = self._in_sight if request.pinned is None else (request.pinned,)
-        return any(not self._is_lost(route) and self._could_hold(request, route) for route in routes)
-
-    def _is_lost(self, route: Route) -> bool:
-        gone = (self.lost.keys() - self.returning) | self.leaving
-        return not {route.prefill, route.decode}.isdisjoint(gone)
+        return any(self._could_hold(request, route) for route in self._in_sight)
 
     def _could_hold(self, request: Request, route: Route) -> bool:
         """Whether the route has room for the request while it serves nothing else."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import httpx
 
-from runtime.protocol.messages import Load
+from runtime.protocol.from_workers import Load
 from runtime.vllm.requests import probe
 
 HEALTH_TIMEOUT_S = 5.0

@@ -21,23 +21,18 @@ import httpx
 
 from runtime.launcher.worker_link import Link
 from runtime.logs import about
-from runtime.protocol.messages import (
-    Cancel,
-    Decode,
+from runtime.protocol.from_workers import (
     Failed,
     KvMoved,
     Load,
-    Message,
-    Ping,
     Pong,
-    Prefill,
     Released,
     RequestFailed,
     Reserved,
-    ReserveKv,
-    Shutdown,
     StepOutput,
 )
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Cancel, Decode, Ping, Prefill, ReserveKv, Shutdown
 from runtime.vllm.health import Health
 from runtime.vllm.requests import EngineError, completion, outputs_of, prefill
 

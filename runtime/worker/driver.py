@@ -12,25 +12,11 @@ from typing import NoReturn
 from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
 from runtime.kv_cache.leases import Leases
 from runtime.logs import about
+from runtime.protocol.between_workers import ExpectKv, KvLanded, KvSent, Release, Step, StepResult
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import (
-    Cancel,
-    Decode,
-    ExpectKv,
-    KvLanded,
-    KvMoved,
-    KvSent,
-    Message,
-    Prefill,
-    Release,
-    Released,
-    RequestFailed,
-    Reserved,
-    ReserveKv,
-    Step,
-    StepOutput,
-    StepResult,
-)
+from runtime.protocol.from_workers import KvMoved, Released, RequestFailed, Reserved, StepOutput
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Cancel, Decode, Prefill, ReserveKv
 from runtime.worker.executor import Member
 from runtime.worker.faults import describe, of_replica
 from runtime.worker.scheduler import Completed, Reservation, Scheduler

@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING
 from runtime.engine.base import Engine
 from runtime.kv_cache.layout import KvTransfer, outgoing
 from runtime.kv_transfer import KvReceiver, KvSender
+from runtime.protocol.between_workers import ExpectKv, KvSent, SequenceStart, Step, StepResult
+from runtime.protocol.from_workers import RequestFailed
 from runtime.protocol.handshake import Introduction
-from runtime.protocol.messages import (
-    Configure,
-    Connect,
-    ExpectKv,
-    KvSent,
-    Message,
-    RequestFailed,
-    SequenceStart,
-    Step,
-    StepResult,
-)
+from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Configure, Connect
 
 if TYPE_CHECKING:
     import torch

@@ -25,25 +25,12 @@ from runtime import logs
 from runtime.engine.base import Engine
 from runtime.engine.rank import Place
 from runtime.engine.registry import make_engine
+from runtime.protocol.between_workers import ExpectingKv, ExpectKv, Release, Step
 from runtime.protocol.framing import Connection, listen
+from runtime.protocol.from_workers import Failed, Listening, Pong, Ready
 from runtime.protocol.handshake import Newcomers, connect
-from runtime.protocol.messages import (
-    PROTOCOL_VERSION,
-    Configure,
-    Connect,
-    ExpectingKv,
-    ExpectKv,
-    Failed,
-    Listening,
-    Message,
-    Ping,
-    Pong,
-    Ready,
-    Release,
-    ReserveKv,
-    Shutdown,
-    Step,
-)
+from runtime.protocol.message import PROTOCOL_VERSION, Message
+from runtime.protocol.to_workers import Configure, Connect, Ping, ReserveKv, Shutdown
 from runtime.worker.driver import Lead
 from runtime.worker.executor import Member, introduction
 from runtime.worker.scheduler import Reservation

@@ -18,16 +18,10 @@ from dataclasses import dataclass, field
 
 from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
 from runtime.logs import about
-from runtime.protocol.messages import (
-    Decode,
-    Prefill,
-    Sampling,
-    SequenceStart,
-    SequenceStep,
-    Step,
-    TokenLogprobs,
-    TokenOutput,
-)
+from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step
+from runtime.protocol.from_workers import TokenOutput
+from runtime.protocol.message import Sampling, TokenLogprobs
+from runtime.protocol.to_workers import Decode, Prefill
 from runtime.worker.faults import describe
 
 log = logging.getLogger(__name__)

@@ -13,29 +13,20 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from runtime.engine.registry import modules
+from runtime.launcher.processes import preloaded
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import (
-    PROTOCOL_VERSION,
-    Cancel,
-    Configure,
-    Connect,
-    Decode,
+from runtime.protocol.from_workers import (
     Failed,
     KvMoved,
     Listening,
-    Message,
-    Prefill,
     Ready,
     Released,
     RequestFailed,
     Reserved,
-    ReserveKv,
-    Sampling,
-    Shutdown,
-    StageShape,
     StepOutput,
 )
+from runtime.protocol.message import PROTOCOL_VERSION, Message, Sampling, StageShape
+from runtime.protocol.to_workers import Cancel, Configure, Connect, Decode, Prefill, ReserveKv, Shutdown
 from runtime.worker.process import worker_main
 
 TIMEOUT_S = 60.0
@@ -139,7 +130,7 @@ class Cluster:
     def spawn(self, replicas: dict[str, Shape]) -> list[str]:
         """Start the processes and learn their ports."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(modules("torch"))
+        context.set_forkserver_preload(preloaded("torch"))
         started = []
         for name, shape in replicas.items():
             stages = self.stages[name] = _stages(name, shape)

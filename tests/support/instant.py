@@ -16,7 +16,9 @@ from runtime.api.tokenizer import ModelTokenizer
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replica import Replica
 from runtime.options import FRONT_DEFAULTS
-from runtime.protocol.messages import Cancel, Prefill, Released, StepOutput, TokenLogprobs, TokenOutput
+from runtime.protocol.from_workers import Released, StepOutput, TokenOutput
+from runtime.protocol.message import TokenLogprobs
+from runtime.protocol.to_workers import Cancel, Prefill
 from runtime.routing.router import Route, Router
 
 FIRST_TOKEN = 10

@@ -16,7 +16,7 @@ from checkpoints import LAYERS, VOCAB
 from engine_harness import Cluster
 from torch.backends.cpu import get_cpu_capability
 
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 
 TOKENS = 48
 SHAPES = {"prefill": [(2, 0, LAYERS)], "decode": [(1, 0, 3), (1, 3, LAYERS)]}

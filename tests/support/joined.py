@@ -5,11 +5,13 @@ from contextlib import asynccontextmanager
 
 from checkpoints import LAYERS
 from engine_harness import Cluster
+from pinned import PinningCoordinator
 
-from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replica import Replica
 from runtime.launcher.worker_link import StreamLink
-from runtime.protocol.messages import Connect, Ready, Sampling
+from runtime.protocol.from_workers import Ready
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Connect
 from runtime.routing.router import Route, Router
 
 PROMPT = [5, 9, 200, 31, 8, 77, 120]
@@ -33,7 +35,7 @@ async def joined(folder, settings=None, **options):
             own = [worker for stage in stages for worker in stage.workers]
             role = "prefill" if name == "p" else "decode"
             replicas[name] = Replica(name, role, own[0], {each: links[each] for each in own}, BUDGET, 32)
-        coordinator = Coordinator(Router([TO_D, TO_E]), replicas, **options)
+        coordinator = PinningCoordinator(Router([TO_D, TO_E]), replicas, **options)
         coordinator.start()
         yield coordinator, cluster, links
         await coordinator.stop()

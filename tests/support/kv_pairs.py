@@ -23,9 +23,9 @@ from runtime.kv_cache.layout import KvTransfer, Part
 from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer import KvReceiver, KvSender
 from runtime.kv_transfer.memory import shared_cache
+from runtime.protocol.between_workers import KvLanded, KvOpen
 from runtime.protocol.framing import Connection, listen
 from runtime.protocol.handshake import Introduction, accept
-from runtime.protocol.messages import KvLanded, KvOpen
 
 SECRET, DIM = "secret", 4
 TIMEOUT_S = 20.0

@@ -7,20 +7,9 @@ from contextlib import asynccontextmanager
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replica import Replica
 from runtime.launcher.worker_link import StreamLink
-from runtime.protocol.messages import (
-    Cancel,
-    Decode,
-    KvMoved,
-    Ping,
-    Pong,
-    Prefill,
-    Released,
-    Reserved,
-    ReserveKv,
-    Sampling,
-    StepOutput,
-    TokenOutput,
-)
+from runtime.protocol.from_workers import KvMoved, Pong, Released, Reserved, StepOutput, TokenOutput
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Cancel, Decode, Ping, Prefill, ReserveKv
 from runtime.routing.router import Route, Router
 
 PROMPT = [5, 6, 7]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.protocol.messages import StageShape
+from runtime.protocol.message import StageShape
 
 
 def stages(name: str, shape: list[tuple[int, int, int]]) -> tuple[StageShape, ...]:

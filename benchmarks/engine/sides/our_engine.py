@@ -17,7 +17,7 @@ from runtime.frontend.request import Generation
 from runtime.launcher.configure import configurations
 from runtime.launcher.local import LocalLauncher
 from runtime.options import EngineOptions
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 from runtime.routing.router import Router, routes_of
 from runtime.serve import make_replicas
 

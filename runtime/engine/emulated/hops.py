@@ -6,9 +6,10 @@ import queue
 import time
 
 from runtime.engine.rank import Place
+from runtime.protocol.between_workers import Passed
 from runtime.protocol.framing import Connection
 from runtime.protocol.handshake import Introduction, connect
-from runtime.protocol.messages import Configure, Connect, Passed
+from runtime.protocol.to_workers import Configure, Connect
 
 PURPOSE = "stage"
 _CONNECT_S = 30.0

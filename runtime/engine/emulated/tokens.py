@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 
 PRIME = 2**61 - 1
 FACTOR = 0x1D3F2A6C9B5E4781

@@ -14,7 +14,8 @@ from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.runner import StageRunner
 from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer.memory import shared_cache
-from runtime.protocol.messages import Configure, Connect, Step, StepResult
+from runtime.protocol.between_workers import Step, StepResult
+from runtime.protocol.to_workers import Configure, Connect
 
 _ALL_LOADED = "all workers have loaded"
 _LOAD_LIMIT = timedelta(hours=6)

@@ -10,7 +10,8 @@ from runtime.engine.torch.attention.cpu import Batch
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.engine.torch.sampling.sampler import Sampler
 from runtime.kv_cache.pool import PagedCache
-from runtime.protocol.messages import SequenceStep, Step, StepResult, TokenLogprobs
+from runtime.protocol.between_workers import SequenceStep, Step, StepResult
+from runtime.protocol.message import TokenLogprobs
 from runtime.worker.faults import Faults, of_replica
 
 

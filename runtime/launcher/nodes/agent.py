@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cost_model.errors import InputError
+from hexgen2.devices import node_of
+from runtime.frames import BadFrame
 from runtime.launcher.nodes.agent_messages import (
     AGENT_PROTOCOL,
     NODE_SERVICE,
@@ -26,7 +28,6 @@ from runtime.options import EMULATED, TORCH
 from runtime.p2p.host import Peers
 from runtime.p2p.membership.record import Accelerator
 from runtime.p2p.transport.channel import Channel
-from runtime.protocol.messages import BadFrame
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class NodeAgent:
             choices = ", ".join(WORKER_ENGINES)
             raise _Refused("input", f"starts no workers of {request.engine}; use an engine of {choices}")
         for worker in request.workers:
-            if worker.rpartition("/")[0] != self._name:
+            if node_of(worker) != self._name:
                 raise BadFrame(f"worker {worker} is not of node {self._name}")
         return request
 

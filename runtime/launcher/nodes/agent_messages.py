@@ -14,10 +14,13 @@ import msgspec
 from msgspec import Meta
 
 from cost_model.printable import one_line
+from runtime.frames import BadFrame
 from runtime.p2p.membership.record import Accelerator, NodeName, is_node_name
-from runtime.protocol.messages import BadFrame
+from runtime.protocol.message import PROTOCOL_VERSION
 
 AGENT_PROTOCOL = 2
+NODE_PROTOCOL = f"{AGENT_PROTOCOL}.{PROTOCOL_VERSION}"
+"""Versions of what a head exchanges with agents and with workers; its nodes must have the same."""
 NODE_SERVICE, WORKERS_SERVICE = "node", "workers"
 
 
@@ -51,7 +54,7 @@ class StartWorkers(AgentMessage, frozen=True):
 
 
 class WorkerFrame(AgentMessage, frozen=True):
-    """Both ways: the body of a frame of runtime.protocol.messages, to or from a worker."""
+    """Both ways: the body of a frame of runtime.protocol, to or from a worker."""
 
     worker: str
     body: bytes

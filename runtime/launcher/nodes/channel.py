@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from cost_model.errors import HexGen2Error, InputError
+from runtime.frames import HEAD_BYTES, BadFrame
 from runtime.launcher.nodes.agent_messages import (
     AgentMessage,
     Problem,
@@ -19,9 +20,9 @@ from runtime.launcher.nodes.agent_messages import (
 )
 from runtime.launcher.worker_link import Link
 from runtime.p2p.transport.channel import Channel
-from runtime.protocol.messages import HEAD_BYTES, BadFrame, Message
-from runtime.protocol.messages import decode as decode_message
-from runtime.protocol.messages import encode as encode_message
+from runtime.protocol.codec import decode as decode_message
+from runtime.protocol.codec import encode as encode_message
+from runtime.protocol.message import Message
 
 log = logging.getLogger(__name__)
 

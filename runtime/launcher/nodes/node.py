@@ -9,7 +9,7 @@ from pathlib import Path
 from cost_model.errors import InputError
 from runtime import logs
 from runtime.launcher.nodes.agent import NodeAgent
-from runtime.launcher.nodes.agent_messages import NODE_SERVICE, WORKERS_SERVICE
+from runtime.launcher.nodes.agent_messages import NODE_PROTOCOL, NODE_SERVICE, WORKERS_SERVICE
 from runtime.launcher.nodes.hardware import hardware_of, local_gpus
 from runtime.operator import report, stop_signals
 from runtime.p2p.membership.member import Member
@@ -54,7 +54,8 @@ def run_node(
         problem = f"{heard_on} is no address that other nodes can reach"
         raise InputError("--listen", "", problem, "give this machine's own with --address")
     gpus = local_gpus(accelerators)
-    member = membership.member(name, "worker", (NODE_SERVICE, WORKERS_SERVICE), hardware_of(gpus))
+    services = (NODE_SERVICE, WORKERS_SERVICE)
+    member = membership.member(name, "worker", services, hardware_of(gpus), NODE_PROTOCOL)
     logs.set_up("node")
     return asyncio.run(_run(name, member, address or heard_on, model_path, gpus))
 

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from runtime.frames import BadFrame
 from runtime.launcher.nodes.agent_messages import AGENT_PROTOCOL, NODE_SERVICE, Welcome, decode
 from runtime.p2p.host import Peers
 from runtime.p2p.transport.channel import Channel
-from runtime.protocol.messages import BadFrame
 
 log = logging.getLogger(__name__)
 

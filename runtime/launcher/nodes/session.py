@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 
+from runtime.frames import HEAD_BYTES, MAX_FRAME_BYTES, BadFrame, body_length
 from runtime.launcher.nodes.agent_messages import (
     Problem,
     StartWorkers,
@@ -19,7 +20,6 @@ from runtime.launcher.nodes.agent_messages import (
 )
 from runtime.launcher.processes import WorkerProcesses
 from runtime.p2p.transport.channel import Channel
-from runtime.protocol.messages import HEAD_BYTES, MAX_FRAME_BYTES, BadFrame, body_length
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ class Member:
     about : what this member says of itself, peer id and addresses aside
     allowed : peer ids that are let in; None: all who have the network key
     mdns : also find members on the local network
+    protocol : version of what members send each other through channels (see Peers)
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class Member:
         allowed: Collection[str] | None,
         bootstrap: Sequence[str],
         mdns: bool = False,
+        protocol: str = "",
     ) -> None:
-        self.peers = Peers(identity, listen, network_key, allowed, bootstrap, mdns)
+        self.peers = Peers(identity, listen, network_key, allowed, bootstrap, mdns, protocol)
         known = None if allowed is None else {*allowed, identity.peer_id}
         self.table = NodeTable(known)
         self._gossip = Gossip(self.peers, identity, self.table, about)

@@ -45,8 +45,9 @@ class Membership:
         role: Role,
         services: Iterable[str] = (),
         hardware: Iterable[Accelerator] = (),
+        protocol: str = "",
     ) -> Member:
-        """The process's place in the network, not started yet.
+        """This process as a member of the network, not started yet; `protocol` as in Peers.
 
         Raises
         ------
@@ -75,7 +76,7 @@ class Membership:
             hardware=tuple(hardware),
             status="ready",
         )
-        return Member(identity, about, [self.listen], key, allowed, self.join, self.mdns)
+        return Member(identity, about, [self.listen], key, allowed, self.join, self.mdns, protocol)
 
 
 def host_of(address: str, option: str) -> str:

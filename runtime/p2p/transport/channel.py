@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from runtime.protocol.messages import MAX_FRAME_BYTES
+from runtime.frames import MAX_FRAME_BYTES
 
 MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES  # more than this not taken by the peer: the channel is broken
 MAX_UNREAD_BYTES = 8 * 1024 * 1024  # received and not yet asked for; the peer waits while there is more

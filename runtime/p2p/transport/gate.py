@@ -121,12 +121,20 @@ class Notices:
 
 
 class Gate:
-    """Who may connect: the peer ids of a list, or anybody who got through the handshake.
+    """Decides who may connect: the peer ids of a list, or everybody who completes the handshake.
 
-    refused : how often each stranger was refused, by peer id, or by address if it did not get so far
+    Parameters
+    ----------
+    allowed : peer ids; None: everybody
+    protocol : version of what this node sends through its channels; both ends must have the same
+
+    Attributes
+    ----------
+    refused : how often each stranger was refused, by peer id, or by address if it proved none
     """
 
-    def __init__(self, allowed: Collection[str] | None) -> None:
+    def __init__(self, allowed: Collection[str] | None, protocol: str = "") -> None:
+        self.protocol = protocol
         self._allowed = None if allowed is None else frozenset(allowed)
         self._notices = Notices()
         self.refused: dict[str, int] = {}

@@ -1,5 +1,6 @@
-"""What two nodes tell each other as soon as Noise has proved who they are: whether each lets the other in,
-and which version it is, so that both can say why nothing comes of their connection.
+"""What two nodes tell each other as soon as Noise has proved who they are.
+
+Each says whether it lets the other in and which version it runs, so that both can log why they part.
 
 A greeting is one line of multistream-select (a length, then text up to a newline): a node from before there
 were greetings expects such a line there, refuses it and logs it, and its own header is recognised here.
@@ -20,12 +21,10 @@ from libp2p.utils import encode_delim
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 from msgspec import Meta
 
-from runtime.launcher.nodes import agent_messages
 from runtime.p2p.transport.gate import Cause, Gate, Refused, not_allowed_here, not_allowed_there
 from runtime.p2p.transport.opening import HEADER
-from runtime.protocol import messages
 
-NETWORK_PROTOCOL = 1
+NETWORK_PROTOCOL = 1  # of connections and the node table
 PREFIX = b"/hexgen2/greeting/1 "
 MAX_GREETING_BYTES = 1024
 FAREWELL_S = 1.0
@@ -35,7 +34,8 @@ Number = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9A-Za-z.+!-]*\Z")]
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """protocol : of all that nodes send each other; version : of hexgen2; both "" to who is not let in"""
+    """Whether the other end is let in, the protocol of all that this node sends, and its version of hexgen2;
+    a stranger who is not let in learns neither."""
 
     allowed: bool = True
     protocol: Number = ""
@@ -44,11 +44,6 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Greeting)
-
-
-def protocol() -> str:
-    """The versions of what nodes send: network and node table, head and agents, head and workers."""
-    return f"{NETWORK_PROTOCOL}.{agent_messages.AGENT_PROTOCOL}.{messages.PROTOCOL_VERSION}"
 
 
 @cache
@@ -71,12 +66,13 @@ async def greet(secured: ISecureConn, own_id: str, gate: Gate) -> None:
     if not gate.allows(peer_id):
         await _send_away(secured)
         raise not_allowed_here(peer_id)
-    await _say(secured, Greeting(protocol=protocol(), version=version()))
+    protocol = f"{NETWORK_PROTOCOL}.{gate.protocol}"
+    await _say(secured, Greeting(protocol=protocol, version=version()))
     theirs = await _heard(secured)
     if not theirs.allowed:
         raise not_allowed_there(own_id)
-    if theirs.protocol != protocol():
-        there, here = f"{theirs.protocol} (hexgen2 {theirs.version})", f"{protocol()} (hexgen2 {version()})"
+    if theirs.protocol != protocol:
+        there, here = f"{theirs.protocol} (hexgen2 {theirs.version})", f"{protocol} (hexgen2 {version()})"
         problem = f"its version differs: it speaks protocol {there}, and this node {here}"
         raise Refused(Cause.VERSION, problem, SAME_VERSION)
     if theirs.version != version():

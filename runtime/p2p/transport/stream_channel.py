@@ -17,10 +17,10 @@ import trio
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.yamux.yamux import DEFAULT_WINDOW_SIZE, TYPE_DATA, YAMUX_HEADER_FORMAT, YamuxStream
 
+from runtime.frames import HEAD_BYTES, MAX_FRAME_BYTES, BadFrame, body_length
 from runtime.p2p.transport.bridge import Bridge
 from runtime.p2p.transport.channel import MAX_UNREAD_BYTES, MAX_UNSENT_BYTES, Channel
 from runtime.p2p.transport.gate import error_line, first_of
-from runtime.protocol.messages import HEAD_BYTES, MAX_FRAME_BYTES, BadFrame, body_length
 
 log = logging.getLogger(__name__)
 

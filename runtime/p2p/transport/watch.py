@@ -8,8 +8,8 @@ from collections.abc import Callable
 import trio
 from libp2p.network.stream.net_stream import NetStream
 
+from runtime.liveness import LOOKS_A_PERIOD, PING_EVERY_S, Patience
 from runtime.p2p.transport.network import ContainedYamux
-from runtime.protocol.liveness import LOOKS_A_PERIOD, PING_EVERY_S, Patience
 
 STAMP = struct.Struct("<d")
 

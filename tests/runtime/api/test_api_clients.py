@@ -18,7 +18,9 @@ from runtime.api.service import Service
 from runtime.api.tokenizer import ModelTokenizer
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replica import Replica
-from runtime.protocol.messages import Prefill, Released, RequestFailed, Sampling, StepOutput, TokenOutput
+from runtime.protocol.from_workers import Released, RequestFailed, StepOutput, TokenOutput
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Prefill
 from runtime.routing.router import Route, Router
 
 JSON = {"Content-Type": "application/json"}

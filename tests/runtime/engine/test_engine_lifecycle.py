@@ -14,19 +14,14 @@ import pytest
 from checkpoints import LAYERS, VOCAB, greedy, write_llama
 from engine_harness import TIMEOUT_S, Cluster, Shape
 
+from runtime.frames import MAX_FRAME_BYTES
 from runtime.kv_cache.layout import replica_cells
+from runtime.protocol.between_workers import NONCE_BYTES, Hello
 from runtime.protocol.framing import Connection
+from runtime.protocol.from_workers import Failed
 from runtime.protocol.handshake import Introduction, connect
-from runtime.protocol.messages import (
-    MAX_FRAME_BYTES,
-    NONCE_BYTES,
-    PROTOCOL_VERSION,
-    Connect,
-    Decode,
-    Failed,
-    Hello,
-    Sampling,
-)
+from runtime.protocol.message import PROTOCOL_VERSION, Sampling
+from runtime.protocol.to_workers import Connect, Decode
 
 ONE: Shape = [(1, 0, LAYERS)]
 SPLIT: Shape = [(2, 0, 2), (1, 2, LAYERS)]

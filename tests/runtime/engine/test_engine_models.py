@@ -33,7 +33,7 @@ from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import CacheShape, PagedCache
-from runtime.protocol.messages import StageShape
+from runtime.protocol.message import StageShape
 
 CPU = torch.device("cpu")
 PROMPTS = [[3, 17, 99, 250, 42, 7], [8], [120] * 40]

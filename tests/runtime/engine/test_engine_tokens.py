@@ -13,7 +13,7 @@ from checkpoints import LAYERS, VOCAB, WRITERS, greedy, write_llama, write_mixtr
 from engine_harness import Cluster, Shape
 
 from runtime.kv_cache.layout import replica_cells
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 
 SHAPES: dict[str, Shape] = {
     "tp1": [(1, 0, LAYERS)],

@@ -25,7 +25,7 @@ from runtime.engine.torch.sampling.noise import draw_keys, gumbel, token_hashes
 from runtime.engine.torch.sampling.penalties import History
 from runtime.engine.torch.sampling.rules import CANDIDATES, BatchRules
 from runtime.engine.torch.sampling.sampler import Sampler
-from runtime.protocol.messages import Sampling, TokenLogprobs
+from runtime.protocol.message import Sampling, TokenLogprobs
 
 CPU = torch.device("cpu")
 VOCAB = 1000

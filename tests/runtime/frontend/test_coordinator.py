@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from scripted import PAIR, PROMPT, run, sampling, serving, settle, tokens_of
 
-from runtime.protocol.messages import ReserveKv
+from runtime.protocol.to_workers import ReserveKv
 from runtime.routing.refusals import Overloaded, Unavailable
 from runtime.routing.router import Route
 

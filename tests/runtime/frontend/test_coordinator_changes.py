@@ -10,6 +10,7 @@ from scripted import PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
 from runtime.frontend.replica import Replica
 from runtime.launcher.worker_link import StreamLink
 from runtime.routing.refusals import Unavailable
+from runtime.routing.replica_state import ReplicaState
 from runtime.routing.router import Route, routes_without
 
 OLD = [Route("p0", "d0", 1.0)]
@@ -45,11 +46,11 @@ def test_a_replica_that_is_retired_finishes_and_the_new_one_takes_over():
             leads["d0"].gate.clear()
             first = coordinator.submit(PROMPT, sampling())
             coordinator.change(Plan(BOTH), {"d1": coming("d1")})
-            assert coordinator.starting == {"d1"}
+            assert coordinator.states.which_are(ReplicaState.STARTING) == {"d1"}
             coordinator.retire(["d0"])
             waiting = coordinator.submit(PROMPT, sampling())
             await asyncio.sleep(0.05)
-            assert waiting.phase == "waiting"
+            assert waiting.state.value == "waiting"
             leads["d0"].gate.set()
             assert await tokens_of(first) == EXPECTED and first.record.decode_replica == "d0"
             lead, links = await another("d1")
@@ -58,7 +59,7 @@ def test_a_replica_that_is_retired_finishes_and_the_new_one_takes_over():
             await settle(coordinator)
             coordinator.leave("d0")
             coordinator.change(Plan(BOTH[1:]), {})
-            assert set(coordinator.replicas) == {"p0", "d1"} and not coordinator.absent
+            assert set(coordinator.replicas) == {"p0", "d1"} and not coordinator.states.absent
             assert await tokens_of(coordinator.submit(PROMPT, sampling())) == EXPECTED
             lead.task.cancel()
 
@@ -105,7 +106,7 @@ def test_replicas_that_are_lost_for_good_are_forgotten():
     async def scenario():
         async with serving(BOTH) as (coordinator, _):
             coordinator._lose(coordinator.replicas["d1"], "killed")
-            assert coordinator.absent == {"d1"}
+            assert coordinator.states.absent == {"d1"}
             coordinator.change(Plan(OLD), {}, ["d1"])
             assert not coordinator.lost and set(coordinator.replicas) == {"p0", "d0"}
             assert await tokens_of(coordinator.submit(PROMPT, sampling())) == EXPECTED

@@ -6,16 +6,9 @@ import random
 import pytest
 from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
 
-from runtime.protocol.messages import (
-    Cancel,
-    Decode,
-    Failed,
-    KvMoved,
-    Prefill,
-    RequestFailed,
-    Reserved,
-    ReserveKv,
-)
+from runtime.frontend.in_flight import RESUMES
+from runtime.protocol.from_workers import Failed, KvMoved, RequestFailed, Reserved
+from runtime.protocol.to_workers import Cancel, Decode, Prefill, ReserveKv
 from runtime.routing.refusals import Broken, TooLong, Unavailable
 from runtime.routing.router import Route
 
@@ -192,12 +185,13 @@ def test_a_request_that_never_fits_is_refused_at_once():
 
 @pytest.mark.parametrize("lost", ["p0", "d0"])
 @pytest.mark.parametrize("how", ["closes", "fails", "babbles"])
-def test_a_lost_replica_fails_its_requests_and_the_others_serve(lost, how):
+def test_a_lost_replica_fails_a_request_that_was_resumed_often_and_the_others_serve(lost, how):
     async def scenario():
         routes = [Route("p0", "d0", 1.0), Route("p1", "d1", 1.0)]
         async with serving(routes) as (coordinator, leads):
             leads[lost].gate.clear()
-            on_lost = coordinator.submit(PROMPT, sampling(), route=routes[0])
+            on_lost = coordinator.submit(PROMPT, sampling())
+            on_lost.record.resumes = RESUMES
             await asyncio.sleep(0.02)
             if how == "closes":
                 leads[lost].link.close()
@@ -235,8 +229,8 @@ def test_requests_of_a_lost_replica_go_on_elsewhere(lost, phase):
                 d0.release = lambda _: None
             requests = [coordinator.submit(PROMPT, sampling()) for _ in range(4)]
             await asyncio.sleep(0.02)
-            doomed = [request for request in requests if request.phase != "ended"]
-            assert {request.phase for request in doomed} == {phase} and len(doomed) == 2
+            doomed = [request for request in requests if request.state.value != "ended"]
+            assert {request.state.value for request in doomed} == {phase} and len(doomed) == 2
             leads[lost].link.close()
             for request in requests:
                 if lost == "p0" and phase == "decoding":

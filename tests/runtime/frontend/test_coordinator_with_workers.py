@@ -8,7 +8,7 @@ import pytest
 from checkpoints import greedy, write_llama
 from joined import PROMPT, TO_D, TO_E, ask, joined, run, settle, tell_addresses, tokens_of
 
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 from runtime.routing.refusals import Unavailable
 
 
@@ -54,7 +54,7 @@ def test_requests_of_a_killed_replica_get_the_tokens_that_they_would_have_had(fo
             expected = await tokens_of(coordinator.submit(PROMPT, sampling, TO_E))
             requests = [coordinator.submit(PROMPT, sampling) for _ in range(6)]
             on_d = [request for request in requests if request.route == TO_D]
-            while not any(request.phase == when and len(request.tokens) != 10 for request in on_d):
+            while not any(request.state.value == when and len(request.tokens) != 10 for request in on_d):
                 await asyncio.sleep(0)
             cluster.processes["d/1"].kill()
             for request in requests:
@@ -70,7 +70,7 @@ def test_a_decode_worker_killed_while_kv_is_on_its_way_is_an_error_and_others_se
     async def scenario():
         async with joined(folder) as (coordinator, cluster, _):
             doomed = [ask(coordinator, TO_D) for _ in range(8)]
-            while not any(generation.phase == "prefilling" for generation in doomed):
+            while not any(generation.state.value == "prefilling" for generation in doomed):
                 await asyncio.sleep(0)
             cluster.processes["d/1"].kill()
             beside = ask(coordinator, TO_E)

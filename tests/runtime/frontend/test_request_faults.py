@@ -12,7 +12,9 @@ from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tok
 from served import KEY, MODEL, ROOT, SECONDS, Server, until_idle
 
 from benchmarks.serving.poison.seeds import AT_START, IN_SAMPLING, KILLS
-from runtime.protocol.messages import Decode, Prefill, ReserveKv, Sampling, StepOutput, TokenOutput
+from runtime.protocol.from_workers import StepOutput, TokenOutput
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Decode, Prefill, ReserveKv
 from runtime.routing.refusals import Broken
 from runtime.routing.router import Route
 
@@ -68,7 +70,7 @@ def test_replicas_that_die_together_died_of_no_request():
         async with serving(routes) as (coordinator, leads):
             for name in ("c0", "c1", "c2"):
                 leads[name].answer = lambda _: None
-            requests = [coordinator.submit(PROMPT, sampling(8), route=None) for _ in range(8)]
+            requests = [coordinator.submit(PROMPT, sampling(8)) for _ in range(8)]
             await asyncio.sleep(0.05)
             for name in ("c0", "c1", "c2"):
                 leads[name].link.close()
@@ -104,7 +106,7 @@ def test_those_who_made_progress_beside_it_are_resumed():
 
     async def scenario():
         async with serving([*TWO, Route("c2", "c2", 1.0)], lead=Slow) as (coordinator, _):
-            poison = coordinator.submit(PROMPT, POISONOUS, route=None)
+            poison = coordinator.submit(PROMPT, POISONOUS)
             others = [coordinator.submit(PROMPT, sampling(8)) for _ in range(6)]
             results = await asyncio.gather(*map(tokens_of, [poison, *others]), return_exceptions=True)
             assert isinstance(results[0], Broken)

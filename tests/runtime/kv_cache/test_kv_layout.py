@@ -20,7 +20,7 @@ from runtime.kv_cache.layout import (
     replica_cells,
     transfers,
 )
-from runtime.protocol.messages import StageShape
+from runtime.protocol.message import StageShape
 
 Stages = tuple[StageShape, ...]
 

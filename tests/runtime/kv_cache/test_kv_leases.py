@@ -11,7 +11,7 @@ import pytest
 from checkpoints import greedy, write_llama
 from joined import BUDGET, PROMPT, TO_D, TO_E, ask, joined, run, settle, tell_addresses, tokens_of
 
-from runtime.protocol.messages import ReserveKv
+from runtime.protocol.to_workers import ReserveKv
 from runtime.routing.refusals import Unavailable
 
 BLOCKS = BUDGET // 8
@@ -113,7 +113,7 @@ def test_a_receiver_that_takes_nothing_is_given_up_and_both_sides_are_free(folde
             sender, receiver = (cluster.processes[name].pid for name in ("p/1", "d/1"))
             os.kill(sender, signal.SIGSTOP)
             request = ask(coordinator, TO_D, 120)
-            while request.phase == "reserving":
+            while request.state.value == "reserving":
                 await asyncio.sleep(0.01)
             os.kill(receiver, signal.SIGSTOP)
             os.kill(sender, signal.SIGCONT)
@@ -134,7 +134,7 @@ def test_a_prefill_replica_killed_while_it_sends_leaves_no_block_behind(folder, 
     async def scenario():
         async with joined(folder) as (coordinator, cluster, _):
             requests = [ask(coordinator, None) for _ in range(8)]
-            while not any(request.phase == "prefilling" for request in requests):
+            while not any(request.state.value == "prefilling" for request in requests):
                 await asyncio.sleep(0)
             cluster.processes["p/1"].kill()
             for request in requests:

@@ -31,8 +31,8 @@ from kv_pairs import (
 from kv_transports import RUNNABLE, WITH_NIXL
 
 from runtime.kv_cache.layout import KvTransfer, Part
+from runtime.protocol.between_workers import KvLanded
 from runtime.protocol.framing import listen
-from runtime.protocol.messages import KvLanded
 
 # -- cancelled on the way
 

@@ -7,6 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cost_model.errors import HexGen2Error, InputError
+from runtime.frames import HEAD_BYTES, BadFrame
 from runtime.launcher.nodes.agent_messages import (
     Problem,
     StopWorkers,
@@ -19,9 +20,10 @@ from runtime.launcher.nodes.agent_messages import (
 )
 from runtime.launcher.nodes.channel import WorkersChannel
 from runtime.p2p.transport.channel import Channel
-from runtime.protocol.messages import HEAD_BYTES, BadFrame, Ping, Pong, Released, Shutdown
-from runtime.protocol.messages import decode as decode_message
-from runtime.protocol.messages import encode as encode_message
+from runtime.protocol.codec import decode as decode_message
+from runtime.protocol.codec import encode as encode_message
+from runtime.protocol.from_workers import Pong, Released
+from runtime.protocol.to_workers import Ping, Shutdown
 
 WORKERS = ("left/0", "left/1")
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from p2p_peer import LOCAL, echo, peer_process
 
 from cost_model.errors import InputError
+from runtime.frames import MAX_FRAME_BYTES
 from runtime.p2p.host import Peers
 from runtime.p2p.membership.identity import load_identity, load_network_key, new_identity, new_network_key
-from runtime.protocol.messages import MAX_FRAME_BYTES
 
 PATIENCE_S = 60  # for machines that are busy; what is found in time is asserted by order, never by the clock
 

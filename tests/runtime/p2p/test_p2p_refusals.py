@@ -23,6 +23,7 @@ from p2p_peer import LOCAL, echo
 from served import SECONDS, Process
 
 from cost_model.errors import InputError
+from runtime.frames import BadFrame
 from runtime.launcher.nodes.agent_messages import (
     AGENT_PROTOCOL,
     Problem,
@@ -48,18 +49,18 @@ from runtime.p2p.transport.gate import (
 )
 from runtime.p2p.transport.greeting import Greeting, greet
 from runtime.p2p.transport.opening import HEADER, MemberConnection
-from runtime.protocol.messages import BadFrame
 
 KEY, OTHER_KEY = "5a" * 32, "a5" * 32
 NEWER = [
     sys.executable,
     "-c",
-    "from runtime import messages; messages.PROTOCOL_VERSION += 1; from hexgen2.cli import main; main()",
+    "from runtime.protocol import message; message.PROTOCOL_VERSION += 1; "
+    "from hexgen2.cli import main; main()",
 ]
 RENAMED = [
     sys.executable,
     "-c",
-    "from runtime.p2p import greeting; greeting.version = lambda: '0.0.9'; "
+    "from runtime.p2p.transport import greeting; greeting.version = lambda: '0.0.9'; "
     "from hexgen2.cli import main; main()",
 ]
 NAMES = ["a b", "a/b", "", "\x1b[2J", "a\nb", "a\x9bb", "a\u202eb", "a\u200bb", "a\u2028b", "x" * 129]

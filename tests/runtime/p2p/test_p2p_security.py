@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from p2p_peer import LOCAL, echo
 
+from runtime.frames import MAX_FRAME_BYTES
 from runtime.p2p.host import Peers
 from runtime.p2p.membership.gossip import SERVICE, Digest, Gossip, Records
 from runtime.p2p.membership.identity import new_identity, new_network_key
 from runtime.p2p.membership.record import NodeRecord, sign
 from runtime.p2p.membership.table import NodeTable
-from runtime.protocol.messages import MAX_FRAME_BYTES
 
 PLAINTEXT_CLIENT = """
 import sys, trio

@@ -9,19 +9,12 @@ from contextlib import contextmanager
 
 import pytest
 
+from runtime.frames import HEAD_BYTES
+from runtime.protocol.between_workers import NONCE_BYTES, Challenge, Hello, KvTaken, Proof
+from runtime.protocol.codec import decode
 from runtime.protocol.framing import Connection, listen
 from runtime.protocol.handshake import MOST_NEWCOMERS, Introduction, Newcomers, accept, connect
-from runtime.protocol.messages import (
-    HEAD_BYTES,
-    NONCE_BYTES,
-    PROTOCOL_VERSION,
-    Challenge,
-    Hello,
-    KvTaken,
-    Message,
-    Proof,
-    decode,
-)
+from runtime.protocol.message import PROTOCOL_VERSION, Message
 
 SECRET = "5a" * 32
 TIMEOUT_S = 20.0

@@ -5,19 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.protocol.messages import (
-    HEAD_BYTES,
-    BadFrame,
-    Decode,
-    Message,
-    Prefill,
-    Sampling,
-    StepOutput,
-    TokenOutput,
-    body_length,
-    decode,
-    encode,
-)
+from runtime.frames import HEAD_BYTES, BadFrame, body_length
+from runtime.protocol.codec import decode, encode
+from runtime.protocol.from_workers import StepOutput, TokenOutput
+from runtime.protocol.message import Message, Sampling
+from runtime.protocol.to_workers import Decode, Prefill
 
 KNOWN = [
     Prefill(request_id="r1", prompt=(1, 2), sampling=Sampling(), target="d"),

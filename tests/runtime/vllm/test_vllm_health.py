@@ -14,7 +14,7 @@ from scripted_vllm import PROMPT, begin, following, serving
 from served import alive
 
 from runtime.api.metrics import Metrics
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 from runtime.routing.refusals import Unavailable
 from runtime.routing.router import Route
 from runtime.vllm import health

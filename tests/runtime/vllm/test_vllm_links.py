@@ -13,7 +13,7 @@ from vllm_fleet import write_fleet_model
 from cost_model.errors import InputError
 from hexgen2.export.vllm_command import check_vllm
 from hexgen2.placement import Placement
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 from runtime.routing.router import Route
 from runtime.vllm.requests import EngineError, completion, outputs_of
 

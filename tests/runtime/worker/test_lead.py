@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from runtime.protocol.between_workers import ExpectKv, Release
 from runtime.protocol.framing import Connection
-from runtime.protocol.messages import Cancel, ExpectKv, Release, Released, Reserved, ReserveKv
+from runtime.protocol.from_workers import Released, Reserved
+from runtime.protocol.to_workers import Cancel, ReserveKv
 from runtime.worker.driver import Lead
 
 BLOCKS, SIZE = 10, 4

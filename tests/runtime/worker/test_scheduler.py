@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from runtime.kv_cache.blocks import BlockPool, prefix_digests
-from runtime.protocol.messages import Decode, Prefill, Sampling, Step
+from runtime.protocol.between_workers import Step
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Decode, Prefill
 from runtime.worker.scheduler import Completed, Reservation, Scheduler
 
 SIZE = 4

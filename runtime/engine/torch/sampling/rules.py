@@ -11,7 +11,7 @@ import torch
 from runtime.engine.torch.sampling.draw import Limits, draw, draw_limited, draw_limited_exactly, largest
 from runtime.engine.torch.sampling.noise import draw_keys, token_hashes
 from runtime.engine.torch.sampling.penalties import History, Penalties
-from runtime.protocol.messages import Sampling
+from runtime.protocol.message import Sampling
 
 CANDIDATES = 256
 TIES = 64

@@ -13,7 +13,7 @@ import torch
 from runtime.engine.torch.sampling.draw import UNSETTLED
 from runtime.engine.torch.sampling.penalties import History
 from runtime.engine.torch.sampling.rules import BatchRules
-from runtime.protocol.messages import Sampling, TokenLogprobs
+from runtime.protocol.message import Sampling, TokenLogprobs
 
 BATCHES_KEPT = 16
 
