@@ -1,7 +1,7 @@
 """A running batch of decodes, advanced many steps at once.
 
 While nobody joins or ends, the context of every step is known, and a step's time is the greatest of a few
-lines in it (see ReplicaTimes.decode_turn): so times of runs of steps are sums of arithmetic series, and the
+lines in it (see StepTimes.decode_turn): so times of runs of steps are sums of arithmetic series, and the
 simulation jumps from one change to the next.
 """
 
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from hexgen2.simulator.timing import Line
+from hexgen2.prediction.step_times import Line
 
 
 class _Own(NamedTuple):
@@ -23,7 +23,7 @@ class _Own(NamedTuple):
     end: int
 
 
-class Running:
+class DecodeBatch:
     """Requests that decode together. Each step gives every one of them a token.
 
     Parameters
