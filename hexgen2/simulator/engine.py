@@ -21,7 +21,7 @@ from hexgen2.simulator.prompts import Chunk, Prompt, Prompts, attended
 from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
 from hexgen2.simulator.running import Running
 from hexgen2.simulator.timing import ReplicaTimes
-from runtime.routing.kv_budget import Room
+from runtime.routing.kv_budget import KvBudget
 
 
 class Engine:
@@ -30,8 +30,8 @@ class Engine:
     Parameters
     ----------
     isl, osl : prompt and output tokens of each request
-    room : the front end's account of the replica: how much it has of what, and what requests hold of it but
-        for the tokens that they made since they joined the batch
+    kv_budget : the front end's account of the replica: what it has and what requests hold of it, without the
+        tokens that they made since they joined the batch
     schedule : (time_s, call, argument) of the simulation
     ended : called with (request, now) at its last token
     """
@@ -42,14 +42,14 @@ class Engine:
         times: ReplicaTimes,
         isl: Sequence[int],
         osl: Sequence[int],
-        room: Room,
+        kv_budget: KvBudget,
         records: Records,
         record: ReplicaRecord,
         schedule: Callable,
         ended: Callable[[int, float], None],
     ) -> None:
         self._policy, self._times, self._isl, self._osl = policy, times, isl, osl
-        self._room, self._records, self._record = room, records, record
+        self._kv_budget, self._records, self._record = kv_budget, records, record
         self._schedule, self._ended = schedule, ended
         self._window = times.costs.model.sliding_window
         self.running = Running(times.decode_turn, self._window)
@@ -237,7 +237,7 @@ class Engine:
 
     def _has_place(self) -> bool:
         """Whether one more may decode, besides those that do or will once their prompt is computed."""
-        return self.running.count + len(self._computing) < self._room.max_batch
+        return self.running.count + len(self._computing) < self._kv_budget.max_batch
 
     def _admit_landed(self, now: float) -> None:
         while self._joining and self._has_place():
@@ -250,7 +250,7 @@ class Engine:
         """A prompt is computed and a token made."""
         del self._computing[request]
         self._made[request] += 1
-        self._room.grow(request)
+        self._kv_budget.grow(request)
         self._records.first(request, now)
         if self._made[request] >= self._osl[request]:
             self._end(request, now)
@@ -280,7 +280,7 @@ class Engine:
     @property
     def _free_tokens(self) -> int:
         """What is left beside the tokens that the next step computes."""
-        return self._room.kv_budget_tokens - self._held_tokens - self.running.made
+        return self._kv_budget.kv_budget_tokens - self._held_tokens - self.running.made
 
     def _steps_with_room(self) -> int:
         """Steps of the batch as it is until tokens do not fit; the next one does, or its request is alone."""
@@ -310,6 +310,6 @@ class Engine:
             return  # It is the first in the queue, and stays there.
         made = self.running.leave(request)
         self._made[request] += made
-        self._room.grow(request, made)
+        self._kv_budget.grow(request, made)
         self._records.last_s[request] = self._gaps.leave(request, now)
         self._prompts.put_first(Prompt(request, self._isl[request] + self._made[request], now))

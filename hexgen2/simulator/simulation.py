@@ -27,11 +27,11 @@ from hexgen2.simulator.policies import Policy
 from hexgen2.simulator.prefilling import Prefiller
 from hexgen2.simulator.prompts import Chunk
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.stand import LiveRoom, Stand
+from hexgen2.simulator.stand import LiveKvBudget, Stand
 from hexgen2.simulator.transfers import RouteCost, Transfers
 from runtime.routing.admission import Admission
 from runtime.routing.fair_queue import FirstCome
-from runtime.routing.kv_budget import Room
+from runtime.routing.kv_budget import KvBudget
 from runtime.routing.reflow import Reflow
 from runtime.routing.refusals import Overloaded, TooLong, Unavailable
 from runtime.routing.router import Route, Router, routes_of, routes_without
@@ -127,7 +127,7 @@ class Simulation:
         self._order, self._done = count(), 0
         self._active: dict[int, _Request] = {}
         self.transfers = Transfers(self.schedule)
-        self.rooms: dict[str, Room] = {}
+        self.kv_budgets: dict[str, KvBudget] = {}
         self._prefillers: dict[str, Prefiller] = {}
         self._engines: dict[str, Engine] = {}
         self._running: dict[str, Replica] = {}
@@ -140,10 +140,10 @@ class Simulation:
         self._open(stand, {replica.id: replica.id for replica in placement.replicas})
         limit = options.queue_limit if options.queue_limit is not None else len(requests) + 1
         self._admission: Admission[_Request] = Admission(
-            Router(routes_of(placement)), self.rooms, FirstCome(limit), self._routes_left
+            Router(routes_of(placement)), self.kv_budgets, FirstCome(limit), self._routes_left
         )
         for failure in options.failures:
-            if failure.replica not in self.rooms:
+            if failure.replica not in self.kv_budgets:
                 raise InputError("--fail", failure.replica, "is no replica of the placement", self._known())
             self.schedule(failure.at_s, self._lose, failure.replica)
         for replan in options.replans:
@@ -179,22 +179,22 @@ class Simulation:
     # -- replicas
 
     def _known(self) -> str:
-        return f"name one of {', '.join(self.rooms)}"
+        return f"name one of {', '.join(self.kv_budgets)}"
 
     def _stand_up(self, replica: Replica, name: str, stand: Stand) -> None:
-        times, room = stand.times(replica), stand.room(replica)
+        times, kv_budget = stand.times(replica), stand.kv_budget(replica)
         record = self.records.replicas[name]
-        self.rooms[name], self._running[name] = room, replica
+        self.kv_budgets[name], self._running[name] = kv_budget, replica
         if replica.role == "prefill":
             calls = self.schedule, self._begun, self._computed
-            self._prefillers[name] = Prefiller(times, room.kv_budget_tokens, record, *calls)
+            self._prefillers[name] = Prefiller(times, kv_budget.kv_budget_tokens, record, *calls)
             return
         policy: Policy = "mixed" if replica.role == "decode" else self.options.policy
         lengths = self._isl, self._osl
-        engine = Engine(policy, times, *lengths, room, self.records, record, self.schedule, self._ended)
+        engine = Engine(policy, times, *lengths, kv_budget, self.records, record, self.schedule, self._ended)
         self._engines[name] = engine
-        if isinstance(room, LiveRoom):
-            room.grown, room.grown_at_most = lambda: engine.grown(self.now), engine.grown_at_most
+        if isinstance(kv_budget, LiveKvBudget):
+            kv_budget.grown, kv_budget.grown_at_most = lambda: engine.grown(self.now), engine.grown_at_most
 
     def _open(self, stand: Stand, names: Mapping[str, str], more: Sequence[PlacedRoute] = ()) -> None:
         """The routes of a placement whose replicas have these names, and `more` between them."""
@@ -232,13 +232,13 @@ class Simulation:
         self._active[index] = request
         self.records.prefill[index], self.records.decode[index] = route.prefill, route.decode
         tokens = request.prompt_tokens
-        self.rooms[route.prefill].hold(index, tokens)
+        self.kv_budgets[route.prefill].hold(index, tokens)
         if route.colocated:
             request.phase = "decode"
             self._engines[route.decode].submit(index, self.now, request.made)
             return
         if not request.one_token:
-            self.rooms[route.decode].hold(index, tokens)
+            self.kv_budgets[route.decode].hold(index, tokens)
             self._engines[route.decode].expect(index, tokens, self.now)
         self._prefillers[route.prefill].submit(request, tokens, self.now)
 
@@ -263,7 +263,7 @@ class Simulation:
             self._prefillers[request.prefill].release(request.prompt_tokens, now)
             self._ended(request.index, now)
         else:
-            self.rooms[request.decode].grow(request.index)
+            self.kv_budgets[request.decode].grow(request.index)
 
     def _landed(self, request: _Request, now: float) -> None:
         """The KV cache of a chunk has landed."""
@@ -275,7 +275,7 @@ class Simulation:
         """All of a request's KV cache has landed."""
         request.phase = "decode"
         self._prefillers[request.prefill].release(request.prompt_tokens, now)
-        self.rooms[request.prefill].release(request.index)
+        self.kv_budgets[request.prefill].release(request.index)
         record = self.records.routes[request.prefill, request.decode]
         record.requests += 1
         record.bytes += self._routes[request.prefill, request.decode].bytes_per_token * request.prompt_tokens
@@ -296,7 +296,7 @@ class Simulation:
 
     def _free(self, request: _Request) -> None:
         for replica in {request.prefill, request.decode}:
-            self.rooms[replica].release(request.index)
+            self.kv_budgets[replica].release(request.index)
 
     def _released(self, now: float, _: None) -> None:
         self._start_waiting()
@@ -374,7 +374,7 @@ class Simulation:
     def _replan(self, now: float, placement: Placement) -> None:
         """Another placement is to be served from now on."""
         self._changeover = changeover = Changeover(
-            placement, self._running, self.rooms, lambda name: not self.rooms[name].held
+            placement, self._running, self.kv_budgets, lambda name: not self.kv_budgets[name].held
         )
         cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
         self._next = Stand(placement, cluster, self.options.policy)

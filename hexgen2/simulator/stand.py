@@ -15,11 +15,11 @@ from hexgen2.placement import Placement, Replica, Route
 from hexgen2.simulator.policies import Policy
 from hexgen2.simulator.timing import ReplicaTimes
 from hexgen2.simulator.transfers import RouteCost, binding, route_cost
-from runtime.routing.kv_budget import Room, growth_tokens, kv_budgets
+from runtime.routing.kv_budget import KvBudget, growth_tokens, kv_budgets
 
 
 class Stand:
-    """Rooms, times and routes of a placement.
+    """KV budgets, times and routes of a placement.
 
     Parameters
     ----------
@@ -36,17 +36,17 @@ class Stand:
         )
         self._budgets = kv_budgets(placement)
 
-    def room(self, replica: Replica) -> Room:
-        """Its room for KV cache and its places, all free."""
+    def kv_budget(self, replica: Replica) -> KvBudget:
+        """Its budget of KV cache and of places, all free."""
         places = replica.max_batch * self._at_once(replica)
         if replica.role == "colocated" and self._policy != "mixed":
             # Such an engine takes all that come and keeps the accounts itself; only what it could never
             # hold is refused.
-            return _Endless(kv_capacity_tokens(replica, self._cluster, self.costs), places)
+            return _EndlessKvBudget(kv_capacity_tokens(replica, self._cluster, self.costs), places)
         budget = self._budgets[replica.id] * self._at_once(replica)
         if replica.role == "prefill":
-            return Room(budget, places)
-        return LiveRoom(budget, places, growth_tokens(self.placement))
+            return KvBudget(budget, places)
+        return LiveKvBudget(budget, places, growth_tokens(self.placement))
 
     def times(self, replica: Replica) -> ReplicaTimes:
         """Seconds of its steps."""
@@ -75,20 +75,20 @@ class Stand:
 
 
 @dataclass(slots=True)
-class LiveRoom(Room):
-    """A room that need not be told of every token: `grown` says how many requests have made of late, and
-    `grown_at_most`, which is quicker, no less."""
+class LiveKvBudget(KvBudget):
+    """A KV budget that is not updated for every token: `grown` counts the tokens made since, and
+    `grown_at_most`, which is quicker, is an upper limit of that."""
 
     grown: Callable[[], int] = int
     grown_at_most: Callable[[], int] = int
 
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
-        if Room.has_room(self, tokens + self.grown_at_most(), prefill_only):
+        if KvBudget.has_room(self, tokens + self.grown_at_most(), prefill_only):
             return True
-        return Room.has_room(self, tokens + self.grown(), prefill_only)
+        return KvBudget.has_room(self, tokens + self.grown(), prefill_only)
 
 
-class _Endless(Room):
+class _EndlessKvBudget(KvBudget):
     """Room for whatever could be held alone."""
 
     __slots__ = ()
