@@ -59,10 +59,10 @@ def bench(
     TPOT, ITL and E2EL, as `simulate` predicts them."""
     from hexgen2.bench.run import Load
     from hexgen2.bench.run import bench as run
-    from hexgen2.simulator.requests import Lengths
+    from hexgen2.workload.arrivals import LengthSource
 
     check_folder(output)
-    lengths = Lengths.load(workload, isl, osl)
+    lengths = LengthSource.load(workload, isl, osl)
     at_once = request_rate is None and not lengths.timed
     if at_once and duration_s is not None:
         raise InputError("--duration-s", "", "needs times of arrival", "give --request-rate, too")

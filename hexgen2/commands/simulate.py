@@ -79,18 +79,18 @@ def simulate(
     """Simulate a placement under load: throughput, TTFT, TPOT, queues and traffic, by the cost model."""
     from hexgen2.checks import verify
     from hexgen2.placement import Placement
-    from hexgen2.simulator.requests import Lengths
+    from hexgen2.simulator.options import Failure, Options, Replan
     from hexgen2.simulator.run import simulate as run
-    from hexgen2.simulator.simulation import Failure, Options, Replan
+    from hexgen2.workload.arrivals import LengthSource
 
     loaded = Placement.load(placement)
     verify(loaded, str(placement))
     for path in (output, requests_out):
         check_folder(path)
     if workload is None and isl is None and osl is None:
-        lengths = Lengths(loaded.workload)
+        lengths = LengthSource(loaded.workload)
     else:
-        lengths = Lengths.load(workload, isl, osl)
+        lengths = LengthSource.load(workload, isl, osl)
     requests = arrivals(lengths, request_rate, offline, num_requests, duration_s, burstiness, seed)
     goal = loaded.goal.model_copy(
         update={key: value for key, value in (("ttft_ms", ttft), ("tpot_ms", tpot)) if value is not None}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from cost_model.errors import InputError
-from hexgen2.simulator.policies import POLICIES, Policy
+from hexgen2.simulator.batching import POLICIES, Policy
 from hexgen2.strategies.registry import find_strategy
 
 RUNTIME: Policy = "mixed"

@@ -22,12 +22,14 @@ from hexgen2.comparison.reference import Reference
 from hexgen2.placement import Placement
 from hexgen2.results import SimulationResult
 from hexgen2.search.problem import Problem, make_problem
+from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.requests import Lengths, Requests, offline, online
 from hexgen2.simulator.run import results
-from hexgen2.simulator.simulation import Options, Simulation
+from hexgen2.simulator.simulation import Simulation
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
+from hexgen2.workload.arrivals import LengthSource, offline, online
+from hexgen2.workload.requests import Requests
 
 SLO_SCALES = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50)
 ATTAINMENT = 0.9
@@ -96,7 +98,7 @@ def compare(
     """
     entries = []
     # All of them first, so that what is wrong is said before anything takes time.
-    lengths_of = {name: Lengths.load(name) for name in workloads}
+    lengths_of = {name: LengthSource.load(name) for name in workloads}
     problems = {(c, name): _problem(c, name, settings) for c in contenders for name in workloads}
     for name, lengths in lengths_of.items():
         row = [_offline(c, problems[c, name], name, lengths, settings, progress) for c in contenders]
@@ -118,7 +120,7 @@ def _offline(
     contender: Contender,
     problem: Problem,
     workload: str,
-    lengths: Lengths,
+    lengths: LengthSource,
     settings: Settings,
     progress: Progress,
 ) -> Entry:
@@ -138,7 +140,7 @@ def _offline(
     return entry
 
 
-def _online(entry: Entry, lengths: Lengths, settings: Settings, common_rate: float) -> None:
+def _online(entry: Entry, lengths: LengthSource, settings: Settings, common_rate: float) -> None:
     rate = settings.share * entry.peak_req_s
     entry.online = _simulate(entry, online(lengths, rate, _count(rate, settings), settings.seed))[0]
     requests = online(lengths, common_rate, _count(common_rate, settings), settings.seed)

@@ -17,7 +17,7 @@ from hexgen2.placement import (
     Stage,
     Throughput,
 )
-from hexgen2.report.service import bottlenecks_of
+from hexgen2.prediction.bottlenecks import bottlenecks_of
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
 from hexgen2.search.evaluator import Evaluation, PlannedReplica
 from hexgen2.search.flow.max_flow import balance, few_routes

@@ -26,7 +26,8 @@ from hexgen2.network.occupancy import KvTransfer, Resource, Sent, activations, o
 from hexgen2.network.shared_links import SharedLinks
 from hexgen2.placement import Placement, Replica, Throughput
 from hexgen2.placement import Route as PlacedRoute
-from hexgen2.report.service import bottlenecks_of, latency_of
+from hexgen2.prediction.bottlenecks import bottlenecks_of
+from hexgen2.prediction.latency import latency_of
 from runtime.routing.router import Route, routes_of
 
 MANY_PAIRS = 400

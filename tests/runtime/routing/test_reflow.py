@@ -14,7 +14,7 @@ from hexgen2.checks import check_flow, check_gpus, check_links, check_names, tra
 from hexgen2.cluster import Cluster
 from hexgen2.network.shared_links import SharedLinks
 from hexgen2.placement import Route
-from hexgen2.report.service import latency_of
+from hexgen2.prediction.latency import latency_of
 from hexgen2.search.flow.max_flow import FlowNetwork, balance, solve
 from hexgen2.search.problem import make_problem
 from hexgen2.strategies.base import SearchOptions

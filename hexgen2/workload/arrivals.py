@@ -1,7 +1,7 @@
-"""The requests of a simulation or of a benchmark: when each arrives, how long it is.
+"""Generates the requests of a simulation or a benchmark: when each one arrives and how long it is.
 
-Arrivals are Poisson, or as bursty as asked for: gaps are gamma distributed with shape `burstiness` (1 is
-Poisson, less is burstier), as in vLLM's benchmark. Or all arrive at once (offline), or as a trace has them.
+Requests arrive at random (`online`), all at once (`offline`), or as recorded in a trace (`replay`). Random
+gaps are gamma distributed with shape `burstiness`, as in vLLM's benchmark: 1 is Poisson, less is burstier.
 """
 
 from __future__ import annotations
@@ -14,49 +14,25 @@ import numpy as np
 from cost_model.errors import InputError
 from hexgen2.workload.classes import SHIPPED, load_workload, workload_of_trace
 from hexgen2.workload.lengths import Workload
-from hexgen2.workload.traces import Trace, read_trace
+from hexgen2.workload.requests import Requests
+from hexgen2.workload.traces import read_trace
 
 SHORTEST_S = 1e-9
-"""A trace that ends sooner after its start has no arrival times."""
-
-
-@dataclass(frozen=True, eq=False)
-class Requests:
-    """n requests in order of arrival.
-
-    Attributes
-    ----------
-    arrival_s : [n] seconds since the start
-    isl, osl : [n] prompt and output tokens, each at least 1
-    source : where lengths and times come from, assumptions included
-    """
-
-    arrival_s: np.ndarray
-    isl: np.ndarray
-    osl: np.ndarray
-    source: str
-
-    def __len__(self) -> int:
-        return len(self.isl)
-
-    def until(self, duration_s: float | None) -> Requests:
-        """Those that arrive within duration_s (None: all)."""
-        if duration_s is None:
-            return self
-        kept = self.arrival_s <= duration_s
-        return Requests(self.arrival_s[kept], self.isl[kept], self.osl[kept], self.source)
+"""A trace shorter than this has no arrival times."""
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Where requests' lengths come from: a workload's classes, or the requests of a trace."""
+class LengthSource:
+    """Where the lengths of requests come from: the classes of a workload, or the requests of a trace."""
 
     workload: Workload
-    trace: Trace | None = None
+    trace: Requests | None = None
 
     @classmethod
-    def load(cls, name_or_file: str | None, isl: float | None = None, osl: float | None = None) -> Lengths:
-        """As load_workload, but of a trace file the requests are kept.
+    def load(
+        cls, name_or_file: str | None, isl: float | None = None, osl: float | None = None
+    ) -> LengthSource:
+        """Like `load_workload`, but keeps the requests of a trace file.
 
         Raises
         ------
@@ -76,13 +52,14 @@ class Lengths:
         return cls(load_workload(name_or_file, isl, osl))
 
     def sample(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """[count] prompt and output tokens, drawn with the weights of the classes or evenly from the trace.
+        """[count] prompt tokens and [count] output tokens, drawn from the classes by weight or uniformly from
+        the trace.
 
-        Requests of a class have its mean lengths, rounded up or down at random so that the mean is kept.
+        Requests of a class have its mean lengths, rounded up or down at random to preserve the mean.
         """
         if self.trace is not None:
             chosen = rng.integers(len(self.trace), size=count)
-            return self.trace.isl[chosen].astype(np.int64), self.trace.osl[chosen].astype(np.int64)
+            return self.trace.isl[chosen], self.trace.osl[chosen]
         classes = self.workload.classes
         weights = np.array([c.weight for c in classes])
         chosen = rng.choice(len(classes), size=count, p=weights / weights.sum())
@@ -93,26 +70,27 @@ class Lengths:
 
     @property
     def timed(self) -> bool:
-        """Whether there is a trace that says when requests come."""
+        """Whether there is a trace with arrival times."""
         return self.trace is not None and bool(self.trace.arrival_s[-1] >= SHORTEST_S)
 
     @property
     def source(self) -> str:
-        """In words."""
+        """The source in words, for reports."""
         if self.trace is not None:
             return self.trace.source
         return f"{self.workload.name}: every request has the mean lengths of its class"
 
 
 def replay(
-    trace: Trace, rate: float | None = None, duration_s: float = np.inf, count: int | None = None
+    trace: Requests, rate: float | None = None, duration_s: float = np.inf, count: int | None = None
 ) -> Requests:
-    """The requests of a trace when they came, or faster or slower so that they come at `rate` requests/s;
-    those after duration_s, or after the first `count`, are left out.
+    """The requests of a trace at their recorded times, optionally rescaled to `rate` requests/s.
+
+    Requests after duration_s (after rescaling) and all but the first `count` are dropped.
 
     Raises
     ------
-    InputError : the trace has no times
+    InputError : the trace has no arrival times
     """
     if len(trace) > 1 and trace.arrival_s[-1] < SHORTEST_S:
         raise InputError(trace.source, "", "has no arrival times", "give --request-rate or --offline with it")
@@ -120,25 +98,20 @@ def replay(
     arrival_s = trace.arrival_s * scale
     kept = (arrival_s <= duration_s) & (np.arange(len(trace)) < (count or np.inf))
     note = "" if rate is None else f", at {rate:g} requests/s"
-    return Requests(
-        arrival_s[kept],
-        trace.isl[kept].astype(np.int64),
-        trace.osl[kept].astype(np.int64),
-        f"{trace.source}{note}",
-    )
+    return Requests(arrival_s[kept], trace.isl[kept], trace.osl[kept], f"{trace.source}{note}")
 
 
-def offline(lengths: Lengths, count: int, seed: int) -> Requests:
-    """All at once."""
+def offline(lengths: LengthSource, count: int, seed: int) -> Requests:
+    """`count` requests that all arrive at time 0."""
     isl, osl = lengths.sample(np.random.default_rng(seed), count)
     return Requests(np.zeros(count), isl, osl, f"{lengths.source}; all {count} at once")
 
 
-def online(lengths: Lengths, rate: float, count: int, seed: int, burstiness: float = 1.0) -> Requests:
-    """At random, `rate` a second on average."""
+def online(lengths: LengthSource, rate: float, count: int, seed: int, burstiness: float = 1.0) -> Requests:
+    """`count` requests that arrive at random, `rate` requests/s on average."""
     rng = np.random.default_rng(seed)
     isl, osl = lengths.sample(rng, count)
-    # To the nanosecond: the last bits of a gamma variate depend on the C library.
+    # Rounded to nanoseconds: the last bits of a gamma variate depend on the C library.
     gaps = np.round(rng.gamma(burstiness, 1 / (rate * burstiness), size=count), 9)
     kind = "Poisson" if burstiness == 1 else f"burstiness {burstiness:g}"
     return Requests(
