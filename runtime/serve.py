@@ -342,12 +342,12 @@ def make_replicas(
     placement: Placement, told: dict[str, Configure], links: dict[str, Link], high_water: float = 1.0
 ) -> dict[str, Replica]:
     """Every replica with the links to its workers, as far as these are there; the first GPU of the first
-    stage leads."""
+    stage is the driver."""
     return {
         replica.id: Replica(
             replica_id=replica.id,
             role=replica.role,
-            lead=replica.gpus[0],
+            driver=replica.gpus[0],
             links={gpu: links[gpu] for gpu in replica.gpus if gpu in links},
             kv_budget_tokens=told[replica.gpus[0]].kv_budget_tokens,
             max_batch=replica.max_batch,
