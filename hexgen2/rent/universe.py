@@ -25,7 +25,7 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
     evaluator, budget, incumbent = state.evaluator, state.budget, state.incumbent
     params = evaluator.params
     assert budget is not None
-    state.bounded_by(evaluator.relaxed.limit(budget.per_hour))
+    state.bounded_by(evaluator.relaxed.upper_bound(budget.per_hour))
     assert incumbent.bound is not None
     if incumbent.bound.req_s < state.stopping.target_req_s < math.inf:
         incumbent.proved = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hexgen2.placement import OPTIMAL
-from hexgen2.search.bounds.upper_bounds import Limit
+from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.evaluator import Evaluation
 from hexgen2.search.steps import Step
 from hexgen2.search.ties import exceeds
@@ -25,7 +25,7 @@ class Incumbent:
     """
 
     best: Evaluation | None = None
-    bound: Limit | None = None
+    bound: UpperBound | None = None
     proved: bool = False
     trace: list[dict] = field(default_factory=list)
     frontier: list[tuple[float, Evaluation]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Incumbent:
         self._compare()
         return True
 
-    def tighten(self, bound: Limit) -> bool:
+    def tighten(self, bound: UpperBound) -> bool:
         """Keep the bound if it is the tightest, and say whether it is."""
         if self.bound is not None and not exceeds(self.bound.req_s, bound.req_s):
             return False

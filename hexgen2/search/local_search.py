@@ -48,7 +48,7 @@ def _best_step(
     until none left promises more than the best has."""
     evaluator = state.evaluator
     threshold = current.score
-    prices = evaluator.prices(current)
+    duals = evaluator.duals(current)
     promising: list[tuple[float, Neighbour]] = []
     seen = set()
     for step, solution in steps:
@@ -59,8 +59,8 @@ def _best_step(
         if not exceeds(limit, threshold) or solution.key in seen:
             continue
         seen.add(solution.key)
-        if prices:
-            limit = min(limit, evaluator.priced_limit(solution, current, prices))
+        if duals:
+            limit = min(limit, evaluator.limit_by_duals(solution, current, duals))
         if exceeds(limit, threshold):
             promising.append((limit, (step, solution)))
         if state.finished():

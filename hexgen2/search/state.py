@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hexgen2.search.bounds.upper_bounds import Limit
+from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.budget import Budget
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.incumbent import Incumbent
@@ -41,7 +41,7 @@ class SearchState:
         if self.progress:
             self.progress(self)
 
-    def bounded_by(self, bound: Limit) -> None:
+    def bounded_by(self, bound: UpperBound) -> None:
         """Keep the upper bound if it is the tightest."""
         if self.incumbent.tighten(bound) and self.progress and self.incumbent.best:
             self.progress(self)

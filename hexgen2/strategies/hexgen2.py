@@ -55,7 +55,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
 def explore(state: SearchState, seed: int) -> None:
     """Offer the best solution of a cluster whose GPUs are all there to use, and a bound."""
-    state.bounded_by(state.evaluator.relaxed.limit())
+    state.bounded_by(state.evaluator.relaxed.upper_bound())
     params = state.evaluator.params
     large = len(state.evaluator.problem.usable) > params.large_gpus
     state.spend(params.effort, params.close_gap if large else 0.0)
