@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from hexgen2.placement import Placement, Replica
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.operators import swaps
 from hexgen2.search.partition.initial import estimated_groups
-from hexgen2.search.problem import Problem, make_problem
+from hexgen2.search.problem import Problem, Solution, make_problem
+from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.baselines.paper import valued
 from hexgen2.strategies.registry import STRATEGIES, find_strategy
@@ -32,6 +34,11 @@ def run(strategy: str, problem: Problem, options: SearchOptions | None = None) -
     assert placement.strategy == strategy
     assert 0 < placement.throughput.req_s <= placement.bound.req_s * (1 + 1e-9)
     return placement
+
+
+def _solutions_in(seen: list[Solution]) -> Callable[[SearchState], None]:
+    """A progress function that lists the best solution at every improvement."""
+    return lambda state: seen.append(state.incumbent.best.solution)
 
 
 def types_of(problem: Problem, replica: Replica) -> set[str]:
@@ -119,7 +126,7 @@ def test_what_cannot_fit_raises(strategy):
 def test_swaps_keep_the_number_of_groups(strategy, cluster):
     """The paper's K is never revised; random swaps keep even the size of every group."""
     problem, seen = make(cluster, "llama-2-70b", "HPLD"), []
-    run(strategy, problem, SearchOptions(progress=lambda state: seen.append(state.incumbent.best.solution)))
+    run(strategy, problem, SearchOptions(progress=_solutions_in(seen)))
     assert {len(solution.groups) for solution in seen} == {estimated_groups(problem)}
     if strategy == "random-swap":
         assert len({tuple(sorted(g.size for g in solution.groups)) for solution in seen}) == 1
@@ -148,7 +155,7 @@ def test_paper_starts_as_in_appendix_e():
     placement = run(
         "hexgen2-paper",
         problem,
-        SearchOptions(progress=lambda state: seen.append(state.incumbent.best.solution)),
+        SearchOptions(progress=_solutions_in(seen)),
     )
     start = sorted((g.role, g.counts) for g in seen[0].groups)
     assert start == [(role, ((node, 2),)) for role in ("decode", "prefill") for node in (0, 1)]
