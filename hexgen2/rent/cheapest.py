@@ -1,4 +1,4 @@
-"""The objective "cost": ask again and again whether less money will do."""
+"""The objective "cost": finds the cheapest rental that carries a load, under shrinking budgets."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hexgen2.search.problem import Solution
 from hexgen2.search.state import SearchState
 
 CARRIED = 1 + 2e-6
-"""Slack on a load, so that it is still carried when the flow is evened out."""
+"""Slack on the load, so that it is still carried after the flow has been balanced."""
 
 
 def explore_cost(state: SearchState, seed: int) -> None:
-    """Leave the cheapest rental that carries the goal's request_rate as the incumbent; proved if none is
+    """Make the cheapest rental that carries the goal's request_rate the incumbent, proved if none can be
     cheaper.
 
     Raises
     ------
-    InfeasibleError : the load is more than any rental found (within the budget, if there is one) carries
+    InfeasibleError : no rental was found that carries the load (within the budget, if there is one)
     """
     problem = state.evaluator.problem
     load = problem.goal.request_rate
@@ -39,15 +39,15 @@ def explore_cost(state: SearchState, seed: int) -> None:
 
 
 def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: float) -> Evaluation | None:
-    """Leave the cheapest solution that carries req_s (0: anything at all) as the incumbent, if one is found
-    that costs at most so many US dollars per hour; else return the best for that much."""
+    """Make the cheapest solution that carries req_s (0: any throughput) for at most most_per_hour US dollars
+    per hour the incumbent. If none is found, return the best solution for that budget instead."""
     evaluator, incumbent = state.evaluator, state.incumbent
     prices = Budget(evaluator.problem, most_per_hour)
     target = max(req_s * CARRIED, 1e-9)
     failed = evaluator.relaxed.least_price(req_s)
     if failed > most_per_hour:
         return attempt(state, seed, most_per_hour, []).incumbent.best
-    # More and more money until the load is carried.
+    # Raise the budget until the load is carried.
     budget = max(failed * 1.05, most_per_hour / 64)
     starts: list[Solution] = []
     while incumbent.best is None:
@@ -60,7 +60,7 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
         else:
             failed, budget = budget, budget * evaluator.params.budget_growth
             starts = [tried.incumbent.best.solution] if tried.incumbent.best else []
-    # Less and less: first in halves, then by the least step.
+    # Lower it again: first by bisection, then by the smallest step.
     for halving in itertools.count():
         price = prices.price(incumbent.best.solution)
         budget = (failed + price) / 2 if halving < evaluator.params.budget_halvings else price * (1 - 1e-6)
@@ -76,17 +76,17 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
 
 
 def _take(state: SearchState, tried: SearchState, target: float) -> None:
-    """What carries the target, made as cheap as its neighbours allow, is the best so far."""
+    """Make a solution that carries the target as cheap as its neighbours allow, and keep it as the best."""
     assert tried.incumbent.best is not None
     state.incumbent.best = cheapest_alike(state.evaluator, tried.incumbent.best, target)
 
 
 def refuse_budget(state: SearchState, seed: int) -> None:
-    """Say what the cheapest placement costs, if that is more than the goal's budget.
+    """Reject a budget that is too small for any placement.
 
     Raises
     ------
-    InfeasibleError : it is
+    InfeasibleError : the cheapest placement costs more than the goal's budget; says how much
     """
     problem = state.evaluator.problem
     if problem.goal.budget_per_hour is None or state.stopping.cut:

@@ -1,4 +1,4 @@
-"""The search over all that could be rented, within one budget."""
+"""The search over everything on offer, within one budget."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from hexgen2.search.ties import greatest_first
 
 
 def search_universe(state: SearchState, seed: int, effort: float, starts: Sequence[Solution]) -> None:
-    """Bound what the budget carries, and leave it at that if the target is more. Climb from the starts, from
-    those of the linear program and from the state's best; settle small universes by enumeration; perturb and
-    climb on until the effort is spent."""
+    """Search within state.budget; the result is the state's incumbent.
+
+    First bounds what the budget can carry, and stops if that is less than the target. Then refines the given
+    starts, those of the linear program, and the incumbent; enumerates small universes; and perturbs and
+    refines until the effort is spent.
+    """
     evaluator, budget, incumbent = state.evaluator, state.budget, state.incumbent
     params = evaluator.params
     assert budget is not None
@@ -46,7 +49,7 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
 
 
 def fresh(state: SearchState) -> SearchState:
-    """A state of its own for other budgets and targets; shares evaluator, deadline, progress and trace."""
+    """A new state for another budget or target, which shares evaluator, time limit, progress and trace."""
     incumbent, stopping = Incumbent(trace=state.incumbent.trace), state.stopping.with_target()
     return replace(state, incumbent=incumbent, stopping=stopping, budget=None)
 
@@ -58,7 +61,7 @@ def attempt(
     starts: Sequence[Solution],
     target_req_s: float = float("inf"),
 ) -> SearchState:
-    """Search within another budget (US dollars per hour); what is found is in the state returned."""
+    """Search within another budget (US dollars per hour); returns the state of that search."""
     tried = fresh(state)
     evaluator = state.evaluator
     tried.budget, tried.stopping.target_req_s = Budget(evaluator.problem, per_hour), target_req_s
@@ -69,7 +72,7 @@ def attempt(
 
 
 def _linear_starts(evaluator: Evaluator, budget: Budget) -> Iterator[Solution]:
-    """From the linear program over all types, and over each alone."""
+    """Rounded solutions of the linear program over all GPU types, and over each type alone."""
     problem = evaluator.problem
     types = problem.cluster.types
     for cards in (types, *((card,) for card in types)):
