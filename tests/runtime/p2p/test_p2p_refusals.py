@@ -27,7 +27,7 @@ from cost_model.errors import InputError
 from runtime.frames import BadFrame
 from runtime.launcher.nodes.agent_messages import (
     AGENT_PROTOCOL,
-    Problem,
+    StartFailed,
     StartWorkers,
     Welcome,
     decode,
@@ -505,4 +505,4 @@ def test_other_texts_of_members_that_do_not_print_are_refused_too():
     )
     with pytest.raises(BadFrame):
         decode(encode(request))
-    assert decode(encode(Problem(kind="fault", text="a\n\x1bb"))).text == "a \\x1bb"
+    assert decode(encode(StartFailed(kind="fault", text="a\n\x1bb"))).text == "a \\x1bb"
