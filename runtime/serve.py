@@ -34,7 +34,7 @@ from runtime.frontend.traces import Tracer
 from runtime.launcher.base import Launcher
 from runtime.launcher.configure import configurations
 from runtime.launcher.registry import make_launcher
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.operator import report, stop_signals
 from runtime.options import (
     DEFAULTS,
@@ -244,7 +244,7 @@ async def _load_tokenizer(placement: Placement, folder: Path | None) -> Tokenize
 
 async def _start(
     launcher: Launcher, worker_configs: dict[str, Configure], tokenizing: Coroutine[Any, Any, Tokenizer]
-) -> tuple[dict[str, Link], Tokenizer]:
+) -> tuple[dict[str, WorkerLink], Tokenizer]:
     """Workers and tokenizer, loaded side by side."""
     tokenizer = asyncio.create_task(tokenizing)
     links = asyncio.create_task(launcher.start(worker_configs, report))

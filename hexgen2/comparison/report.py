@@ -16,14 +16,15 @@ from cost_model.errors import InputError
 from hexgen2.comparison.run import ATTAINMENT, SLO_SCALES, Entry, Settings
 
 NOTES = (
-    "Peak: simulated with all requests at once. Online: arrivals at random at {share:.0%} of the own peak.",
-    "SLO scale: multiple of the time that a request takes alone on the fewest H100 that hold the model, "
-    "within which {attainment:.0%} end when all get the same requests, {share:.0%} of the smallest peak.",
+    "Peak: simulated with all requests at once. Online: random arrivals at {share:.0%} of each strategy's "
+    "own peak.",
+    "SLO scale: the multiple of a request's latency alone on the fewest H100s that hold the model within "
+    "which {attainment:.0%} of requests finish, when all strategies get {share:.0%} of the smallest peak.",
 )
 
 
 def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """One flat record for each contender and workload."""
+    """One flat record per contender and workload."""
     found = []
     for entry in entries:
         row: dict[str, Any] = {
@@ -56,7 +57,7 @@ _LATENCIES = tuple(
 
 
 def print_comparison(entries: Sequence[Entry], settings: Settings, console: Console) -> None:
-    """A table for each workload, the first contender the measure of the others' throughput."""
+    """Print one table per workload; throughput ratios are relative to the first contender."""
     for workload, group in groupby(entries, key=lambda entry: entry.workload):
         own = list(group)
         first = own[0].peak_tok_s
@@ -93,14 +94,14 @@ def print_comparison(entries: Sequence[Entry], settings: Settings, console: Cons
 
 
 def _short(entry: Entry, first: Entry) -> str:
-    """The contender, without the cluster if it has the same as the first."""
+    """The name of a contender, without the cluster if it is that of the first one."""
     name, cluster = entry.contender.name, entry.contender.cluster
     return name.removesuffix(f"@{cluster}") if cluster == first.contender.cluster else name
 
 
 def write_comparison(entries: Sequence[Entry], settings: Settings, folder: Path) -> list[Path]:
-    """Tables as CSV, every placement and result as JSON, and plots where matplotlib is installed; the files
-    written.
+    """Write tables as CSV, placements and results as JSON, and plots if matplotlib is installed; returns the
+    files written.
 
     Raises
     ------
@@ -144,7 +145,7 @@ def _write_csv(records: list[dict[str, Any]], path: Path) -> Path:
 
 
 def plot(entries: Sequence[Entry], settings: Settings, folder: Path) -> list[Path]:
-    """Bars of throughput and curves of SLO attainment; nothing without matplotlib."""
+    """Plot throughput as bars and SLO attainment as curves; does nothing without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""What a re-plan is asked for: a placement that runs, and what has changed since."""
+"""What a re-plan starts from: a running placement, and what has changed since."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def replanned(
     horizon_s: float | None = None,
     load_gbyte_s: float | None = None,
 ) -> Placement:
-    """A new placement from the one in a file, as the command line asks for it.
+    """Re-plan the placement in a file.
 
     Parameters
     ----------
-    inputs : what has changed, keyword arguments of `replan_problem`; those that are None have not
-    horizon_s, load_gbyte_s : see hexgen2.replan.migration.Terms, whose defaults hold where they are None
+    inputs : what has changed, as keyword arguments of `replan_problem`; None means unchanged
+    horizon_s, load_gbyte_s : see hexgen2.replan.migration.Terms; None takes its default
 
     Raises
     ------
-    InputError : the placement is not sound, or re-planning does not know the strategy or the goal
-    InfeasibleError : what is left carries no request
+    InputError : the placement is invalid, or re-planning does not support the strategy or the goal
+    InfeasibleError : the remaining GPUs cannot serve the model
     """
     if strategy != replan.NAME:
         raise InputError("--strategy", strategy, "cannot re-plan", f"leave it out: {replan.NAME} does")
@@ -74,18 +74,18 @@ def replan_problem(
     lost: str = "",
     added: str = "",
 ) -> Problem:
-    """The problem that a placement leaves: what is not given is as it was. The placement must be sound
+    """The problem to re-plan; whatever is not given is taken from the placement, which must be valid
     (hexgen2.checks.verify).
 
     Parameters
     ----------
-    lost, added : GPU ids or node names, separated by commas. Lost ones stay out until they are added; GPUs
-        that another --cluster lacks are lost as well, and those that it has beyond the old one added
+    lost, added : GPU ids or node names, separated by commas. Lost GPUs stay out until they are added again.
+        With another cluster, GPUs that it lacks count as lost, and new ones can be added
 
     Raises
     ------
-    InputError : an unknown GPU, one both lost and added or added while it serves, another model, or whatever
-        make_problem refuses
+    InputError : an unknown GPU, one both lost and added or added while it serves, another model, or an input
+        that make_problem rejects
     """
     if model is not None and find_model(model) != previous.model:
         problem = f"differs from {previous.model.name}, which the placement serves"
@@ -115,8 +115,8 @@ def replan_problem(
 
 
 def _gpus(option: str, text: str, cluster: Cluster, among: Iterable[str] | None = None) -> set[str]:
-    """The GPUs that a list of ids and node names means; with `among`, all of them must be there (of a node:
-    those that are)."""
+    """The GPUs named by a list of ids and node names. With `among`, ids must be in it, and a node name stands
+    for those of its GPUs that are."""
     by_node: dict[str, list[str]] = {name: [] for name in cluster.node_names}
     for gpu in cluster.gpu_ids:
         by_node[gpu.rsplit("/", 1)[0]].append(gpu)
