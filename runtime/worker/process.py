@@ -28,11 +28,11 @@ from runtime.engine.registry import make_engine
 from runtime.protocol.between_workers import ExpectingKv, ExpectKv, Release, Step
 from runtime.protocol.framing import Connection, listen
 from runtime.protocol.from_workers import Failed, Listening, Pong, Ready
-from runtime.protocol.handshake import Newcomers, connect
+from runtime.protocol.handshake import PendingHandshakes, connect
 from runtime.protocol.message import PROTOCOL_VERSION, Message
 from runtime.protocol.to_workers import Configure, Connect, Ping, ReserveKv, Shutdown
 from runtime.worker.driver import Driver
-from runtime.worker.executor import Executor, introduction
+from runtime.worker.executor import Executor, credentials
 from runtime.worker.scheduled_request import Reservation
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class _Worker:
         self.others: dict[str, Connection] = {}
         self._all_here = threading.Event()
         self._dying = threading.Lock()
-        self._newcomers = Newcomers()
+        self._pending = PendingHandshakes()
 
     def run(self) -> NoReturn:
         """Open sockets, load weights, join the groups, then run steps until the process ends."""
@@ -136,7 +136,7 @@ class _Worker:
         """Connect the replica's other workers, once loaded, to the driver, which waits for all of them."""
         if not self.rank.is_driver:
             driver = addresses.peers[self.rank.workers[0]]
-            self.to_driver = connect(driver, introduction(self.config, "control"), CONTROL_TIMEOUT_S)
+            self.to_driver = connect(driver, credentials(self.config, "control"), CONTROL_TIMEOUT_S)
             self.to_driver.stream.settimeout(None)
         elif len(self.rank.workers) > 1:
             self._all_here.wait()
@@ -221,7 +221,7 @@ class _Worker:
 
     def _welcome(self, stream: socket.socket) -> None:
         """Serve a connection of this launch; a stranger's costs one thread and is closed."""
-        accepted = self._newcomers.accept(stream, self.config.secret)
+        accepted = self._pending.accept(stream, self.config.secret)
         if accepted is None:
             log.warning("worker %s: closed a connection that did not prove the secret", self.config.worker)
             return
