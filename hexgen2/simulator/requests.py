@@ -55,25 +55,21 @@ class Lengths:
     trace: Trace | None = None
 
     @classmethod
-    def load(cls, name_or_file: str | None, isl: float | None = None, osl: float | None = None) -> Lengths:
-        """As load_workload, but of a trace file the requests are kept.
+    def load(
+        cls, workload: str | Path | Workload | None, isl: float | None = None, osl: float | None = None
+    ) -> Lengths:
+        """Like load_workload, but keeps the requests of a trace file.
 
         Raises
         ------
         InputError : see load_workload
         """
-        shipped = {name.lower() for name in SHIPPED}
-        by_name = name_or_file is None or name_or_file.strip().lower() in shipped
-        if (
-            name_or_file is not None
-            and not by_name
-            and isl is None
-            and osl is None
-            and _is_file(name_or_file)
-        ):
-            trace = read_trace(Path(name_or_file))
-            return cls(workload_of_trace(trace, Path(name_or_file).stem), trace)
-        return cls(load_workload(name_or_file, isl, osl))
+        if isinstance(workload, str | Path) and isl is None and osl is None:
+            name, shipped = str(workload), {name.lower() for name in SHIPPED}
+            if name.strip().lower() not in shipped and _is_file(name):
+                trace = read_trace(Path(name))
+                return cls(workload_of_trace(trace, Path(name).stem), trace)
+        return cls(load_workload(workload, isl, osl))
 
     def sample(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         """[count] prompt and output tokens, drawn with the weights of the classes or evenly from the trace.

@@ -42,14 +42,14 @@ def list_workloads() -> list[tuple[str, str]]:
 
 
 def load_workload(
-    name_or_file: str | None = None, isl: float | None = None, osl: float | None = None
+    workload: str | Path | Workload | None = None, isl: float | None = None, osl: float | None = None
 ) -> Workload:
     """A shipped workload by name, a mixture of shipped ones, one of fixed lengths, or that of a trace file.
 
     Parameters
     ----------
-    name_or_file : shipped name in any case, several with their shares of the requests ("HPLD:2,LPHD:1"), or
-        a trace (see `hexgen2.workload.traces.read_trace`); may be left out where isl and osl are given
+    workload : shipped name in any case, several with their shares of the requests ("HPLD:2,LPHD:1"), a trace
+        (see `hexgen2.workload.traces.read_trace`) or a workload; may be left out if isl and osl are given
     isl, osl : prompt and output tokens; each overrides that of every class
 
     Raises
@@ -60,13 +60,14 @@ def load_workload(
         if value is not None and not least <= value <= MAX_TOKENS:
             remedy = f"give a number of tokens, at least {least} and at most {MAX_TOKENS}"
             raise InputError(option, "", f"is {value:g}", remedy)
-    if name_or_file is None:
+    if workload is None:
         if isl is None or osl is None:
             missing = "--isl" if isl is None else "--osl"
             raise InputError("--workload", "", "is missing", f"name one, or give {missing} as well")
         fixed = RequestClass(name="fixed", isl=isl, osl=osl)
         return Workload(name=f"{isl:g}-{osl:g}", classes=(fixed,), source="--isl and --osl")
-    workload = _named(name_or_file)
+    if not isinstance(workload, Workload):
+        workload = _named(str(workload))
     if isl is None and osl is None:
         return workload
     lengths = {key: float(value) for key, value in (("isl", isl), ("osl", osl)) if value is not None}
