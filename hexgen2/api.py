@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hexgen2.results import SimulationResult
     from hexgen2.search.local_search import SearchState
     from hexgen2.search.problem import Engine
-    from hexgen2.simulator.policies import Policy
+    from hexgen2.simulator.batching import Policy
     from hexgen2.simulator.simulation import Simulation
     from hexgen2.workload.lengths import Workload
 
@@ -261,10 +261,9 @@ def simulate(
     ['placement', 'cluster', 'model', 'requests']
     """
     from cost_model.files import written
-    from hexgen2.simulator.arrivals import arrivals
-    from hexgen2.simulator.requests import Lengths
     from hexgen2.simulator.run import simulate as run
     from hexgen2.simulator.simulation import Failure, Options, Replan
+    from hexgen2.workload.arrivals import LengthSource, arrivals
 
     placed, _ = _loaded(placement)
     _check_choices(policy=policy)
@@ -274,7 +273,7 @@ def simulate(
         if value is not None:
             _in_range(f"--{name.removesuffix('_ms').replace('_', '-')}", value)
     fixed = workload is None and isl is None and osl is None
-    lengths = Lengths(placed.workload) if fixed else Lengths.load(workload, isl, osl)
+    lengths = LengthSource(placed.workload) if fixed else LengthSource.load(workload, isl, osl)
     requests = arrivals(lengths, request_rate, offline, num_requests, duration_s, burstiness, seed)
     goal = placed.goal.model_copy(update={key: value for key, value in targets.items() if value is not None})
     placed = placed.model_copy(update={"goal": goal})
@@ -471,7 +470,7 @@ def _check_choices(**values: str | None) -> None:
     from cost_model.pipeline import PIPELINE_SEMANTICS
     from hexgen2.network.shared_links import Links
     from hexgen2.search.problem import Engine
-    from hexgen2.simulator.policies import POLICIES
+    from hexgen2.simulator.batching import POLICIES
 
     known: dict[str, Sequence[str]] = {
         "pipeline": PIPELINE_SEMANTICS,

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cluster_specs.loader import resolve
-from cost_model.base import TensorGroup
+from cost_model.base import CostModel, TensorGroup
 from cost_model.errors import InputError
 from cost_model.hardware import NO_LINK, Accelerator
 from cost_model.pipeline import PIPELINE_SEMANTICS, PipelineSemantics, prefill_batches_held
 from cost_model.registry import COST_MODELS, make_cost_model
 from hexgen2.cluster import Cluster
-from hexgen2.network.traffic import traffic_of
-from hexgen2.placement import Placement
+from hexgen2.network.occupancy import KvTransfer, activations, parts_of_gpus
+from hexgen2.network.traffic import Traffic
+from hexgen2.placement import Placement, Replica, Route
 
 TOLERANCE = 1e-6
 """Relative slack for rates that were added up in floating point."""
@@ -210,6 +211,27 @@ def check_links(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
     traffic = traffic_of(cluster, costs, placement.replicas, placement.routes)
     for name, share in traffic.at_least(1 + TOLERANCE):
         yield "routes", f"{name} would carry {share:.6g} times what it can"
+
+
+def traffic_of(
+    cluster: Cluster, costs: CostModel, replicas: Iterable[Replica], routes: Iterable[Route]
+) -> Traffic:
+    """The KV caches of all routes and the activations of all pipelines.
+
+    Raises
+    ------
+    KeyError : a GPU that the cluster lacks
+    """
+    traffic = Traffic(cluster)
+    for route in routes:
+        traffic.add_transfer(KvTransfer.of(parts_of_gpus(cluster, route.parts)), route.flow_req_s)
+    tokens = {"prefill": costs.isl, "decode": costs.osl, "colocated": costs.isl + costs.osl}
+    for replica in replicas:
+        sent = activations(
+            cluster.nodes_of(stage.gpus[0] for stage in replica.stages), costs.activation_bytes_per_token
+        )
+        traffic.add(sent, replica.utilisation * replica.capacity_req_s * tokens[replica.role])
+    return traffic
 
 
 def _accelerator(cluster: Cluster, gpu: str) -> Accelerator:

@@ -146,15 +146,14 @@ class Cluster:
         """The positions of devices; KeyError if there is none of some id."""
         return [self._index_of[gpu_id] for gpu_id in gpu_ids]
 
+    def nodes_of(self, gpu_ids: Iterable[str]) -> list[int]:
+        """The index of each device's node; KeyError if there is none of some id."""
+        return [int(self.node_of[self._index_of[gpu_id]]) for gpu_id in gpu_ids]
+
     def link(self, i: int, j: int) -> Link:
         """From device i to device j."""
         fabric: Fabric = self.fabrics[self.node_of[i]] if self.node_of[i] == self.node_of[j] else ""
         return Link(float(self.bandwidth_bytes_s[i, j]), float(self.latency_s[i, j]), fabric)
-
-    @property
-    def total_price_per_hour(self) -> float:
-        """US dollars per hour for all devices."""
-        return float(self.price_per_hour.sum())
 
 
 def _inside(interconnect: InterconnectClass | InterconnectSpec, card: Accelerator) -> tuple[Link, str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from cost_model.fields import Name, Prose, between, schema_error
 from cost_model.files import read_text, write_text
 from hexgen2.goal import Goal
 from hexgen2.moves import LARGEST, Figure, Migration, Move
+from hexgen2.network.kv_parts import GpuPart, gpu_parts
 from hexgen2.network.shared_links import Links
 from hexgen2.workload.lengths import Workload
 
@@ -89,6 +91,41 @@ class Route(_Strict):
     capacity_req_s: Figure
     kv_bytes_per_req: Figure
     links: list[RouteLink] = []
+
+    @classmethod
+    def between(
+        cls,
+        source: Replica,
+        target: Replica,
+        layer_bytes: float,
+        capacity_req_s: float = 0.0,
+        flow_req_s: float = 0.0,
+    ) -> Route:
+        """The route between two replicas, with the GPU pairs that its KV caches take.
+
+        Parameters
+        ----------
+        layer_bytes : KV cache of one request in one layer
+        """
+        parts = gpu_parts(source.stages, target.stages, layer_bytes)
+        links = [
+            {"from": sender, "to": receiver, "bytes_per_req": moved} for sender, receiver, moved in parts
+        ]
+        return cls.model_validate(
+            {
+                "from": source.id,
+                "to": target.id,
+                "flow_req_s": flow_req_s,
+                "capacity_req_s": capacity_req_s,
+                "kv_bytes_per_req": layer_bytes * sum(stage.layer_count for stage in source.stages),
+                "links": links,
+            }
+        )
+
+    @property
+    def parts(self) -> Iterator[GpuPart]:
+        """(from GPU, to GPU, bytes per request) of each link."""
+        return ((link.from_, link.to, link.bytes_per_req) for link in self.links)
 
 
 class CostModelName(_Strict):

@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine.kv_transfer [rates] [shapes] [overlap] [--rounds N]
 
-`rates`: each transport against the same bytes without any KV cache: a socket's sendall and recv_into, a copy
-between two shared mappings, gloo's isend and irecv of one flat tensor. `shapes`: replicas of unlike shapes
-against like ones, the same total bytes. `overlap`: how much of a transfer a prefill hides that hands over one
+`rates`: each transport against the same bytes without any KV cache: a socket's sendall and recv_into, or a
+copy between two shared mappings. `shapes`: replicas of unlike shapes against like ones, the same total bytes.
+`overlap`: how much of a transfer a prefill hides that hands over one
 layer after another; its layers are matrix products, on the same cores. Bfloat16, 8 heads of 128, blocks of 16
 tokens. The sides of a comparison take turns, after one unmeasured turn each; figures are medians.
 """
@@ -23,15 +23,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from runtime.engine.torch.collectives import connect_store, open_store
 from runtime.kv_cache.layout import KvTransfer, held, outgoing
 from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer import KvReceiver, KvSender
@@ -132,8 +129,6 @@ def serve(pipe: Pipe, setting: Setting) -> None:
     flat = memoryview(bytearray(setting.total_bytes))
     into = np.frombuffer(mmap.mmap(-1, setting.total_bytes), np.uint8)
     into[:] = 0
-    group: Any = None
-    tensor = torch.zeros(setting.total_bytes, dtype=torch.uint8)
     while True:
         match pipe.recv():
             case "expect":
@@ -158,11 +153,6 @@ def serve(pipe: Pipe, setting: Setting) -> None:
                 while stream.recv(1) == b"c":
                     np.copyto(into, source)
                     stream.sendall(b"x")
-            case ("gloo", port):
-                group = _gloo(connect_store(HOST, port, 2), 1)
-            case "gloo":
-                group.recv([tensor], 0, 0).wait()
-                stream.sendall(b"x")
 
 
 def _accept_all(receiver: KvReceiver) -> tuple[str, int]:
@@ -178,14 +168,6 @@ def _accept_all(receiver: KvReceiver) -> tuple[str, int]:
 
     threading.Thread(target=accept, daemon=True).start()
     return listener.getsockname()
-
-
-def _gloo(store: Any, rank: int) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=HOST)]
-    options._timeout = timedelta(seconds=60)
-    return gloo(store, rank, 2, options)
 
 
 class Sides:
@@ -264,10 +246,6 @@ class Sides:
             descriptor = os.memfd_create("source")
             os.ftruncate(descriptor, len(self.data))
             np.frombuffer(mmap.mmap(descriptor, len(self.data)), np.uint8)[:] = 1
-        if transport == "gloo":
-            store = open_store(HOST, 2)
-            self.pipe.send(("gloo", store.port))
-            group = _gloo(store, 0)
 
         def tcp() -> None:
             self.pipe.send("tcp")
@@ -276,16 +254,12 @@ class Sides:
         def shm() -> None:
             self.stream.sendall(b"c")
 
-        def gloo() -> None:
-            self.pipe.send("gloo")
-            group.send([self.data], 1, 0).wait()
-
         def run() -> float:
             if transport == "shm":
                 self.pipe.send(("shm", f"/proc/{os.getpid()}/fd/{descriptor}"))
                 self.pipe.recv()
             began = time.perf_counter()
-            {"tcp": tcp, "shm": shm, "gloo": gloo}[transport]()
+            {"tcp": tcp, "shm": shm}[transport]()
             self.stream.recv(1)
             seconds = time.perf_counter() - began
             if transport == "shm":
@@ -312,7 +286,7 @@ def rates(rounds: int) -> None:
         tokens = size // (LAYERS * HEADS * HEAD_DIM * 2 * DTYPE.itemsize)
         blocks = "anywhere" if scattered else "in a row"
         with Sides(Setting(*one, HEADS, tokens, scattered)) as both:
-            for transport in ("shm", "tcp", "gloo"):
+            for transport in ("shm", "tcp"):
                 taken = in_turns({"kv": both.move(transport), "bare": both.bare(transport)}, rounds)
                 kv_s, bare_s = (statistics.median(taken[name]) for name in ("kv", "bare"))
                 share = statistics.median(b / k for k, b in zip(taken["kv"], taken["bare"], strict=True))

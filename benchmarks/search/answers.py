@@ -5,6 +5,11 @@
 Reads a JSON list of argument lists, runs them inside FOLDER, so that a command can read what an earlier one
 wrote with -o, and prints a JSON list of digests. One process answers for one kind of machine (machines.py).
 
+    python answers.py --serve SECONDS
+
+Reads such a list from each line instead, runs it in a process forked for it, inside a fresh folder, and
+prints a line of answers with their seconds; null if they take longer than so many seconds each.
+
 With --disturb, costs get other last bits, and eigenvectors another basis of what they span, as a library,
 processor or compiler that is not at hand might give them.
 """
@@ -18,13 +23,18 @@ import io
 import json
 import os
 import re
+import signal
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+LOST = "first GPU"
+"""In a command, stands for the first GPU of the first replica of the placement that it reads."""
 TIMES = re.compile(r'"(seconds|[a-z]+_wall_s)": [-+.e0-9]+')
 
 
@@ -42,10 +52,13 @@ def rounded(value: Any) -> Any:
     return [rounded(each) for each in value] if isinstance(value, list) else value
 
 
-def answer(arguments: list[str]) -> dict[str, str | int]:
+def answer(arguments: list[str]) -> dict[str, Any]:
     """Exit code, digests of what the command printed and wrote, and of the former in six digits."""
     from hexgen2.cli import main
 
+    if LOST in arguments:
+        replicas = json.loads(Path(arguments[arguments.index("--from") + 1]).read_text())["replicas"]
+        arguments = [replicas[0]["stages"][0]["gpus"][0] if word == LOST else word for word in arguments]
     printed, code = io.StringIO(), 0
     sys.argv = ["hexgen2", *arguments]
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()) as errors:
@@ -54,7 +67,7 @@ def answer(arguments: list[str]) -> dict[str, str | int]:
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
     text = printed.getvalue()
-    found: dict[str, str | int] = {"code": code, "printed": digest(text)}
+    found: dict[str, Any] = {"code": code, "printed": digest(text)}
     if text.startswith("{"):
         found["roughly"] = digest(json.dumps(rounded(json.loads(text))))
     if code != 0:
@@ -99,11 +112,45 @@ def _with_other_bits(function: Callable[..., float], seed: int) -> Callable[...,
     return other
 
 
+def serve(timeout_s: int) -> None:
+    """Answer the lines of standard input until it ends."""
+    import networkx  # noqa: F401  so that no command pays for what all of them import
+
+    import hexgen2.cli  # noqa: F401
+
+    for line in sys.stdin:
+        print(_in_a_fork(json.loads(line), timeout_s), flush=True)
+
+
+def _in_a_fork(commands: list[list[str]], timeout_s: int) -> str:
+    reader, writer = os.pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        if (child := os.fork()) == 0:
+            os.chdir(folder)
+            signal.alarm(timeout_s * len(commands))
+            os.write(writer, json.dumps([_timed(command) for command in commands]).encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader) as answers:
+            text = answers.read()
+        os.waitpid(child, 0)
+    return text or "null"
+
+
+def _timed(command: list[str]) -> dict[str, Any]:
+    began = time.perf_counter()
+    return answer(command) | {"seconds": time.perf_counter() - began}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--disturb", type=int)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("--serve", type=int, metavar="SECONDS")
+    parser.add_argument("folder", type=Path, nargs="?")
     options = parser.parse_args()
+    if options.serve is not None:
+        serve(options.serve)
+        sys.exit()
     commands = json.load(sys.stdin)
     if options.disturb is not None:
         disturb(options.disturb)

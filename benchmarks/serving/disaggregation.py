@@ -41,7 +41,8 @@ from hexgen2.bench.http import Address, Server
 from hexgen2.bench.measurements import Measurements
 from hexgen2.bench.run import Load, bench
 from hexgen2.placement import Placement
-from hexgen2.simulator.requests import Lengths, Requests, offline, online
+from hexgen2.workload.arrivals import LengthSource, offline, online
+from hexgen2.workload.requests import Requests
 
 ISL, OSL = 160, 48
 LOADS = (0.3, 0.6, 0.85)
@@ -58,7 +59,7 @@ class Fleet:
     name: str
     url: str
     process: psutil.Process
-    lengths: Lengths
+    lengths: LengthSource
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def main() -> None:
         fleets = []
         for name, colocated in (("disaggregated", False), ("colocated", True)):
             path = make_placement(work, model, colocated, ISL, OSL)
-            lengths = Lengths(Placement.load(path).workload)
+            lengths = LengthSource(Placement.load(path).workload)
             fleets.append(Fleet(name, *stack.enter_context(launched(path, model)), lengths))
         under_load = compare_loads(fleets, options)
         interference = compare_interference(fleets, options)

@@ -19,7 +19,6 @@ from cluster_specs.loader import resolve
 from cluster_specs.schema import ClusterSpec, NodeSpec
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
-from hexgen2.network.kv_parts import route_links
 from hexgen2.placement import (
     Bound,
     CostModelName,
@@ -75,16 +74,7 @@ def fleet(replicas: int, chance: random.Random) -> Placement:
         cost_model=CostModelName(name="calibrated", calibration="none", pipeline="pipelined", links="shared"),
         replicas=made,
         routes=[
-            Route.model_validate(
-                {
-                    "from": p.id,
-                    "to": d.id,
-                    "flow_req_s": 1.0,
-                    "capacity_req_s": 5.0,
-                    "kv_bytes_per_req": costs.kv_bytes_per_layer * model.layers,
-                    "links": route_links(p, d, costs.kv_bytes_per_layer),
-                }
-            )
+            Route.between(p, d, costs.kv_bytes_per_layer, capacity_req_s=5.0, flow_req_s=1.0)
             for p, d in pairs
         ],
         throughput=Throughput(req_s=1.0, output_tok_s=1.0),

@@ -30,9 +30,9 @@ from benchmarks.serving.fleet import launched, make_model, make_placement
 from benchmarks.simulator.step_profile import Profiled, profile
 from hexgen2.bench.run import Load, bench
 from hexgen2.placement import Placement
-from hexgen2.simulator.requests import Lengths, offline, online
 from hexgen2.simulator.run import simulate
 from hexgen2.simulator.simulation import Options
+from hexgen2.workload.arrivals import LengthSource, offline, online
 
 ISL, OSL = 160, 48
 LOADS = (0.3, 0.6, 0.85)
@@ -71,7 +71,7 @@ def compare(placement: Placement, url: str, server: psutil.Process, options: arg
     times, others = least_disturbed(lambda: profile(url), server, options.attempts)
     figures = ", ".join(f"{name} {_short(value)}" for name, value in asdict(times).items())
     print(f"profile: {figures}; other programs took {others:.0%} of the machine", flush=True)
-    lengths = Lengths(placement.workload)
+    lengths = LengthSource(placement.workload)
     costs = Profiled(placement.model, placement.workload.lengths, times)
     simulated = Options(front_end_s=times.front_end_s)
     most = simulate(placement, offline(lengths, 2000, seed), simulated, costs=costs)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cost_model.errors import InputError
-from hexgen2.simulator.requests import Requests
+from hexgen2.workload.requests import Requests
 
 # Its main() times decode steps by the prefill instance's tensor degree, whatever --tp-decode says.
 _RUN = """

@@ -54,12 +54,12 @@ from hexgen2.placement import Placement
 from hexgen2.results import summarise
 from hexgen2.search.problem import make_problem
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.requests import Lengths, Requests, online
 from hexgen2.simulator.simulation import Options, Simulation
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
+from hexgen2.workload.arrivals import LengthSource, online
 from hexgen2.workload.classes import workload_of_trace
-from hexgen2.workload.traces import Trace
+from hexgen2.workload.requests import Requests
 
 MODEL, THEIR_MODEL = "opt-13b", "facebook/opt-13b"
 TARGETS_MS = {"ttft": 200.0, "tpot": 100.0}
@@ -123,12 +123,14 @@ def ours(name: str, placement: Placement, requests: Requests, costs: CostModel |
 # -- requests
 
 
-def sharegpt(distserve: Path) -> Lengths:
+def sharegpt(distserve: Path) -> LengthSource:
     """Of the ShareGPT requests that DistServe was measured with."""
     asked = json.loads((distserve / SHAREGPT).read_text())
     isl, osl = (np.array([r[key] for r in asked]) for key in ("prompt_len", "output_len"))
-    trace = Trace(np.zeros(len(asked)), isl, np.maximum(osl, 1), f"lengths of {len(asked)} ShareGPT requests")
-    return Lengths(workload_of_trace(trace, "sharegpt"), trace)
+    trace = Requests(
+        np.zeros(len(asked)), isl, np.maximum(osl, 1), f"lengths of {len(asked)} ShareGPT requests"
+    )
+    return LengthSource(workload_of_trace(trace, "sharegpt"), trace)
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def run(arguments: argparse.Namespace) -> None:
         compare(requests, place(backend, gpus, requests), theirs, row)
     if arguments.measured:
         return
-    lengths = Lengths.load(arguments.workload) if arguments.workload else sharegpt(folder)
+    lengths = LengthSource.load(arguments.workload) if arguments.workload else sharegpt(folder)
     for rate in map(float, arguments.rates.split(",")):
         requests = online(lengths, rate, arguments.requests, arguments.seed)
         compare(requests, place(backend, gpus, requests), theirs)

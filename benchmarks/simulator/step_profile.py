@@ -15,7 +15,7 @@ from cost_model.calibrated import Calibrated
 from cost_model.lengths import RequestLengths, attended_tokens
 from hexgen2.bench.measurements import Measurements
 from hexgen2.bench.run import Load, measure
-from hexgen2.simulator.requests import Requests
+from hexgen2.workload.requests import Requests
 
 LENGTHS = (16, 64, 128, 256, 512)
 BURSTS = ((9, 64), (9, 128), (7, 256))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hexgen2.simulator.requests import Requests
+from hexgen2.workload.requests import Requests
 
 
 @dataclass

@@ -16,7 +16,7 @@ from hexgen2.bench.figures import figures
 from hexgen2.bench.http import Address, HttpError, Server
 from hexgen2.bench.measurements import Measurements
 from hexgen2.results import BenchResult
-from hexgen2.simulator.requests import Requests
+from hexgen2.workload.requests import Requests
 
 _PROGRESS_S = 2.0
 

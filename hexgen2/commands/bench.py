@@ -87,11 +87,10 @@ def bench(
     predicts them. Each request is a streamed completion. Ctrl-C ends the run and keeps what was measured."""
     from hexgen2.bench.run import Load
     from hexgen2.bench.run import bench as run
-    from hexgen2.simulator.arrivals import arrivals
-    from hexgen2.simulator.requests import Lengths
+    from hexgen2.workload.arrivals import LengthSource, arrivals
 
     check_folder(output)
-    lengths = Lengths.load(workload, isl, osl)
+    lengths = LengthSource.load(workload, isl, osl)
     at_once = request_rate is None and not lengths.timed
     if at_once and duration_s is not None:
         raise InputError("--duration-s", "", "needs times of arrival", "give --request-rate, too")

@@ -8,7 +8,7 @@ from typing import get_args
 
 from cluster_specs.schema import ClusterSpec
 from cost_model.errors import InputError
-from hexgen2.simulator.policies import POLICIES, Policy
+from hexgen2.simulator.batching import POLICIES, Policy
 from hexgen2.strategies.registry import find_strategy
 
 RUNTIME: Policy = "mixed"

@@ -25,12 +25,13 @@ from hexgen2.placement import Placement
 from hexgen2.results import SimulationResult
 from hexgen2.search.problem import Problem, make_problem
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.requests import Lengths, Requests, offline, online
 from hexgen2.simulator.run import results
 from hexgen2.simulator.simulation import Options, Simulation
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
+from hexgen2.workload.arrivals import LengthSource, offline, online
 from hexgen2.workload.lengths import Workload
+from hexgen2.workload.requests import Requests
 
 SLO_SCALES = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50)
 ATTAINMENT = 0.9
@@ -146,7 +147,7 @@ def compare(
     """
     entries = []
     # All inputs are read before anything takes time, so that errors come at once.
-    lengths_of = {w.name if isinstance(w, Workload) else str(w): Lengths.load(w) for w in workloads}
+    lengths_of = {w.name if isinstance(w, Workload) else str(w): LengthSource.load(w) for w in workloads}
     problems = {
         (c, name): _problem(c, lengths.workload, settings)
         for c in contenders
@@ -172,7 +173,7 @@ def _offline(
     contender: Contender,
     problem: Problem,
     workload: str,
-    lengths: Lengths,
+    lengths: LengthSource,
     settings: Settings,
     progress: Progress,
 ) -> Entry:
@@ -192,7 +193,7 @@ def _offline(
     return entry
 
 
-def _online(entry: Entry, lengths: Lengths, settings: Settings, common_rate: float) -> None:
+def _online(entry: Entry, lengths: LengthSource, settings: Settings, common_rate: float) -> None:
     rate = settings.share * entry.peak_req_s
     entry.online = _simulate(entry, online(lengths, rate, _count(rate, settings), settings.seed))[0]
     requests = online(lengths, common_rate, _count(common_rate, settings), settings.seed)

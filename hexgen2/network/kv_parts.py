@@ -1,14 +1,30 @@
-"""Which parts of a KV cache move between which stages, and which GPUs, of two replicas."""
+"""Which parts of a request's KV cache move between which stages, and between which GPUs, of two replicas.
+
+HexGen-2, Appendix A: the GPUs that hold a layer on the prefill side send it to those that hold it on the
+decode side.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from hexgen2.placement import Replica, RouteLink
+GpuPart = tuple[str, str, float]
+"""(sending GPU, receiving GPU, bytes per request)."""
+
+
+class StageGpus(Protocol):
+    """A pipeline stage: the GPUs that split its layers by heads, in the order of their ranks."""
+
+    @property
+    def gpus(self) -> Sequence[str]: ...
+
+    @property
+    def layer_count(self) -> int: ...
 
 
 def layer_overlaps(prefill: Sequence[int], decode: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(prefill stage, decode stage, layers that both hold), from the layer counts of both sides."""
+    """(prefill stage, decode stage, layers that both hold), from the layer counts of both pipelines."""
     i = j = at = 0
     p_end, d_end = prefill[0], decode[0]
     while True:
@@ -25,20 +41,22 @@ def layer_overlaps(prefill: Sequence[int], decode: Sequence[int]) -> Iterator[tu
             d_end += decode[j]
 
 
-def route_links(source: Replica, target: Replica, layer_bytes: float) -> list[RouteLink]:
-    """The GPU pairs between which a request's KV cache moves, and the bytes on each: the layers that
-    both stages hold, the share of heads that both ranks hold."""
-    sides = [[stage.layer_count for stage in replica.stages] for replica in (source, target)]
-    links = []
-    for i, j, layers in layer_overlaps(*sides):
-        senders, receivers = source.stages[i].gpus, target.stages[j].gpus
+def gpu_parts(
+    prefill: Sequence[StageGpus], decode: Sequence[StageGpus], layer_bytes: float
+) -> Iterator[GpuPart]:
+    """The GPU pairs between which a request's KV cache moves: the layers that both stages hold, and of
+    these the share of heads that both ranks hold.
+
+    Parameters
+    ----------
+    layer_bytes : KV cache of one request in one layer
+    """
+    layers = ([stage.layer_count for stage in stages] for stages in (prefill, decode))
+    for i, j, count in layer_overlaps(*layers):
+        senders, receivers = prefill[i].gpus, decode[j].gpus
         for a, sender in enumerate(senders):
             for b, receiver in enumerate(receivers):
                 low = max(a / len(senders), b / len(receivers))
                 high = min((a + 1) / len(senders), (b + 1) / len(receivers))
                 if high - low > 1e-12:
-                    moved = layers * layer_bytes * (high - low)
-                    links.append(
-                        RouteLink.model_validate({"from": sender, "to": receiver, "bytes_per_req": moved})
-                    )
-    return links
+                    yield sender, receiver, count * layer_bytes * (high - low)

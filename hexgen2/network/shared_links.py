@@ -26,6 +26,7 @@ class SharedLinks:
     ----------
     nodes : N
     capacity_bytes_s : [R]; of a link, that of the slowest pair of devices at its ends
+    capacities_bytes_s : the same as a list, whose elements are read faster
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -41,6 +42,7 @@ class SharedLinks:
         self.capacity_bytes_s = np.concatenate(
             [links.ravel(), cluster.card_bytes_s, cluster.card_bytes_s, uplinks, uplinks]
         )
+        self.capacities_bytes_s: list[float] = self.capacity_bytes_s.tolist()
 
     @property
     def count(self) -> int:
@@ -62,22 +64,6 @@ class SharedLinks:
             cards + self.nodes + b,
             *(uplinks + int(k) for k in np.flatnonzero(left)),
             *(uplinks + len(self._inside) + int(k) for k in np.flatnonzero(entered)),
-        )
-
-    def loads(self, traffic: np.ndarray) -> np.ndarray:
-        """[R] what each resource carries, given the traffic [N, N] from node to node (the diagonal, traffic
-        inside a node, counts for nothing); same unit."""
-        between = np.where(np.eye(self.nodes, dtype=bool), 0.0, traffic)
-        crossing = between[None] * (self._inside[:, :, None] & ~self._inside[:, None, :])
-        entering = between[None] * (~self._inside[:, :, None] & self._inside[:, None, :])
-        return np.concatenate(
-            [
-                between.ravel(),
-                between.sum(axis=1),
-                between.sum(axis=0),
-                crossing.sum(axis=(1, 2)),
-                entering.sum(axis=(1, 2)),
-            ]
         )
 
     def name(self, resource: int) -> str:

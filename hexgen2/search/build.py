@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from hexgen2.network.kv_parts import route_links
 from hexgen2.placement import (
     CostModelName,
     Goodput,
@@ -18,7 +17,7 @@ from hexgen2.placement import (
     Stage,
     Throughput,
 )
-from hexgen2.report.service import bottlenecks_of
+from hexgen2.prediction.bottlenecks import bottlenecks_of
 from hexgen2.search.bounds.upper_bounds import Limit, rates_limit
 from hexgen2.search.evaluator import Evaluation, PlannedReplica
 from hexgen2.search.flow.max_flow import balance, few_routes
@@ -57,12 +56,12 @@ def build_placement(
     ]
     senders = len(evaluation.prefill)
     routes = [
-        _route(
-            problem,
+        Route.between(
             replicas[i],
             replicas[senders + j],
-            float(carried[i, j]),
-            float(evaluation.network.routes[i, j]),
+            problem.costs.kv_bytes_per_layer,
+            capacity_req_s=float(evaluation.network.routes[i, j]),
+            flow_req_s=float(carried[i, j]),
         )
         for i in range(len(evaluation.prefill))
         for j in range(len(evaluation.decode))
@@ -113,19 +112,6 @@ def _replica(problem: Problem, replica: PlannedReplica, name: Name, load: float)
         max_batch=replica.plan.batch,
         capacity_req_s=capacity,
         utilisation=min(1.0, load / capacity),
-    )
-
-
-def _route(problem: Problem, source: Replica, target: Replica, flow: float, capacity: float) -> Route:
-    return Route.model_validate(
-        {
-            "from": source.id,
-            "to": target.id,
-            "flow_req_s": flow,
-            "capacity_req_s": capacity,
-            "kv_bytes_per_req": problem.costs.kv_bytes_per_layer * problem.model.layers,
-            "links": route_links(source, target, problem.costs.kv_bytes_per_layer),
-        }
     )
 
 

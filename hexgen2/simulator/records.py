@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from hexgen2.simulator.requests import Requests
+from hexgen2.workload.requests import Requests
 
 COLUMNS = ("request", "arrival_s", "isl", "osl", "prefill", "decode", "first_token_s", "end_s", "outcome")
 

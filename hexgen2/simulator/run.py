@@ -16,8 +16,8 @@ from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.results import SimulationResult, summarise
 from hexgen2.simulator.records import Records, ReplicaRecord, RouteRecord
-from hexgen2.simulator.requests import Requests
 from hexgen2.simulator.simulation import Options, Simulation
+from hexgen2.workload.requests import Requests
 
 ASSUMPTIONS = [
     "times are those of the cost model; the front end and the network's own delays take none",

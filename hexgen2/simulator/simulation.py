@@ -21,13 +21,13 @@ from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.placement import Route as PlacedRoute
+from hexgen2.simulator.batching import Policy
 from hexgen2.simulator.changeover import Changeover
-from hexgen2.simulator.engine import Engine
-from hexgen2.simulator.policies import Policy
-from hexgen2.simulator.prefilling import Prefiller
-from hexgen2.simulator.prompts import Chunk
+from hexgen2.simulator.decode_replica import DecodeReplica
+from hexgen2.simulator.fleet import Fleet, LiveRoom
+from hexgen2.simulator.prefill_replica import PrefillReplica
+from hexgen2.simulator.prompt_queue import Chunk
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.stand import LiveRoom, Stand
 from hexgen2.simulator.transfers import RouteCost, Transfers
 from runtime.routing.admission import Admission
 from runtime.routing.fair_queue import FirstCome
@@ -128,13 +128,13 @@ class Simulation:
         self._active: dict[int, _Request] = {}
         self.transfers = Transfers(self.schedule)
         self.rooms: dict[str, Room] = {}
-        self._prefillers: dict[str, Prefiller] = {}
-        self._engines: dict[str, Engine] = {}
+        self._prefillers: dict[str, PrefillReplica] = {}
+        self._engines: dict[str, DecodeReplica] = {}
         self._running: dict[str, Replica] = {}
         self._routes: dict[tuple[str, str], RouteCost] = {}
         self._changeover: Changeover | None = None
         self._held_back: list[_Request] = []
-        stand = Stand(placement, cluster, options.policy, costs)
+        stand = Fleet(placement, cluster, options.policy, costs)
         for replica in placement.replicas:
             self._stand_up(replica, replica.id, stand)
         self._open(stand, {replica.id: replica.id for replica in placement.replicas})
@@ -181,22 +181,24 @@ class Simulation:
     def _known(self) -> str:
         return f"name one of {', '.join(self.rooms)}"
 
-    def _stand_up(self, replica: Replica, name: str, stand: Stand) -> None:
+    def _stand_up(self, replica: Replica, name: str, stand: Fleet) -> None:
         times, room = stand.times(replica), stand.room(replica)
         record = self.records.replicas[name]
         self.rooms[name], self._running[name] = room, replica
         if replica.role == "prefill":
             calls = self.schedule, self._begun, self._computed
-            self._prefillers[name] = Prefiller(times, room.kv_budget_tokens, record, *calls)
+            self._prefillers[name] = PrefillReplica(times, room.kv_budget_tokens, record, *calls)
             return
         policy: Policy = "mixed" if replica.role == "decode" else self.options.policy
         lengths = self._isl, self._osl
-        engine = Engine(policy, times, *lengths, room, self.records, record, self.schedule, self._ended)
+        engine = DecodeReplica(
+            policy, times, *lengths, room, self.records, record, self.schedule, self._ended
+        )
         self._engines[name] = engine
         if isinstance(room, LiveRoom):
             room.grown, room.grown_at_most = lambda: engine.grown(self.now), engine.grown_at_most
 
-    def _open(self, stand: Stand, names: Mapping[str, str], more: Sequence[PlacedRoute] = ()) -> None:
+    def _open(self, stand: Fleet, names: Mapping[str, str], more: Sequence[PlacedRoute] = ()) -> None:
         """The routes of a placement whose replicas have these names, and `more` between them."""
         self._stand, self._names = stand, names
         capacity = {(r.from_, r.to): r.capacity_req_s for r in (*stand.placement.routes, *more)}
@@ -377,7 +379,7 @@ class Simulation:
             placement, self._running, self.rooms, lambda name: not self.rooms[name].held
         )
         cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
-        self._next = Stand(placement, cluster, self.options.policy)
+        self._next = Fleet(placement, cluster, self.options.policy)
         self._open(self._next, changeover.names)
         for name in changeover.retired:
             del self._running[name]

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hexgen2.cluster import Cluster
+from hexgen2.network.occupancy import KvTransfer, parts_of_gpus
 from hexgen2.network.shared_links import Links, SharedLinks
 from hexgen2.placement import Route
 
-Resource = tuple
+Resource = Hashable
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,26 +37,14 @@ def route_cost(route: Route, cluster: Cluster, shared: SharedLinks, links: Links
 
     With links "pairwise" the traffic between two nodes has the link between them to itself, route by route.
     """
-    busy: dict[Resource, float] = defaultdict(float)
-    latency = 0.0
-    for link in route.links:
-        a, b = cluster.index(link.from_), cluster.index(link.to)
-        latency = max(latency, float(cluster.latency_s[a, b]))
-        source, target = int(cluster.node_of[a]), int(cluster.node_of[b])
-        if source == target:
-            seconds = link.bytes_per_req / float(cluster.bandwidth_bytes_s[a, b])
-            busy["send", a] += seconds
-            busy["receive", b] += seconds
-        elif links == "shared":
-            for resource in shared.resources_between(source, target):
-                busy["link", resource] += link.bytes_per_req / float(shared.capacity_bytes_s[resource])
-        else:
-            own = source * shared.nodes + target
-            busy["route", route.from_, route.to, own] += link.bytes_per_req / float(
-                shared.capacity_bytes_s[own]
-            )
-    per_token = {resource: seconds / isl for resource, seconds in busy.items()}
-    return RouteCost(per_token, route.kv_bytes_per_req / isl, latency)
+    kv = KvTransfer.of(parts_of_gpus(cluster, route.parts))
+    per_token: dict[Resource, float] = {
+        resource
+        if links == "shared" or isinstance(resource, tuple)
+        else (route.from_, route.to, resource): busy_s / isl
+        for resource, busy_s in kv.busy_s(shared, links=links).items()
+    }
+    return RouteCost(per_token, route.kv_bytes_per_req / isl, kv.latency_s)
 
 
 @dataclass(eq=False, slots=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from cost_model.errors import InputError
 from hexgen2.workload.lengths import MAX_TOKENS, RequestClass, Workload
-from hexgen2.workload.traces import Trace, read_trace
+from hexgen2.workload.requests import Requests
+from hexgen2.workload.traces import read_trace
 
 HEAVY_PREFILL_TOKENS = 512  # HexGen-2, section 5.1: longer prompts are heavy
 HEAVY_DECODE_TOKENS = 128  # HexGen-2, section 5.1: longer answers are heavy
@@ -137,7 +138,7 @@ def _share(text: str, mixture: str) -> float:
     return share
 
 
-def workload_of_trace(trace: Trace, name: str) -> Workload:
+def workload_of_trace(trace: Requests, name: str) -> Workload:
     """Up to the four classes of HexGen-2 with their shares of the requests and their mean lengths."""
     heavy_prefill, heavy_decode = trace.isl > HEAVY_PREFILL_TOKENS, trace.osl > HEAVY_DECODE_TOKENS
     classes = []

@@ -1,4 +1,4 @@
-"""Read request traces: when each request came, how long its prompt and its answer were."""
+"""Reads request traces: arrival times and lengths, from Azure CSV, Mooncake JSONL or ShareGPT JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,45 +18,27 @@ from cost_model.errors import InputError
 from cost_model.fields import checked_name
 from cost_model.files import read_text
 from hexgen2.workload.lengths import MAX_TOKENS
+from hexgen2.workload.requests import Requests
 
 MAX_BYTES = 2 << 30
-_LATEST = 1e18  # seconds or milliseconds: nanoseconds of our time still fit
-_CHARACTERS_PER_TOKEN = 4  # usual for English text and byte-pair tokenizers
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """Requests in order of arrival; all arrays have one entry per request.
-
-    Attributes
-    ----------
-    arrival_s : seconds since the first request (zeros where the file has no times)
-    isl, osl : prompt and output tokens, each at least 1
-    source : the file, and what was assumed in reading it
-    """
-
-    arrival_s: np.ndarray
-    isl: np.ndarray
-    osl: np.ndarray
-    source: str
-
-    def __len__(self) -> int:
-        return len(self.isl)
+_LATEST = 1e18  # seconds or milliseconds; large enough for Unix time in nanoseconds
+_CHARACTERS_PER_TOKEN = 4  # typical of English text with byte-pair tokenizers
 
 
 _Row = tuple[float, int, int]
 
 
-def read_trace(path: Path) -> Trace:
-    """Read a trace; the format is told from the content, not from the file's name.
+def read_trace(path: Path) -> Requests:
+    """Read a trace. The format is detected from the content, not from the file name.
 
     Known formats: Azure CSV (`TIMESTAMP,ContextTokens,GeneratedTokens`), Mooncake JSONL (`timestamp` in
-    milliseconds, `input_length`, `output_length`) and ShareGPT JSON (`conversations`; no times, and
-    lengths estimated at four characters per token, which `source` says). Requests are sorted by time.
+    milliseconds, `input_length`, `output_length`) and ShareGPT JSON (`conversations`; no arrival times, and
+    lengths estimated at four characters per token, as `source` notes). Requests are sorted by time, and the
+    first one arrives at 0.
 
     Raises
     ------
-    InputError : with the line (or, for ShareGPT, the entry) that is wrong
+    InputError : names the line (for ShareGPT, the entry) that is wrong
     """
     file = str(path)
     checked_name(path.name, file)
@@ -78,7 +59,7 @@ def read_trace(path: Path) -> Trace:
     arrival_s, isl, osl = (np.array(column) for column in zip(*rows, strict=True))
     order = np.argsort(arrival_s, kind="stable")
     arrival_s = arrival_s[order].astype(float)
-    return Trace(arrival_s - arrival_s[0], isl[order], osl[order], f"trace {path.name}{note}")
+    return Requests(arrival_s - arrival_s[0], isl[order], osl[order], f"trace {path.name}{note}")
 
 
 def _azure(text: str, file: str) -> Iterator[_Row]:
@@ -124,7 +105,7 @@ def _mooncake(text: str, file: str) -> Iterator[_Row]:
 
 
 def _sharegpt(text: str, file: str) -> Iterator[_Row]:
-    """Each answer of each conversation is a request whose prompt is all that was said before."""
+    """Each answer in a conversation is a request; its prompt is everything said before."""
     entries = _json(text, file, "")
     for index, entry in enumerate(entries):
         where = f"[{index}].conversations"
@@ -157,7 +138,7 @@ def _json(text: str, file: str, where: str) -> Any:
 
 
 def _seconds(text: str, file: str, where: str) -> float:
-    """A date and time (UTC unless it says otherwise), or a number of seconds."""
+    """Seconds from a date and time (UTC unless it has an offset) or from a plain number."""
     try:
         value = float(text)
     except ValueError:

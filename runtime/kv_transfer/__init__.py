@@ -1,4 +1,4 @@
-"""KV caches on their way between the paged pools of two workers: see base.py."""
+"""Transfers of KV caches between the paged pools of two workers; `transports/base.py` has the interface."""
 
 from runtime.kv_transfer.receiver import KvReceiver
 from runtime.kv_transfer.sender import KvSender

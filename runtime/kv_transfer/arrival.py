@@ -1,4 +1,4 @@
-"""One request's KV cache as it arrives: what is here already, and who may still write."""
+"""One request's KV cache as it arrives: which part is here, and who may still write to its blocks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from contextlib import contextmanager
 import numpy as np
 
 from runtime.kv_cache.pages import Pages
-from runtime.kv_transfer.cells import slice_bytes
-from runtime.kv_transfer.runs import Runs
+from runtime.kv_transfer.slices import Runs, slice_bytes
 from runtime.protocol.between_workers import KvSlice
 
 
-class Landing:
-    """Tokens [first, end) of a request, of this worker's layers and heads.
+class KvArrival:
+    """Tokens [first, end) of a request, in this worker's layers and heads.
 
-    Blocks of a request that is forgotten may be another's a moment later. So bytes go into the pool within
-    `writing` only, and `close` returns when nobody is within.
+    When a request is forgotten, its blocks may go to another one at once. So bytes are written to the pool
+    only inside `writing`, and `close` returns when no thread is inside.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class Landing:
         self._changed = threading.Condition()
 
     def claim(self, header: KvSlice) -> str:
-        """Take a slice's cells for a connection; what is wrong with it, or "" if nothing is."""
+        """Reserve a slice's cells for one connection; returns what is wrong with it, "" if it is fine."""
         shape, part = self._cache.shape, self._cache.shape.part
         layers, heads = range(header.first_layer, header.end_layer), range(header.first_head, header.end_head)
         inside = (
@@ -45,28 +44,26 @@ class Landing:
             and part.first_head <= header.first_head < header.end_head <= part.end_head
         )
         if not inside:
-            return f"layers {layers} x heads {heads} are not of this worker's part {part}"
+            return f"layers {layers} x heads {heads} are not in this worker's part {part}"
         tokens = header.end_token - header.first_token
         if not self._first_token <= header.first_token < header.end_token <= self._end_token:
             return f"tokens {header.first_token} to {header.end_token} were not expected"
         size = slice_bytes(header, shape.bytes_per_token_cell)
         if header.payload_bytes != size:
-            return f"{tokens} tokens in {header.payload_bytes} bytes, not in {size}"
+            return f"{tokens} tokens have {header.payload_bytes} bytes instead of {size}"
         cells = self._claimed[
             header.first_layer - part.first_layer : header.end_layer - part.first_layer,
             header.first_head - part.first_head : header.end_head - part.first_head,
         ]
         with self._changed:
             if (cells != header.first_token).any():
-                return (
-                    f"layers {layers} x heads {heads} come twice or with a gap at token {header.first_token}"
-                )
+                return f"layers {layers} x heads {heads}: twice or with a gap at token {header.first_token}"
             cells[:] = header.end_token
             self.first_s = self.first_s or time.monotonic()
         return ""
 
     def arrived(self, header: KvSlice) -> bool:
-        """Count a slice that is in place; True for the last one."""
+        """Count a slice that is in the pool; True for the last one."""
         cells = (header.end_layer - header.first_layer) * (header.end_head - header.first_head)
         with self._changed:
             self.bytes_received += header.payload_bytes
@@ -75,12 +72,12 @@ class Landing:
             return self._missing == 0
 
     def runs(self, first_token: int, end_token: int) -> Runs:
-        """Where tokens [first, end) belong."""
+        """The slots of tokens [first, end)."""
         return self._runs.between(first_token - self._first_token, end_token - self._first_token)
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
-        """Hold `close` off for a moment; False if it was first, and nothing may be written."""
+        """Delay `close` while the pool is written; yields False if it is closed: then write nothing."""
         with self._changed:
             is_open = self._open
             self._writers += is_open
@@ -92,7 +89,7 @@ class Landing:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nothing more be written; waits for the piece under way."""
+        """Forbid further writes and wait for those in progress."""
         with self._changed:
             self._open = False
             while self._writers:

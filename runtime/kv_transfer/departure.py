@@ -1,4 +1,4 @@
-"""One request's KV cache on its way out of a worker: what is still to come, and what is under way."""
+"""One request's KV cache as it leaves a worker: what is still to be computed, and what is in flight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from runtime.kv_cache.layout import KvTransfer
 from runtime.kv_cache.pages import Pages
-from runtime.kv_transfer.runs import Runs
+from runtime.kv_transfer.slices import Runs
 
 if TYPE_CHECKING:
     import torch
@@ -20,9 +20,9 @@ SLICE_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """Tokens [first, end) of one layer and some heads for one destination, ready to go since `ready_s`."""
+    """Tokens [first, end) of one layer and some heads for one destination, ready since `ready_s`."""
 
-    push: Push
+    departure: KvDeparture
     destination: str
     layer: int
     heads: tuple[int, int]
@@ -36,19 +36,24 @@ class Item:
     def continues(self, other: Item) -> bool:
         """Whether this is the next layer of the same cells."""
         return (
-            self.push is other.push
+            self.departure is other.departure
             and self.layer == other.layer + 1
             and self.heads == other.heads
             and (self.first_token, self.end_token) == (other.first_token, other.end_token)
         )
 
 
-class Push:
-    """Counts; the sender's lock guards them.
+class KvDeparture:
+    """What is left to send of a request. The sender's lock guards it.
 
     Attributes
     ----------
-    given_up : nothing more of it is to be sent
+    given_up : send nothing more
+
+    Parameters
+    ----------
+    plan : the parts that this worker sends, and to whom
+    first_token, end_token : the tokens [first, end) to send
     """
 
     def __init__(
@@ -56,7 +61,7 @@ class Push:
     ) -> None:
         self.request_id, self.end_token = request_id, end_token
         self.given_up = False
-        self._under_way = 0
+        self._in_flight = 0
         self._by_layer: dict[int, list[KvTransfer]] = defaultdict(list)
         for transfer in plan:
             for layer in range(transfer.part.first_layer, transfer.part.end_layer):
@@ -67,8 +72,8 @@ class Push:
 
     @property
     def is_over(self) -> bool:
-        """Nothing of it is under way, and nothing will be."""
-        return self._under_way == 0 and (self.given_up or self._to_come == 0)
+        """Whether nothing is in flight and nothing more will be."""
+        return self._in_flight == 0 and (self.given_up or self._to_come == 0)
 
     def advance(
         self,
@@ -78,7 +83,7 @@ class Push:
         upto_token: int,
         event: torch.cuda.Event | None,
     ) -> list[Item]:
-        """What is new since the last call: under way from now on."""
+        """The items that are new since the last call; they count as in flight from now on."""
         first, end = self._next_token.get(layer, self.end_token), min(upto_token, self.end_token)
         if self.given_up or first >= end:
             return []
@@ -95,19 +100,19 @@ class Push:
                 size = (last - token) * token_bytes
                 part = runs if last - token == runs.tokens else runs.between(token - first, last - first)
                 items.append(Item(self, transfer.destination, layer, heads, token, last, size, part, event))
-        self._under_way += len(items)
+        self._in_flight += len(items)
         return items
 
     def hold(self) -> None:
-        """Keep it from being over until one more `finish`."""
-        self._under_way += 1
+        """Keep `is_over` False until one more `finish`."""
+        self._in_flight += 1
 
     def finish(self) -> None:
-        """An item is taken, or dropped."""
-        self._under_way -= 1
+        """Count an item that was taken by the receiver, or dropped."""
+        self._in_flight -= 1
 
     def _runs(self, cache: Pages, table: Sequence[int], first: int, end: int) -> Runs:
-        """The same for every layer of a step."""
+        """The slots of tokens [first, end), computed once for all layers of a step."""
         if self._latest is None or self._latest[:2] != (first, end):
             self._latest = (first, end, Runs(cache.runs(table, first, end)))
         return self._latest[2]

@@ -1,4 +1,4 @@
-"""Pools of KV cache in memory that other processes of the host may map."""
+"""KV cache pools in memory that other processes of the host can map."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _STEP_BYTES = 2**20
 
 
 class SharedPool:
-    """A pool of KV cache in anonymous shared memory. Pages cost memory when they are first written.
+    """A KV cache pool in anonymous shared memory. A page takes memory once it is first written.
 
     Attributes
     ----------
     tensor : the pool, for `PagedCache`
-    handle : what `map_pool` needs to find it
+    handle : what another process passes to `map_pool`
     """
 
     def __init__(self, shape: CacheShape, blocks: int, block_tokens: int) -> None:
@@ -42,8 +42,8 @@ class SharedPool:
         self.handle = f"{os.getpid()}:{descriptor}:{name}"
 
     def populate(self, limit_bytes: int = POPULATED_BYTES) -> threading.Thread:
-        """Have the kernel find pages for the beginning of the pool, beside whatever runs: where they come one
-        by one, as requests first write to them, they cost a prefill a tenth of its time."""
+        """Have the kernel allocate the first pages of the pool, in a background thread. If requests are the
+        first to write to them, allocation takes a tenth of a prefill's time."""
         thread = threading.Thread(
             target=_populate, args=(self.tensor, limit_bytes), name="kv pages", daemon=True
         )
@@ -51,14 +51,14 @@ class SharedPool:
         return thread
 
     def close(self) -> None:
-        """Let nobody new map it; the memory goes with the last view of it."""
+        """Prevent new mappings; the memory is freed with the last existing one."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
 
 def _populate(pool: torch.Tensor, limit_bytes: int) -> None:
-    """Best effort: kernels before 5.14 don't know how."""
+    """Best effort: kernels before 5.14 can't do it."""
     advise = ctypes.CDLL(None).madvise
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -69,12 +69,12 @@ def _populate(pool: torch.Tensor, limit_bytes: int) -> None:
 
 
 def map_pool(handle: str, size_bytes: int) -> np.ndarray:
-    """Another process's pool, to read only: [bytes], uint8.
+    """Map another process's pool, read-only: [bytes] uint8.
 
     Raises
     ------
-    OSError : there is no such memory (any more), or not of this size
-    ValueError : this is no handle
+    OSError : the memory does not exist (any more) or has another size
+    ValueError : the handle is malformed
     """
     process, descriptor, name = handle.split(":")
     path = f"/proc/{int(process)}/fd/{int(descriptor)}"
@@ -91,7 +91,7 @@ def map_pool(handle: str, size_bytes: int) -> np.ndarray:
 
 
 def shared_cache(shape: CacheShape, blocks: int, block_tokens: int) -> tuple[PagedCache, SharedPool | None]:
-    """A cache that processes of this host can read, if it is in CPU memory."""
+    """A KV cache; if it is in CPU memory, in a pool that other processes of this host can map."""
     if shape.device.type != "cpu":
         return PagedCache(shape, blocks, block_tokens), None
     shared = SharedPool(shape, blocks, block_tokens)

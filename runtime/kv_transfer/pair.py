@@ -1,4 +1,4 @@
-"""The sender's connection to one receiver, and the transport that both agree on when it opens."""
+"""A sender's connection to one receiver, and how both agree on a transport when it opens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import socket
 import threading
 from dataclasses import dataclass
 
-from runtime.kv_transfer.host import host_identity
-from runtime.kv_transfer.transports.base import Outgoing, Transport, Unavailable
+from runtime.kv_transfer.transports.base import Outgoing, Transport, Unavailable, host_identity
 from runtime.protocol.between_workers import KvOffer, KvOpen, KvOpened
 from runtime.protocol.framing import Connection
 from runtime.protocol.handshake import Introduction, connect
@@ -18,7 +17,7 @@ Address = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Pair:
-    """An open connection and its transport; `reader` is the thread that reads its answers."""
+    """An open connection and its transport; `reader` is the thread that reads the receiver's answers."""
 
     address: Address
     connection: Connection
@@ -27,12 +26,12 @@ class Pair:
     reader: threading.Thread | None = None
 
     def cut(self) -> None:
-        """End the stream, for whoever waits for it; the descriptor stays theirs."""
+        """Shut the connection down, which wakes the threads that wait on it; the descriptor stays open."""
         with contextlib.suppress(OSError):
             self.connection.stream.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Free everything, once the reader has ended."""
+        """Wait for the reader to end, then free everything."""
         self.cut()
         if self.reader is not None:
             self.reader.join()
@@ -41,11 +40,11 @@ class Pair:
 
 
 def open_pair(address: Address, introduction: Introduction, transports: list[Transport]) -> Pair:
-    """Connect to a receiver and agree on one of these transports, best first.
+    """Connect to a receiver and agree on one of these transports, given best first.
 
     Raises
     ------
-    OSError : nobody answers, or there is no transport in common
+    OSError : the receiver does not answer, or no transport works for both
     """
     deadline_s = transports[0].deadline_s
     connection = connect(address, introduction, deadline_s)
@@ -58,7 +57,7 @@ def open_pair(address: Address, introduction: Introduction, transports: list[Tra
 
 
 def _agree(connection: Connection, transports: list[Transport]) -> tuple[Transport, Outgoing]:
-    """Which transport the other side takes of those that this one has, and the end of it here."""
+    """Offer the transports; the one that the receiver accepts, and its end here."""
     offers, problems = dict[str, tuple[Transport, Outgoing]](), list[str]()
     for transport in transports:
         try:

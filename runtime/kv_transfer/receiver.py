@@ -1,4 +1,4 @@
-"""The receiving side of a KV cache's way: slices go into the blocks of the requests that expect them."""
+"""The receiving side of KV transfers: writes slices to the blocks of the requests that expect them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from runtime.kv_cache.pages import Pages
-from runtime.kv_transfer.arrival import Landing
-from runtime.kv_transfer.cells import LIMIT_BYTES, slice_bytes
+from runtime.kv_transfer.arrival import KvArrival
+from runtime.kv_transfer.slices import LIMIT_BYTES, slice_bytes
 from runtime.kv_transfer.transports.base import DEADLINE_S, Incoming, Unavailable, is_readable, next_message
 from runtime.kv_transfer.transports.registry import make_transport
 from runtime.protocol.between_workers import KvLanded, KvOpen, KvOpened, KvSlice, KvTaken
@@ -18,19 +18,19 @@ from runtime.protocol.framing import Connection
 log = logging.getLogger(__name__)
 
 _ANSWER_EVERY = 4
-"""Slices answered at once at most, while more of them wait: an answer costs as much as a small slice."""
+"""While more slices wait, up to this many are confirmed at once: an answer costs as much as a small slice."""
 
 
 class KvReceiver:
     """Receives KV caches for the requests that this worker expects.
 
-    Blocks are promised (Reserved) only when every worker of the replica expects the request. So a slice of a
-    request that nobody expects belongs to one that was cancelled: its bytes are dropped.
+    The driver promises blocks (`Reserved`) only when every worker of the replica expects the request. So a
+    slice of an unknown request belongs to one that was cancelled, and its bytes are dropped.
 
     Parameters
     ----------
-    on_landed : called once per request, when all that this worker holds of it is here; from any thread
-    on_failed : called with a request id and a reason when a connection breaks that brought a part of it
+    on_landed : called once per request, when this worker's part of it is complete; from any thread
+    on_failed : called with a request id and a reason when a connection breaks that carried a part of it
     deadline_s : how long a sender may be silent within a slice
     """
 
@@ -45,29 +45,29 @@ class KvReceiver:
     ) -> None:
         self._worker, self._cache, self._deadline_s = worker, cache, deadline_s
         self._on_landed, self._on_failed = on_landed, on_failed
-        self._landings: dict[str, Landing] = {}
+        self._arrivals: dict[str, KvArrival] = {}
 
     def expect(self, request_id: str, table: Sequence[int], first_token: int, end_token: int) -> None:
-        """Tokens [first, end) of a request will arrive, for the blocks of its table."""
-        landing = Landing(self._cache, request_id, table, first_token, end_token)
+        """Announce that tokens [first, end) of a request will arrive, for the blocks of its table."""
+        arrival = KvArrival(self._cache, request_id, table, first_token, end_token)
         if first_token == end_token:
-            self._report(landing)
+            self._report(arrival)
         else:
-            self._landings[request_id] = landing
+            self._arrivals[request_id] = arrival
 
     def silent_s(self, request_id: str) -> float:
-        """Seconds since the last slice of a request that still arrives; infinite if none has come."""
-        landing = self._landings.get(request_id)
-        return time.monotonic() - landing.last_s if landing and landing.last_s else math.inf
+        """Seconds since the last slice of a request that is still arriving; infinite if there was none."""
+        arrival = self._arrivals.get(request_id)
+        return time.monotonic() - arrival.last_s if arrival and arrival.last_s else math.inf
 
     def forget(self, request_id: str) -> None:
-        """Drop what arrives of a request; once this returns, nothing is written to its blocks any more."""
-        if landing := self._landings.pop(request_id, None):
-            landing.close()
+        """Drop the rest of a request; after this returns, nothing is written to its blocks."""
+        if arrival := self._arrivals.pop(request_id, None):
+            arrival.close()
 
     def serve(self, connection: Connection, peer: str) -> None:
-        """Receive slices until the peer closes; requests that were not complete by then fail."""
-        carried = set[Landing]()
+        """Receive slices until the peer closes the connection; incomplete requests fail then."""
+        carried = set[KvArrival]()
         incoming: Incoming | None = None
         text = "the sender closed the connection"
         try:
@@ -89,13 +89,13 @@ class KvReceiver:
             connection.close()
             if incoming is not None:
                 incoming.close()
-        for landing in carried:
-            if self._landings.get(landing.request_id) is landing:
-                self.forget(landing.request_id)
-                self._on_failed(landing.request_id, f"the KV cache from {peer} broke off: {text}")
+        for arrival in carried:
+            if self._arrivals.get(arrival.request_id) is arrival:
+                self.forget(arrival.request_id)
+                self._on_failed(arrival.request_id, f"the KV cache from {peer} broke off: {text}")
 
     def _open(self, connection: Connection) -> Incoming:
-        """Agree on a transport."""
+        """Accept the first offered transport that works."""
         opening = connection.receive()
         if not isinstance(opening, KvOpen):
             raise ConnectionError(f"a {type(opening).__name__} does not open a KV connection")
@@ -115,32 +115,32 @@ class KvReceiver:
                 continue
             connection.send(KvOpened(transport=offer.transport))
             return incoming
-        problem = "; ".join(problems) or "none that is known"
+        problem = "; ".join(problems) or "none of the offered transports is known"
         connection.send(KvOpened(transport="", problem=problem))
         raise ConnectionError(f"no transport in common: {problem}")
 
-    def _receive(self, incoming: Incoming, header: KvSlice, carried: set[Landing]) -> None:
+    def _receive(self, incoming: Incoming, header: KvSlice, carried: set[KvArrival]) -> None:
         if header.payload_bytes > LIMIT_BYTES:
             raise ConnectionError(f"a slice of {header.payload_bytes} bytes")
-        landing = self._landings.get(header.request_id)
-        if landing is not None:
-            if problem := landing.claim(header):
+        arrival = self._arrivals.get(header.request_id)
+        if arrival is not None:
+            if problem := arrival.claim(header):
                 raise ConnectionError(problem)
-            carried.add(landing)
+            carried.add(arrival)
         elif not 0 < header.payload_bytes == slice_bytes(header, self._cache.shape.bytes_per_token_cell):
-            raise ConnectionError(f"a slice of {header.payload_bytes} bytes, which are not its cells")
-        incoming.receive(header, landing)
-        if landing is not None and landing.arrived(header):
-            carried.discard(landing)
-            if self._landings.pop(header.request_id, None) is landing:
-                self._report(landing)
+            raise ConnectionError(f"a slice of {header.payload_bytes} bytes, which does not match its cells")
+        incoming.receive(header, arrival)
+        if arrival is not None and arrival.arrived(header):
+            carried.discard(arrival)
+            if self._arrivals.pop(header.request_id, None) is arrival:
+                self._report(arrival)
 
-    def _report(self, landing: Landing) -> None:
+    def _report(self, arrival: KvArrival) -> None:
         self._on_landed(
             KvLanded(
-                request_id=landing.request_id,
+                request_id=arrival.request_id,
                 worker=self._worker,
-                bytes_received=landing.bytes_received,
-                seconds=landing.last_s - landing.first_s,
+                bytes_received=arrival.bytes_received,
+                seconds=arrival.last_s - arrival.first_s,
             )
         )

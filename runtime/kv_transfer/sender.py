@@ -1,6 +1,6 @@
-"""The sending side of a KV cache's way from a prefill to a decode replica.
+"""The sending side of KV transfers from a prefill to a decode replica.
 
-Each destination has a lane with a thread of its own. A layer is queued as soon as it is computed; the thread
+Each destination has a `KvStream` with its own thread. A layer is queued as soon as it is computed; the thread
 that computes never waits for the network.
 """
 
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from runtime.kv_cache.layout import KvTransfer
 from runtime.kv_cache.pages import Pages
-from runtime.kv_transfer.departure import Item, Push
+from runtime.kv_transfer.departure import Item, KvDeparture
 from runtime.kv_transfer.pair import Address
-from runtime.kv_transfer.shaping import Shaper
-from runtime.kv_transfer.stream import Group, Lane
+from runtime.kv_transfer.stream import Group, KvStream, Shaper
 from runtime.kv_transfer.transports.base import DEADLINE_S
 from runtime.kv_transfer.transports.registry import AUTO, make_transport, offered
 from runtime.protocol.handshake import Introduction
@@ -29,23 +28,23 @@ if TYPE_CHECKING:
 
 
 class KvSender:
-    """Pushes KV caches of one worker.
+    """Sends the KV caches of one worker.
 
     Parameters
     ----------
-    introduction : of this worker to the others
-    cache, shared : the pool, and the shared memory that it is in, if it is
+    introduction : how this worker introduces itself to others
+    cache, shared : the pool, and the shared memory that it is in, if any
     peers : address of every worker
-    on_sent : called once with a request id when nothing of it is left to send, or it was given up: its blocks
-        are not read any more; from any thread
+    on_sent : called once with a request id when all of it was sent or it was given up, so its blocks are no
+        longer read; from any thread
     on_failed : called with a request id and a reason, before on_sent, if a destination is lost
-    transport : "auto", or the only one to use
+    transport : "auto", or the name of the only one to offer
     links : emulated links of this worker
-    deadline_s : how long nothing may move while something should
+    deadline_s : a connection that makes no progress for so long is broken
 
     Raises
     ------
-    InputError : no such transport
+    InputError : no transport has that name
     """
 
     def __init__(
@@ -65,34 +64,34 @@ class KvSender:
         self._on_sent, self._on_failed = on_sent, on_failed
         made = [make_transport(name, cache, deadline_s, shared) for name in offered(transport)]
         self._transports = [each for each in made if each is not None]
-        self._lanes: dict[str, Lane] = {}
-        self._pushes: dict[str, Push] = {}
+        self._streams: dict[str, KvStream] = {}
+        self._departures: dict[str, KvDeparture] = {}
         self._lock = threading.Lock()
         self._peers: dict[str, Address] = {}
         self._links: dict[str, KvLink] = {}
         self.reconnect(peers, links)
 
     def reconnect(self, peers: dict[str, Address], links: Iterable[KvLink] = ()) -> None:
-        """Others have come, gone or moved: what is for a worker that is gone fails."""
+        """Take new addresses and links; requests for workers that are gone fail."""
         with self._lock:
             self._peers = dict(peers)
             self._links = {
                 link.destination: link for link in links if link.source == self._introduction.worker
             }
-            gone = [self._lanes.pop(name) for name in list(self._lanes) if name not in peers]
-            for destination, lane in self._lanes.items():
-                lane.shaper = self._shaper(destination)
-        for lane in gone:
-            lane.close()
+            gone = [self._streams.pop(name) for name in list(self._streams) if name not in peers]
+            for destination, stream in self._streams.items():
+                stream.shaper = self._shaper(destination)
+        for stream in gone:
+            stream.close()
 
     def begin(self, request_id: str, plan: tuple[KvTransfer, ...], first_token: int, end_token: int) -> None:
-        """Announce that tokens [first, end) of a request go out by a plan."""
-        push = Push(request_id, plan, first_token, end_token)
-        if push.is_over:
+        """Announce that tokens [first, end) of a request will be sent by this plan."""
+        departure = KvDeparture(request_id, plan, first_token, end_token)
+        if departure.is_over:
             self._on_sent(request_id)
         else:
             with self._lock:
-                self._pushes[request_id] = push
+                self._departures[request_id] = departure
 
     def layer_ready(
         self,
@@ -102,36 +101,36 @@ class KvSender:
         upto_token: int,
         event: torch.cuda.Event | None = None,
     ) -> None:
-        """Send what is new of a layer: keys and values of all tokens before `upto_token` are in the pool,
-        once the event has happened. Requests that are unknown or over are ignored."""
+        """Send what is new in a layer: once the event has happened, keys and values of all tokens before
+        `upto_token` are in the pool. Unknown requests are ignored."""
         with self._lock:
-            push = self._pushes.get(request_id)
-            items = push.advance(self._cache, layer, table, upto_token, event) if push else []
-        by_lane: dict[str, list[Item]] = defaultdict(list)
+            departure = self._departures.get(request_id)
+            items = departure.advance(self._cache, layer, table, upto_token, event) if departure else []
+        by_destination: dict[str, list[Item]] = defaultdict(list)
         for item in items:
-            by_lane[item.destination].append(item)
-        for destination, members in by_lane.items():
-            self._lane(destination).put(members)
+            by_destination[item.destination].append(item)
+        for destination, members in by_destination.items():
+            self._stream_to(destination).put(members)
 
     def give_up(self, request_id: str) -> None:
-        """Send nothing more of a cancelled request; on_sent comes as soon as its blocks are free."""
+        """Send nothing more of a cancelled request; on_sent is called as soon as its blocks are free."""
         with self._lock:
-            push = self._pushes.get(request_id)
-            if push is None:
+            departure = self._departures.get(request_id)
+            if departure is None:
                 return
-            push.given_up = True
-            is_over = self._drop_if_over(push)
+            departure.given_up = True
+            is_over = self._drop_if_over(departure)
         if is_over:
             self._on_sent(request_id)
 
     def close(self) -> None:
-        """End all lanes; requests on their way fail."""
+        """End all streams; requests that are not sent completely fail."""
         self.reconnect({})
 
-    def _lane(self, destination: str) -> Lane:
+    def _stream_to(self, destination: str) -> KvStream:
         with self._lock:
-            if destination not in self._lanes:
-                self._lanes[destination] = Lane(
+            if destination not in self._streams:
+                self._streams[destination] = KvStream(
                     self._introduction,
                     destination,
                     self._transports,
@@ -140,45 +139,45 @@ class KvSender:
                     self._finish,
                     self._fail,
                 )
-            return self._lanes[destination]
+            return self._streams[destination]
 
     def _address(self, destination: str) -> Address:
         if destination not in self._peers:
-            raise ConnectionError("nobody knows where it is")
+            raise ConnectionError("its address is unknown")
         return self._peers[destination]
 
     def _shaper(self, destination: str) -> Shaper:
         link = self._links.get(destination)
         return Shaper(link.bandwidth_bytes_s, link.latency_s) if link else Shaper()
 
-    # -- called by lanes
+    # -- called by KvStream
 
     def _finish(self, items: Group) -> None:
         over = list[str]()
         with self._lock:
             for item in items:
-                item.push.finish()
-                if self._drop_if_over(item.push):
-                    over.append(item.push.request_id)
+                item.departure.finish()
+                if self._drop_if_over(item.departure):
+                    over.append(item.departure.request_id)
         for request_id in over:
             self._on_sent(request_id)
 
-    def _fail(self, push: Push, text: str) -> None:
+    def _fail(self, departure: KvDeparture, text: str) -> None:
         with self._lock:
-            if push.given_up or push.is_over:
+            if departure.given_up or departure.is_over:
                 return
-            push.given_up = True
-            push.hold()  # so that on_sent comes after on_failed, whatever other lanes do meanwhile
-        self._on_failed(push.request_id, text)
+            departure.given_up = True
+            departure.hold()  # so that on_failed comes before on_sent, whatever other streams do meanwhile
+        self._on_failed(departure.request_id, text)
         with self._lock:
-            push.finish()
-            is_over = self._drop_if_over(push)
+            departure.finish()
+            is_over = self._drop_if_over(departure)
         if is_over:
-            self._on_sent(push.request_id)
+            self._on_sent(departure.request_id)
 
-    def _drop_if_over(self, push: Push) -> bool:
-        """Forget a push at its end; True once."""
-        if push.is_over and self._pushes.get(push.request_id) is push:
-            del self._pushes[push.request_id]
+    def _drop_if_over(self, departure: KvDeparture) -> bool:
+        """Forget a departure that is over; returns True once."""
+        if departure.is_over and self._departures.get(departure.request_id) is departure:
+            del self._departures[departure.request_id]
             return True
         return False

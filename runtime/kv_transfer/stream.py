@@ -1,4 +1,4 @@
-"""The queue of KV slices for one destination, the thread that sends them and the connection they take."""
+"""The stream of KV slices to one destination: its queue, its thread, its connection, its emulated link."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from runtime.kv_transfer.departure import SLICE_BYTES, Item, Push
+from runtime.kv_transfer.departure import SLICE_BYTES, Item, KvDeparture
 from runtime.kv_transfer.pair import Address, Pair, open_pair
-from runtime.kv_transfer.shaping import Shaper
 from runtime.kv_transfer.transports.base import Transport, next_message
 from runtime.protocol.between_workers import KvSlice, KvTaken
 from runtime.protocol.handshake import Introduction
@@ -18,20 +17,44 @@ from runtime.protocol.handshake import Introduction
 log = logging.getLogger(__name__)
 
 Group = list[Item]
-"""Neighbouring layers of the same cells: one slice."""
+"""Consecutive layers of the same heads and tokens: one slice."""
 
 
-class Lane:
-    """Sends to one destination, in order, over a connection that is opened when needed.
+class Shaper:
+    """An emulated link from one sender to one receiver.
 
-    A connection that breaks, or on which nothing moves for the deadline, fails every request of which it
-    carried a part but not all; the next slice opens a new one.
+    A message is in flight from the moment it is ready: the latencies of queued messages overlap, their bytes
+    pass one after the other. An idle link saves no capacity for later.
 
     Parameters
     ----------
-    address : where the destination listens now; raises KeyError if it is gone
-    finish : takes items that are dealt with; their memory is not read any more
-    fail : takes requests that can't go on, and why; before their items are finished
+    bandwidth_bytes_s : 0 for no limit
+    """
+
+    def __init__(self, bandwidth_bytes_s: float = 0.0, latency_s: float = 0.0) -> None:
+        self.bandwidth_bytes_s, self.latency_s = bandwidth_bytes_s, latency_s
+        self._free_s = 0.0
+
+    def pass_through(self, size_bytes: int, ready_s: float) -> None:
+        """Wait until the last byte of a message would have arrived, ready at `ready_s` (time.monotonic)."""
+        start_s = max(self._free_s, ready_s)
+        self._free_s = start_s + (size_bytes / self.bandwidth_bytes_s if self.bandwidth_bytes_s else 0.0)
+        delay_s = self._free_s + self.latency_s - time.monotonic()
+        if delay_s > 0:
+            time.sleep(delay_s)
+
+
+class KvStream:
+    """Sends to one destination, in order, over a connection that is opened when needed.
+
+    A connection that breaks, or makes no progress within the deadline, fails every request that it carried
+    in part; the next slice opens a new one.
+
+    Parameters
+    ----------
+    address : returns where the destination listens now; raises ConnectionError if it is gone
+    finish : called with items that were taken or dropped; their memory is no longer read
+    fail : called with each request that failed, and why, before its items are finished
     """
 
     def __init__(
@@ -42,14 +65,14 @@ class Lane:
         address: Callable[[], Address],
         shaper: Shaper,
         finish: Callable[[Group], None],
-        fail: Callable[[Push, str], None],
+        fail: Callable[[KvDeparture, str], None],
     ) -> None:
         self.shaper = shaper
         self._introduction, self._destination, self._transports = introduction, destination, transports
         self._address, self._finish, self._fail = address, finish, fail
         self._deadline_s = transports[0].deadline_s
-        self._queue, self._on_their_way = deque[Item](), deque[Group]()
-        self._carried = set[Push]()
+        self._queue, self._in_flight = deque[Item](), deque[Group]()
+        self._carried = set[KvDeparture]()
         self._pair: Pair | None = None
         self._lost, self._silent, self._stop = "", False, False
         self._moved_s = 0.0
@@ -57,17 +80,17 @@ class Lane:
         threading.Thread(target=self._run, name=f"kv to {destination}", daemon=True).start()
 
     def put(self, items: list[Item]) -> None:
-        """Queue what is ready; never waits."""
+        """Queue items that are ready; never waits."""
         with self._changed:
             stopped = self._stop
             if not stopped:
                 self._queue.extend(items)
                 self._changed.notify_all()
         if stopped:
-            self._give_back(items, {item.push for item in items}, "the worker is gone")
+            self._give_back(items, {item.departure for item in items}, "the worker is gone")
 
     def close(self) -> None:
-        """Fail what is queued or on its way and end the thread."""
+        """Fail what is queued or in flight and end the thread."""
         with self._changed:
             self._stop = True
             if self._pair is not None:
@@ -86,23 +109,23 @@ class Lane:
                 self._break(self._lost, all_queued=self._silent)
 
     def _next(self) -> Group:
-        """Wait for something to send and room for it, or for bad news (then nothing)."""
+        """Wait for a slice to send and room for it; returns nothing if the connection is lost or closed."""
         with self._changed:
             while not self._stop and not self._lost:
                 if self._queue and self._has_room():
                     return self._take()
-                wait_s = self._moved_s + self._deadline_s - time.monotonic() if self._on_their_way else None
+                wait_s = self._moved_s + self._deadline_s - time.monotonic() if self._in_flight else None
                 if wait_s is not None and wait_s <= 0:
-                    self._lost, self._silent = f"nothing was taken for {self._deadline_s:g} s", True
+                    self._lost, self._silent = f"the receiver took nothing for {self._deadline_s:g} s", True
                 else:
                     self._changed.wait(wait_s)
         return []
 
     def _has_room(self) -> bool:
-        return self._pair is None or len(self._on_their_way) < self._pair.transport.window
+        return self._pair is None or len(self._in_flight) < self._pair.transport.window
 
     def _take(self) -> Group:
-        """The next items that make one slice."""
+        """Take the next items that make up one slice."""
         group = [self._queue.popleft()]
         size = group[0].bytes
         while self._queue and self._queue[0].continues(group[-1]) and size + group[0].bytes <= SLICE_BYTES:
@@ -111,8 +134,8 @@ class Lane:
         return group
 
     def _forward(self, group: Group) -> None:
-        push = group[0].push
-        if push.given_up:
+        departure = group[0].departure
+        if departure.given_up:
             self._finish(group)
             return
         try:
@@ -123,16 +146,16 @@ class Lane:
         except Exception as error:
             self._break(str(error), also=group, all_queued=True)
             return
-        if push.given_up:  # it went with the connection before
+        if departure.given_up:  # it failed with the previous connection
             self._finish(group)
             return
         header = _header(group, pair.transport.pulls)
         self.shaper.pass_through(header.payload_bytes, group[-1].ready_s)
         with self._changed:
-            if not self._on_their_way:
+            if not self._in_flight:
                 self._moved_s = time.monotonic()
-            self._on_their_way.append(group)
-            self._carried = {other for other in self._carried if not other.is_over} | {push}
+            self._in_flight.append(group)
+            self._carried = {other for other in self._carried if not other.is_over} | {departure}
         try:
             pair.outgoing.send(header, group[0].runs)
         except Exception as error:
@@ -159,17 +182,19 @@ class Lane:
         return self._pair
 
     def _read(self, pair: Pair) -> None:
-        """Answers on one connection, until it ends."""
+        """Read the answers on one connection until it ends."""
         try:
             while (message := next_message(pair.connection)) is not None:
                 if not isinstance(message, KvTaken):
-                    raise ConnectionError(f"a {type(message).__name__} is no answer to KV slices")
+                    raise ConnectionError(f"{type(message).__name__} is not an answer to KV slices")
                 with self._changed:
                     if self._pair is not pair:
                         return
-                    if not 0 < message.slices <= len(self._on_their_way):
-                        raise ConnectionError(f"{message.slices} slices were taken, more than were sent")
-                    taken = [self._on_their_way.popleft() for _ in range(message.slices)]
+                    if not 0 < message.slices <= len(self._in_flight):
+                        raise ConnectionError(
+                            f"the receiver confirmed {message.slices} slices, more than were sent"
+                        )
+                    taken = [self._in_flight.popleft() for _ in range(message.slices)]
                     self._moved_s = time.monotonic()
                     self._changed.notify_all()
                 self._finish([item for group in taken for item in group])
@@ -182,32 +207,32 @@ class Lane:
                 self._changed.notify_all()
 
     def _break(self, text: str, also: Group | None = None, all_queued: bool = False) -> None:
-        """Close the connection; fail what it carried, and what is queued if that has no hope either."""
+        """Close the connection; fail what it carried and, if asked, all that is queued."""
         with self._changed:
             pair, self._pair, self._lost, self._silent = self._pair, None, "", False
-            items = [*(item for group in self._on_their_way for item in group), *(also or ())]
-            self._on_their_way.clear()
+            items = [*(item for group in self._in_flight for item in group), *(also or ())]
+            self._in_flight.clear()
             if all_queued:
                 items += self._queue
                 self._queue.clear()
-            pushes = {item.push: None for item in items} | dict.fromkeys(self._carried)
+            departures = {item.departure: None for item in items} | dict.fromkeys(self._carried)
             self._carried.clear()
         if pair is not None:
             pair.close()
-        self._give_back(items, pushes, text)
+        self._give_back(items, departures, text)
 
-    def _give_back(self, items: Group, pushes: Iterable[Push], text: str) -> None:
+    def _give_back(self, items: Group, departures: Iterable[KvDeparture], text: str) -> None:
         if items:
             log.warning("KV to %s: %s", self._destination, text)
-        for push in pushes:
-            self._fail(push, f"sending the KV cache to {self._destination} failed: {text}")
+        for departure in departures:
+            self._fail(departure, f"sending the KV cache to {self._destination} failed: {text}")
         self._finish(items)
 
 
 def _header(group: Group, pulls: bool) -> KvSlice:
     item = group[0]
     return KvSlice(
-        request_id=item.push.request_id,
+        request_id=item.departure.request_id,
         first_layer=item.layer,
         end_layer=group[-1].layer + 1,
         first_head=item.heads[0],

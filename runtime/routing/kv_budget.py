@@ -11,8 +11,8 @@ from cluster_specs.loader import resolve
 from cost_model.pipeline import PipelineSemantics, prefill_batches_held
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
-from hexgen2.memory import kv_capacity_tokens
 from hexgen2.placement import Placement, Replica
+from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 
 BATCHES_PER_REPLICA = 2
 

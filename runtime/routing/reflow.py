@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-from itertools import pairwise, product
+from collections.abc import Collection
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +22,12 @@ from cluster_specs.loader import resolve
 from cost_model.pipeline import PipelineSemantics
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
-from hexgen2.network.kv_parts import route_links
+from hexgen2.network.occupancy import KvTransfer, Resource, Sent, activations, occupied_s, parts_of_gpus
 from hexgen2.network.shared_links import SharedLinks
 from hexgen2.placement import Placement, Replica, Throughput
 from hexgen2.placement import Route as PlacedRoute
-from hexgen2.report.service import bottlenecks_of, latency_of
+from hexgen2.prediction.bottlenecks import bottlenecks_of
+from hexgen2.prediction.latency import latency_of
 from runtime.routing.router import Route, routes_of
 
 MANY_PAIRS = 400
@@ -39,7 +40,6 @@ NEGLIGIBLE = 1e-6
 FULL = 1 - 1e-9
 
 Pair = tuple[str, str]
-Resource = tuple
 
 
 class Reflow:
@@ -56,11 +56,8 @@ class Reflow:
         self._planned = routes_of(placement)
         self._cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
         self._links = SharedLinks(self._cluster)
-        costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
-        self._costs = costs
+        self._costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
         self._semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
-        self._layer_bytes, self._isl, self._osl = costs.kv_bytes_per_layer, costs.isl, costs.osl
-        self._activation_bytes = costs.activation_bytes_per_token
         self._known: dict[Pair, PlacedRoute] = {(r.from_, r.to): r for r in placement.routes}
         self._busy: dict[Pair, dict[Resource, float]] = {}
 
@@ -151,76 +148,38 @@ class Reflow:
         return list(pairs)
 
     def _made(self, source: Replica, target: Replica) -> PlacedRoute:
-        """A route that the placement lacks. Its parts move at once: the slowest port or link sets the
-        pace."""
-        cluster, links = self._cluster, route_links(source, target, self._layer_bytes)
-        seconds: dict[Resource, float] = defaultdict(float)
-        latency_s = 0.0
-        for link in links:
-            a, b = cluster.index(link.from_), cluster.index(link.to)
-            latency_s = max(latency_s, float(cluster.latency_s[a, b]))
-            for resource, busy_s in self._kv_use(a, b, link.bytes_per_req):
-                seconds[resource] += busy_s
-        return PlacedRoute.model_validate(
-            {
-                "from": source.id,
-                "to": target.id,
-                "flow_req_s": 0.0,
-                "capacity_req_s": 1 / max(latency_s + max(seconds.values(), default=0.0), 1e-12),
-                "kv_bytes_per_req": self._layer_bytes * self._placement.model.layers,
-                "links": links,
-            }
-        )
+        """A route that the placement lacks."""
+        route = PlacedRoute.between(source, target, self._costs.kv_bytes_per_layer)
+        seconds = KvTransfer.of(parts_of_gpus(self._cluster, route.parts)).alone_s(self._links)
+        return route.model_copy(update={"capacity_req_s": 1 / max(seconds, 1e-12)})
 
     # -- what is shared
-
-    def _kv_use(self, a: int, b: int, bytes_: float) -> Iterable[tuple[Resource, float]]:
-        """The ports inside a node, or else the link between two, that KV cache from GPU a to b occupies."""
-        source, target = int(self._cluster.node_of[a]), int(self._cluster.node_of[b])
-        if source == target:
-            seconds = bytes_ / float(self._cluster.bandwidth_bytes_s[a, b])
-            return (("out", a), seconds), (("in", b), seconds)
-        link = self._links.resources_between(source, target)[0]
-        return ((("link", link), bytes_ / float(self._links.capacity_bytes_s[link])),)
 
     def _use(self, pair: Pair) -> dict[Resource, float]:
         """Seconds for which one request of a route occupies each resource, pipelines included."""
         if pair not in self._busy:
-            cluster, busy = self._cluster, defaultdict[Resource, float](float)
-            for link in self.between(*pair).links:
-                a, b = cluster.index(link.from_), cluster.index(link.to)
-                source, target = int(cluster.node_of[a]), int(cluster.node_of[b])
-                if source == target:
-                    for resource, seconds in self._kv_use(a, b, link.bytes_per_req):
-                        busy[resource] += seconds
-                else:
-                    self._add(busy, source, target, link.bytes_per_req)
-            for name, tokens in zip(pair, (self._isl, self._osl), strict=True):
-                self._add_pipeline(busy, self._replicas[name], tokens)
-            self._busy[pair] = dict(busy)
+            transfer = KvTransfer.of(parts_of_gpus(self._cluster, self.between(*pair).parts))
+            prefill, decode = (self._replicas[name] for name in pair)
+            hops = [*self._activations(prefill, self._costs.isl), *self._activations(decode, self._costs.osl)]
+            self._busy[pair] = transfer.busy_s(self._links, hops)
         return self._busy[pair]
 
-    def _add(self, busy: dict[Resource, float], source: int, target: int, bytes_: float) -> None:
-        """Traffic from one node to another."""
-        for resource in self._links.resources_between(source, target):
-            busy["link", resource] += bytes_ / float(self._links.capacity_bytes_s[resource])
-
-    def _add_pipeline(self, busy: dict[Resource, float], replica: Replica, tokens: float) -> None:
-        """The activations of so many tokens from stage to stage."""
-        path = [int(self._cluster.node_of[self._cluster.index(stage.gpus[0])]) for stage in replica.stages]
-        for source, target in pairwise(path):
-            self._add(busy, source, target, tokens * self._activation_bytes)
+    def _activations(self, replica: Replica, tokens: float) -> list[Sent]:
+        """What so many tokens send from stage to stage."""
+        nodes = self._cluster.nodes_of(stage.gpus[0] for stage in replica.stages)
+        return activations(nodes, tokens * self._costs.activation_bytes_per_token)
 
     def _shared(self, pairs: list[Pair], lost: Collection[str]) -> tuple[csr_array, np.ndarray]:
         """Seconds per request [resources, pairs], and the seconds per second [resources] that colocated
         replicas leave; no rows if routes share nothing."""
         if self._placement.cost_model.links != "shared":
             return csr_array((0, len(pairs))), np.zeros(0)
-        taken: dict[Resource, float] = defaultdict(float)
+        sent = list[Sent]()
         for replica in self._placement.replicas:
             if replica.role == "colocated" and replica.id not in lost:
                 own = replica.capacity_req_s * replica.utilisation
-                self._add_pipeline(taken, replica, own * (self._isl + self._osl))
+                sent += self._activations(replica, own * (self._costs.isl + self._costs.osl))
+        taken = occupied_s(self._links, sent)
         rows: dict[Resource, int] = {}
         entries = [
             (rows.setdefault(resource, len(rows)), column, seconds)

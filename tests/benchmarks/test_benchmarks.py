@@ -13,10 +13,10 @@ from benchmarks.simulator.step_profile import BATCHES, CONTEXTS, SHORT, STEPS, P
 from cost_model.lengths import RequestLengths, attended_tokens
 from cost_model.models import find_model
 from hexgen2.search.problem import make_problem
-from hexgen2.simulator.requests import Requests
 from hexgen2.simulator.run import simulate
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
+from hexgen2.workload.requests import Requests
 
 TIMES = StepTimes(0.01, 0.001, 2e-7, 0.004, (1.0, 2.0, 8.0), (0.01, 0.02, 0.032), 1e-6, 0.005)
 

@@ -12,7 +12,7 @@ from pytest import approx
 from benchmarks.simulator.distserve_cross_check import measured_files, ours, place, read_measured, row_of
 from benchmarks.simulator.distserve_profile import DistServeProfile, read_fits
 from cost_model.errors import InputError
-from hexgen2.simulator.requests import Requests
+from hexgen2.workload.requests import Requests
 
 MODEL = "facebook/opt-13b"
 FIT = {

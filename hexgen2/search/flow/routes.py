@@ -7,28 +7,23 @@ sets the pace, and the order of the stages on both sides decides which parts cro
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from hexgen2.network.kv_parts import layer_overlaps
+from hexgen2.network.occupancy import (
+    KvTransfer,
+    Resource,
+    Sent,
+    activations,
+    occupied_s,
+    parts_of_stages,
+    summed,
+)
 from hexgen2.search.planning.plan import PlannedStage
 from hexgen2.search.problem import Problem
-
-
-def transfer_s(problem: Problem, prefill: Sequence[PlannedStage], decode: Sequence[PlannedStage]) -> float:
-    """Seconds to move one request's KV cache, all parts at once.
-
-    Inside a node each GPU sends and receives through its own port; between two nodes all parts share
-    the one link.
-    """
-    latency, ports, moved = _parts(problem, prefill, decode)
-    links = (bytes_ / problem.node_links[a][b].bandwidth_bytes_s for (a, b), bytes_ in moved.items())
-    return latency + max(*ports.values(), *links, 0.0)
 
 
 @dataclass(frozen=True)
@@ -55,61 +50,27 @@ class RouteUse:
 
 def route_use(problem: Problem, prefill: Sequence[PlannedStage], decode: Sequence[PlannedStage]) -> RouteUse:
     """What one request of the route between two replicas occupies, on its whole way through both."""
-    _, ports, moved = _parts(problem, prefill, decode)
-    _add_hops(problem, prefill, problem.costs.isl, moved)
-    _add_hops(problem, decode, problem.costs.osl, moved)
-    return _use(problem, transfer_s(problem, prefill, decode), ports, moved)
+    costs, shared = problem.costs, problem.shared_links
+    kv = KvTransfer.of(parts_of_stages(prefill, decode, costs.kv_bytes_per_layer, problem.node_links))
+    kv = kv._replace(sent=summed(kv.sent))
+    hops = [*_activations(problem, prefill, costs.isl), *_activations(problem, decode, costs.osl)]
+    busy_s = occupied_s(shared, summed([*kv.sent, *hops]) if hops else kv.sent)
+    receivers = shared.count + problem.model.layers
+    for (side, stage), seconds in kv.ports_s.items():
+        busy_s[(shared.count if side == "send" else receivers) + stage] = seconds
+    return RouteUse(kv.alone_s(shared), *_arrays(busy_s))
 
 
 def pipeline_use(problem: Problem, stages: Sequence[PlannedStage]) -> RouteUse:
     """What one request occupies that is served by a colocated replica of these stages."""
-    moved: dict[tuple[int, int], float] = defaultdict(float)
-    _add_hops(problem, stages, problem.costs.isl + problem.costs.osl, moved)
-    return _use(problem, 0.0, {}, moved)
+    hops = _activations(problem, stages, problem.costs.isl + problem.costs.osl)
+    return RouteUse(0.0, *_arrays(occupied_s(problem.shared_links, summed(hops))))
 
 
-def _add_hops(
-    problem: Problem, stages: Sequence[PlannedStage], tokens: float, moved: dict[tuple[int, int], float]
-) -> None:
-    """Add the bytes from node to node that a pipeline sends for so many tokens."""
-    for left, right in itertools.pairwise(stages):
-        if left.node != right.node:
-            moved[left.node, right.node] += tokens * problem.costs.activation_bytes_per_token
+def _activations(problem: Problem, stages: Sequence[PlannedStage], tokens: float) -> list[Sent]:
+    """What a pipeline sends from node to node for so many tokens."""
+    return activations([stage.node for stage in stages], tokens * problem.costs.activation_bytes_per_token)
 
 
-def _use(
-    problem: Problem,
-    transfer_s: float,
-    ports: dict[tuple[str, int], float],
-    moved: dict[tuple[int, int], float],
-) -> RouteUse:
-    shared, layers = problem.shared_links, problem.model.layers
-    busy: dict[int, float] = defaultdict(float)
-    for (a, b), bytes_ in moved.items():
-        for resource in shared.resources_between(a, b):
-            busy[resource] += bytes_ / float(shared.capacity_bytes_s[resource])
-    for (side, stage), seconds in ports.items():
-        busy[shared.count + stage + (layers if side == "receive" else 0)] += seconds
-    return RouteUse(transfer_s, np.array(list(busy), dtype=np.int64), np.array(list(busy.values())))
-
-
-def _parts(
-    problem: Problem, prefill: Sequence[PlannedStage], decode: Sequence[PlannedStage]
-) -> tuple[float, dict[tuple[str, int], float], dict[tuple[int, int], float]]:
-    """Of one request's KV cache: the longest latency in seconds, the seconds that each stage's ports send or
-    receive inside their node, and the bytes from node to node."""
-    per_layer = problem.costs.kv_bytes_per_layer
-    ports: dict[tuple[str, int], float] = defaultdict(float)
-    moved: dict[tuple[int, int], float] = defaultdict(float)
-    latency = 0.0
-    for i, j, layers in layer_overlaps([s.layers for s in prefill], [s.layers for s in decode]):
-        source, target = prefill[i], decode[j]
-        link = problem.node_links[source.node][target.node]
-        latency = max(latency, link.latency_s)
-        if source.node == target.node:
-            seconds = layers * per_layer / link.bandwidth_bytes_s
-            ports["send", i] += seconds / source.degree
-            ports["receive", j] += seconds / target.degree
-        else:
-            moved[source.node, target.node] += layers * per_layer
-    return latency, ports, moved
+def _arrays(busy_s: dict[Resource, float]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(list(busy_s), dtype=np.int64), np.array(list(busy_s.values()))

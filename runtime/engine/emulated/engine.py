@@ -18,7 +18,7 @@ from cost_model.pipeline import PipelineSemantics
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
-from hexgen2.simulator.timing import ReplicaTimes
+from hexgen2.prediction.step_times import StepTimes
 from runtime.engine.base import Engine, OnLayer
 from runtime.engine.emulated.cache import EmulatedCache, EmulatedShape
 from runtime.engine.emulated.hops import PURPOSE, Hops
@@ -155,11 +155,11 @@ def work_of(step: Step, window: int | None) -> Work:
     return Work(prompt_tokens, attended, decodes, context, sampled)
 
 
-def _times(placement: Placement, replica: str) -> ReplicaTimes:
+def _times(placement: Placement, replica: str) -> StepTimes:
     costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
-    return ReplicaTimes(placement.replica(replica), cluster, costs, semantics)
+    return StepTimes(placement.replica(replica), cluster, costs, semantics)
 
 
 def _slot(table: list[int], position: int, block_tokens: int) -> int:

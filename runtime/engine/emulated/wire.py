@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from runtime.engine.emulated.cache import EmulatedCache
-from runtime.kv_transfer.arrival import Landing
-from runtime.kv_transfer.runs import Runs
+from runtime.kv_transfer.arrival import KvArrival
+from runtime.kv_transfer.slices import Runs
 from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport
 from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.codec import encode
@@ -48,14 +48,14 @@ class _Incoming(Incoming):
     def __init__(self, connection: Connection, cache: EmulatedCache) -> None:
         self._connection, self._cache = connection, cache
 
-    def receive(self, header: KvSlice, landing: Landing | None) -> None:
+    def receive(self, header: KvSlice, arrival: KvArrival | None) -> None:
         states = np.empty(header.end_token - header.first_token, np.uint64)
         self._connection.receive_into(states.data.cast("B"))
         self._connection.drain(_filler_bytes(header, self._cache.kv_scale))
-        if landing is None:
+        if arrival is None:
             return
-        slots = landing.runs(header.first_token, header.end_token).slots()
-        with landing.writing() as is_open:
+        slots = arrival.runs(header.first_token, header.end_token).slots()
+        with arrival.writing() as is_open:
             if is_open:
                 self._cache.states[slots] = states
 

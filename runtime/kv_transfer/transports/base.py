@@ -1,20 +1,22 @@
-"""What every way of KV payloads between two workers has in common.
+"""The interface of a transport: how the bytes of KV caches get from one worker to another.
 
-A pair of workers has one control connection, of `KvOpen`, `KvSlice` and `KvTaken` frames; a transport is the
-way of the bytes beside it. Its life: the sender *registers* its pool and *offers* the transport with a
-handle; the receiver takes one it can use; the sender *sends* slice after slice, the receiver *receives* each
-into its own pool and says so. How many are taken is the poll, closing is the cancel, and the control
-connection's timeout the deadline: neither end waits longer for the other within a slice.
+Each pair of workers has one control connection, which carries `KvOpen`, `KvSlice` and `KvTaken` frames; a
+transport moves the bytes. Its life: the sender registers its pool and offers the transport with a handle; the
+receiver accepts the first offer that it can use; the sender sends slice after slice, and the receiver copies
+each into its own pool and confirms it. Closing the control connection cancels what is in flight, and its
+timeout is the deadline: within a slice, neither end waits longer for the other.
 """
 
 from __future__ import annotations
 
+import os
 import select
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from runtime.kv_transfer.arrival import Landing
-from runtime.kv_transfer.runs import Runs
+from runtime.kv_transfer.arrival import KvArrival
+from runtime.kv_transfer.slices import Runs
 from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
 from runtime.protocol.message import Message
@@ -26,71 +28,63 @@ DEADLINE_S = 10.0
 
 
 class Unavailable(Exception):
-    """This pair of workers can't use the transport; another may do."""
-
-
-def next_message(connection: Connection) -> Message | None:
-    """The next message, however long it takes to begin; its end has the stream's timeout."""
-    is_readable(connection, None)
-    return connection.receive()
-
-
-def is_readable(connection: Connection, wait_ms: float | None = 0) -> bool:
-    """Whether more has come, within so long; None: however long it takes."""
-    poll = select.poll()
-    poll.register(connection.stream, select.POLLIN)
-    return bool(poll.poll(wait_ms))
+    """This pair of workers can't use the transport; another one may work."""
 
 
 class Outgoing(ABC):
-    """The sender's end for one receiver. One thread uses it.
+    """The sender's end for one receiver, used by one thread.
 
     Attributes
     ----------
-    handle : what the receiver needs to know to be the other end
+    handle : what the receiver needs in order to open its end
     """
 
     handle: str = ""
 
     @abstractmethod
     def send(self, header: KvSlice, runs: Runs) -> None:
-        """Send a slice whose tokens are in `runs` of the own pool.
+        """Send a slice whose tokens are in `runs` of the sender's pool.
 
         Raises
         ------
-        OSError, RuntimeError : the pair is broken, for good
+        OSError, RuntimeError : the pair is broken and must be closed
         """
 
     def close(self) -> None:
-        """Free what the pair had, the control connection aside; from any thread."""
+        """Free what the pair held, except for the control connection; from any thread."""
         return None
 
 
 class Incoming(ABC):
-    """The receiver's end for one sender. One thread uses it."""
+    """The receiver's end for one sender, used by one thread."""
 
     @abstractmethod
-    def receive(self, header: KvSlice, landing: Landing | None) -> None:
-        """Put a slice into its landing; without one, or once that is closed, let the bytes go.
+    def receive(self, header: KvSlice, arrival: KvArrival | None) -> None:
+        """Write a slice to its arrival's place in the pool, or discard it if there is none or it is closed.
 
         Raises
         ------
-        OSError, RuntimeError : the pair is broken, for good
+        OSError, RuntimeError : the pair is broken and must be closed
         """
 
     def close(self) -> None:
-        """Free what the pair had, the control connection aside."""
+        """Free what the pair held, except for the control connection."""
         return None
 
 
 class Transport(ABC):
-    """One way of payloads, for all pairs of a worker.
+    """One way to move KV caches, for all pairs of a worker.
 
     Attributes
     ----------
     cache : the worker's pages, of the kind that the transport moves
-    pulls : the receiver reads the sender's pool by itself, so headers carry slots
-    window : slices on their way at a time; what waits meanwhile is merged into fewer, larger ones
+    pulls : the receiver reads the sender's pool, so headers carry slots and no bytes follow
+    window : slices in flight at a time; those that wait are merged into fewer, larger ones
+
+    Parameters
+    ----------
+    deadline_s : how long one end waits for the other within a slice
+    shared : the shared memory that the pool is in, if it is in one
     """
 
     name: ClassVar[str]
@@ -102,18 +96,90 @@ class Transport(ABC):
 
     @abstractmethod
     def outgoing(self, connection: Connection) -> Outgoing:
-        """The sender's end, to be offered.
+        """The sender's end, to be offered to a receiver.
 
         Raises
         ------
-        Unavailable : not with this worker's pool
+        Unavailable : it can't be used with this worker's pool
         """
 
     @abstractmethod
     def incoming(self, connection: Connection, opening: KvOpen, handle: str) -> Incoming:
-        """The receiver's end of a sender's offer.
+        """The receiver's end for a sender's offer.
 
         Raises
         ------
-        Unavailable : not between these two
+        Unavailable : it can't be used between these two workers
         """
+
+
+# -- for transports whose receiver pulls
+
+
+class HeaderOnly(Outgoing):
+    """The sender's end of every transport that pulls."""
+
+    def __init__(self, connection: Connection, handle: str) -> None:
+        self._connection, self.handle = connection, handle
+
+    def send(self, header: KvSlice, runs: Runs) -> None:
+        """Tell the receiver where the slice is."""
+        self._connection.send(header)
+
+
+def checked_runs(header: KvSlice, opening: KvOpen) -> Runs:
+    """The runs of a header, after a check that all of the slice lies in the sender's pool.
+
+    Raises
+    ------
+    ConnectionError : it does not
+    """
+    try:
+        runs = Runs.from_bytes(header.runs)
+    except ValueError as error:
+        raise ConnectionError(f"the slice has no runs: {error}") from error
+    inside = (
+        opening.first_layer <= header.first_layer < header.end_layer <= opening.end_layer
+        and opening.first_head <= header.first_head < header.end_head <= opening.end_head
+        and runs.are_within(opening.slots)
+    )
+    if not inside or runs.tokens != header.end_token - header.first_token:
+        raise ConnectionError("the slice is not in the sender's pool")
+    return runs
+
+
+def require_open(connection: Connection) -> None:
+    """Check after a pull that the data was valid: a sender that reuses blocks before they were read closes
+    the connection first.
+
+    Raises
+    ------
+    ConnectionError : the sender has closed the connection
+    """
+    poll = select.poll()
+    poll.register(connection.stream, select.POLLRDHUP)
+    if poll.poll(0):
+        raise ConnectionError("the sender took its blocks back")
+
+
+def host_identity() -> str:
+    """Equal for processes that can open each other's memory: the same boot, PID namespace and user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.geteuid()}"
+
+
+# -- control connections
+
+
+def next_message(connection: Connection) -> Message | None:
+    """The next message, or None at the end of the stream. The wait for its first byte has no limit; the rest
+    has the stream's timeout."""
+    is_readable(connection, None)
+    return connection.receive()
+
+
+def is_readable(connection: Connection, wait_ms: float | None = 0) -> bool:
+    """Whether more data arrives within `wait_ms` (None: no limit)."""
+    poll = select.poll()
+    poll.register(connection.stream, select.POLLIN)
+    return bool(poll.poll(wait_ms))

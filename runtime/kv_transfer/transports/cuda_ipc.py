@@ -1,6 +1,6 @@
-"""KV payloads between GPUs of a host: the receiver maps the sender's pool and copies on a stream of its own.
+"""KV payloads between GPUs of a host: the receiver maps the sender's pool and copies on its own CUDA stream.
 
-Written after the documentation of torch's CUDA sharing; no machine with a GPU has run it yet.
+Written from the documentation of torch's CUDA sharing; not yet run on a machine with GPUs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import msgspec
 import torch
 
 from runtime.kv_cache.pool import PagedCache
-from runtime.kv_transfer.arrival import Landing
-from runtime.kv_transfer.cells import Piece, pieces
-from runtime.kv_transfer.host import host_identity
+from runtime.kv_transfer.arrival import KvArrival
+from runtime.kv_transfer.slices import Piece, pieces
 from runtime.kv_transfer.staging import pool_view
-from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport, Unavailable
-from runtime.kv_transfer.transports.shm import HeaderOnly, checked_runs, require_open
+from runtime.kv_transfer.transports.base import (
+    HeaderOnly,
+    Incoming,
+    Outgoing,
+    Transport,
+    Unavailable,
+    checked_runs,
+    host_identity,
+    require_open,
+)
 from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
 
@@ -25,7 +32,7 @@ _PIECE_BYTES = 16 * 1024 * 1024
 
 
 class CudaIpc(Transport):
-    """Two processes of a host, both with pools on GPUs."""
+    """Between two processes of a host, both with pools on GPUs."""
 
     name, pulls, window = "cuda_ipc", True, 3
 
@@ -68,17 +75,17 @@ class _Incoming(Incoming):
         self._connection, self._cache, self._opening, self._pool = connection, cache, opening, pool
         self._stream = torch.cuda.Stream(cache.pool.device)
 
-    def receive(self, header: KvSlice, landing: Landing | None) -> None:
-        """Copy the slice's slots, a piece at a time, and wait until they are here."""
-        if landing is None:
+    def receive(self, header: KvSlice, arrival: KvArrival | None) -> None:
+        """Copy the slice's slots, a piece at a time, and wait until each copy is done."""
+        if arrival is None:
             return
         runs, opening = checked_runs(header, self._opening), self._opening
         for piece in pieces(header, _PIECE_BYTES):
             part = _source_part(header, piece, opening)
             at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
             source = torch.from_numpy(runs.between(at, end).slots())
-            target = torch.from_numpy(landing.runs(piece.first_token, piece.end_token).slots())
-            with landing.writing() as is_open, torch.cuda.stream(self._stream):
+            target = torch.from_numpy(arrival.runs(piece.first_token, piece.end_token).slots())
+            with arrival.writing() as is_open, torch.cuda.stream(self._stream):
                 if not is_open:
                     return
                 view = pool_view(self._cache, header, piece)

@@ -1,8 +1,8 @@
-"""KV payloads by NIXL: the receiver reads the sender's registered pool, over whatever UCX finds between them.
+"""KV payloads by NIXL: the receiver reads the sender's registered pool over whatever UCX finds between them.
 
-Reads end in a buffer of the receiver, never in its pool: one that is not over when its request is cancelled,
-or its deadline passes, may still write. For NIXL 1.5, an extra. Run on CPUs; with pools on GPUs written after
-its documentation.
+A read goes into a buffer of the receiver, never into its pool, because it may still write after its request
+was cancelled or its deadline has passed. NIXL 1.5 is an optional dependency. Tested between pools in CPU
+memory; the path for pools on GPUs is written from the documentation and untested.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ import numpy as np
 import torch
 
 from runtime.kv_cache.pool import PagedCache
-from runtime.kv_transfer.arrival import Landing
-from runtime.kv_transfer.cells import Piece, pieces
-from runtime.kv_transfer.runs import Runs
+from runtime.kv_transfer.arrival import KvArrival
+from runtime.kv_transfer.slices import Piece, Runs, pieces
 from runtime.kv_transfer.staging import Staging
-from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport, Unavailable
-from runtime.kv_transfer.transports.shm import HeaderOnly, checked_runs, require_open
+from runtime.kv_transfer.transports.base import (
+    HeaderOnly,
+    Incoming,
+    Outgoing,
+    Transport,
+    Unavailable,
+    checked_runs,
+    require_open,
+)
 from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
 
@@ -32,7 +38,7 @@ _BACKENDS = ["UCX"]
 _PIECE_BYTES = 4 * 1024 * 1024
 _POLL_S, _LONGEST_POLL_S = 20e-6, 1e-3
 _abandoned = list[Any]()
-"""Agents and buffers of reads that did not end: they may still write."""
+"""Agents and buffers of reads that never finished: NIXL may still write to the buffers."""
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +52,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Nixl(Transport):
-    """Any two workers that have the package."""
+    """Between any two workers that have the package installed."""
 
     name, pulls, window = "nixl", True, 4
 
@@ -56,7 +62,7 @@ class Nixl(Transport):
         self._agent: _Agent | None = None
 
     def outgoing(self, connection: Connection) -> Outgoing:
-        """Register the pool, once, and say where it is."""
+        """Register the pool, once, and tell the receiver where it is."""
         pool = self.cache.pool
         with self._lock:
             self._agent = self._agent or _Agent(pool)
@@ -69,12 +75,12 @@ class Nixl(Transport):
         try:
             theirs = msgspec.msgpack.decode(base64.b64decode(handle), type=Handle)
         except ValueError as error:
-            raise Unavailable(f"the sender's handle is none: {error}") from error
+            raise Unavailable(f"the sender's handle is invalid: {error}") from error
         return _Incoming(connection, self.cache, opening, theirs, self.deadline_s)
 
 
 class _Agent:
-    """This process's end of NIXL, with one piece of registered memory."""
+    """NIXL in this process, with one piece of registered memory."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         if importlib.util.find_spec("nixl") is None:
@@ -113,22 +119,22 @@ class _Incoming(Incoming):
             self._agent.close()
             raise Unavailable(f"the sender's NIXL can't be reached: {error}") from error
 
-    def receive(self, header: KvSlice, landing: Landing | None) -> None:
-        """Read the slice, a piece at a time, and put each in place."""
-        if landing is None:
+    def receive(self, header: KvSlice, arrival: KvArrival | None) -> None:
+        """Read the slice, a piece at a time, and copy each into the pool."""
+        if arrival is None:
             return
         runs = checked_runs(header, self._opening)
         for piece in pieces(header, _PIECE_BYTES):
             at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
             self._read(*self._places(header, piece, runs.between(at, end)))
             require_open(self._connection)
-            with landing.writing() as is_open:
+            with arrival.writing() as is_open:
                 if not is_open:
                     return
-                self._staging.store(header, piece, landing.runs(piece.first_token, piece.end_token))
+                self._staging.store(header, piece, arrival.runs(piece.first_token, piece.end_token))
 
     def close(self) -> None:
-        """End the agent; not under a read."""
+        """Close the agent, unless a read may still be running."""
         if not self._is_whole:
             _abandoned.append((self._agent, self._staging))
             return
@@ -136,7 +142,7 @@ class _Incoming(Incoming):
         self._agent.close()
 
     def _places(self, header: KvSlice, piece: Piece, runs: Runs) -> tuple[np.ndarray, np.ndarray]:
-        """Here and there: [stretches, (address, bytes, device)], in the order of the slice's bytes."""
+        """Stretches of memory here and there: [stretches, (address, bytes, device)], in the slice's order."""
         opening, heads = self._opening, header.end_head - header.first_head
         if heads * self._head_bytes == self._row_bytes:
             starts, counts = runs.array.T.astype(np.uint64)

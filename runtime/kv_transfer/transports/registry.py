@@ -1,4 +1,4 @@
-"""Which transports there are, by name, and which of them a worker tries. Each is loaded when it is needed."""
+"""The transports by name, and which of them a sender offers. Each is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ _CLASSES = {
     "shm": (f"{_OWN}.shm", "SharedMemory"),
     "cuda_ipc": (f"{_OWN}.cuda_ipc", "CudaIpc"),
     "tcp": (f"{_OWN}.tcp", "Tcp"),
-    "gloo": (f"{_OWN}.group", "Gloo"),
-    "nccl": (f"{_OWN}.group", "Nccl"),
     "nixl": (f"{_OWN}.nixl", "Nixl"),
     EMULATED: ("runtime.engine.emulated.wire", "ScaledTcp"),
 }
@@ -27,16 +25,16 @@ _BEST_FIRST = ("shm", "cuda_ipc", "tcp")
 
 
 def transport_names() -> list[str]:
-    """All names of real ones, sorted; "auto" aside."""
+    """The names of all real transports, sorted."""
     return sorted(_CLASSES.keys() - {EMULATED})
 
 
 def offered(name: str) -> tuple[str, ...]:
-    """The transports to offer for a name, best first.
+    """The transports that a sender offers for a name or "auto", best first.
 
     Raises
     ------
-    InputError : unknown
+    InputError : no transport has that name
     """
     if name == AUTO:
         return _BEST_FIRST
@@ -47,7 +45,7 @@ def offered(name: str) -> tuple[str, ...]:
 
 
 def make_transport(name: str, cache: Pages, deadline_s: float, shared: SharedPool | None) -> Transport | None:
-    """A worker's end of a transport; None for a name that a newer peer may know."""
+    """A worker's end of a transport; None for a name that only a newer peer knows."""
     if name not in _CLASSES:
         return None
     module, kind = _CLASSES[name]

@@ -1,11 +1,10 @@
-"""KV payloads behind their headers, on the control connection itself: works between any two hosts."""
+"""KV payloads on the control connection itself, behind their headers: works between any two hosts."""
 
 from __future__ import annotations
 
 from runtime.kv_cache.pool import PagedCache
-from runtime.kv_transfer.arrival import Landing
-from runtime.kv_transfer.cells import pieces
-from runtime.kv_transfer.runs import Runs
+from runtime.kv_transfer.arrival import KvArrival
+from runtime.kv_transfer.slices import Runs, pieces
 from runtime.kv_transfer.staging import Staging
 from runtime.kv_transfer.transports.base import Incoming, Outgoing, Transport
 from runtime.protocol.between_workers import KvOpen, KvSlice
@@ -14,7 +13,7 @@ from runtime.protocol.framing import Connection
 
 
 class Tcp(Transport):
-    """Bytes follow the header."""
+    """The bytes of a slice follow its header."""
 
     name, pulls, window = "tcp", False, 32
 
@@ -46,28 +45,28 @@ class _Incoming(Incoming):
     def __init__(self, connection: Connection, cache: PagedCache) -> None:
         self._connection, self._staging = connection, Staging(cache)
 
-    def receive(self, header: KvSlice, landing: Landing | None) -> None:
-        if landing is None:
+    def receive(self, header: KvSlice, arrival: KvArrival | None) -> None:
+        if arrival is None:
             self._connection.drain(header.payload_bytes)
-        elif views := self._staging.in_place(header, landing.runs(header.first_token, header.end_token)):
-            self._receive_in_place(views, landing)
+        elif views := self._staging.in_place(header, arrival.runs(header.first_token, header.end_token)):
+            self._receive_in_place(views, arrival)
         else:
-            self._receive_staged(header, landing)
+            self._receive_staged(header, arrival)
 
-    def _receive_in_place(self, views: list[memoryview], landing: Landing) -> None:
-        """Bytes go into the pool as they come."""
+    def _receive_in_place(self, views: list[memoryview], arrival: KvArrival) -> None:
+        """Read from the socket straight into the pool."""
         while views:
             self._connection.wait_readable()
-            with landing.writing() as is_open:
+            with arrival.writing() as is_open:
                 if is_open:
                     self._connection.receive_some(views)
                     continue
             self._connection.drain(sum(len(view) for view in views))
             return
 
-    def _receive_staged(self, header: KvSlice, landing: Landing) -> None:
+    def _receive_staged(self, header: KvSlice, arrival: KvArrival) -> None:
         for piece in pieces(header):
             self._connection.receive_into(self._staging.room(piece).numpy().data)
-            with landing.writing() as is_open:
+            with arrival.writing() as is_open:
                 if is_open:
-                    self._staging.store(header, piece, landing.runs(piece.first_token, piece.end_token))
+                    self._staging.store(header, piece, arrival.runs(piece.first_token, piece.end_token))

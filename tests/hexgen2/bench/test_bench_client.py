@@ -17,7 +17,7 @@ from commands import hexgen2, refused
 from cost_model.errors import InputError
 from hexgen2.bench.http import Address, HttpError, Server
 from hexgen2.bench.run import Load, bench
-from hexgen2.simulator.requests import Requests
+from hexgen2.workload.requests import Requests
 
 WAIT_S, GAP_S = 0.03, 0.01
 

@@ -16,7 +16,7 @@ from hexgen2.comparison.reference import Reference
 from hexgen2.comparison.report import print_comparison, write_comparison
 from hexgen2.comparison.run import SLO_SCALES, Settings, compare
 from hexgen2.report.placement import make_console
-from hexgen2.simulator.requests import Lengths
+from hexgen2.workload.arrivals import LengthSource
 
 
 def test_contenders_have_the_engine_and_the_cluster_that_are_asked_for():
@@ -79,5 +79,5 @@ def test_a_comparison_plans_simulates_and_writes_everything(tmp_path, capsys):
 
 
 def test_requests_keep_the_means_of_their_class():
-    isl, osl = Lengths.load("HPHD").sample(np.random.default_rng(0), 4000)
+    isl, osl = LengthSource.load("HPHD").sample(np.random.default_rng(0), 4000)
     assert isl.mean() == approx(1104.2, abs=0.1) and osl.mean() == approx(397.6, abs=0.1)

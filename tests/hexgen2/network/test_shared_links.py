@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from problems import clusters, problem_from
 
 from cluster_specs.loader import parse_cluster
+from hexgen2.network.occupancy import occupied_s
 from hexgen2.network.shared_links import SharedLinks
 
 GBIT_S = 1e9 / 8
@@ -67,19 +68,23 @@ def test_traffic_takes_the_uplinks_it_leaves_and_enters():
 
 @settings(deadline=None)
 @given(clusters(), st.data())
-def test_loads_count_the_traffic_of_every_pair_on_all_it_takes(spec, data):
+def test_traffic_occupies_every_link_card_and_uplink_on_its_way(spec, data):
     names = [node["name"] for node in spec["nodes"]]
     subsets = st.lists(st.sampled_from(names), min_size=1, unique=True)
     spec["network"]["uplinks"] = [
         {"name": str(k), "nodes": data.draw(subsets), "bandwidth_gbit_s": 5} for k in range(2)
     ]
     shared = problem_from(spec, "opt-13b", "HPLD").shared_links
-    traffic = np.arange(shared.nodes**2, dtype=float).reshape(shared.nodes, shared.nodes) + 1
-    expected = np.zeros(len(shared.capacity_bytes_s))
-    for a in range(shared.nodes):
-        for b in range(shared.nodes):
-            expected[list(shared.resources_between(a, b))] += traffic[a, b]
-    assert np.allclose(shared.loads(traffic), expected)
+    n = shared.nodes
+    sent = [(a, b, 1.0 + a * n + b) for a in range(n) for b in range(n)]
+    between = np.array([0.0 if a == b else bytes_ for a, b, bytes_ in sent]).reshape(n, n)
+    inside = [np.isin(names, uplink["nodes"]) for uplink in spec["network"]["uplinks"]]
+    leaving = [between[np.ix_(own, ~own)].sum() for own in inside]
+    entering = [between[np.ix_(~own, own)].sum() for own in inside]
+    moved = np.concatenate([between.ravel(), between.sum(1), between.sum(0), leaving, entering])
+    busy_s = occupied_s(shared, sent)
+    assert np.allclose([busy_s.get(r, 0.0) for r in range(shared.count)], moved / shared.capacity_bytes_s)
+    assert occupied_s(shared, sent, "pairwise") == {r: s for r, s in busy_s.items() if r < n * n}
 
 
 def test_the_assumption_about_cards_is_stated_once_and_only_where_it_is_made():

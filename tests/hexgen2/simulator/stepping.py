@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from cost_model.base import Work
-from hexgen2.simulator.engine import Engine
-from hexgen2.simulator.policies import Policy
+from hexgen2.simulator.batching import Policy
+from hexgen2.simulator.decode_replica import DecodeReplica
 from hexgen2.simulator.records import Records, ReplicaRecord
-from hexgen2.simulator.requests import Requests
+from hexgen2.workload.requests import Requests
 from runtime.routing.kv_budget import Room
 
 STEP_S, TOKEN_S, HOP_S = 0.01, 1e-3, 0.002
@@ -60,5 +60,7 @@ def engine_of(rows, kv_tokens: int, places: int, policy: Policy = "mixed", stage
     records, clock = Records(Requests(arrival_s, isl, osl, "by hand")), Clock()
     room, record = Room(kv_tokens, places), ReplicaRecord()
     lengths = isl.tolist(), osl.tolist()
-    engine = Engine(policy, Times(stages), *lengths, room, records, record, clock.schedule, records.ended)
+    engine = DecodeReplica(
+        policy, Times(stages), *lengths, room, records, record, clock.schedule, records.ended
+    )
     return engine, clock, records, record

@@ -16,15 +16,16 @@ from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.moves import Move
 from hexgen2.placement import Placement
+from hexgen2.prediction.step_times import StepTimes
 from hexgen2.search.problem import make_problem
+from hexgen2.simulator.fleet import LiveRoom
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.requests import Lengths, Requests, offline, online
 from hexgen2.simulator.run import simulate
 from hexgen2.simulator.simulation import Failure, Options, Replan, Simulation
-from hexgen2.simulator.stand import LiveRoom
-from hexgen2.simulator.timing import ReplicaTimes
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
+from hexgen2.workload.arrivals import LengthSource, offline, online
+from hexgen2.workload.requests import Requests
 
 
 def place(cluster: str, model: str, workload: str, strategy: str = "hexgen2") -> Placement:
@@ -58,14 +59,14 @@ def requests_of(*rows: tuple[float, int, int]) -> Requests:
     return Requests(arrival_s.astype(float), isl, osl, "by hand")
 
 
-def times_of(placement: Placement, replica_id: str) -> ReplicaTimes:
+def times_of(placement: Placement, replica_id: str) -> StepTimes:
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
-    return ReplicaTimes(placement.replica(replica_id), cluster, costs, "pipelined")
+    return StepTimes(placement.replica(replica_id), cluster, costs, "pipelined")
 
 
 def test_nothing_is_held_and_nothing_is_lost_at_the_end(setting):
-    simulation = run(setting, online(Lengths(setting.workload), 8.0, 600, seed=1))
+    simulation = run(setting, online(LengthSource(setting.workload), 8.0, 600, seed=1))
     records = simulation.records
     assert not np.isnan(records.end_s).any() and not records.failed
     assert all(room.held_tokens == 0 and not room.held for room in simulation.rooms.values())
@@ -78,18 +79,18 @@ def test_nothing_is_held_and_nothing_is_lost_at_the_end(setting):
 
 
 def test_the_same_seed_gives_the_same_results(setting):
-    asked = [online(Lengths(setting.workload), 9.0, 300, seed=4) for _ in range(2)]
+    asked = [online(LengthSource(setting.workload), 9.0, 300, seed=4) for _ in range(2)]
     assert simulate(setting, asked[0]) == simulate(setting, asked[1])
 
 
 def test_at_full_load_it_serves_what_the_placement_promises(setting):
-    found = simulate(setting, offline(Lengths(setting.workload), 3000, seed=0))
+    found = simulate(setting, offline(LengthSource(setting.workload), 3000, seed=0))
     share = found.steady_request_throughput / setting.throughput.req_s
     assert 0.96 < share < 1.005
 
 
 def test_traffic_follows_the_flows_of_the_placement(setting):
-    found = simulate(setting, online(Lengths(setting.workload), 3.0, 800, seed=2))
+    found = simulate(setting, online(LengthSource(setting.workload), 3.0, 800, seed=2))
     total = sum(route.flow_req_s for route in setting.routes)
     for row, route in zip(found.routes, setting.routes, strict=True):
         assert row["requests"] == approx(800 * route.flow_req_s / total, abs=5)
@@ -101,7 +102,7 @@ def test_a_lone_request_takes_what_the_cost_model_says(pair):
     records = simulation.records
     prefill, decode = times_of(pair, records.prefill[0]), times_of(pair, records.decode[0])
     model = pair.model
-    costs = make_cost_model("calibrated", model, Lengths.load(None, isl, osl).workload.lengths)
+    costs = make_cost_model("calibrated", model, LengthSource.load(None, isl, osl).workload.lengths)
     first = 0.0
     for j, (layers, group) in enumerate(zip(prefill.layers, prefill.groups, strict=True)):
         first += layers * costs.layer_s("prefill", group, 1)
@@ -110,7 +111,9 @@ def test_a_lone_request_takes_what_the_cost_model_says(pair):
     assert records.first_s[0] == approx(first)
     steps = 0.0
     for made in range(1, osl):
-        at = make_cost_model("calibrated", model, Lengths.load(None, isl + made - 0.5, 1).workload.lengths)
+        at = make_cost_model(
+            "calibrated", model, LengthSource.load(None, isl + made - 0.5, 1).workload.lengths
+        )
         for j, (layers, group) in enumerate(zip(decode.layers, decode.groups, strict=True)):
             steps += layers * at.layer_s("decode", group, 1)
             steps += at.edge_s("decode", group, 1, j == decode.stages - 1)
@@ -120,7 +123,7 @@ def test_a_lone_request_takes_what_the_cost_model_says(pair):
     assert records.end_s[0] - records.first_s[0] == approx(landed + steps)
 
 
-def step_s(times: ReplicaTimes, chunks: list[tuple[int, int]], ends: int) -> float:
+def step_s(times: StepTimes, chunks: list[tuple[int, int]], ends: int) -> float:
     """Seconds of a prefill step of one stage, of chunks (first, tokens), so many of which are the last."""
     attended = sum(attended_tokens(tokens, None, first) for first, tokens in chunks)
     (seconds,), _ = times.step(Work(sum(tokens for _, tokens in chunks), attended, 0.0, 0.0, ends))
@@ -166,7 +169,7 @@ def test_a_request_is_let_in_by_what_those_who_decode_hold_at_that_time(pair):
 @pytest.mark.parametrize("share", [0.02, 0.05])
 def test_where_answers_outgrow_their_room_requests_start_over_and_none_is_lost(setting, share):
     """Rooms too small for the load, and nothing set aside for growth."""
-    asked = online(Lengths(setting.workload), 6.0, 400, seed=2)
+    asked = online(LengthSource(setting.workload), 6.0, 400, seed=2)
     cluster = Cluster.from_spec(resolve(setting.cluster, "cluster", Path()))
     found = []
     for _ in range(2):
@@ -210,7 +213,7 @@ def test_times_can_come_from_elsewhere(pair):
 
 def test_what_the_front_end_takes_delays_first_tokens_alone(pair):
     rate = 0.3 * pair.throughput.req_s
-    asked = online(Lengths(pair.workload), rate, 200, seed=0)
+    asked = online(LengthSource(pair.workload), rate, 200, seed=0)
     plain, delayed = (simulate(pair, asked, Options(front_end_s=seconds)) for seconds in (0.0, 0.05))
     assert delayed.mean_ttft_ms == approx(plain.mean_ttft_ms + 50)
     assert delayed.p90_ttft_ms == approx(plain.p90_ttft_ms + 50)
@@ -238,7 +241,7 @@ def test_a_prefill_replica_alone_is_an_m_d_1_queue(pair):
 
 def test_a_lost_replica_fails_its_requests_or_has_them_start_over(setting):
     decode = next(replica.id for replica in setting.replicas if replica.role == "decode")
-    asked = online(Lengths(setting.workload), 4.0, 400, seed=3)
+    asked = online(LengthSource(setting.workload), 4.0, 400, seed=3)
     failure = [Failure(40.0, decode)]
     lost = run(setting, asked, failures=failure, recover=False)
     failed = set(lost.records.failed)
@@ -256,7 +259,7 @@ def test_a_lost_replica_fails_its_requests_or_has_them_start_over(setting):
 
 @pytest.mark.parametrize("policy", ["mixed", "prefill-first", "chunked"])
 def test_a_lost_colocated_replica_has_its_requests_start_over(colocated, policy):
-    asked = online(Lengths(colocated.workload), 0.5 * colocated.throughput.req_s, 400, seed=1)
+    asked = online(LengthSource(colocated.workload), 0.5 * colocated.throughput.req_s, 400, seed=1)
     middle = float(asked.arrival_s[200])
     for recover in (True, False):
         failures = [Failure(middle, colocated.replicas[0].id)]
@@ -271,7 +274,7 @@ def test_a_lost_colocated_replica_has_its_requests_start_over(colocated, policy)
 
 def test_with_its_last_prefill_replica_everything_ends_with_a_reason(pair):
     prefill = [replica.id for replica in pair.replicas if replica.role == "prefill"]
-    asked = online(Lengths(pair.workload), 2.0, 100, seed=0)
+    asked = online(LengthSource(pair.workload), 2.0, 100, seed=0)
     records = run(pair, asked, failures=[Failure(5.0, name) for name in prefill], recover=True).records
     assert len(records.failed) + (~np.isnan(records.end_s)).sum() == 100
     with pytest.raises(InputError):
@@ -280,7 +283,7 @@ def test_with_its_last_prefill_replica_everything_ends_with_a_reason(pair):
 
 @pytest.mark.parametrize("policy", ["mixed", "prefill-first", "chunked"])
 def test_colocated_replicas_serve_everything_under_every_policy(colocated, policy):
-    asked = online(Lengths(colocated.workload), 0.6 * colocated.throughput.req_s, 500, seed=0)
+    asked = online(LengthSource(colocated.workload), 0.6 * colocated.throughput.req_s, 500, seed=0)
     records = run(colocated, asked, policy=policy).records
     assert not records.failed and not np.isnan(records.end_s).any()
     assert sum(records.gaps) == asked.osl.sum() - len(asked)
@@ -289,7 +292,7 @@ def test_colocated_replicas_serve_everything_under_every_policy(colocated, polic
 
 
 def test_chunks_keep_the_longest_gaps_short(colocated):
-    asked = online(Lengths.load(None, 3000, 200), 0.5 * colocated.throughput.req_s, 300, seed=0)
+    asked = online(LengthSource.load(None, 3000, 200), 0.5 * colocated.throughput.req_s, 300, seed=0)
     longest = {p: max(run(colocated, asked, policy=p).records.gap_s) for p in ("prefill-first", "chunked")}
     assert longest["chunked"] < longest["prefill-first"]
 
@@ -315,7 +318,7 @@ def test_the_fleet_changes_over_to_another_placement_without_losing_anything(set
     setting.save(path)
     lost = setting.replicas[-1].gpus[0]
     following = hexgen2.replan(path, lost=lost)
-    asked = online(Lengths(setting.workload), 4.0, 800, seed=5)
+    asked = online(LengthSource(setting.workload), 4.0, 800, seed=5)
     events = {"failures": [Failure(60.0, setting.replicas[-1].id)], "replans": [Replan(70.0, following)]}
     simulation = run(setting, asked, recover=True, **events)
     records = simulation.records
@@ -349,7 +352,7 @@ def test_requests_wait_while_no_replica_of_the_next_placement_stands(pair, coloc
         )
         for r in moved.replicas
     ]
-    asked = online(Lengths(pair.workload), 5.0, 300, seed=0)
+    asked = online(LengthSource(pair.workload), 5.0, 300, seed=0)
     records = run(pair, asked, replans=[Replan(10.0, moved)]).records
     assert not records.failed and not np.isnan(records.end_s).any()
     waiting = (asked.arrival_s > 10.0) & (asked.arrival_s < 29.0)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pytest import approx
 from stepping import Clock, Times, engine_of
 
-import hexgen2.simulator.policies as policies
-import hexgen2.simulator.prefilling as prefilling
+import hexgen2.simulator.batching as policies
+import hexgen2.simulator.prefill_replica as prefilling
 from cost_model.base import Work
-from hexgen2.simulator.prefilling import Prefiller
+from hexgen2.simulator.prefill_replica import PrefillReplica
 from hexgen2.simulator.records import Records, ReplicaRecord
 from runtime.kv_cache.blocks import BlockPool
 from runtime.protocol.between_workers import Step
@@ -173,7 +173,7 @@ def test_a_prefill_replica_makes_every_step_that_the_runtime_makes(rows, stages,
     def begun(chunks, begun_s, _):
         steps.append((approx(begun_s), [chunk.tokens for chunk in chunks]))
 
-    prefiller = Prefiller(times, kv_tokens, ReplicaRecord(), clock.schedule, begun, computed)
+    prefiller = PrefillReplica(times, kv_tokens, ReplicaRecord(), clock.schedule, begun, computed)
     reference = Reference(times, kv_tokens, 99, sent_s)
     for k, (at, isl, osl) in enumerate(rows):
         clock.schedule(at, lambda now, k, isl: prefiller.submit(k, isl, now), k, isl)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cost_model.errors import InputError
 from hexgen2.workload.classes import SHIPPED, list_workloads, load_workload, workload_of_trace
-from hexgen2.workload.traces import Trace, read_trace
+from hexgen2.workload.requests import Requests
+from hexgen2.workload.traces import read_trace
 
 
 def test_shipped_classes():
@@ -138,7 +139,7 @@ def test_a_trace_becomes_up_to_four_classes(tmp_path):
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 2000)), min_size=1, max_size=50))
 def test_classes_keep_the_means_of_the_trace(lengths):
     isl, osl = (np.array(column) for column in zip(*lengths, strict=True))
-    workload = workload_of_trace(Trace(np.zeros(len(isl)), isl, osl, "made up"), "made up")
+    workload = workload_of_trace(Requests(np.zeros(len(isl)), isl, osl, "made up"), "made up")
     assert workload.isl == pytest.approx(isl.mean()) and workload.osl == pytest.approx(osl.mean())
     assert sum(c.weight for c in workload.classes) == len(isl)
 

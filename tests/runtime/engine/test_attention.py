@@ -14,7 +14,7 @@ from runtime import native
 from runtime.engine.torch.attention.cpu import Batch, attend, store
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import CacheShape, PagedCache
-from runtime.kv_transfer.runs import Runs
+from runtime.kv_transfer.slices import Runs
 
 BLOCK, BLOCKS = 4, 64
 SIZES = [(6, 2, 8), (6, 2, 16), (10, 1, 64), (4, 4, 80)]  # heads, KV heads, head size

@@ -22,8 +22,8 @@ from cost_model.errors import InputError
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
+from hexgen2.prediction.step_times import StepTimes
 from hexgen2.search.problem import make_problem
-from hexgen2.simulator.timing import ReplicaTimes
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 from runtime.api.numbers import NumberTokenizer
@@ -143,7 +143,7 @@ def test_an_answer_takes_no_less_than_the_cost_model_says(fleet):
     costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     prefill, decode = (
-        ReplicaTimes(placement.replica(found[f"{role}_replica"]), cluster, costs, "pipelined")
+        StepTimes(placement.replica(found[f"{role}_replica"]), cluster, costs, "pipelined")
         for role in ("prefill", "decode")
     )
     prompt = prefill.step(Work(300, sum(range(1, 301)), 0, 0, 1))

@@ -24,7 +24,7 @@ from kv_pairs import (
 )
 
 from runtime.kv_cache.layout import Part
-from runtime.kv_transfer.host import host_identity
+from runtime.kv_transfer.transports.base import host_identity
 from runtime.protocol.between_workers import KvOffer, KvOpen, KvOpened, KvSlice, KvTaken, Step
 from runtime.protocol.framing import Connection, listen
 from runtime.protocol.handshake import connect

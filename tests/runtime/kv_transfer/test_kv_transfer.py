@@ -93,9 +93,10 @@ def test_what_nobody_expects_is_dropped_and_the_next_lands(receiving: Receiving)
 # -- agreement
 
 
-def test_an_unknown_transport_is_answered_with_those_that_exist(receiving: Receiving) -> None:
-    with pytest.raises(InputError, match=r"auto, cuda_ipc, gloo, nccl.*shm, tcp"):
-        sending_to(receiving, transport="pigeon")
+@pytest.mark.parametrize("name", ["pigeon", "gloo", "nccl"])
+def test_an_unknown_transport_is_refused_with_the_known_ones(receiving: Receiving, name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} is unknown.*auto, cuda_ipc, nixl, shm, tcp"):
+        sending_to(receiving, transport=name)
 
 
 def test_what_can_not_be_shared_goes_by_tcp(receiving: Receiving) -> None:
@@ -107,7 +108,7 @@ def test_what_can_not_be_shared_goes_by_tcp(receiving: Receiving) -> None:
     assert holds(receiving.cache, receiving.pool, 1, [0, 1, 2], 0, 11)
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", *(() if HAS_NIXL else ("nixl",))])
+@pytest.mark.parametrize("transport", ["cuda_ipc", *(() if HAS_NIXL else ("nixl",))])
 def test_a_transport_that_this_pair_lacks_fails_the_request(receiving: Receiving, transport: str) -> None:
     sending = sending_to(receiving, transport=transport)
     sending.push("r", TO_D0, list(range(8)), [11])
@@ -164,7 +165,7 @@ def test_many_connections_leave_nothing_behind(transport: str) -> None:
     sending = Sending("p/0", Pool(WHOLE), {"d/0": address}, transport=transport)
     fill(sending.cache, sending.pool, 1, list(range(8)), 32)
     settled = None
-    for number in range(60 if transport in ("gloo", "nixl") else 200):  # these take 0.15 s for each
+    for number in range(60 if transport == "nixl" else 200):  # nixl takes 0.15 s for each
         sending.sender.reconnect({"d/0": address})
         ask(pipe, "expect", "r", [0, 1, 2], 0, 11)
         sending.push("r", TO_D0, list(range(8)), [11])

@@ -252,7 +252,7 @@ def test_emulated_links_lead_from_prefill_replicas_to_wherever_a_replan_may_deco
 def test_a_transport_that_the_devices_do_not_have_is_refused(model_folder):
     placement = make_placement(model_folder)
     for name in GPU_TRANSPORTS:
-        with pytest.raises(InputError, match="use one of auto, tcp, gloo"):
+        with pytest.raises(InputError, match="use one of auto, tcp, nixl"):
             configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport=name))
     told = configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport="shm"))
     assert {each.kv_transport for each in told.values()} == {"shm"}

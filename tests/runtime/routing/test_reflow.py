@@ -10,13 +10,11 @@ from problems import clusters, problem_from
 from scipy.optimize import linprog
 
 from cost_model.registry import make_cost_model
-from hexgen2.checks import check_flow, check_gpus, check_links, check_names, verify
+from hexgen2.checks import check_flow, check_gpus, check_links, check_names, traffic_of, verify
 from hexgen2.cluster import Cluster
-from hexgen2.network.kv_parts import route_links
 from hexgen2.network.shared_links import SharedLinks
-from hexgen2.network.traffic import traffic_of
 from hexgen2.placement import Route
-from hexgen2.report.service import latency_of
+from hexgen2.prediction.latency import latency_of
 from hexgen2.search.flow.max_flow import FlowNetwork, balance, solve
 from hexgen2.search.problem import make_problem
 from hexgen2.strategies.base import SearchOptions
@@ -31,15 +29,7 @@ LAYERS = 48  # of OPT-30B
 
 def route_between(problem, source, target, capacity_req_s):
     """A route that carries one request/s."""
-    layer_bytes = problem.costs.kv_bytes_per_layer
-    return Route(
-        from_=source.id,
-        to=target.id,
-        flow_req_s=1.0,
-        capacity_req_s=capacity_req_s,
-        kv_bytes_per_req=layer_bytes * LAYERS,
-        links=route_links(source, target, layer_bytes),
-    )
+    return Route.between(source, target, problem.costs.kv_bytes_per_layer, capacity_req_s, flow_req_s=1.0)
 
 
 @st.composite
@@ -153,6 +143,9 @@ def test_what_is_shared_is_respected_and_used_as_well_as_can_be(case):
     cluster = Cluster.from_spec(placement.cluster)
     still = left_of(placement, lost, "colocated")
 
+    ports = [(side, gpu) for side in ("send", "receive") for gpu in range(len(cluster))]
+    resources = [*range(SharedLinks(cluster).count), *ports]
+
     def use(rates):
         """The share of everything that is shared, by the traffic that the checker counts."""
         busy = {}
@@ -165,10 +158,8 @@ def test_what_is_shared_is_respected_and_used_as_well_as_can_be(case):
             each.model_copy(update={"utilisation": busy[each.id] / each.capacity_req_s})
             for each in (*prefill, *decode)
         ]
-        traffic = traffic_of(cluster, problem_costs, [*replicas, *still], routes)
-        shared = SharedLinks(cluster)
-        loads = shared.loads(traffic.between) / shared.capacity_bytes_s
-        return np.concatenate([loads, traffic.sending, traffic.receiving])
+        shares = traffic_of(cluster, problem_costs, [*replicas, *still], routes).shares
+        return np.array([shares.get(resource, 0.0) for resource in resources])
 
     none = use(np.zeros(len(pairs)))
     assert use([flows.get((p.id, d.id), 0.0) for p, d in pairs]).max() <= max(1.0, none.max()) * (1 + 1e-5)

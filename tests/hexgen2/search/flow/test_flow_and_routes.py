@@ -11,7 +11,7 @@ from problems import problem_from
 
 from hexgen2.network.kv_parts import layer_overlaps
 from hexgen2.search.flow.max_flow import FlowNetwork, balance, solve
-from hexgen2.search.flow.routes import transfer_s
+from hexgen2.search.flow.routes import route_use
 from hexgen2.search.planning.plan import PlannedStage
 
 rates = st.floats(0.001, 100)
@@ -107,20 +107,20 @@ def pods():
 def test_transfer_between_nodes_uses_the_one_link(pods):
     total = pods.model.kv_bytes_per_token * pods.costs.isl
     one = [PlannedStage(0, 2, 80)], [PlannedStage(1, 1, 40), PlannedStage(1, 1, 40)]
-    assert transfer_s(pods, *one) == pytest.approx(total / 10e9)
+    assert route_use(pods, *one).transfer_s == pytest.approx(total / 10e9)
 
 
 def test_transfer_inside_a_node_uses_the_ports_of_both_sides(pods):
     total = pods.model.kv_bytes_per_token * pods.costs.isl
-    assert transfer_s(pods, [PlannedStage(0, 2, 80)], [PlannedStage(0, 2, 80)]) == pytest.approx(
+    assert route_use(pods, [PlannedStage(0, 2, 80)], [PlannedStage(0, 2, 80)]).transfer_s == pytest.approx(
         total / 200e9
     )
-    assert transfer_s(pods, [PlannedStage(0, 1, 80)], [PlannedStage(0, 2, 80)]) == pytest.approx(
+    assert route_use(pods, [PlannedStage(0, 1, 80)], [PlannedStage(0, 2, 80)]).transfer_s == pytest.approx(
         total / 100e9
     )
     # Two stages on each side, each sends its half at the same time.
     halves = [PlannedStage(0, 1, 40), PlannedStage(0, 1, 40)]
-    assert transfer_s(pods, halves, halves) == pytest.approx(total / 200e9)
+    assert route_use(pods, halves, halves).transfer_s == pytest.approx(total / 200e9)
 
 
 def test_stage_order_decides_what_crosses_the_network(pods):
@@ -128,5 +128,5 @@ def test_stage_order_decides_what_crosses_the_network(pods):
     prefill = [PlannedStage(0, 1, 40), PlannedStage(1, 1, 40)]
     aligned = [PlannedStage(0, 1, 40), PlannedStage(1, 1, 40)]
     crossed = aligned[::-1]
-    assert transfer_s(pods, prefill, aligned) == pytest.approx(total / 2 / 100e9)
-    assert transfer_s(pods, prefill, crossed) == pytest.approx(total / 2 / 10e9)
+    assert route_use(pods, prefill, aligned).transfer_s == pytest.approx(total / 2 / 100e9)
+    assert route_use(pods, prefill, crossed).transfer_s == pytest.approx(total / 2 / 10e9)

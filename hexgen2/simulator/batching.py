@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from cost_model.base import PREFILL_TOKENS
-from runtime.options import CHUNK_TOKENS
+from cost_model.base import CHUNK_TOKENS, PREFILL_TOKENS
 
 Policy = Literal["mixed", "prefill-first", "chunked"]
 POLICIES: tuple[str, ...] = get_args(Policy)

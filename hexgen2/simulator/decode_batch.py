@@ -1,7 +1,7 @@
 """A running batch of decodes, advanced many steps at once.
 
 While nobody joins or ends, the context of every step is known, and a step's time is the greatest of a few
-lines in it (see ReplicaTimes.decode_turn): so times of runs of steps are sums of arithmetic series, and the
+lines in it (see StepTimes.decode_turn): so times of runs of steps are sums of arithmetic series, and the
 simulation jumps from one change to the next.
 """
 
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from hexgen2.simulator.timing import Line
+from hexgen2.prediction.step_times import Line
 
 
 class _Own(NamedTuple):
@@ -23,7 +23,7 @@ class _Own(NamedTuple):
     end: int
 
 
-class Running:
+class DecodeBatch:
     """Requests that decode together. Each step gives every one of them a token.
 
     Parameters
@@ -136,11 +136,6 @@ class Running:
     def step_s(self) -> float:
         """Seconds of the next step."""
         return self._first_s
-
-    @property
-    def change_s(self) -> float:
-        """When something changes by itself; infinite if nobody runs."""
-        return self.time_s + self.span_s(self._regime) if self._own else math.inf
 
     def steps_until(self, time_s: float) -> int:
         """The fewest steps that end at time_s or later, at most regime_steps."""

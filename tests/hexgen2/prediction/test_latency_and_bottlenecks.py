@@ -8,7 +8,8 @@ import pytest
 from cluster_specs.loader import resolve
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from hexgen2.cluster import Cluster
-from hexgen2.report.service import bottlenecks_of, latency_of
+from hexgen2.prediction.bottlenecks import bottlenecks_of
+from hexgen2.prediction.latency import latency_of
 from hexgen2.search.problem import make_problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy

@@ -28,7 +28,7 @@ _FAR = 1e6
 _KEPT_STEPS = 1 << 13
 
 
-class ReplicaTimes:
+class StepTimes:
     """Times of one replica.
 
     Parameters

@@ -9,16 +9,16 @@ from cost_model.base import CostModel
 from cost_model.pipeline import PipelineSemantics, under_way
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
-from hexgen2.memory import kv_capacity_tokens
 from hexgen2.network.shared_links import SharedLinks
 from hexgen2.placement import Placement, Replica, Route
-from hexgen2.simulator.policies import Policy
-from hexgen2.simulator.timing import ReplicaTimes
+from hexgen2.prediction.kv_capacity import kv_capacity_tokens
+from hexgen2.prediction.step_times import StepTimes
+from hexgen2.simulator.batching import Policy
 from hexgen2.simulator.transfers import RouteCost, binding, route_cost
 from runtime.routing.kv_budget import Room, growth_tokens, kv_budgets
 
 
-class Stand:
+class Fleet:
     """Rooms, times and routes of a placement.
 
     Parameters
@@ -48,9 +48,9 @@ class Stand:
             return Room(budget, places)
         return LiveRoom(budget, places, growth_tokens(self.placement))
 
-    def times(self, replica: Replica) -> ReplicaTimes:
+    def times(self, replica: Replica) -> StepTimes:
         """Seconds of its steps."""
-        return ReplicaTimes(replica, self._cluster, self.costs, self._semantics)
+        return StepTimes(replica, self._cluster, self.costs, self._semantics)
 
     def routes(self, more: Iterable[Route] = ()) -> dict[tuple[str, str], RouteCost]:
         """What a request takes of each route of the placement and of `more`, by the ids of the replicas at

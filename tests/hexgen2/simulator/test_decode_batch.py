@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
-from hexgen2.simulator.running import Running
+from hexgen2.simulator.decode_batch import DecodeBatch
 
 LINES = st.lists(
     st.tuples(st.floats(1e-3, 1e-1), st.sampled_from([0.0, 1e-6, 1e-5, 1e-4])), min_size=1, max_size=4
@@ -45,7 +45,7 @@ def step_by_step(requests, lines, window):
 @given(REQUESTS, LINES, st.sampled_from([None, 10, 45, 80]))
 def test_many_steps_at_once_are_as_many_single_ones(requests, lines, window):
     expected = step_by_step(requests, lines, window or math.inf)
-    running = Running(lambda count: tuple((count * a, b) for a, b in lines), window)
+    running = DecodeBatch(lambda count: tuple((count * a, b) for a, b in lines), window)
     waiting = dict(enumerate(requests))
     times: dict[int, list[float]] = {}
     while waiting or running:
@@ -68,7 +68,7 @@ def test_many_steps_at_once_are_as_many_single_ones(requests, lines, window):
 
 @given(st.floats(1e-4, 1.0), st.floats(0, 1e-3), st.integers(1, 300), st.floats(0, 1.2))
 def test_steps_until_a_time(first, more, steps, share):
-    running = Running(lambda count: ((first, more),))
+    running = DecodeBatch(lambda count: ((first, more),))
     running.join(0, 0, steps)
     running.settle()
     wait = running.span_s(running.regime_steps) * share
@@ -78,7 +78,7 @@ def test_steps_until_a_time(first, more, steps, share):
 
 
 def test_who_leaves_early_is_gone_and_the_others_go_on():
-    running = Running(lambda count: ((count * 1.0, 0.0),), window=5)
+    running = DecodeBatch(lambda count: ((count * 1.0, 0.0),), window=5)
     for k in range(3):
         running.join(k, 4, 10)
     running.settle()

@@ -1,4 +1,4 @@
-"""Prompts that wait at a replica, and how they go into steps: in chunks, first come, first served."""
+"""PromptQueue that wait at a replica, and how they go into steps: in chunks, first come, first served."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attended(chunks: Sequence[Chunk], window: int | None) -> float:
     return total
 
 
-class Prompts:
+class PromptQueue:
     """The queue of a replica. At most its first prompt has begun.
 
     Parameters

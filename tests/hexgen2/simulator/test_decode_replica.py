@@ -5,7 +5,7 @@ import pytest
 from pytest import approx
 from stepping import engine_of
 
-from hexgen2.simulator.policies import POLICIES
+from hexgen2.simulator.batching import POLICIES
 
 
 def gaps_of(records) -> dict[float, int]:

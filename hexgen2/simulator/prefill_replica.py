@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cost_model.base import PREFILL_TOKENS, Work
-from hexgen2.simulator.prompts import Chunk, Prompt, Prompts, attended
+from hexgen2.prediction.step_times import StepTimes
+from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import ReplicaRecord
-from hexgen2.simulator.timing import ReplicaTimes
 
 
-class Prefiller:
+class PrefillReplica:
     """First come, first served. A step has chunks of at most PREFILL_TOKENS tokens together, and begins when
     the first stage is free and fewer steps are under way than there are stages; a prompt begins when there is
     room for all of its KV cache.
@@ -26,7 +26,7 @@ class Prefiller:
 
     def __init__(
         self,
-        times: ReplicaTimes,
+        times: StepTimes,
         budget_tokens: int,
         record: ReplicaRecord,
         schedule: Callable,
@@ -37,7 +37,7 @@ class Prefiller:
         self._schedule, self._begun, self._computed = schedule, begun, computed
         self._window = times.costs.model.sliding_window
         self._free_tokens = budget_tokens
-        self._prompts = Prompts(self._take_room)
+        self._prompts = PromptQueue(self._take_room)
         self._stage_free_s = [0.0] * times.stages
         self._in_flight = 0
         self._wakes_s = 0.0

@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from cost_model.base import Work
-from hexgen2.simulator.policies import Policy, step_prompt_tokens
-from hexgen2.simulator.prompts import Chunk, Prompt, Prompts, attended
+from hexgen2.prediction.step_times import StepTimes
+from hexgen2.simulator.batching import Policy, step_prompt_tokens
+from hexgen2.simulator.decode_batch import DecodeBatch
+from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
-from hexgen2.simulator.running import Running
-from hexgen2.simulator.timing import ReplicaTimes
 from runtime.routing.kv_budget import Room
 
 
-class Engine:
+class DecodeReplica:
     """One replica.
 
     Parameters
@@ -39,7 +39,7 @@ class Engine:
     def __init__(
         self,
         policy: Policy,
-        times: ReplicaTimes,
+        times: StepTimes,
         isl: Sequence[int],
         osl: Sequence[int],
         room: Room,
@@ -52,8 +52,8 @@ class Engine:
         self._room, self._records, self._record = room, records, record
         self._schedule, self._ended = schedule, ended
         self._window = times.costs.model.sliding_window
-        self.running = Running(times.decode_turn, self._window)
-        self._prompts = Prompts(self._take_room)
+        self.running = DecodeBatch(times.decode_turn, self._window)
+        self._prompts = PromptQueue(self._take_room)
         self._computing: dict[int, Prompt] = {}
         self._joining: deque[tuple[int, float]] = deque()
         # Tokens in the pool, without those made since joining the batch.

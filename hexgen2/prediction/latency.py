@@ -1,4 +1,4 @@
-"""What replicas and their flows mean: the times of service, and what limits the throughput."""
+"""Time to first token and time per output token of a placement, without queueing."""
 
 from __future__ import annotations
 
@@ -15,22 +15,18 @@ from cost_model.pipeline import (
     prefill_pace,
 )
 from hexgen2.cluster import Cluster
-from hexgen2.network.shared_links import Links
-from hexgen2.network.traffic import traffic_of
-from hexgen2.placement import Latency, Replica, Route
-from hexgen2.simulator.timing import ReplicaTimes
-
-FULL = 1 - 1e-6
+from hexgen2.placement import Latency, Replica
+from hexgen2.prediction.step_times import StepTimes
 
 
 def latency_of(
     replicas: Sequence[Replica], cluster: Cluster, costs: CostModel, semantics: PipelineSemantics
 ) -> Latency:
-    """Means over requests, by what each replica carries: the time of a prefill step and of a decode step, the
-    latter stretched by the prefills of a colocated replica. Zeros if nothing is carried."""
+    """Means over requests, each replica weighted by its load: the time of a prefill step and of a decode
+    step, which on a colocated replica includes the prefills in between. Zeros if there is no load."""
     first_s = token_s = served = 0.0
     for replica in replicas:
-        pace = _pace(replica, ReplicaTimes(replica, cluster, costs, semantics))
+        pace = _pace(replica, StepTimes(replica, cluster, costs, semantics))
         load = replica.utilisation * replica.capacity_req_s
         if replica.role == "decode":
             token_s += load * pace.latency_s
@@ -42,7 +38,7 @@ def latency_of(
     return Latency(ttft_ms=first_s / served * 1e3, tpot_ms=token_s / served * 1e3)
 
 
-def _pace(replica: Replica, times: ReplicaTimes) -> Pace:
+def _pace(replica: Replica, times: StepTimes) -> Pace:
     batch, semantics, osl = replica.max_batch, times.semantics, times.costs.osl
     if replica.role == "prefill":
         prefill = _phase_times(times, "prefill", batch)
@@ -55,35 +51,10 @@ def _pace(replica: Replica, times: ReplicaTimes) -> Pace:
     return colocated_pace(semantics, _phase_times(times, "prefill", prompts), decode, osl)
 
 
-def _phase_times(times: ReplicaTimes, phase: Phase, batch: float) -> PhaseTimes:
+def _phase_times(times: StepTimes, phase: Phase, batch: float) -> PhaseTimes:
     costs, last = times.costs, times.stages - 1
     stage_s = [
         layers * costs.layer_s(phase, group, batch) + costs.edge_s(phase, group, batch, j == last)
         for j, (layers, group) in enumerate(zip(times.layers, times.groups, strict=True))
     ]
     return PhaseTimes(stage_s, [costs.hop_s(phase, hop, batch) for hop in times.hops], batch)
-
-
-def bottlenecks_of(
-    replicas: Sequence[Replica],
-    routes: Sequence[Route],
-    idle: Sequence[str],
-    cluster: Cluster,
-    costs: CostModel,
-    links: Links,
-) -> list[str]:
-    """What limits the throughput, in words; idle are GPUs that are there and serve nothing."""
-    found = []
-    for role in ("prefill", "decode", "colocated"):
-        side = [r for r in replicas if r.role == role]
-        if side and all(r.utilisation >= FULL for r in side):
-            found.append(f"all {role} replicas are at capacity")
-        else:
-            found += [f"{r.id} is at capacity" for r in side if r.utilisation >= FULL]
-    found += [f"route {r.from_} -> {r.to} is full" for r in routes if r.flow_req_s >= r.capacity_req_s * FULL]
-    if links == "shared":
-        traffic = traffic_of(cluster, costs, replicas, routes)
-        found += [f"{name} is full" for name, _ in traffic.at_least(FULL)]
-    if idle:
-        found.append(f"{len(idle)} GPUs are idle: " + ", ".join(idle))
-    return found

@@ -1,0 +1,1 @@
+"""What the cost model predicts for the replicas of a placement: step times, KV capacity, latency, limits."""

@@ -1,0 +1,159 @@
+"""Generates the requests of a simulation or a benchmark: when each one arrives and how long it is.
+
+Requests arrive at random (`online`), all at once (`offline`), or as recorded in a trace (`replay`). Random
+gaps are gamma distributed with shape `burstiness`, as in vLLM's benchmark: 1 is Poisson, less is burstier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cost_model.errors import InputError
+from hexgen2.workload.classes import SHIPPED, load_workload, workload_of_trace
+from hexgen2.workload.lengths import Workload
+from hexgen2.workload.requests import Requests
+from hexgen2.workload.traces import read_trace
+
+SHORTEST_S = 1e-9
+"""A trace shorter than this has no arrival times."""
+
+
+@dataclass(frozen=True)
+class LengthSource:
+    """Where the lengths of requests come from: the classes of a workload, or the requests of a trace."""
+
+    workload: Workload
+    trace: Requests | None = None
+
+    @classmethod
+    def load(
+        cls, workload: str | Path | Workload | None, isl: float | None = None, osl: float | None = None
+    ) -> LengthSource:
+        """Like `load_workload`, but keeps the requests of a trace file.
+
+        Raises
+        ------
+        InputError : see load_workload
+        """
+        if isinstance(workload, str | Path) and isl is None and osl is None:
+            name, shipped = str(workload), {name.lower() for name in SHIPPED}
+            if name.strip().lower() not in shipped and _is_file(name):
+                trace = read_trace(Path(name))
+                return cls(workload_of_trace(trace, Path(name).stem), trace)
+        return cls(load_workload(workload, isl, osl))
+
+    def sample(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """[count] prompt tokens and [count] output tokens, drawn from the classes by weight or uniformly from
+        the trace.
+
+        Requests of a class have its mean lengths, rounded up or down at random to preserve the mean.
+        """
+        if self.trace is not None:
+            chosen = rng.integers(len(self.trace), size=count)
+            return self.trace.isl[chosen], self.trace.osl[chosen]
+        classes = self.workload.classes
+        weights = np.array([c.weight for c in classes])
+        chosen = rng.choice(len(classes), size=count, p=weights / weights.sum())
+        means = np.array([(c.isl, c.osl) for c in classes])[chosen]
+        whole = np.floor(means + rng.random(means.shape))
+        isl, osl = np.maximum(1, whole).astype(np.int64).T
+        return isl, osl
+
+    @property
+    def timed(self) -> bool:
+        """Whether there is a trace with arrival times."""
+        return self.trace is not None and bool(self.trace.arrival_s[-1] >= SHORTEST_S)
+
+    @property
+    def source(self) -> str:
+        """The source in words, for reports."""
+        if self.trace is not None:
+            return self.trace.source
+        return f"{self.workload.name}: every request has the mean lengths of its class"
+
+
+def replay(
+    trace: Requests, rate: float | None = None, duration_s: float = np.inf, count: int | None = None
+) -> Requests:
+    """The requests of a trace at their recorded times, optionally rescaled to `rate` requests/s.
+
+    Requests after duration_s (after rescaling) and all but the first `count` are dropped.
+
+    Raises
+    ------
+    InputError : the trace has no arrival times
+    """
+    if len(trace) > 1 and trace.arrival_s[-1] < SHORTEST_S:
+        raise InputError(trace.source, "", "has no arrival times", "give --request-rate or --offline with it")
+    scale = 1.0 if rate is None or len(trace) < 2 else (len(trace) - 1) / trace.arrival_s[-1] / rate
+    arrival_s = trace.arrival_s * scale
+    kept = (arrival_s <= duration_s) & (np.arange(len(trace)) < (count or np.inf))
+    note = "" if rate is None else f", at {rate:g} requests/s"
+    return Requests(arrival_s[kept], trace.isl[kept], trace.osl[kept], f"{trace.source}{note}")
+
+
+def offline(lengths: LengthSource, count: int, seed: int) -> Requests:
+    """`count` requests that all arrive at time 0."""
+    isl, osl = lengths.sample(np.random.default_rng(seed), count)
+    return Requests(np.zeros(count), isl, osl, f"{lengths.source}; all {count} at once")
+
+
+def online(lengths: LengthSource, rate: float, count: int, seed: int, burstiness: float = 1.0) -> Requests:
+    """`count` requests that arrive at random, `rate` requests/s on average."""
+    rng = np.random.default_rng(seed)
+    isl, osl = lengths.sample(rng, count)
+    # Rounded to nanoseconds: the last bits of a gamma variate depend on the C library.
+    gaps = np.round(rng.gamma(burstiness, 1 / (rate * burstiness), size=count), 9)
+    kind = "Poisson" if burstiness == 1 else f"burstiness {burstiness:g}"
+    return Requests(
+        np.cumsum(gaps) - gaps[0], isl, osl, f"{lengths.source}; {rate:g} requests/s, {kind}, seed {seed}"
+    )
+
+
+def arrivals(
+    lengths: LengthSource,
+    request_rate: float | None,
+    at_once: bool,
+    count: int | None,
+    duration_s: float | None,
+    burstiness: float,
+    seed: int,
+    usual_count: int = 2000,
+) -> Requests:
+    """A trace at its own times, or requests of drawn lengths that arrive at a rate or all at once.
+
+    Parameters
+    ----------
+    request_rate : requests/s on average; a trace with times is replayed faster or slower to reach it
+    count, duration_s : how many requests, and how long they arrive; usual_count if neither is given
+    burstiness : 1 is Poisson, less is burstier
+
+    Raises
+    ------
+    InputError : the options contradict one another, or the rate is missing
+    """
+    if at_once:
+        if request_rate is not None:
+            raise InputError("--offline", "", "leaves no room for --request-rate", "give one of them")
+        if duration_s is not None:
+            remedy = "say how many requests instead"
+            raise InputError("--offline", "", "leaves no room for --duration-s", remedy)
+        return offline(lengths, count or usual_count, seed)
+    as_recorded = request_rate is None or (count is None and burstiness == 1)
+    if lengths.trace is not None and lengths.timed and as_recorded:
+        return replay(lengths.trace, request_rate, duration_s or float("inf"), count)
+    if request_rate is None:
+        raise InputError("--request-rate", "", "is missing", "give it, --offline, or a trace with times")
+    if count is None:
+        count = usual_count if duration_s is None else int(request_rate * duration_s * 1.5 + 100)
+    return online(lengths, request_rate, count, seed, burstiness).until(duration_s)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):
+        return False

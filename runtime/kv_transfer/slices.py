@@ -1,0 +1,131 @@
+"""Slices of a KV cache: where their tokens are in a pool, and how each end cuts them into pieces.
+
+The bytes of a slice are in the order [layers, sides, tokens, heads, head_dim]; a side is keys or values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from runtime.protocol.between_workers import KvSlice
+
+PIECE_BYTES = 1024 * 1024  # fits in a core's own cache, so that a staged copy costs little
+LIMIT_BYTES = 64 * 1024 * 1024  # a receiver refuses slices that are larger
+
+
+class Runs:
+    """Where the tokens of a request are in a pool: runs of slots [first, end), in the order of the tokens.
+
+    Parameters
+    ----------
+    array : [runs, 2] int64, no run empty; must not change afterwards
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    @classmethod
+    def one(cls, first: int, end: int) -> Runs:
+        """A single run."""
+        return cls(np.array([(first, end)], np.int64))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Runs:
+        """The inverse of `to_bytes`.
+
+        Raises
+        ------
+        ValueError : the length is not that of whole runs
+        """
+        return cls(np.frombuffer(data, "<i8").reshape(-1, 2))
+
+    def to_bytes(self) -> bytes:
+        """The runs as they go over the wire: little-endian int64."""
+        return self.array.astype("<i8", copy=False).tobytes()
+
+    @cached_property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return int(self._ends[-1]) if len(self.array) else 0
+
+    def are_within(self, slots: int) -> bool:
+        """Whether no run is empty and all lie in slots [0, slots)."""
+        firsts, ends = self.array[:, 0], self.array[:, 1]
+        return bool((firsts >= 0).all() and (firsts < ends).all() and (ends <= slots).all())
+
+    def between(self, first: int, end: int) -> Runs:
+        """The runs of tokens [first, end), at least one token, counted from the first token here."""
+        if first == 0 and end == self.tokens:
+            return self
+        low = int(self._ends.searchsorted(first, "right"))
+        high = int(self._ends.searchsorted(end, "left"))
+        part = self.array[low : high + 1].copy()
+        part[0, 0] = self.array[low, 1] - (self._ends[low] - first)
+        part[-1, 1] -= self._ends[high] - end
+        return Runs(part)
+
+    def slots(self) -> np.ndarray:
+        """The slot of each token: [tokens] int64."""
+        return np.concatenate([np.arange(*run) for run in self.array] or [np.empty(0, np.int64)])
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.array[:, 1] - self.array[:, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Layers [first, end) x sides [first, end) x tokens [first, end) of a slice, all its heads."""
+
+    first_layer: int
+    end_layer: int
+    first_side: int
+    end_side: int
+    first_token: int
+    end_token: int
+    bytes: int
+
+
+def pieces(header: KvSlice, limit_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+    """Cut a slice in the order of its bytes: into several layers each if they are small, otherwise into some
+    tokens of one layer's keys or values."""
+    layers, tokens = header.end_layer - header.first_layer, header.end_token - header.first_token
+    row_bytes = header.payload_bytes // (2 * layers * tokens)
+    layer_bytes = 2 * tokens * row_bytes
+    if layer_bytes <= limit_bytes:
+        step = limit_bytes // layer_bytes
+        for layer in range(header.first_layer, header.end_layer, step):
+            end = min(layer + step, header.end_layer)
+            yield Piece(layer, end, 0, 2, header.first_token, header.end_token, (end - layer) * layer_bytes)
+        return
+    step = max(1, limit_bytes // row_bytes)
+    for layer in range(header.first_layer, header.end_layer):
+        for side in (0, 1):
+            for token in range(header.first_token, header.end_token, step):
+                end = min(token + step, header.end_token)
+                yield Piece(layer, layer + 1, side, side + 1, token, end, (end - token) * row_bytes)
+
+
+def token_pieces(header: KvSlice, limit_bytes: int) -> Iterator[Piece]:
+    """Cut a slice at tokens, with all its layers in each piece: for transports that copy in any order."""
+    token_bytes = header.payload_bytes // (header.end_token - header.first_token)
+    step = max(1, limit_bytes // token_bytes)
+    for token in range(header.first_token, header.end_token, step):
+        end = min(token + step, header.end_token)
+        yield Piece(header.first_layer, header.end_layer, 0, 2, token, end, (end - token) * token_bytes)
+
+
+def slice_bytes(header: KvSlice, cell_bytes: int) -> int:
+    """The payload size that a header's ranges imply, 0 if one of them is empty.
+
+    Parameters
+    ----------
+    cell_bytes : key and value of one token in one layer and head
+    """
+    layers, heads = header.end_layer - header.first_layer, header.end_head - header.first_head
+    tokens = header.end_token - header.first_token
+    return layers * heads * tokens * cell_bytes if min(layers, heads, tokens) > 0 else 0
