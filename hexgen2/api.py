@@ -261,8 +261,8 @@ def simulate(
     ['placement', 'cluster', 'model', 'requests']
     """
     from cost_model.files import written
+    from hexgen2.simulator.options import Failure, Options, Replan
     from hexgen2.simulator.run import simulate as run
-    from hexgen2.simulator.simulation import Failure, Options, Replan
     from hexgen2.workload.arrivals import LengthSource, arrivals
 
     placed, _ = _loaded(placement)

@@ -172,7 +172,7 @@ class Goodput(_Strict):
     assumptions: list[Prose]
 
 
-class Bound(_Strict):
+class BoundRecord(_Strict):
     """A proven upper limit on throughput, valid under `assumptions`; gap = 1 - req_s / bound.
 
     With the objective "cost", price_per_hour is what any rental that carries the load costs at least.
@@ -252,7 +252,7 @@ class Placement(_Strict):
     price_per_hour: Figure
     rented: list[Rented] = []
     frontier: list[FrontierPoint] = []
-    bound: Bound
+    bound: BoundRecord
     bottlenecks: list[Name]
     search: SearchRecord
     moves: list[Move] = []

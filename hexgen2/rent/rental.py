@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from cluster_specs.offers import rented_part
 from hexgen2.cluster import Cluster
-from hexgen2.placement import Bound, FrontierPoint, Placement, Rented, SearchRecord
+from hexgen2.placement import BoundRecord, FrontierPoint, Placement, Rented, SearchRecord
 from hexgen2.search.budget import ROUNDING, Budget, spendable
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
@@ -106,7 +106,7 @@ def rented_list(universe: Problem, solution: Solution) -> list[Rented]:
     ]
 
 
-def rental_bound(state: SearchState, solution: Solution, req_s: float) -> Bound:
+def rental_bound(state: SearchState, solution: Solution, req_s: float) -> BoundRecord:
     """What the budget could carry at best; for the objective "cost", what the price of the solution could,
     and the least price that carries the load: its own, if that is proved."""
     universe, relaxed = state.evaluator.problem, state.evaluator.relaxed
@@ -114,9 +114,9 @@ def rental_bound(state: SearchState, solution: Solution, req_s: float) -> Bound:
     price = Budget(universe, spendable(universe)).price(solution)
     if goal.objective == "cost" and goal.request_rate is not None:
         least = price if state.proved else min(price, relaxed.least_price(goal.request_rate))
-        bound = relaxed.limit(price * (1 + ROUNDING)).bound(req_s)
+        bound = relaxed.upper_bound(price * (1 + ROUNDING)).record(req_s)
         return bound.model_copy(update={"price_per_hour": least})
-    return (state.limit or relaxed.limit(spendable(universe))).bound(req_s)
+    return (state.limit or relaxed.upper_bound(spendable(universe))).record(req_s)
 
 
 def _renamed(solution: Solution, names: Mapping[int, int]) -> Solution:

@@ -30,7 +30,7 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
     climb on until the effort is spent."""
     evaluator, budget = state.evaluator, state.budget
     assert budget is not None
-    state.bounded_by(evaluator.relaxed.limit(budget.per_hour))
+    state.bounded_by(evaluator.relaxed.upper_bound(budget.per_hour))
     assert state.limit is not None
     if state.limit.req_s < state.target_req_s < math.inf:
         state.proved = True

@@ -13,7 +13,7 @@ from hexgen2.replan.migration import Migrator, Terms
 from hexgen2.replan.naming import moved_names
 from hexgen2.replan.previous import Previous
 from hexgen2.replan.value import ReplanEvaluator
-from hexgen2.search.bounds.upper_bounds import Limit
+from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.local_search import SearchState, refine
@@ -45,7 +45,7 @@ class _Replan:
         self._migrator = Migrator(problem, self._previous, terms)
         self._unchanged: Evaluation | None = None
         self._free: Evaluation | None = None
-        self._limit: Limit | None = None
+        self._limit: UpperBound | None = None
 
     def run(self) -> Placement:
         alone = any(replica.role == "colocated" for replica in self._previous.replicas)
@@ -92,7 +92,7 @@ class _Replan:
         free = SearchState(Evaluator(self._problem, state.evaluator.planner), deadline_s=state.deadline_s)
         free.effort_limit = free.effort + self._effort()
         # Not that of the enumeration: a replica that is kept may have stages that no free plan has.
-        self._limit = free.evaluator.relaxed.limit()
+        self._limit = free.evaluator.relaxed.upper_bound()
         free.bounded_by(self._limit)
         for start in starts:
             refine(free, start, "from what survives")
@@ -102,7 +102,7 @@ class _Replan:
         return free.best
 
     def _build(
-        self, problem: Problem, best: Evaluation, strategy: str, record: SearchRecord, _: Limit | None
+        self, problem: Problem, best: Evaluation, strategy: str, record: SearchRecord, _: UpperBound | None
     ) -> Placement:
         names, moves = moved_names(self._migrator, best)
         # What runs may have plans that this planner would not make; the bound then does not speak of them.

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from cost_model.printable import printable
 from hexgen2.goal import Goal
-from hexgen2.placement import OPTIMAL, Bound, FrontierPoint, Goodput, Placement, Rented, Replica
+from hexgen2.placement import OPTIMAL, BoundRecord, FrontierPoint, Goodput, Placement, Rented, Replica
 from hexgen2.report.moves import print_moves
 
 PIPED_WIDTH = 110
@@ -107,7 +107,7 @@ def _ranking_caution(placement: Placement) -> str | None:
     )
 
 
-def _bound_text(bound: Bound) -> str:
+def _bound_text(bound: BoundRecord) -> str:
     """How good the answer is, as far as it is proved."""
     if bound.gap <= OPTIMAL:
         return f"bound       optimal, by {bound.method}: no placement is better, given that"

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from hexgen2.search.bounds.upper_bounds import Limit
+from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Group, Solution, counts_of
 from hexgen2.search.ties import exceeds
@@ -47,7 +47,7 @@ def enumerate_all(state: SearchState, most: int | None = None) -> bool:
         state.proved = True
         if state.best and state.target_req_s == math.inf:
             rentals = ("every rental within the budget counts",) if state.budget else ()
-            state.bounded_by(Limit(state.best.req_s, "enumeration", (*rentals, *ASSUMPTIONS)))
+            state.bounded_by(UpperBound(state.best.req_s, "enumeration", (*rentals, *ASSUMPTIONS)))
     return complete
 
 

@@ -14,9 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
-from hexgen2.search.bounds.relaxations import Relaxed
+from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.bounds.upper_bounds import best_split, node_rates
-from hexgen2.search.flow.duals import Prices, Stages
+from hexgen2.search.flow.duals import Duals, Stages
 from hexgen2.search.flow.max_flow import Flow, FlowNetwork, settled, solve
 from hexgen2.search.flow.routes import RouteUse, pipeline_use, route_use
 from hexgen2.search.flow.shared_use import SharedUse, shared_use
@@ -140,9 +140,9 @@ class Evaluator:
         return Alike(self.planner.classes.class_of, self.problem.node_links)
 
     @cached_property
-    def relaxed(self) -> Relaxed:
-        """The problem relaxed to programs over groups, with the same plans."""
-        return Relaxed(self.planner)
+    def relaxed(self) -> Relaxations:
+        """The relaxations of the problem, with the same plans."""
+        return Relaxations(self.planner)
 
     def plan_of(self, group: Group) -> GroupPlan | None:
         """The plan that a group runs."""
@@ -283,13 +283,13 @@ class Evaluator:
             found = self._uses[key] = route_use(self.problem, prefill, decode)
         return found
 
-    def prices(self, evaluation: Evaluation) -> Prices | None:
+    def duals(self, evaluation: Evaluation) -> Duals | None:
         """What the flow's bottlenecks are worth; None where the replicas' capacities alone decide."""
         network = evaluation.network
         limit = min(network.prefill.sum(), network.decode.sum())
         if evaluation.colocated or limit <= 0 or evaluation.flow.value >= limit * (1 - 1e-6):
             return None
-        return Prices(
+        return Duals(
             network,
             [r.stages for r in evaluation.prefill],
             [r.stages for r in evaluation.decode],
@@ -298,26 +298,26 @@ class Evaluator:
             self.problem.model.layers,
         )
 
-    def priced_limit(self, solution: Solution, near: Evaluation, prices: Prices) -> float:
-        """An upper limit on the score by the prices of a solution nearby, whose stage orders it keeps."""
+    def limit_by_duals(self, solution: Solution, near: Evaluation, duals: Duals) -> float:
+        """An upper limit on the score by the duals of a solution nearby, whose stage orders it keeps."""
         sides = [
             [(replica.stages, replica.plan.capacity_req_s) for replica in side]
             for side in (self._replicas(solution, role, near.plans) for role in ("prefill", "decode"))
         ]
         total = math.fsum(capacity for side in sides for _, capacity in side)
-        return prices.limit(*sides) + PLATEAU_SHARE * total
+        return duals.flow_bound(*sides) + PLATEAU_SHARE * total
 
     def _reorder(self, start: Evaluation) -> Evaluation:
         """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).
 
-        An order is judged by what it takes of the full links at their prices, and a little by the transfer
+        An order is judged by what it takes of the full links at their duals, and a little by the transfer
         time, to all partners, each weighted by its capacity; so the flow is solved once per round.
         """
         best = start
         for _ in range(MAX_ROUNDS):
-            prices = self.prices(best)
-            prefill = tuple(self._reordered(p, best.decode, prices, sending=True) for p in best.prefill)
-            decode = tuple(self._reordered(d, prefill, prices, sending=False) for d in best.decode)
+            duals = self.duals(best)
+            prefill = tuple(self._reordered(p, best.decode, duals, sending=True) for p in best.prefill)
+            decode = tuple(self._reordered(d, prefill, duals, sending=False) for d in best.decode)
             tried = self.with_plans(best.solution, prefill, decode, best.colocated)
             if not exceeds(tried.score, best.score):
                 break
@@ -328,14 +328,14 @@ class Evaluator:
         self,
         replica: PlannedReplica,
         partners: tuple[PlannedReplica, ...],
-        prices: Prices | None,
+        duals: Duals | None,
         sending: bool,
     ) -> PlannedReplica:
         def cost(candidate: PlannedReplica) -> float:
             total = 0.0
             for partner in partners:
                 use = self.route_use(*((candidate, partner) if sending else (partner, candidate)))
-                toll = prices.toll(use) if prices else 0.0
+                toll = duals.toll(use) if duals else 0.0
                 total += (toll + TRANSFER_SHARE * use.transfer_s) * partner.plan.capacity_req_s
             return total
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hexgen2.placement import OPTIMAL
-from hexgen2.search.bounds.upper_bounds import Limit
+from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.budget import Budget, trades
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.operators import flips, idle_gpus, merges, moves, recruits, splits, swaps
@@ -49,7 +49,7 @@ class SearchState:
     best: Evaluation | None = None
     trace: list[dict] = field(default_factory=list)
     cut: str | None = None
-    limit: Limit | None = None
+    limit: UpperBound | None = None
     close: float = 0.0
     proved: bool = False
     budget: Budget | None = None
@@ -88,7 +88,7 @@ class SearchState:
         """True once the best carries the target."""
         return self.best is not None and self.best.req_s >= self.target_req_s
 
-    def bounded_by(self, limit: Limit) -> None:
+    def bounded_by(self, limit: UpperBound) -> None:
         """Keep the limit if it is the tightest."""
         if self.limit is None or exceeds(self.limit.req_s, limit.req_s):
             self.limit = limit
@@ -156,7 +156,7 @@ def _best_step(
     until none left promises more than the best has."""
     evaluator = state.evaluator
     threshold = current.score
-    prices = evaluator.prices(current)
+    duals = evaluator.duals(current)
     promising: list[tuple[float, Neighbour]] = []
     seen = set()
     for step, solution in steps:
@@ -167,8 +167,8 @@ def _best_step(
         if not exceeds(limit, threshold) or solution.key in seen:
             continue
         seen.add(solution.key)
-        if prices:
-            limit = min(limit, evaluator.priced_limit(solution, current, prices))
+        if duals:
+            limit = min(limit, evaluator.limit_by_duals(solution, current, duals))
         if exceeds(limit, threshold):
             promising.append((limit, (step, solution)))
         if state.finished():

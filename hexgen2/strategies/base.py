@@ -10,7 +10,7 @@ from cost_model.errors import InfeasibleError, InputError
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement, SearchRecord
 from hexgen2.rent.rental import build_rental
-from hexgen2.search.bounds.upper_bounds import Limit
+from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.infeasible import unmet
@@ -31,7 +31,7 @@ class SearchOptions:
 
 
 Strategy = Callable[[Problem, SearchOptions], Placement]
-Build = Callable[[Problem, Evaluation, str, SearchRecord, Limit | None], Placement]
+Build = Callable[[Problem, Evaluation, str, SearchRecord, UpperBound | None], Placement]
 
 
 def run_search(

@@ -71,7 +71,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
 def explore(state: SearchState, seed: int) -> None:
     """Offer the best solution of a cluster whose GPUs are all there to use, and a bound."""
-    state.bounded_by(state.evaluator.relaxed.limit())
+    state.bounded_by(state.evaluator.relaxed.upper_bound())
     gpus = len(state.evaluator.problem.usable)
     state.effort_limit = state.effort + EFFORT
     state.close = CLOSE if gpus > LARGE else 0.0

@@ -90,7 +90,7 @@ def test_budget_equals_the_best_of_all_rentals(problem, share):
             continue
         placement = run(asking(problem, budget_per_hour=budget), strategy)
         assert placement.throughput.req_s == pytest.approx(best, rel=1e-5)
-        assert best <= Evaluator(problem).relaxed.limit(budget).req_s * (1 + 1e-6)
+        assert best <= Evaluator(problem).relaxed.upper_bound(budget).req_s * (1 + 1e-6)
         assert placement.bound.gap <= OPTIMAL
 
 

@@ -101,8 +101,8 @@ def test_the_flow_to_read_does_not_depend_on_the_solvers_pivots(network, seed):
         moved = csr_array(csr_array(matrix)[rows][:, columns])
         weights = np.ones(len(most)) if weights is None else weights
         values = np.empty(len(most))
-        values[columns] = solver(most[columns], moved, limits[rows], weights[columns]).variable_values()
-        return SimpleNamespace(variable_values=lambda: values)
+        values[columns] = solver(most[columns], moved, limits[rows], weights[columns]).x
+        return SimpleNamespace(x=values)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flow, "_solved", shuffled)
