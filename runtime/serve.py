@@ -22,9 +22,9 @@ from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
 from runtime import logs
+from runtime.api.access import is_loopback
 from runtime.api.app import add_views, create_app
 from runtime.api.connection import limited_by
-from runtime.api.gate import is_loopback
 from runtime.api.metrics import Metrics
 from runtime.api.numbers import NumberTokenizer
 from runtime.api.operations import operations_router

@@ -102,6 +102,6 @@ def _assumptions(dialect: Dialect, routed: bool) -> list[str]:
         notes.append("the server does not take ignore_eos: answers may be shorter than asked for")
     if routed:
         notes.append(
-            "queue: requests without a first token, those in work included; used: of the planned capacity"
+            "queue: requests without a first token, in-flight ones included; used: of the planned capacity"
         )
     return notes

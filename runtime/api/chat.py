@@ -63,9 +63,9 @@ def _envelope(service: Service, answer: Answer, kind: str) -> dict[str, Any]:
 
 
 async def _whole(service: Service, body: ChatRequest, answer: Answer) -> Response:
-    texts = [""] * len(answer.generations)
-    reasons = [""] * len(answer.generations)
-    logprobs = [Joined() for _ in answer.generations]
+    texts = [""] * len(answer.requests)
+    reasons = [""] * len(answer.requests)
+    logprobs = [Joined() for _ in answer.requests]
     async for piece in answer.pieces():
         texts[piece.choice] += piece.text
         reasons[piece.choice] = piece.finish_reason
@@ -97,7 +97,7 @@ async def _chunks(
         made = {**envelope, "choices": [choice]}
         return {**made, "usage": answer.usage()} if body.usage_in_chunks else made
 
-    for index in range(len(answer.generations)):
+    for index in range(len(answer.requests)):
         yield chunk(index, {"role": "assistant", "content": ""})
     async for piece in pieces:
         details = None

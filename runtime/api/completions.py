@@ -76,9 +76,9 @@ async def _whole(
     service: Service, body: CompletionRequest, answer: Answer, echoes: Sequence[str]
 ) -> Response:
     texts = list(echoes)
-    reasons = [""] * len(answer.generations)
-    logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.generations]
-    joined = [Joined() for _ in answer.generations]
+    reasons = [""] * len(answer.requests)
+    logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.requests]
+    joined = [Joined() for _ in answer.requests]
     async for piece in answer.pieces():
         texts[piece.choice] += piece.text
         reasons[piece.choice] = piece.finish_reason
@@ -108,7 +108,7 @@ async def _chunks(
 ) -> AsyncIterator[dict[str, Any]]:
     """A chunk for each token, so that a client can measure; some have no text, as in vLLM's answers."""
     envelope = _envelope(service, answer)
-    logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.generations]
+    logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.requests]
     async for piece in pieces:
         details = None
         if body.logprobs is not None:

@@ -65,7 +65,7 @@ class _Gathered:
         return getattr(self._transport, name)
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """uvicorn's connection over httptools, but that answers in OpenAI's form what is no request:
 
     503 where there are `max_connections` already, 429 where too many of them are of one address, 408 for
@@ -275,9 +275,9 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
 
-def limited_by(options: FrontOptions) -> type[Connection]:
+def limited_by(options: FrontOptions) -> type[HttpConnection]:
     """The class of connections with these limits."""
-    return type("Connection", (Connection,), {"options": options, "by_address": Counter()})
+    return type("HttpConnection", (HttpConnection,), {"options": options, "by_address": Counter()})
 
 
 def most_of_one_address(options: FrontOptions) -> int:

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from runtime.frontend.liveness import silence
 from runtime.frontend.replica import Replica
-from runtime.frontend.worker_watch import silence
 from runtime.launcher.worker_link import Link
 from runtime.liveness import PING_EVERY_S
 from runtime.protocol.from_workers import Failed

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from runtime.launcher.worker_link import Link
 from runtime.protocol.from_workers import Load
 from runtime.protocol.message import Message
-from runtime.routing.kv_budget import Room
+from runtime.routing.kv_budget import KvBudget
 
 FULL = 0.9
 """An engine with requests that wait inside it, and so much of its KV cache in use, is given no more."""
 
 
-class Replica(Room):
+class Replica(KvBudget):
     """Links by worker, one of whom leads, and what requests hold here.
 
     free_blocks and preemptions are what the lead said last (None: nothing yet); so is load, of engines that

@@ -115,12 +115,6 @@ def outgoing(source: Stages, worker: str, destination: Stages, kv_heads: int) ->
     return tuple(t for t in transfers(source, destination, kv_heads) if t.source == worker)
 
 
-def replica_cells(stages: Stages, kv_heads: int) -> int:
-    """(layer, head) cells that all workers of a replica hold together, replicated heads counted each
-    time: what one request's transfer to it carries, in cells."""
-    return sum(held(stages, worker, kv_heads).cells for stage in stages for worker in stage.workers)
-
-
 def even_share(rank: int, degree: int, size: int) -> tuple[int, int]:
     """Rows [first, end) of a dimension cut in `degree` equal pieces, the last ones short or empty."""
     width = math.ceil(size / degree)

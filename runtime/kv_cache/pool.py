@@ -49,8 +49,3 @@ class PagedCache(Pages):
     def layer(self, layer: int) -> torch.Tensor:
         """Keys and values of a layer: [2, slots, heads, head_dim], a view."""
         return self.pool[layer - self.shape.part.first_layer]
-
-    def heads(self, layer: int, first_head: int, end_head: int) -> torch.Tensor:
-        """Keys and values of some heads of a layer: [2, slots, end - first, head_dim], a view."""
-        offset = self.shape.part.first_head
-        return self.layer(layer)[:, :, first_head - offset : end_head - offset]

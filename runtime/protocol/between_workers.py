@@ -80,7 +80,7 @@ class Step(Message, frozen=True):
     step: int
     starts: tuple[SequenceStart, ...]
     sequences: tuple[SequenceStep, ...]
-    drops: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
 
 
 class ExpectKv(Message, frozen=True):

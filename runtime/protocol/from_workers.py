@@ -105,8 +105,8 @@ class Released(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """What an engine that schedules for itself says of its work: requests in work and those that wait inside
-    it, the share of its KV cache in use, blocks that nobody holds, and preemptions since its start."""
+    """The load of an engine that schedules for itself: in-flight requests, those that wait inside it, the
+    share of its KV cache in use, blocks that nobody holds, and preemptions since its start."""
 
     running: int
     waiting: int

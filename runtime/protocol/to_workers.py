@@ -83,13 +83,13 @@ class ReserveKv(Message, frozen=True):
     """Take blocks for a prompt whose KV cache will arrive; answered by Reserved.
 
     capacity_tokens is prompt + output at most: what must fit if nothing else is here. The client knows the
-    request as known_as; logs say so.
+    request as client_request_id; logs say so.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     capacity_tokens: int
-    known_as: str = ""
+    client_request_id: str = ""
 
 
 class Prefill(Message, frozen=True):
@@ -105,7 +105,7 @@ class Prefill(Message, frozen=True):
     target: str
     target_tokens: int = 0
     index: int = 0
-    known_as: str = ""
+    client_request_id: str = ""
 
 
 class Decode(Message, frozen=True):

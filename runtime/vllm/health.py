@@ -39,7 +39,7 @@ class Health:
     ----------
     http : to its API
     model : what it calls the model
-    busy : whether requests are in work there
+    busy : whether requests are in flight there
     on_load, on_death : told of its load whenever that changes, and once that it can compute no more, and why
     """
 

@@ -55,7 +55,7 @@ class Lead:
         self._landed: dict[str, list[KvLanded]] = {}
         self._sent: dict[str, int] = {}
         self._leases = Leases(config.kv_lease_s)
-        self._known_as: dict[str, str] = {}
+        self._client_request_ids: dict[str, str] = {}
 
     # -- reader threads
 
@@ -67,7 +67,7 @@ class Lead:
         except Exception as error:
             if of_replica(error):
                 raise
-            log.exception("no reservation", extra=about(message.known_as, request_id))
+            log.exception("no reservation", extra=about(message.client_request_id, request_id))
             self._say_failed(request_id, describe(error), fault=False)
             self._say_released(request_id)
             return
@@ -75,8 +75,10 @@ class Lead:
             self._front_end.send(Reserved(request_id=request_id, ok=False))
             return
         blocks, cached = begun
-        self._known_as[request_id] = message.known_as
-        log.info("takes a KV cache of %d tokens", len(prompt), extra=about(message.known_as, request_id))
+        self._client_request_ids[request_id] = message.client_request_id
+        log.info(
+            "takes a KV cache of %d tokens", len(prompt), extra=about(message.client_request_id, request_id)
+        )
         self._inbox.put(Reservation(request_id, prompt, blocks, cached, digests))
         with self._lock:
             self._unacknowledged[request_id] = {self._member.config.worker, *self._followers}, cached
@@ -169,8 +171,8 @@ class Lead:
         if message.request_id in self._scheduler:
             log.warning("replica %s: request %s is here already", self._replica, message.request_id)
             return
-        self._known_as[message.request_id] = message.known_as
-        extra = about(message.known_as, message.request_id)
+        self._client_request_ids[message.request_id] = message.client_request_id
+        extra = about(message.client_request_id, message.request_id)
         log.info("prefills %d tokens", len(message.prompt), extra=extra)
         if problem := self._refusal(message):
             self._fail(message.request_id, problem, fault=False)
@@ -241,8 +243,8 @@ class Lead:
 
     def _fail(self, request_id: str, text: str, fault: bool) -> None:
         """Give a request up; Released follows, at once if the replica has nothing of it."""
-        known_as = self._known_as.get(request_id, "")
-        log.warning("gives a request up: %s", text, extra=about(known_as, request_id))
+        client_request_id = self._client_request_ids.get(request_id, "")
+        log.warning("gives a request up: %s", text, extra=about(client_request_id, request_id))
         self._say_failed(request_id, text, fault)
         if request_id in self._scheduler:
             self._cancel(request_id)
@@ -294,8 +296,8 @@ class Lead:
         for request_id in request_ids:
             self._landed.pop(request_id, None)
             self._sent.pop(request_id, None)
-            known_as = self._known_as.pop(request_id, "")
-            log.info("has freed a request's memory", extra=about(known_as, request_id))
+            client_request_id = self._client_request_ids.pop(request_id, "")
+            log.info("has freed a request's memory", extra=about(client_request_id, request_id))
             self._say_released(request_id)
 
     def _say_released(self, request_id: str) -> None:

@@ -76,7 +76,7 @@ class Member:
 
     def execute(self, step: Step) -> StepResult | None:
         """Run this worker's share of a step; the tokens, if it is the one that samples."""
-        for request_id in step.drops:
+        for request_id in step.preempted:
             self._forget(request_id)
         for start in step.starts:
             self.tables[start.request_id] = []

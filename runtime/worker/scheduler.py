@@ -65,7 +65,7 @@ class _Request:
     blocks: list[int] = field(default_factory=list)
     digests: list[Digest] = field(default_factory=list)
     published: int = 0
-    told: int = 0
+    blocks_sent: int = 0
     introduced: bool = False
     steps: int = 0
     landed: bool = False
@@ -325,7 +325,7 @@ class Scheduler:
         del self._running[request.request_id]
         self._pool.release(request.blocks)
         request.state, request.blocks = _State.WAITING, []
-        request.computed = request.told = request.published = 0
+        request.computed = request.blocks_sent = request.published = 0
         if request.introduced:
             request.introduced = False
             self._preempted.append(request.request_id)
@@ -401,16 +401,16 @@ class Scheduler:
                     position=first,
                     index=request.index,
                     samples=samples,
-                    blocks=tuple(request.blocks[request.told :]),
+                    blocks=tuple(request.blocks[request.blocks_sent :]),
                 )
             )
             flight.append((request, samples))
-            request.told, request.computed = len(request.blocks), end
+            request.blocks_sent, request.computed = len(request.blocks), end
             request.steps += 1
             self._publish(request, end)
-        drops, self._preempted = tuple(self._preempted), []
+        preempted, self._preempted = tuple(self._preempted), []
         self._in_flight[step] = flight
-        return Step(step=step, drops=drops, starts=tuple(starts), sequences=tuple(sequences))
+        return Step(step=step, preempted=preempted, starts=tuple(starts), sequences=tuple(sequences))
 
     def _publish(self, request: _Request, computed: int) -> None:
         """Let others share the blocks that are full now: steps run in the order they are made."""

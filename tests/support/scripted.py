@@ -101,8 +101,8 @@ def run(scenario):
     asyncio.run(limited())
 
 
-async def tokens_of(generation):
-    return [output.token async for output in generation]
+async def tokens_of(request):
+    return [output.token async for output in request]
 
 
 async def settle(coordinator):

@@ -27,7 +27,7 @@ def following(tokens: list[int], count: int) -> list[int]:
 class FakeVllm:
     """An HTTP server with the two paths of vLLM's that a link asks.
 
-    `kv` has what a decode must be given back, by prompt; `open` counts the requests in work. `script` says
+    `kv` has what a decode must be given back, by prompt; `open` counts the in-flight requests. `script` says
     what happens to the next completions: "500", "cut" after two tokens, "error" in the stream, "hang".
     `health` is the status of /health, `figures` the text of /metrics; `stuck` hangs all that the engine does.
     """

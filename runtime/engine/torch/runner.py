@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from runtime.engine.torch.attention.cpu import Batch
+from runtime.engine.torch.attention import make_attention
+from runtime.engine.torch.attention.base import Batch
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.engine.torch.sampling.sampler import Sampler
 from runtime.kv_cache.pool import PagedCache
@@ -19,7 +20,7 @@ class StageRunner:
     """Runs steps in the order given; every worker of the replica must be given the same ones."""
 
     def __init__(self, stage: DecoderStage, cache: PagedCache) -> None:
-        self._stage, self._cache = stage, cache
+        self._stage, self._attention = stage, make_attention(cache)
         self._sampler = Sampler() if stage.links.place.samples else None
         self._faults = Faults()
 
@@ -103,7 +104,7 @@ class StageRunner:
     def _batch(self, step: Step, tables: Mapping[str, Sequence[int]]) -> Batch:
         sequences = step.sequences
         return Batch.make(
-            self._cache,
+            self._attention,
             [sequence.tokens for sequence in sequences],
             [sequence.position for sequence in sequences],
             [tables[sequence.request_id] for sequence in sequences],

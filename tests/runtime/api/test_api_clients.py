@@ -224,7 +224,7 @@ def in_process(folder, queue_limit=256, link=None):
         Router([Route("c", "c", 1.0)]), {"c": replica}, metrics, queue_limit=queue_limit
     )
     metrics.watch(coordinator)
-    link.answer = partial(coordinator._in_work.handle, replica)
+    link.answer = partial(coordinator._in_flight.handle, replica)
     service = Service(placement, coordinator, ModelTokenizer.load(folder), metrics)
     transport = httpx.ASGITransport(create_app(service))
     return httpx.AsyncClient(transport=transport, base_url="http://app")

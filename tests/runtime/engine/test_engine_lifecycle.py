@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from checkpoints import LAYERS, VOCAB, greedy, write_llama
 from engine_harness import TIMEOUT_S, Cluster, Shape
+from stage_shapes import replica_cells
 
 from runtime.frames import MAX_FRAME_BYTES
-from runtime.kv_cache.layout import replica_cells
 from runtime.protocol.between_workers import NONCE_BYTES, Hello
 from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import Failed

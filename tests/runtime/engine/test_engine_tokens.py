@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from checkpoints import LAYERS, VOCAB, WRITERS, greedy, write_llama, write_mixtral, write_opt
 from engine_harness import Cluster, Shape
+from stage_shapes import replica_cells
 
-from runtime.kv_cache.layout import replica_cells
 from runtime.protocol.message import Sampling
 
 SHAPES: dict[str, Shape] = {

@@ -303,7 +303,7 @@ class Workers:
             self.slots[table[token // SIZE] * SIZE + token % SIZE] = text[: token + 1]
 
     def run(self, step: Step) -> list[int]:
-        for name in step.drops:
+        for name in step.preempted:
             del self.tables[name]
         for start in step.starts:
             assert start.request_id not in self.tables

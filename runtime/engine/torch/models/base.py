@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from runtime.engine.torch.attention.cpu import Batch
+from runtime.engine.torch.attention.base import Batch
 from runtime.engine.torch.collectives import Links
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import Checkpoint, Cut

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime import native
-from runtime.engine.torch.attention.cpu import Batch, attend, store
+from runtime.engine.torch.attention.base import Batch
 from runtime.engine.torch.loader import CheckpointConfig, Cut
 from runtime.engine.torch.models.base import DecoderStage, ModelSpec
 from runtime.engine.torch.models.rope import Rotary
@@ -108,16 +108,11 @@ class LlamaStage(DecoderStage):
         def run(x: torch.Tensor, batch: Batch) -> torch.Tensor:
             heads = qkv(x).view(len(x), -1, self.spec.head_dim)
             query, key, value = heads.split(split, dim=1)
-            turning = heads[:, : -self.local_kv_heads]
             if head_norm is not None:
+                turning = heads[:, : -self.local_kv_heads]
                 turning.copy_(head_norm(turning))
-            if self._native:
-                cosines, sines = self._rotary.cosines, self._rotary.sines
-                native.turn_and_store(heads, cosines, sines, batch.slots, *batch.cache.layer(layer))
-            else:
-                self._rotary.turn(turning)
-                store(key, value, layer, batch)
-            return out(attend(query, key, value, layer, batch, window))
+            batch.attention.rotate_and_store(heads, self._rotary, layer, batch)
+            return out(batch.attention.attend(query, key, value, layer, batch, window))
 
         return run
 
