@@ -67,7 +67,13 @@ _detail = options("Modelling details")
     help="Write tables (CSV), placements and results (JSON) and plots to DIR.",
 )
 @json_option("comparison")
-@_detail("--cost-model", type=click.Choice(list(COST_MODELS)), default="calibrated", show_default=True)
+@_detail(
+    "--cost-model",
+    type=click.Choice(list(COST_MODELS)),
+    default="calibrated",
+    show_default=True,
+    help="How times are predicted.",
+)
 @_detail(
     "--pipeline",
     type=click.Choice(PIPELINE_SEMANTICS),

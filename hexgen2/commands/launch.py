@@ -67,7 +67,14 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
     help="Start workers on this machine, on nodes (`hexgen2 node`), or in a Ray cluster.",
 )
 @_server("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="Address to listen on.")
-@_server("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, metavar="PORT")
+@_server(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    metavar="PORT",
+    help="0: any free port.",
+)
 @_server(
     "--api-key",
     envvar="HEXGEN2_API_KEY",

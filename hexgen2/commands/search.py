@@ -109,7 +109,7 @@ _detail = options("Modelling details")
 @_detail(
     "--cost-model",
     type=click.Choice(list(COST_MODELS)),
-    help="[default: calibrated; with --from: the placement's]",
+    help="How times are predicted.  [default: calibrated; with --from: the placement's]",
 )
 @_detail(
     "--pipeline",
