@@ -1,5 +1,8 @@
-"""Lines for the terminal. Commands print through this module or through `make_console` of hexgen2/report, so
-that control characters in names and paths never reach the terminal."""
+"""Prints lines to the terminal safely.
+
+Everything that commands print passes through here or through `make_console` of hexgen2/report, so that
+control characters in a name or a path cannot affect the terminal.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,15 @@ def note(text: Any) -> None:
 
 
 def echo(text: Any, *, err: bool = False, nl: bool = True) -> None:
-    """Print text; control characters are shown as escapes."""
+    """Print text with control characters escaped."""
     click.echo(printable(str(text)), err=err, nl=nl)
 
 
 def echo_json(text: str) -> None:
-    """Print JSON; control characters are written as JSON escapes, which mean the same."""
+    """Print JSON; control characters become JSON escapes, which leaves its meaning unchanged."""
     click.echo(printable_json(text.removesuffix("\n")))
 
 
 def fail(text: str) -> None:
-    """The one line on stderr that says what is wrong."""
+    """Print a one-line error message to stderr."""
     click.echo(f"hexgen2: {one_line(text)}", err=True)

@@ -1,4 +1,4 @@
-"""Who is compared: a strategy, how its colocated replicas mix the phases, and the cluster that it gets."""
+"""Contenders of a comparison: a strategy, the batching policy of its colocated replicas, and its cluster."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hexgen2.strategies.registry import find_strategy
 
 RUNTIME: Policy = "mixed"
 ENGINES: dict[str, Policy] = {"hexgen": "prefill-first", "vllm": "chunked"}
-"""What the engine of a colocated strategy does: HexGen's knows no chunks, vLLM's has them by default."""
+"""The policy of each colocated strategy's engine: HexGen's has no chunked prefill, vLLM's does by default."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Plans by `strategy` on a cluster, and runs by `policy`.
+    """Plans with `strategy` on a cluster; its colocated replicas run with `policy`.
 
     cluster : its name, or its file as the user wrote it
-    spec : the cluster itself, where the user gave an object
+    spec : the cluster itself, if the user gave an object
     """
 
     strategy: str
@@ -31,19 +31,19 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """As it is written: strategy, policy if it is not the usual one, and cluster."""
+        """As on the command line: strategy, policy unless it is the strategy's default, and cluster."""
         usual = ENGINES.get(self.strategy, RUNTIME)
         policy = f":{self.policy}" if self.policy != usual else ""
         return f"{self.strategy}{policy}@{self.cluster}"
 
 
 def parse_contenders(text: str, cluster: str | Path | ClusterSpec) -> list[Contender]:
-    """Contenders from a list such as "hexgen2,vllm:prefill-first,distserve@hexgen2-homogeneous"; without a
-    cluster of its own, one gets `cluster`.
+    """Parse a list such as "hexgen2,vllm:prefill-first,distserve@hexgen2-homogeneous". A contender that names
+    no cluster gets `cluster`.
 
     Raises
     ------
-    InputError : an unknown strategy or policy, or nothing at all
+    InputError : unknown strategy or policy, empty list, or a contender named twice
     """
     spec = cluster if isinstance(cluster, ClusterSpec) else None
     usual_cluster = spec.name if spec else str(cluster)

@@ -16,14 +16,15 @@ from cost_model.errors import InputError
 from hexgen2.comparison.run import ATTAINMENT, SLO_SCALES, Comparison, Entry, Settings
 
 NOTES = (
-    "Peak: simulated with all requests at once. Online: arrivals at random at {share:.0%} of the own peak.",
-    "SLO scale: multiple of the time that a request takes alone on the fewest H100 that hold the model, "
-    "within which {attainment:.0%} end when all get the same requests, {share:.0%} of the smallest peak.",
+    "Peak: simulated with all requests at once. Online: random arrivals at {share:.0%} of each strategy's "
+    "own peak.",
+    "SLO scale: the multiple of a request's latency alone on the fewest H100s that hold the model within "
+    "which {attainment:.0%} of requests finish, when all strategies get {share:.0%} of the smallest peak.",
 )
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print a table for each workload; throughput is also shown relative to the first contender's."""
+    """Print one table per workload; throughput ratios are relative to the first contender."""
     settings, entries = comparison.settings, comparison.entries
     for workload, group in groupby(entries, key=lambda entry: entry.workload):
         own = list(group)
@@ -61,14 +62,14 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _short(entry: Entry, first: Entry) -> str:
-    """The contender, without the cluster if it has the same as the first."""
+    """The name of a contender, without the cluster if it is that of the first one."""
     name, cluster = entry.contender.name, entry.contender.cluster
     return name.removesuffix(f"@{cluster}") if cluster == first.contender.cluster else name
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write tables as CSV, every placement and result as JSON, and plots if matplotlib is installed; returns
-    the files.
+    """Write tables as CSV, placements and results as JSON, and plots if matplotlib is installed; returns the
+    files written.
 
     Raises
     ------
@@ -113,7 +114,7 @@ def _write_csv(records: list[dict[str, Any]], path: Path) -> Path:
 
 
 def plot(entries: Sequence[Entry], settings: Settings, folder: Path) -> list[Path]:
-    """Bars of throughput and curves of SLO attainment; nothing without matplotlib."""
+    """Plot throughput as bars and SLO attainment as curves; does nothing without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

@@ -1,8 +1,8 @@
-"""Strategies side by side under the same requests: planned each by its own rules, simulated all alike.
+"""Compares strategies: each plans by its own rules, and all are simulated with the same requests.
 
-Offline, all requests are there at once and the throughput is that between the first and the last tenth of
-them. Online they arrive at random: at a share of each contender's own peak, for its throughput and its
-latencies; and at the same share of the smallest peak, so that all can carry it, for SLO attainment.
+Offline, all requests arrive at once, and the peak throughput is measured between the first and the last tenth
+of them. Online, requests arrive at random: at a share of each contender's own peak to measure its throughput
+and latencies, and at the same share of the smallest peak, which all can carry, to measure SLO attainment.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How all are measured.
+    """How all contenders are measured.
 
-    share : of the peak at which requests arrive online
-    seconds : of full load that a simulation lasts about, within FEWEST and MOST requests
+    Attributes
+    ----------
+    share : rate of online arrivals as a share of the peak
+    seconds : approximate length of a simulation, which has FEWEST to MOST requests
     """
 
     model: str | Path | ModelArchitecture
@@ -69,12 +71,12 @@ class Settings:
 
 FEWEST, MOST = 1000, 20_000
 TURNS = 10
-"""Offline, requests for each place in the running batches, so that filling and emptying them weigh little."""
+"""Offline requests per place in the batches: enough that filling and draining them hardly matter."""
 
 
 @dataclass
 class Entry:
-    """One contender under one workload; without a placement only `why`."""
+    """One contender under one workload; without a placement, only `why` is set."""
 
     contender: Contender
     workload: str
@@ -140,14 +142,14 @@ def compare(
     settings: Settings,
     progress: Progress,
 ) -> Comparison:
-    """Plan and simulate every contender under every workload.
+    """Run every contender under every workload, workload by workload.
 
     Raises
     ------
-    InputError : a cluster, model or workload that is not there, or a strategy that cannot be run so
+    InputError : unknown cluster, model or workload, or a strategy that does not support the settings
     """
     entries = []
-    # All inputs are read before anything takes time, so that errors come at once.
+    # All problems are built first, so that wrong inputs are reported before anything takes time.
     lengths_of = {w.name if isinstance(w, Workload) else str(w): LengthSource.load(w) for w in workloads}
     problems = {
         (c, name): _problem(c, lengths.workload, settings)

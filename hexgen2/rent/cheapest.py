@@ -1,4 +1,4 @@
-"""The objective "cost": ask again and again whether less money will do."""
+"""The objective "cost": finds the cheapest rental that carries a load, under shrinking budgets."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Solution
 
 GROWTH = 1.2
-"""Factor from one budget to the next until one carries the load."""
+"""Factor by which the budget grows until the load is carried."""
 HALVINGS = 4
-"""Budgets halfway between what failed and what carried; then the least step down until one fails."""
+"""Bisections between the largest failed budget and the best price; minimal steps down follow."""
 CARRIED = 1 + 2e-6
-"""Slack on a load, so that it is still carried when the flow is evened out."""
+"""Slack on the load, so that it is still carried after the flow has been balanced."""
 
 
 def explore_cost(state: SearchState, seed: int) -> None:
-    """Leave the cheapest rental that carries the goal's request_rate in state.best; proved if none is
-    cheaper.
+    """Set state.best to the cheapest rental that carries the goal's request_rate, and state.proved if none
+    can be cheaper.
 
     Raises
     ------
-    InfeasibleError : the load is more than any rental found (within the budget, if there is one) carries
+    InfeasibleError : no rental was found that carries the load (within the budget, if there is one)
     """
     problem = state.evaluator.problem
     load = problem.goal.request_rate
@@ -43,15 +43,15 @@ def explore_cost(state: SearchState, seed: int) -> None:
 
 
 def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: float) -> Evaluation | None:
-    """Leave the cheapest solution that carries req_s (0: anything at all) in state.best, if one is found
-    that costs at most so many US dollars per hour; else return the best for that much."""
+    """Set state.best to the cheapest solution that carries req_s (0: any throughput) for at most
+    most_per_hour US dollars per hour. If none is found, return the best solution for that budget instead."""
     evaluator = state.evaluator
     prices = Budget(evaluator.problem, most_per_hour)
     target = max(req_s * CARRIED, 1e-9)
     failed = evaluator.relaxed.least_price(req_s)
     if failed > most_per_hour:
         return attempt(state, seed, most_per_hour, []).best
-    # More and more money until the load is carried.
+    # Raise the budget until the load is carried.
     budget = max(failed * 1.05, most_per_hour / 64)
     starts: list[Solution] = []
     while state.best is None:
@@ -64,7 +64,7 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
         else:
             failed, budget = budget, budget * GROWTH
             starts = [tried.best.solution] if tried.best else []
-    # Less and less: first in halves, then by the least step.
+    # Lower it again: first by bisection, then by the smallest step.
     for halving in itertools.count():
         price = prices.price(state.best.solution)
         budget = (failed + price) / 2 if halving < HALVINGS else price * (1 - 1e-6)
@@ -80,17 +80,17 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
 
 
 def _take(state: SearchState, tried: SearchState, target: float) -> None:
-    """What carries the target, made as cheap as its neighbours allow, is the best so far."""
+    """Make a solution that carries the target as cheap as its neighbours allow, and keep it as the best."""
     assert tried.best is not None
     state.best = cheapest_alike(state.evaluator, tried.best, target)
 
 
 def refuse_budget(state: SearchState, seed: int) -> None:
-    """Say what the cheapest placement costs, if that is more than the goal's budget.
+    """Reject a budget that is too small for any placement.
 
     Raises
     ------
-    InfeasibleError : it is
+    InfeasibleError : the cheapest placement costs more than the goal's budget; says how much
     """
     problem = state.evaluator.problem
     if problem.goal.budget_per_hour is None or state.cut:

@@ -1,4 +1,4 @@
-"""Price against throughput: the best rental for one budget after the other."""
+"""Price against throughput: the best rental for each of a series of budgets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hexgen2.search.ties import exceeds
 
 
 def explore_frontier(state: SearchState, seed: int, plain: Plain) -> None:
-    """Leave the best rental for the goal's budget (or for all there is) in state.best, and in state.frontier
-    the best for each of the goal's `frontier` budgets, evenly from the cheapest feasible price up to that
-    one. More money never gives less.
+    """Set state.best to the best rental for the goal's budget (or for everything on offer), and
+    state.frontier to the best rental for each of the goal's `frontier` budgets, spaced evenly from the
+    cheapest feasible price up to that budget. A larger budget never gives less throughput.
 
     Raises
     ------
-    InfeasibleError : as explore_budget
+    InfeasibleError : see explore_budget
     """
     problem = state.evaluator.problem
     last = spendable(problem)
@@ -42,5 +42,5 @@ def explore_frontier(state: SearchState, seed: int, plain: Plain) -> None:
 
 
 def _better(cheaper: Evaluation, dearer: Evaluation | None) -> Evaluation:
-    """The same groups in another order differ in the last digits: only a gain is worth the price."""
+    """The dearer rental only if its throughput is higher by more than rounding."""
     return dearer if dearer is not None and exceeds(dearer.req_s, cheaper.req_s) else cheaper

@@ -1,4 +1,4 @@
-"""The search over all that could be rented, within one budget."""
+"""The search over everything on offer, within one budget."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from hexgen2.search.problem import Solution
 from hexgen2.search.ties import greatest_first
 
 ATTEMPT_EFFORT = 2500
-"""Effort (see SearchState) for one of many budgets."""
+"""Effort (see SearchState) per budget where many budgets are tried."""
 ENUMERATION = 40_000
-"""Branches tried on universes of up to MAX_GPUS GPUs."""
+"""Branches tried when a universe of up to MAX_GPUS GPUs is enumerated."""
 CLIMBS = 4
-"""Starts of the linear program that are refined: the best so many."""
+"""How many starts from the linear program are refined, best first."""
 MAX_KICKS = 200
 
 
 def search_universe(state: SearchState, seed: int, effort: float, starts: Sequence[Solution]) -> None:
-    """Bound what the budget carries, and leave it at that if the target is more. Climb from the starts, from
-    those of the linear program and from the state's best; settle small universes by enumeration; perturb and
-    climb on until the effort is spent."""
+    """Search within state.budget; the result is state.best.
+
+    First bounds what the budget can carry, and stops if that is less than the target. Then refines the given
+    starts, those of the linear program, and state.best; enumerates small universes; and perturbs and refines
+    until the effort is spent.
+    """
     evaluator, budget = state.evaluator, state.budget
     assert budget is not None
     state.bounded_by(evaluator.relaxed.upper_bound(budget.per_hour))
@@ -51,7 +54,7 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
 
 
 def fresh(state: SearchState) -> SearchState:
-    """A state of its own for other budgets and targets; shares evaluator, deadline, progress and trace."""
+    """A new state for another budget or target, which shares evaluator, deadline, progress and trace."""
     return replace(state, best=None, limit=None, proved=False, budget=None, target_req_s=float("inf"))
 
 
@@ -62,7 +65,7 @@ def attempt(
     starts: Sequence[Solution],
     target_req_s: float = float("inf"),
 ) -> SearchState:
-    """Search within another budget (US dollars per hour); what is found is in the state returned."""
+    """Search within another budget (US dollars per hour); returns the state of that search."""
     tried = fresh(state)
     tried.budget, tried.target_req_s = Budget(state.evaluator.problem, per_hour), target_req_s
     evaluator = state.evaluator
@@ -72,7 +75,7 @@ def attempt(
 
 
 def _linear_starts(evaluator: Evaluator, budget: Budget) -> Iterator[Solution]:
-    """From the linear program over all types, and over each alone."""
+    """Rounded solutions of the linear program over all GPU types, and over each type alone."""
     problem = evaluator.problem
     types = problem.cluster.types
     for cards in (types, *((card,) for card in types)):

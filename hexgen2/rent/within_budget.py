@@ -17,10 +17,10 @@ from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import SearchState
 
 Plain = Callable[[SearchState, int], None]
-"""The search of a cluster that is all there to use: offers what it finds to the state; takes a seed."""
+"""Searches a cluster without prices: takes a state, to which it offers solutions, and a seed."""
 
 EFFORT = 8000
-"""Effort (see SearchState) for the universe, on top of the plain searches of single types."""
+"""Effort (see SearchState) spent on the universe, beyond the plain searches of single types."""
 
 
 def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
@@ -28,7 +28,7 @@ def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
 
     Raises
     ------
-    InfeasibleError : nothing works within the budget, but more money would do; says how much
+    InfeasibleError : the budget is too small for any placement; says how much is needed
     """
     problem = state.evaluator.problem
     budget = state.budget = Budget(problem, spendable(problem))
@@ -42,7 +42,7 @@ def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
 
 
 def single_types(budget: Budget) -> Iterator[tuple[str, list[int]]]:
-    """For each GPU type, fastest first: the most GPUs of it that the budget allows, of each node."""
+    """For each GPU type, fastest first: its name, and the most GPUs of each node that the budget allows."""
     problem = budget.problem
     for card in problem.cluster.types:
         nodes = [n for n, other in enumerate(problem.node_accelerator) if other == card]

@@ -1,4 +1,4 @@
-"""What a re-plan is asked for: a placement that runs, and what has changed since."""
+"""What a re-plan starts from: a running placement, and what has changed since."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def replan_problem(
     lost: str = "",
     added: str = "",
 ) -> Problem:
-    """The problem that a placement leaves: what is not given is as it was. The placement must be sound
+    """The problem to re-plan; whatever is not given is taken from the placement, which must be valid
     (hexgen2.checks.verify).
 
     Parameters
     ----------
-    lost, added : GPU ids or node names, separated by commas. Lost ones stay out until they are added; GPUs
-        that another --cluster lacks are lost as well, and those that it has beyond the old one added
+    lost, added : GPU ids or node names, separated by commas. Lost GPUs stay out until they are added again.
+        With another cluster, GPUs that it lacks count as lost, and new ones can be added
 
     Raises
     ------
-    InputError : an unknown GPU, one both lost and added or added while it serves, another model, or whatever
-        make_problem refuses
+    InputError : an unknown GPU, one both lost and added or added while it serves, another model, or an input
+        that make_problem rejects
     """
     if model is not None and find_model(model) != previous.model:
         problem = f"differs from {previous.model.name}, which the placement serves"
@@ -76,8 +76,8 @@ def replan_problem(
 
 
 def _gpus(option: str, text: str, cluster: Cluster, among: Iterable[str] | None = None) -> set[str]:
-    """The GPUs that a list of ids and node names means; with `among`, all of them must be there (of a node:
-    those that are)."""
+    """The GPUs named by a list of ids and node names. With `among`, ids must be in it, and a node name stands
+    for those of its GPUs that are."""
     by_node: dict[str, list[str]] = {name: [] for name in cluster.node_names}
     for gpu in cluster.gpu_ids:
         by_node[gpu.rsplit("/", 1)[0]].append(gpu)

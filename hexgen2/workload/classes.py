@@ -1,4 +1,5 @@
-"""Which workload a user means: a shipped class, a mixture of them, fixed lengths, or a trace file."""
+"""The shipped workloads, and how a user names one: a class, a mixture of them, fixed lengths or a trace
+file."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from hexgen2.workload.lengths import MAX_TOKENS, RequestClass, Workload
 from hexgen2.workload.requests import Requests
 from hexgen2.workload.traces import read_trace
 
-HEAVY_PREFILL_TOKENS = 512  # HexGen-2, section 5.1: longer prompts are heavy
-HEAVY_DECODE_TOKENS = 128  # HexGen-2, section 5.1: longer answers are heavy
+HEAVY_PREFILL_TOKENS = 512  # HexGen-2, section 5.1: a longer prompt is a heavy prefill
+HEAVY_DECODE_TOKENS = 128  # HexGen-2, section 5.1: a longer answer is a heavy decode
 
 _SOURCE = (
     "means of the Azure LLM inference trace 2023 (conversation), {} "
@@ -45,17 +46,17 @@ def list_workloads() -> list[tuple[str, str]]:
 def load_workload(
     workload: str | Path | Workload | None = None, isl: float | None = None, osl: float | None = None
 ) -> Workload:
-    """A shipped workload by name, a mixture of shipped ones, one of fixed lengths, or that of a trace file.
+    """A shipped workload, a mixture of shipped ones, a workload of fixed lengths, or that of a trace file.
 
     Parameters
     ----------
-    workload : shipped name in any case, several with their shares of the requests ("HPLD:2,LPHD:1"), a trace
-        (see `hexgen2.workload.traces.read_trace`) or a workload; may be left out if isl and osl are given
-    isl, osl : prompt and output tokens; each overrides that of every class
+    workload : a shipped name in any case, several names with their shares ("HPLD:2,LPHD:1"), a trace file (see
+        `hexgen2.workload.traces.read_trace`), or a workload; optional if isl and osl are given
+    isl, osl : prompt and output tokens, which override those of every class
 
     Raises
     ------
-    InputError : unknown name, wrong share, unusable trace, or lengths that are not positive (osl at least 1)
+    InputError : unknown name, invalid share, unusable trace, or lengths out of range
     """
     for option, value, least in (("--isl", isl, 1), ("--osl", osl, 1)):
         if value is not None and not least <= value <= MAX_TOKENS:
@@ -105,7 +106,7 @@ def _nearest(name: str) -> str:
 
 
 def _mixture(text: str) -> Workload:
-    """Shipped workloads with their shares of the requests, "HPLD:2,LPHD:1"; a share left out is 1."""
+    """Parse shipped workloads with shares, as in "HPLD:2,LPHD:1"; a missing share is 1."""
     shares: dict[str, float] = {}
     for part in text.split(","):
         name, colon, share = (word.strip() for word in part.partition(":"))
@@ -139,7 +140,8 @@ def _share(text: str, mixture: str) -> float:
 
 
 def workload_of_trace(trace: Requests, name: str) -> Workload:
-    """Up to the four classes of HexGen-2 with their shares of the requests and their mean lengths."""
+    """The requests of a trace, divided into the four classes of HexGen-2 by the length of prompt and
+    answer."""
     heavy_prefill, heavy_decode = trace.isl > HEAVY_PREFILL_TOKENS, trace.osl > HEAVY_DECODE_TOKENS
     classes = []
     for label, members in (
