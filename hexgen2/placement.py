@@ -46,10 +46,12 @@ class Stage(_Strict):
 
     @property
     def tensor_parallel(self) -> int:
+        """The tensor-parallel degree."""
         return len(self.gpus)
 
     @property
     def layer_count(self) -> int:
+        """How many layers it holds."""
         return self.layers[1] - self.layers[0]
 
 
@@ -66,6 +68,7 @@ class Replica(_Strict):
 
     @property
     def gpus(self) -> list[str]:
+        """All GPUs, in the order of the stages."""
         return [gpu for stage in self.stages for gpu in stage.gpus]
 
     @property
@@ -141,6 +144,8 @@ class CostModelName(_Strict):
 
 
 class Throughput(_Strict):
+    """Requests/s and output tokens/s of the whole placement."""
+
     req_s: Figure
     output_tok_s: Figure
 

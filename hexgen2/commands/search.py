@@ -190,13 +190,14 @@ def _progress():
     def show(state) -> None:
         nonlocal last
         now = time.monotonic()
-        if state.best is None or state.best.req_s <= 0 or (not on_terminal and now - last < 1.0):
+        best, bound = state.incumbent.best, state.incumbent.bound
+        if best is None or best.req_s <= 0 or (not on_terminal and now - last < 1.0):
             return
         last = now
         rate = state.evaluator.evaluations / max(now - started, 1e-9)
-        text = f"{now - started:6.2f} s  best {state.best.req_s:.4g} requests/s"
-        if state.limit is not None:
-            text += f"  bound {state.limit.req_s:.4g} (gap {1 - state.best.req_s / state.limit.req_s:.1%})"
+        text = f"{now - started:6.2f} s  best {best.req_s:.4g} requests/s"
+        if bound is not None:
+            text += f"  bound {bound.req_s:.4g} (gap {1 - best.req_s / bound.req_s:.1%})"
         text += f"  {rate:.0f} evaluations/s"
         note(text)
 

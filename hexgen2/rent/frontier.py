@@ -9,14 +9,14 @@ from hexgen2.rent.universe import attempt, fresh
 from hexgen2.rent.within_budget import Plain, explore_budget
 from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluator import Evaluation
-from hexgen2.search.local_search import SearchState
+from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds
 
 
 def explore_frontier(state: SearchState, seed: int, plain: Plain) -> None:
-    """Set state.best to the best rental for the goal's budget (or for everything on offer), and
-    state.frontier to the best rental for each of the goal's `frontier` budgets, spaced evenly from the
-    cheapest feasible price up to that budget. A larger budget never gives less throughput.
+    """Make the best rental for the goal's budget (or for everything on offer) the incumbent, and fill its
+    frontier with the best rental for each of the goal's `frontier` budgets, spaced evenly from the cheapest
+    feasible price up to that budget. A larger budget never gives less throughput.
 
     Raises
     ------
@@ -27,18 +27,18 @@ def explore_frontier(state: SearchState, seed: int, plain: Plain) -> None:
     explore_budget(state, seed, plain)
     cheapest = fresh(state)
     leave_cheapest(cheapest, seed, 0.0, last)
-    state.cut = cheapest.cut
-    best = cheapest.best
+    state.stopping.cut = cheapest.stopping.cut
+    best = cheapest.incumbent.best
     if best is None or problem.goal.frontier is None:
         return
     for budget in np.linspace(Budget(problem, last).price(best.solution), last, problem.goal.frontier)[:-1]:
-        if state.out_of_time():
+        if state.stopping.out_of_time():
             break
-        starts = [found.solution for found in (best, state.best) if found]
-        best = _better(best, attempt(state, seed, float(budget), starts).best)
-        state.frontier.append((float(budget), best))
+        starts = [found.solution for found in (best, state.incumbent.best) if found]
+        best = _better(best, attempt(state, seed, float(budget), starts).incumbent.best)
+        state.incumbent.frontier.append((float(budget), best))
     state.offer(best, "start from another budget")
-    state.frontier.append((last, _better(best, state.best)))
+    state.incumbent.frontier.append((last, _better(best, state.incumbent.best)))
 
 
 def _better(cheaper: Evaluation, dearer: Evaluation | None) -> Evaluation:

@@ -12,8 +12,8 @@ from hexgen2.placement import BoundRecord, FrontierPoint, Placement, Rented, Sea
 from hexgen2.search.budget import ROUNDING, Budget, spendable
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Group, Problem, Solution
+from hexgen2.search.state import SearchState
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ def part_of(universe: Problem, counts: Sequence[int]) -> Part:
 
 
 def build_rental(universe: Problem, state: SearchState, strategy: str, search: SearchRecord) -> Placement:
-    """The placement of state.best on a cluster of just the rented GPUs, with the state's frontier."""
-    assert state.best is not None
-    used = _used(state.best)
+    """The placement of the incumbent on a cluster of just the rented GPUs, with its frontier."""
+    assert state.incumbent.best is not None
+    used = _used(state.incumbent.best)
     part = part_of(universe, in_use(universe, used))
-    evaluator = Evaluator(part.problem)
+    evaluator = Evaluator(part.problem, state.evaluator.params)
     evaluation = evaluator.reordered(evaluator.evaluate(part.inside(used)))
     placement = build_placement(part.problem, evaluation, strategy, search)
     return placement.model_copy(
         update={
             "rented": rented_list(universe, used),
-            "frontier": [_point(universe, budget, found) for budget, found in state.frontier],
+            "frontier": [_point(universe, budget, found) for budget, found in state.incumbent.frontier],
             "bound": rental_bound(state, used, placement.throughput.req_s),
         }
     )
@@ -114,10 +114,10 @@ def rental_bound(state: SearchState, solution: Solution, req_s: float) -> BoundR
     goal = universe.goal
     price = Budget(universe, spendable(universe)).price(solution)
     if goal.objective == "cost" and goal.request_rate is not None:
-        least = price if state.proved else min(price, relaxed.least_price(goal.request_rate))
+        least = price if state.incumbent.proved else min(price, relaxed.least_price(goal.request_rate))
         bound = relaxed.upper_bound(price * (1 + ROUNDING)).record(req_s)
         return bound.model_copy(update={"price_per_hour": least})
-    return (state.limit or relaxed.upper_bound(spendable(universe))).record(req_s)
+    return (state.incumbent.bound or relaxed.upper_bound(spendable(universe))).record(req_s)
 
 
 def _renamed(solution: Solution, names: Mapping[int, int]) -> Solution:

@@ -16,17 +16,12 @@ from hexgen2.replan.value import ReplanEvaluator
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
-from hexgen2.search.local_search import SearchState, refine
-from hexgen2.search.planning.plan import Planner
+from hexgen2.search.local_search import refine
+from hexgen2.search.params import Params
 from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.hexgen2 import NAME, climb_from_starts, settle
-
-EFFORT = 1500
-"""Effort (see SearchState) of the search with free moves, and of the one with their cost, for clusters of up
-to FEW_NODES nodes. It shrinks with more nodes, where more steps are examined for each one worth
-evaluating."""
-FEW_NODES = 10
 
 
 def replan(problem: Problem, previous: Placement, options: SearchOptions, terms: Terms) -> Placement:
@@ -60,8 +55,8 @@ class _Replan:
             build=self._build,
         )
 
-    def _evaluator(self, problem: Problem) -> Evaluator:
-        return ReplanEvaluator(problem, Planner(problem), self._migrator)
+    def _evaluator(self, problem: Problem, params: Params) -> Evaluator:
+        return ReplanEvaluator(problem, params, self._migrator)
 
     def _explore(self, state: SearchState) -> None:
         evaluator = state.evaluator
@@ -73,15 +68,16 @@ class _Replan:
         if self._free:
             state.offer(evaluator.adopt(self._free), "best without regard to moves")
             starts.append(self._free.solution)
-        state.effort_limit = state.effort + self._effort()
+        state.spend(self._effort())
         for start in starts:
             refine(state, start, "from what survives")
         settle(state, self._options.seed)
-        if state.best is not None:
-            state.offer(evaluator.polished(state.best), "polish")
+        if state.incumbent.best is not None:
+            state.offer(evaluator.polished(state.incumbent.best), "polish")
 
     def _effort(self) -> float:
-        return EFFORT * min(1.0, FEW_NODES / len(self._problem.node_gpus))
+        params = self._options.params
+        return params.replan_effort * min(1.0, params.replan_few_nodes / len(self._problem.node_gpus))
 
     def _survivors(self, intact: Solution) -> list[Solution]:
         """The intact groups, with and without the surviving GPUs of the broken ones."""
@@ -90,8 +86,9 @@ class _Replan:
         return found + ([intact] if intact.groups else [])
 
     def _search_with_free_moves(self, state: SearchState, starts: list[Solution]) -> Evaluation | None:
-        free = SearchState(Evaluator(self._problem, state.evaluator.planner), deadline_s=state.deadline_s)
-        free.effort_limit = free.effort + self._effort()
+        evaluator = Evaluator(self._problem, self._options.params, state.evaluator.planner)
+        free = SearchState(evaluator, state.stopping.again())
+        free.spend(self._effort())
         # Not the bound of the enumeration: a kept replica may have stages that the planner never makes.
         self._limit = free.evaluator.relaxed.upper_bound()
         free.bounded_by(self._limit)
@@ -99,8 +96,8 @@ class _Replan:
             refine(free, start, "from what survives")
         climb_from_starts(free)
         settle(free, self._options.seed)
-        state.cut = free.cut
-        return free.best
+        state.stopping.cut = free.stopping.cut
+        return free.incumbent.best
 
     def _build(
         self, problem: Problem, best: Evaluation, strategy: str, record: SearchRecord, _: UpperBound | None

@@ -9,21 +9,19 @@ from dataclasses import replace
 from hexgen2.replan.migration import Migrator
 from hexgen2.replan.previous import OldReplica
 from hexgen2.search.evaluator import Evaluation, Evaluator, PlannedReplica
-from hexgen2.search.planning.plan import GroupPlan, Planner
+from hexgen2.search.params import Params
+from hexgen2.search.planning.plan import GroupPlan
 from hexgen2.search.planning.shards import shard_bytes, shards_of
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.ties import exceeds
-
-POLISH_ROUNDS = 3
-"""Most rounds in which every replica tries its other plans."""
 
 
 class ReplanEvaluator(Evaluator):
     """Maximises req_s * horizon - missed requests; the cost of a solution is its missed requests per second
     of the horizon. Running groups keep their stages unless new ones gain enough."""
 
-    def __init__(self, problem: Problem, planner: Planner, migrator: Migrator) -> None:
-        super().__init__(problem, planner)
+    def __init__(self, problem: Problem, params: Params, migrator: Migrator) -> None:
+        super().__init__(problem, params)
         self.migrator = migrator
         self._running: dict[NodeCounts, list[OldReplica]] = {}
         for old in migrator.previous.intact:
@@ -96,7 +94,7 @@ class ReplanEvaluator(Evaluator):
     def polished(self, evaluation: Evaluation) -> Evaluation:
         """The same groups with the best plans and stage orders found by trying them replica by replica."""
         best = evaluation
-        for _ in range(POLISH_ROUNDS):
+        for _ in range(self.params.polish_rounds):
             before = best
             for place in range(len(best.replicas)):
                 best = self._polish(best, place)

@@ -21,24 +21,10 @@ from hexgen2.search.flow.max_flow import Flow, FlowNetwork, settled, solve
 from hexgen2.search.flow.routes import RouteUse, pipeline_use, route_use
 from hexgen2.search.flow.shared_use import SharedUse, shared_use
 from hexgen2.search.operators import Alike
+from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.planning.plan import GroupPlan, PlannedStage, Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.ties import exceeds, least, ranks_above
-
-PLATEAU_SHARE = 1e-3
-"""Weight of the replicas' summed capacity in the score: it leads across plateaus of the flow."""
-
-TRANSFER_SHARE = 1e-2
-"""Weight of a transfer's seconds beside the price of what it takes of full links, where orders compare."""
-
-MAX_ORDERS = 120
-"""Most stage orders tried per replica when the KV routes limit the flow."""
-
-MAX_ROUNDS = 3
-"""Most rounds of reordering all replicas."""
-
-CAPACITY_KEPT = 0.98
-"""A stage order that costs a replica more of its capacity is no candidate."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +104,8 @@ def _capacity(replicas: Sequence[PlannedReplica]) -> float:
 class Evaluator:
     """Evaluates solutions of one problem; counts them and the routes between their replicas."""
 
-    def __init__(self, problem: Problem, planner: Planner | None = None) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, params: Params = DEFAULT, planner: Planner | None = None) -> None:
+        self.problem, self.params = problem, params
         self.planner = planner or Planner(problem)
         self.evaluations = self.routes = 0
         self._node_rates = node_rates(problem)
@@ -206,7 +192,7 @@ class Evaluator:
         for group in solution.groups:
             capacity[group.role] += capacity_of(group)
         served = min(capacity["prefill"], capacity["decode"]) + capacity["colocated"]
-        return served + PLATEAU_SHARE * math.fsum(capacity.values())
+        return served + self.params.plateau_share * math.fsum(capacity.values())
 
     def _rate_limit(self, group: Group) -> float:
         key = (group.role, group.counts)
@@ -253,7 +239,7 @@ class Evaluator:
         served = flow.value + float(alone.sum())
         total = float(network.prefill.sum() + network.decode.sum()) + _capacity(colocated)
         cost, idle = self.way_cost((*prefill, *decode, *colocated), served)
-        score = served - cost + PLATEAU_SHARE * (total - idle)
+        score = served - cost + self.params.plateau_share * (total - idle)
         return Evaluation(solution, prefill, decode, network, flow, score, colocated, alone, cost, idle)
 
     def _alone(self, colocated: tuple[PlannedReplica, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -305,7 +291,7 @@ class Evaluator:
             for side in (self._replicas(solution, role, near.plans) for role in ("prefill", "decode"))
         ]
         total = math.fsum(capacity for side in sides for _, capacity in side)
-        return duals.flow_bound(*sides) + PLATEAU_SHARE * total
+        return duals.flow_bound(*sides) + self.params.plateau_share * total
 
     def _reorder(self, start: Evaluation) -> Evaluation:
         """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).
@@ -314,7 +300,7 @@ class Evaluator:
         time, to all partners, each weighted by its capacity; so the flow is solved once per round.
         """
         best = start
-        for _ in range(MAX_ROUNDS):
+        for _ in range(self.params.reorder_rounds):
             duals = self.duals(best)
             prefill = tuple(self._reordered(p, best.decode, duals, sending=True) for p in best.prefill)
             decode = tuple(self._reordered(d, prefill, duals, sending=False) for d in best.decode)
@@ -336,7 +322,7 @@ class Evaluator:
             for partner in partners:
                 use = self.route_use(*((candidate, partner) if sending else (partner, candidate)))
                 toll = duals.toll(use) if duals else 0.0
-                total += (toll + TRANSFER_SHARE * use.transfer_s) * partner.plan.capacity_req_s
+                total += (toll + self.params.transfer_share * use.transfer_s) * partner.plan.capacity_req_s
             return total
 
         candidates = [replace(replica, plan=plan) for plan in self.orders(replica)]
@@ -349,10 +335,10 @@ class Evaluator:
         shape = tuple((s.node, s.degree) for s in replica.stages)
         key = (replica.group.role, shape)
         if key not in self._ordered:
-            orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), MAX_ORDERS))
+            orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), self.params.stage_orders))
             plans = (self.planner.plan_shape(replica.group.role, order) for order in orders)
             best = self.planner.plan(replica.group.role, replica.group.counts) or replica.plan
-            most, kept = best.capacity_req_s, replica.plan.capacity_req_s * CAPACITY_KEPT
+            most, kept = best.capacity_req_s, replica.plan.capacity_req_s * self.params.capacity_kept
             self._ordered[key] = [
                 replace(p, capacity_req_s=min(p.capacity_req_s, most))
                 for p in plans

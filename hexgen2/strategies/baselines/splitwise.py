@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from cost_model.hardware import Accelerator
 from hexgen2.placement import Placement
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Problem
+from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.baselines.paper import require_found
 from hexgen2.strategies.baselines.uniform import (

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from cost_model.hardware import Accelerator
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.shapes import Shapes
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
+from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds
 from hexgen2.strategies.baselines.paper import valued
 
@@ -54,9 +54,9 @@ def nodes_by_type(problem: Problem) -> dict[Accelerator, list[int]]:
 def keep_best(state: SearchState, candidates: Iterator[Candidate]) -> None:
     """Value the candidates in turn, those whose replicas alone could beat the best so far."""
     for name, solution in candidates:
-        if state.out_of_time():
+        if state.stopping.out_of_time():
             return
-        best = state.best.req_s if state.best else 0.0
+        best = state.incumbent.best.req_s if state.incumbent.best else 0.0
         if exceeds(state.evaluator.score_limit(solution, best), best):
             state.offer(valued(state.evaluator, solution), name)
 

@@ -12,8 +12,8 @@ import math
 
 from cost_model.hardware import Accelerator
 from hexgen2.placement import Placement
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Group, Problem, Solution
+from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.baselines.paper import require_found
@@ -30,7 +30,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
         degree_of: dict[Accelerator, int] = {}
         groups: tuple[Group, ...] = ()
         for accelerator, nodes in nodes_by_type(problem).items():
-            if state.out_of_time():
+            if state.stopping.out_of_time():
                 break
             degree_of[accelerator], replicas = _best_copies(problem, accelerator, nodes)
             groups += tuple(Group(ROLE, counts) for counts in replicas)

@@ -100,8 +100,8 @@ def test_interrupted_the_quickest_so_far_is_kept():
     seen = []
 
     def interrupt(state):
-        seen.append(state.best)
-        if "on average with" in state.trace[-1]["step"]:
+        seen.append(state.incumbent.best)
+        if "on average with" in state.incumbent.trace[-1]["step"]:
             raise KeyboardInterrupt
 
     found = run(small(0.5), progress=interrupt)
