@@ -50,7 +50,7 @@ def load_workload(
 
     Parameters
     ----------
-    workload : a shipped name in any case, several names with their shares ("HPLD:2,LPHD:1"), a trace file (see
+    workload : shipped name in any case, several names with their shares ("HPLD:2,LPHD:1"), trace file (see
         `hexgen2.workload.traces.read_trace`), or a workload; optional if isl and osl are given
     isl, osl : prompt and output tokens, which override those of every class
 
