@@ -38,7 +38,7 @@ from runtime.frontend.traces import Tracer
 from runtime.launcher.base import Launcher
 from runtime.launcher.configure import configurations
 from runtime.launcher.registry import make_launcher
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.operator import report, stop_signals
 from runtime.options import (
     DEFAULTS,
@@ -313,7 +313,7 @@ async def _load_tokenizer(placement: Placement, folder: Path | None) -> Tokenize
 
 async def _start(
     launcher: Launcher, told: dict[str, Configure], tokenizing: Coroutine[Any, Any, Tokenizer]
-) -> tuple[dict[str, Link], Tokenizer]:
+) -> tuple[dict[str, WorkerLink], Tokenizer]:
     """Workers and tokenizer, loaded side by side."""
     tokenizer = asyncio.create_task(tokenizing)
     links = asyncio.create_task(launcher.start(told, report))
@@ -339,7 +339,7 @@ async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, Result]) ->
 
 
 def make_replicas(
-    placement: Placement, told: dict[str, Configure], links: dict[str, Link], high_water: float = 1.0
+    placement: Placement, told: dict[str, Configure], links: dict[str, WorkerLink], high_water: float = 1.0
 ) -> dict[str, Replica]:
     """Every replica with the links to its workers, as far as these are there; the first GPU of the first
     stage leads."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from runtime.frontend.liveness import silence
 from runtime.frontend.replica import Replica
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.liveness import PING_EVERY_S
 from runtime.protocol.from_workers import Failed
 from runtime.protocol.message import Message
@@ -56,7 +56,7 @@ class Listeners:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, replica: Replica, worker: str, link: Link) -> None:
+    async def _read(self, replica: Replica, worker: str, link: WorkerLink) -> None:
         try:
             while (message := await link.receive()) is not None:
                 if isinstance(message, Failed):
@@ -67,6 +67,6 @@ class Listeners:
             return self._lost(replica, f"worker {worker}: {error}")
         self._lost(replica, f"worker {worker} ended")
 
-    async def _watch(self, replica: Replica, worker: str, link: Link) -> None:
+    async def _watch(self, replica: Replica, worker: str, link: WorkerLink) -> None:
         await silence(link, self._ping_every_s)
         self._lost(replica, f"worker {worker} does not answer")

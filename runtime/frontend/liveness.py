@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
-from runtime.launcher.worker_link import Link
-from runtime.liveness import LOOKS_A_PERIOD, PING_EVERY_S, Patience
+from runtime.launcher.worker_link import WorkerLink
+from runtime.liveness import LOOKS_A_PERIOD, PING_EVERY_S, SilenceTimer
 from runtime.protocol.to_workers import Ping
 
 
-async def silence(link: Link, every_s: float = PING_EVERY_S) -> None:
-    """Ping the worker at the other end; return once it has been silent for longer than there is patience.
+async def silence(link: WorkerLink, every_s: float = PING_EVERY_S) -> None:
+    """Ping the worker at the other end; return once it has been silent for too long (see SilenceTimer).
 
     Any message counts as an answer.
     """
-    patience = Patience()
+    timer = SilenceTimer()
     await asyncio.sleep(every_s)
     while True:
         link.send(Ping())
         for _ in range(LOOKS_A_PERIOD):
-            if patience.is_over(link.heard):
+            if timer.has_expired(link.heard):
                 return
             await asyncio.sleep(every_s / LOOKS_A_PERIOD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.from_workers import Load
 from runtime.protocol.message import Message
 from runtime.routing.kv_budget import KvBudget
@@ -27,7 +27,7 @@ class Replica(KvBudget):
         replica_id: str,
         role: str,
         lead: str,
-        links: Mapping[str, Link],
+        links: Mapping[str, WorkerLink],
         kv_budget_tokens: int,
         max_batch: int,
         growth_tokens: int = 0,
@@ -39,7 +39,7 @@ class Replica(KvBudget):
         self.load: Load | None = None
         self.preemptions = self.restarts = 0
 
-    def begin_again(self, links: Mapping[str, Link]) -> None:
+    def begin_again(self, links: Mapping[str, WorkerLink]) -> None:
         """Other workers take the place of those that were lost, with nothing in them."""
         self.links, self.free_blocks, self.preemptions = links, None, 0
         self.load, self.crowded = None, False
