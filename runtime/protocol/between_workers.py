@@ -150,7 +150,7 @@ class KvOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class KvOpen(Message, frozen=True):
-    """First frame of a KV connection after its introduction: the sender's pool, and its transports, best
+    """First frame of a KV connection after the handshake: the sender's pool, and its transports, best
     first.
 
     The pool holds layers [first, end) x global KV heads [first, end) of `slots` tokens. host is equal for

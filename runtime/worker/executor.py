@@ -12,7 +12,7 @@ from runtime.kv_cache.layout import KvTransfer, outgoing
 from runtime.kv_transfer import KvReceiver, KvSender
 from runtime.protocol.between_workers import ExpectKv, KvSent, SequenceStart, Step, StepResult
 from runtime.protocol.from_workers import RequestFailed
-from runtime.protocol.handshake import Introduction
+from runtime.protocol.handshake import Credentials
 from runtime.protocol.message import Message
 from runtime.protocol.to_workers import Configure, Connect
 
@@ -46,7 +46,7 @@ class Member:
         self.tables: dict[str, list[int]] = {}
         self.receiver = KvReceiver(config.worker, self.cache, report, self._failed)
         self._sender = KvSender(
-            introduction(config, "kv"),
+            credentials(config, "kv"),
             self.cache,
             connect.peers,
             self._sent,
@@ -130,6 +130,6 @@ class Member:
         self._report(failure)
 
 
-def introduction(config: Configure, purpose: str) -> Introduction:
-    """How this worker introduces itself to another."""
-    return Introduction(config.worker, purpose, config.secret)
+def credentials(config: Configure, purpose: str) -> Credentials:
+    """With which this worker connects to another."""
+    return Credentials(config.worker, purpose, config.secret)

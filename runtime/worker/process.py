@@ -28,11 +28,11 @@ from runtime.engine.registry import make_engine
 from runtime.protocol.between_workers import ExpectingKv, ExpectKv, Release, Step
 from runtime.protocol.framing import Connection, listen
 from runtime.protocol.from_workers import Failed, Listening, Pong, Ready
-from runtime.protocol.handshake import Newcomers, connect
+from runtime.protocol.handshake import PendingHandshakes, connect
 from runtime.protocol.message import PROTOCOL_VERSION, Message
 from runtime.protocol.to_workers import Configure, Connect, Ping, ReserveKv, Shutdown
 from runtime.worker.driver import Lead
-from runtime.worker.executor import Member, introduction
+from runtime.worker.executor import Member, credentials
 from runtime.worker.scheduler import Reservation
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class _Worker:
         self.followers: dict[str, Connection] = {}
         self._all_here = threading.Event()
         self._dying = threading.Lock()
-        self._newcomers = Newcomers()
+        self._pending = PendingHandshakes()
 
     def run(self) -> NoReturn:
         """Everything, in order: sockets, groups, weights, then steps until the process ends."""
@@ -136,7 +136,7 @@ class _Worker:
         """Followers, who have loaded, connect to the lead, which waits for all of them."""
         if not self.place.is_lead:
             lead = addresses.peers[self.place.workers[0]]
-            self.to_lead = connect(lead, introduction(self.config, "control"), CONTROL_TIMEOUT_S)
+            self.to_lead = connect(lead, credentials(self.config, "control"), CONTROL_TIMEOUT_S)
             self.to_lead.stream.settimeout(None)
         elif len(self.place.workers) > 1:
             self._all_here.wait()
@@ -221,7 +221,7 @@ class _Worker:
 
     def _welcome(self, stream: socket.socket) -> None:
         """Serve a connection of this launch; a stranger's only costs its own thread."""
-        accepted = self._newcomers.accept(stream, self.config.secret)
+        accepted = self._pending.accept(stream, self.config.secret)
         if accepted is None:
             log.warning("worker %s: a connection that proved nothing was closed", self.config.worker)
             return

@@ -8,7 +8,7 @@ import time
 from runtime.engine.rank import Place
 from runtime.protocol.between_workers import Passed
 from runtime.protocol.framing import Connection
-from runtime.protocol.handshake import Introduction, connect
+from runtime.protocol.handshake import Credentials, connect
 from runtime.protocol.to_workers import Configure, Connect
 
 PURPOSE = "stage"
@@ -30,9 +30,9 @@ class Hops:
         if place.is_last:
             return
         targets = place.stages[place.stage_index + 1].workers[place.tp_rank :: place.tp]
-        introduction = Introduction(self._config.worker, PURPOSE, self._config.secret)
+        credentials = Credentials(self._config.worker, PURPOSE, self._config.secret)
         for target in targets:
-            connection = connect(addresses.peers[target], introduction, _CONNECT_S)
+            connection = connect(addresses.peers[target], credentials, _CONNECT_S)
             connection.stream.settimeout(None)
             self._next.append(connection)
 

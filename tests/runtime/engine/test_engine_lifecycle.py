@@ -19,7 +19,7 @@ from runtime.frames import MAX_FRAME_BYTES
 from runtime.protocol.between_workers import NONCE_BYTES, Hello
 from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import Failed
-from runtime.protocol.handshake import Introduction, connect
+from runtime.protocol.handshake import Credentials, connect
 from runtime.protocol.message import PROTOCOL_VERSION, Sampling
 from runtime.protocol.to_workers import Connect, Decode
 
@@ -104,8 +104,8 @@ def test_a_target_that_nobody_knows_fails_the_request(cluster: Cluster) -> None:
 def test_who_does_not_know_the_secret_is_refused(cluster: Cluster, answer: list[int], purpose: str) -> None:
     for worker in ("p/0", "p/2", "d/0"):
         with pytest.raises(ConnectionError):
-            introduction = Introduction("p/1", purpose, "wrong")
-            connect(("127.0.0.1", cluster.ports[worker]), introduction, TIMEOUT_S)
+            credentials = Credentials("p/1", purpose, "wrong")
+            connect(("127.0.0.1", cluster.ports[worker]), credentials, TIMEOUT_S)
     serves(cluster, f"after {purpose}", "p", "d", answer)
 
 
