@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hexgen2.placement import Placement
 from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.from_workers import Load
 from runtime.protocol.message import Message
-from runtime.routing.kv_budget import KvBudget
+from runtime.protocol.to_workers import Configure
+from runtime.routing.kv_budget import KvBudget, growth_tokens
 
 FULL = 0.9
 """An engine with requests that wait inside it, and so much of its KV cache in use, is given no more."""
@@ -60,3 +62,31 @@ class Replica(KvBudget):
     def send(self, message: Message) -> None:
         """Send to the lead worker."""
         self.links[self.lead].send(message)
+
+
+def make_replicas(
+    placement: Placement,
+    configurations: Mapping[str, Configure],
+    links: Mapping[str, WorkerLink],
+    high_water: float = 1.0,
+) -> dict[str, Replica]:
+    """The replicas of a placement by id, with the links to those of their workers that have started.
+
+    Parameters
+    ----------
+    configurations, links : by worker, which has the id of its GPU
+    high_water : see KvBudget
+    """
+    return {
+        replica.id: Replica(
+            replica_id=replica.id,
+            role=replica.role,
+            lead=replica.gpus[0],
+            links={gpu: links[gpu] for gpu in replica.gpus if gpu in links},
+            kv_budget_tokens=configurations[replica.gpus[0]].kv_budget_tokens,
+            max_batch=replica.max_batch,
+            growth_tokens=growth_tokens(placement),
+            high_water=high_water,
+        )
+        for replica in placement.replicas
+    }
