@@ -64,8 +64,8 @@ class Alike:
         return group.role, *((self.node_class[node], count) for node, count in group.counts)
 
     def pairs(self, solution: Solution, left: list[int], right: list[int]) -> Iterator[tuple[int, int]]:
-        """Indices of two groups, one from each list: the first pair of every kind. Kinds of pairs differ in the
-        kinds of the groups, the nodes that they share and the link between them."""
+        """Indices of two groups, one from each list: the first pair of every kind. Kinds of pairs differ in
+        the kinds of the groups, the nodes that they share and the link between them."""
         groups = solution.groups
         kinds: dict[tuple, int] = {}
         kind = [kinds.setdefault(self.kind(group), len(kinds)) for group in groups]
