@@ -19,7 +19,7 @@ Hmac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 class Hello(Message, frozen=True):
     """First frame on a connection, from the side that connects (see handshake.py).
 
-    purpose is "control" (worker to the driver of its replica), "kv" (prefill worker to decode worker),
+    purpose is "control" (executor to driver), "kv" (prefill worker to decode worker),
     "stage" (emulated engine: one pipeline stage to the next) or "worker" (a worker to its head, with Ray).
     """
 
@@ -75,7 +75,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Step(Message, frozen=True):
-    """Driver to its replica: forget the preempted requests, learn of new ones, then run these sequences."""
+    """Driver to executors: forget the preempted requests, learn of new ones, then run these sequences."""
 
     step: int
     starts: tuple[SequenceStart, ...]
@@ -84,7 +84,7 @@ class Step(Message, frozen=True):
 
 
 class ExpectKv(Message, frozen=True):
-    """Driver to its replica: the KV cache of a request's tokens [first, end) will arrive; the table names its
+    """Driver to executors: the KV cache of a request's tokens [first, end) will arrive; the table names its
     blocks. Answered by ExpectingKv."""
 
     request_id: str
@@ -94,7 +94,7 @@ class ExpectKv(Message, frozen=True):
 
 
 class ExpectingKv(Message, frozen=True):
-    """Worker to the driver of its replica: ready for what an ExpectKv announced."""
+    """Executor to driver: ready for what an ExpectKv announced."""
 
     request_id: str
 
@@ -124,7 +124,7 @@ class Passed(Message, frozen=True):
 
 
 class KvLanded(Message, frozen=True):
-    """Decode worker to the driver of its replica: its whole share of this request's KV cache has arrived."""
+    """Decode executor to driver: its whole share of this request's KV cache has arrived."""
 
     request_id: str
     worker: str
@@ -133,7 +133,7 @@ class KvLanded(Message, frozen=True):
 
 
 class KvSent(Message, frozen=True):
-    """Prefill worker to its driver: it holds nothing of this request any more (sent, or given up)."""
+    """Prefill executor to driver: it holds nothing of this request any more (sent, or given up)."""
 
     request_id: str
     worker: str

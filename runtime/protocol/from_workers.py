@@ -83,7 +83,7 @@ class KvMoved(Message, frozen=True):
 class RequestFailed(Message, frozen=True):
     """The replica cannot go on with this one request; Released follows, and other requests go on.
 
-    A worker tells its driver, the driver the front end. After a fault (a broken KV transfer, say) another
+    An executor tells its driver, the driver the front end. After a fault (a broken KV transfer, say) another
     attempt may succeed; without one, the request itself cannot run: it never fits, or its sampling fails.
     """
 
