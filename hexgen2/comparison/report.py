@@ -125,7 +125,7 @@ def write_comparison(entries: Sequence[Entry], settings: Settings, folder: Path)
             written.append(path)
     except OSError as error:
         raise InputError(
-            str(folder), "", f"cannot be written ({error.strerror})", "choose another"
+            str(folder), "", f"cannot be written ({error.strerror})", "choose a writable folder"
         ) from error
     return written + plot(entries, settings, folder)
 

@@ -45,13 +45,13 @@ def replanned(
     InfeasibleError : the remaining GPUs cannot serve the model
     """
     if strategy != replan.NAME:
-        raise InputError("--strategy", strategy, "cannot re-plan", f"leave it out: {replan.NAME} does")
+        raise InputError("--strategy", strategy, "cannot re-plan", f"leave it out, or use {replan.NAME}")
     previous = Placement.load(source)
     verify(previous, str(source))
     if goal != Goal() or previous.goal.objective != "throughput":
         key = "--objective" if goal != Goal() else f"{source}: goal.objective"
-        problem = "re-planning weighs throughput, and no other goal"
-        raise InputError(key, "", problem, "leave the goal out, or search anew without --from")
+        problem = "re-planning supports only the objective throughput"
+        raise InputError(key, "", problem, "leave the goal out, or start a new search without --from")
     terms = Terms()
     if horizon_s is not None:
         terms = replace(terms, horizon_s=horizon_s)
@@ -89,7 +89,9 @@ def replan_problem(
     """
     if model is not None and find_model(model) != previous.model:
         problem = f"differs from {previous.model.name}, which the placement serves"
-        raise InputError("--model", model, problem, "search anew without --from, for all weights change")
+        raise InputError(
+            "--model", model, problem, "start a new search without --from, since all weights change"
+        )
     now = Cluster.from_spec(load_cluster(cluster) if cluster else previous.cluster)
     before = set(Cluster.from_spec(previous.cluster).gpu_ids)
     out = {gpu for gpu in previous.lost if gpu in set(now.gpu_ids)}
@@ -97,7 +99,7 @@ def replan_problem(
     back = _gpus("--added", added, now, among=[g for g in now.gpu_ids if g in out or g not in before])
     both = sorted(leaving & back)
     if both:
-        raise InputError("--added", both[0], "is among --lost as well", "name it once")
+        raise InputError("--added", both[0], "is also in --lost", "name it in only one of them")
     fixed = workload is None and isl is None and osl is None
     load = previous.workload if fixed else load_workload(workload, isl, osl)
     costs = make_cost_model(cost_model or previous.cost_model.name, previous.model, load.lengths)
@@ -130,6 +132,6 @@ def _gpus(option: str, text: str, cluster: Cluster, among: Iterable[str] | None 
             raise InputError(option, name, f"is not in cluster {cluster.name}", hint)
         chosen = allowed & set(members)
         if not chosen:
-            raise InputError(option, name, "is in the placement's cluster and not lost", "leave it out")
+            raise InputError(option, name, "is already part of the cluster and not lost", "leave it out")
         found |= chosen
     return found

@@ -61,13 +61,13 @@ def test_mixtures_keep_the_shares_given():
         ({"name_or_file": "a\0b"}, "neither"),
         (
             {"name_or_file": "HPLD:2,LPHX:1"},
-            "'LPHX' is no shipped workload; did you mean LPHD",
+            "'LPHX' is not a shipped workload; did you mean LPHD",
         ),
         ({"name_or_file": "HPLD:0,LPHD:1"}, "'0' is no share; give a number"),
         ({"name_or_file": "HPLD:nan"}, "'nan' is no share"),
         ({"name_or_file": "HPLD:1e300,LPHD:1"}, "'1e300' is no share"),
         ({"name_or_file": "HPLD:"}, "'' is no share"),
-        ({"name_or_file": "HPLD,,LPHD"}, "'' is no shipped workload; shipped:"),
+        ({"name_or_file": "HPLD,,LPHD"}, "'' is not a shipped workload; shipped:"),
         ({"name_or_file": "hpld:1,HPLD:2"}, "names HPLD twice"),
     ],
 )
