@@ -44,14 +44,14 @@ def list_workloads() -> list[tuple[str, str]]:
 
 
 def load_workload(
-    name_or_file: str | None = None, isl: float | None = None, osl: float | None = None
+    workload: str | Path | Workload | None = None, isl: float | None = None, osl: float | None = None
 ) -> Workload:
     """A shipped workload, a mixture of shipped ones, a workload of fixed lengths, or that of a trace file.
 
     Parameters
     ----------
-    name_or_file : a shipped name in any case, several names with their shares ("HPLD:2,LPHD:1"), or a trace
-        file (see `hexgen2.workload.traces.read_trace`); optional if isl and osl are given
+    workload : shipped name in any case, several names with their shares ("HPLD:2,LPHD:1"), trace file (see
+        `hexgen2.workload.traces.read_trace`), or a workload; optional if isl and osl are given
     isl, osl : prompt and output tokens, which override those of every class
 
     Raises
@@ -62,13 +62,14 @@ def load_workload(
         if value is not None and not least <= value <= MAX_TOKENS:
             remedy = f"give a number of tokens, at least {least} and at most {MAX_TOKENS}"
             raise InputError(option, "", f"is {value:g}", remedy)
-    if name_or_file is None:
+    if workload is None:
         if isl is None or osl is None:
             missing = "--isl" if isl is None else "--osl"
             raise InputError("--workload", "", "is missing", f"name one, or give {missing} as well")
         fixed = RequestClass(name="fixed", isl=isl, osl=osl)
         return Workload(name=f"{isl:g}-{osl:g}", classes=(fixed,), source="--isl and --osl")
-    workload = _named(name_or_file)
+    if not isinstance(workload, Workload):
+        workload = _named(str(workload))
     if isl is None and osl is None:
         return workload
     lengths = {key: float(value) for key, value in (("isl", isl), ("osl", osl)) if value is not None}
