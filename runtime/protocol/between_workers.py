@@ -19,7 +19,7 @@ Hmac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 class Hello(Message, frozen=True):
     """First frame on a connection between workers, from the one that connects; see handshake.py.
 
-    purpose is "control" (follower to lead), "kv" (prefill worker to decode worker), or "stage" (emulated
+    purpose is "control" (executor to driver), "kv" (prefill worker to decode worker), or "stage" (emulated
     engine: one pipeline stage to the next).
     """
 
@@ -75,7 +75,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Step(Message, frozen=True):
-    """Lead to its replica: forget those that were preempted, learn of others, then run these sequences."""
+    """Driver to executors: forget the preempted requests, learn of new ones, then run these sequences."""
 
     step: int
     starts: tuple[SequenceStart, ...]
@@ -84,7 +84,7 @@ class Step(Message, frozen=True):
 
 
 class ExpectKv(Message, frozen=True):
-    """Lead to its replica: the KV cache of tokens [first, end) of a request will arrive, for the blocks of
+    """Driver to executors: the KV cache of tokens [first, end) of a request will arrive, for the blocks of
     its table. Answered by ExpectingKv."""
 
     request_id: str
@@ -94,19 +94,19 @@ class ExpectKv(Message, frozen=True):
 
 
 class ExpectingKv(Message, frozen=True):
-    """A follower to its lead: ready for what an ExpectKv announced."""
+    """An executor to its driver: ready for what an ExpectKv announced."""
 
     request_id: str
 
 
 class Release(Message, frozen=True):
-    """Lead to its replica, in order with the steps: forget these requests; their blocks go to others."""
+    """Driver to executors, in order with the steps: forget these requests; their blocks go to others."""
 
     request_ids: tuple[str, ...]
 
 
 class StepResult(Message, frozen=True):
-    """Last stage to the lead: the sampled tokens of a step, for the sequences that sample, in their order.
+    """Last stage to the driver: the sampled tokens of a step, for the sequences that sample, in their order.
 
     Of those in `broken` there is no token: pairs of a request that failed by itself, and why.
     """
@@ -124,7 +124,7 @@ class Passed(Message, frozen=True):
 
 
 class KvLanded(Message, frozen=True):
-    """A decode worker to its lead: all of this request's KV that the worker holds has arrived."""
+    """A decode worker to its driver: all of this request's KV that the worker holds has arrived."""
 
     request_id: str
     worker: str
@@ -133,7 +133,7 @@ class KvLanded(Message, frozen=True):
 
 
 class KvSent(Message, frozen=True):
-    """A prefill worker to its lead: it holds nothing of this request any more (sent, or given up)."""
+    """A prefill worker to its driver: it holds nothing of this request any more (sent, or given up)."""
 
     request_id: str
     worker: str

@@ -8,7 +8,7 @@ from runtime.protocol.message import Message, TokenLogprobs
 
 
 class Listening(Message, frozen=True):
-    """The worker's own port for other workers; store_port is 0 unless it leads a replica of several."""
+    """The worker's own port for other workers; store_port is 0 unless it drives a replica of several."""
 
     worker: str
     port: int
@@ -81,8 +81,8 @@ class KvMoved(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
-    """The replica can't go on with this one request; Released follows. Other requests go on. A follower
-    tells its lead, the lead the front end. After a fault (its KV transfer broke, say) another attempt may
+    """The replica can't go on with this one request; Released follows. Other requests go on. An executor
+    tells its driver, the driver the front end. After a fault (its KV transfer broke, say) another attempt may
     succeed; otherwise it is the request itself that can't be run (it never fits, or what it asks for fails).
     """
 

@@ -64,7 +64,7 @@ class Connect(Message, frozen=True):
     """Where every worker listens (host, port), and every replica's stages: enough for any route.
 
     Sent again to workers that are ready, it tells them of replicas that have come, gone or moved.
-    store_port is the port of this replica's rendezvous store on its lead.
+    store_port is the port of this replica's rendezvous store on its driver.
     """
 
     peers: dict[str, tuple[str, int]]
