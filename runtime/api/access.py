@@ -212,6 +212,15 @@ def is_loopback(name: str) -> bool:
     return (mapped or address).is_loopback
 
 
+def hosts_of(front: FrontOptions, host: str) -> tuple[str, ...] | None:
+    """The names under which a server on an address may be asked; None: any. Without keys, and on this machine
+    alone, what comes under another name is from a web page that should not be here."""
+    given = front.allowed_hosts or ()
+    if given or (not front.api_keys and is_loopback(host)):
+        return given
+    return None
+
+
 def _request_id(headers: Headers) -> str:
     """The client's own id of the request if it is fit for a log, else a new one."""
     given = headers.get("x-request-id", "")

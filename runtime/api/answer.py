@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,24 @@ class Answer:
         for request in self.requests:
             self._coordinator.cancel(request)
 
+    def opening(self, prefix: str, kind: str, model: str) -> dict[str, Any]:
+        """The members with which each JSON object of the answer begins.
+
+        Parameters
+        ----------
+        prefix, kind : OpenAI's prefix of the id and type of the object
+        """
+        return {
+            "id": f"{prefix}-{self.request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def closing(self) -> dict[str, Any]:
+        """The members with which the answer ends: OpenAI's usage, and where the request ran."""
+        return {"usage": self.usage(), "hexgen2": self._trace()}
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object, up to now. Cached are prompt tokens that first choices found."""
         output = sum(request.record.output_tokens for request in self.requests)
@@ -133,7 +152,7 @@ class Answer:
             },
         }
 
-    def trace(self) -> dict[str, Any]:
+    def _trace(self) -> dict[str, Any]:
         """Where the request ran: the first choice's route, all KV bytes, and each choice's own."""
         choices = [
             {

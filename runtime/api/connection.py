@@ -1,4 +1,9 @@
-"""One HTTP connection of the server, with limits on clients that are slow, large or many."""
+"""One HTTP connection of the server, with limits on clients that are slow, large or many.
+
+This is the one file that relies on the inside of uvicorn (how `HttpToolsProtocol` keeps its parser, pipeline
+and request cycle, `_unset_keepalive_if_required`, `STATUS_LINE`). It was tried on uvicorn 0.54 with
+httptools 0.9; with others, run tests/runtime/api/test_api_hostile.py and test_front_limits.py.
+"""
 
 from __future__ import annotations
 

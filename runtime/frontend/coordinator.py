@@ -20,7 +20,7 @@ from runtime.frontend.listeners import Listeners
 from runtime.frontend.replica import Replica
 from runtime.frontend.request import UNKNOWN, Observer, Origin, Outcome, Request, RequestRecord
 from runtime.frontend.request_state import RequestEvent, RequestState
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.liveness import PING_EVERY_S
 from runtime.options import QUEUE_TIMEOUT_S
 from runtime.protocol.message import Sampling
@@ -135,7 +135,7 @@ class Coordinator:
         for replica in self.replicas.values():
             self._listeners.listen(replica)
 
-    def revive(self, replica_id: str, links: Mapping[str, Link]) -> None:
+    def revive(self, replica_id: str, links: Mapping[str, WorkerLink]) -> None:
         """Use a replica again that was lost: its workers have been started anew."""
         replica = self.replicas[replica_id]
         replica.begin_again(links)
@@ -164,7 +164,7 @@ class Coordinator:
         self._admission.change(plan.routes, coming.keys(), forgotten)
         self._admit()
 
-    def join(self, replica_id: str, links: Mapping[str, Link]) -> None:
+    def join(self, replica_id: str, links: Mapping[str, WorkerLink]) -> None:
         """Use a replica that has started."""
         replica = self.replicas[replica_id]
         replica.links = links

@@ -79,6 +79,7 @@ class ConfigurationLP:
             self._lay_kv_rows()
 
     def _row(self, low: float, high: float) -> int:
+        """Add a row with these limits; its number."""
         self._rows.append((low, high))
         return len(self._rows) - 1
 
@@ -116,6 +117,8 @@ class ConfigurationLP:
             self._moves.append(ends + crossed)
 
     def _entries(self, column: Column) -> Entries:
+        """The entries of a column: its capacity, price, GPUs and, negated, the KV caches that its GPUs can
+        handle."""
         entries = [(ROLES.index(column.role), column.capacity_req_s)]
         entries.append((self._price_row, self.price_of(column)))
         for which, count in column.gpus:

@@ -34,10 +34,12 @@ class Relaxations:
 
     @cached_property
     def _lp(self) -> ConfigurationLP:
+        """The program, with KV transfers where routes share links."""
         return ConfigurationLP(self._classes, with_kv=self._problem.links == "shared")
 
     @cached_property
     def _kv_free_lp(self) -> ConfigurationLP:
+        """The program without KV transfers."""
         return ConfigurationLP(self._classes, with_kv=False)
 
     def start(

@@ -105,6 +105,7 @@ class Layout:
         return True
 
     def _room(self, column: Column) -> NodeCounts | None:
+        """GPUs for a group of the column on nodes with room for it; None if there are none."""
         links = self._classes.problem.node_links
         sign = (1 if column.role == "prefill" else -1) if self._pair_roles else 0
         taken: list[int] = []

@@ -111,6 +111,7 @@ class Duals:
         return math.fsum([busy_s * duals[r] for r, busy_s in use.pairs if r < self._links])
 
     def _with_dual(self, role: str, stages: Stages, capacity_req_s: float) -> _Replica:
+        """A replica with its duals, where they are known."""
         dual, ports = self._known[role].get(stages, (None, self._free))
         return _Replica(stages, capacity_req_s, dual, ports)
 

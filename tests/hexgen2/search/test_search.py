@@ -202,7 +202,7 @@ def test_interrupted_search_keeps_the_best_so_far():
     seen = []
 
     def interrupt(state):
-        seen.append(state.best.req_s)
+        seen.append(state.incumbent.best.req_s)
         if len(seen) == 3:
             raise KeyboardInterrupt
 

@@ -12,9 +12,10 @@ from hexgen2.search.bounds.columns import list_columns, undominated
 from hexgen2.search.bounds.configuration_lp import ConfigurationLP
 from hexgen2.search.bounds.upper_bounds import rates_bound
 from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.local_search import SearchState, refine
+from hexgen2.search.local_search import refine
 from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
@@ -124,5 +125,5 @@ def test_many_gpus_come_close_to_the_bound(model, workload):
     check_layout(problem, evaluator, start)
     state = SearchState(evaluator)
     refine(state, start, "start")
-    assert state.best is not None
-    assert state.best.req_s >= 0.9 * relaxed.upper_bound().req_s
+    assert state.incumbent.best is not None
+    assert state.incumbent.best.req_s >= 0.9 * relaxed.upper_bound().req_s
