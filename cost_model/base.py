@@ -19,6 +19,8 @@ Phase = Literal["prefill", "decode"]
 
 PREFILL_TOKENS = 2048
 """Tokens per prefill batch at which compute saturates (HexGen-2, section 2, "Batching")."""
+CHUNK_TOKENS = 512
+"""Prompt tokens in a step while requests decode, unless `hexgen2 launch` is told otherwise."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cost_model.base import CHUNK_TOKENS
+from runtime.routing.fair_queue import QUEUE_LIMIT
+
 BLOCK_TOKENS = 16
-CHUNK_TOKENS = 512
 RESTARTS = 5
 REPLAN_AFTER_S = 30.0
-QUEUE_LIMIT = 256
 QUEUE_TIMEOUT_S = 60.0
 KV_SCALE = 64.0
 TORCH, EMULATED, VLLM = "torch", "emulated", "vllm"

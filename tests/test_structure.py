@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -17,32 +19,98 @@ MAY_IMPORT = {
     "hexgen2": {"cost_model", "cluster_specs"},
     "runtime": {"cost_model", "cluster_specs", "hexgen2"},
 }
+INTO_THE_RUNTIME = ("hexgen2.commands.launch", "hexgen2.commands.node")
+FOR_THE_RUNTIME = ("cluster", "devices", "placement", "checks", "workload", "network", "prediction")
+EXPORTS_THAT_ARE_STARTED = {
+    "runtime.launcher.ray": "hexgen2.export.ray",
+    "runtime.vllm.launcher": "hexgen2.export.vllm_command",
+    "runtime.vllm.requests": "hexgen2.export.vllm_command",
+}
+"""What an export writes down for others to start, a launcher starts itself."""
+FOR_P2P = ("runtime.p2p", "runtime.frames", "runtime.liveness", "cost_model")
 
-SHARED_WITH_THE_SIMULATOR = ("runtime.routing.", "runtime.options")
+
+def _modules() -> dict[str, Path]:
+    """Every module of the packages, by its name."""
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
 
 
-def imported(path: Path) -> set[str]:
-    """Every module that a file names in an import."""
+MODULES = _modules()
+
+
+def imported(body: list[ast.stmt] | list[ast.AST]) -> set[str]:
+    """The modules of the packages that some statements import."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-    return names
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inner & MODULES.keys() or {node.module}
+    return names & MODULES.keys()
+
+
+def at_import(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements that run when a module is imported: none in functions or for type checkers only."""
+    found = []
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append(node)
+            inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+            found += at_import(inner)
+    return found
+
+
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+IMPORTS = {name: imported(list(ast.walk(tree))) for name, tree in TREES.items()}
+"""What each module imports anywhere, functions included."""
+
+
+def is_within(module: str, rooms: Iterable[str]) -> bool:
+    """Whether a module is one of some packages or modules, or in one of them."""
+    return any(module == room or module.startswith(f"{room}.") for room in rooms)
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_packages_import_downwards(package):
-    for path in (ROOT / package).rglob("*.py"):
+    for module in [name for name in MODULES if is_within(name, [package])]:
         allowed = MAY_IMPORT[package] | {package}
-        if path.parent == ROOT / "hexgen2" / "commands" and path.name in ("launch.py", "node.py"):
-            allowed = allowed | {"runtime"}  # the only ways from above into the runtime
-        modules = imported(path)
-        if path.parent == ROOT / "hexgen2" / "simulator":
-            modules = {name for name in modules if not name.startswith(SHARED_WITH_THE_SIMULATOR)}
-        others = {name.split(".")[0] for name in modules} & PACKAGES
-        assert others <= allowed, f"{path} imports {others - allowed}"
+        if module in INTO_THE_RUNTIME:
+            allowed = allowed | {"runtime"}
+        elif is_within(module, ["hexgen2.simulator"]):
+            allowed = allowed | {"runtime.routing"}
+        forbidden = {name for name in IMPORTS[module] if not is_within(name, allowed)}
+        assert not forbidden, f"{module} imports {forbidden}"
+
+
+def test_the_runtime_knows_placements_and_not_how_they_are_found():
+    allowed = {f"hexgen2.{room}" for room in FOR_THE_RUNTIME}
+    for module in [name for name in MODULES if is_within(name, ["runtime"])]:
+        used = {name for name in IMPORTS[module] if is_within(name, ["hexgen2"])}
+        forbidden = {name for name in used if not is_within(name, allowed)}
+        assert forbidden <= {EXPORTS_THAT_ARE_STARTED.get(module)}, f"{module} imports {forbidden}"
+
+
+def test_the_network_of_peers_knows_nothing_of_what_it_carries():
+    for module in [name for name in MODULES if is_within(name, ["runtime.p2p"])]:
+        forbidden = {name for name in IMPORTS[module] if not is_within(name, FOR_P2P)}
+        assert not forbidden, f"{module} imports {forbidden}"
+
+
+def test_no_modules_import_each_other():
+    """As modules are imported; what a function imports later is not counted."""
+    graph = networkx.DiGraph(
+        (name, other) for name, tree in TREES.items() for other in imported(at_import(tree.body))
+    )
+    cycles = [sorted(part) for part in networkx.strongly_connected_components(graph) if len(part) > 1]
+    assert not cycles
 
 
 PLANNING = (

@@ -30,8 +30,8 @@ from benchmarks.serving.fleet import launched, make_model, make_placement
 from benchmarks.simulator.step_profile import Profiled, profile
 from hexgen2.bench.run import Load, bench
 from hexgen2.placement import Placement
+from hexgen2.simulator.options import Options
 from hexgen2.simulator.run import simulate
-from hexgen2.simulator.simulation import Options
 from hexgen2.workload.arrivals import LengthSource, offline, online
 
 ISL, OSL = 160, 48

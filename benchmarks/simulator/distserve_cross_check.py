@@ -53,8 +53,9 @@ from hexgen2.goal import Goal, make_goal
 from hexgen2.placement import Placement
 from hexgen2.results import summarise
 from hexgen2.search.problem import make_problem
+from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.simulation import Options, Simulation
+from hexgen2.simulator.simulation import Simulation
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 from hexgen2.workload.arrivals import LengthSource, online

@@ -79,8 +79,8 @@ def simulate(
     """Simulate a placement under load: throughput, TTFT, TPOT, queues and traffic, by the cost model."""
     from hexgen2.checks import verify
     from hexgen2.placement import Placement
+    from hexgen2.simulator.options import Failure, Options, Replan
     from hexgen2.simulator.run import simulate as run
-    from hexgen2.simulator.simulation import Failure, Options, Replan
     from hexgen2.workload.arrivals import LengthSource
 
     loaded = Placement.load(placement)

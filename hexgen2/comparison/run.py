@@ -22,9 +22,10 @@ from hexgen2.comparison.reference import Reference
 from hexgen2.placement import Placement
 from hexgen2.results import SimulationResult
 from hexgen2.search.problem import Problem, make_problem
+from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.run import results
-from hexgen2.simulator.simulation import Options, Simulation
+from hexgen2.simulator.simulation import Simulation
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 from hexgen2.workload.arrivals import LengthSource, offline, online

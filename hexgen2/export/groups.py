@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hexgen2.export.hardware import accelerator, gpus_by_node, node_spec, nodes_in_use, on_cpu
+from hexgen2.devices import accelerators_of, gpus_by_node, is_cpu, node_spec, nodes_in_use
 from hexgen2.placement import Placement
 
 
@@ -63,12 +63,12 @@ def _nodes(placement: Placement) -> list[Node]:
     cpu_nodes = {
         name
         for replica in placement.replicas
-        if on_cpu(placement, replica)
+        if is_cpu(placement, replica.gpus[0])
         for name in gpus_by_node(replica.gpus)
     }
     found = []
     for name, indices in nodes_in_use(placement).items():
-        kind = accelerator(placement, name)
+        kind, _ = accelerators_of(placement, name)
         entry = placement.cluster.accelerators[kind]
         region = node_spec(placement, name).region
         found.append(Node(name, kind, name in cpu_nodes, max(indices) + 1, entry.memory_gib, region))

@@ -16,8 +16,8 @@ import yaml
 
 from cost_model.errors import InputError
 from hexgen2.export.groups import Group, Node, groups_of
-from hexgen2.export.hardware import safe_names
 from hexgen2.export.kubernetes_texts import AGENT, FRONT, NETWORK_SCRIPT, README
+from hexgen2.export.labels import safe_names
 from hexgen2.placement import Placement
 
 IMAGE, ACCELERATOR_LABEL, MODELS = "hexgen2:latest", "hexgen2/accelerator", "/models"

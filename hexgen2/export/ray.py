@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 
 from cost_model.errors import InputError
-from hexgen2.export.hardware import gpus_by_node, node_spec, nodes_in_use, on_cpu
+from hexgen2.devices import gpus_by_node, is_cpu, node_spec, nodes_in_use
 from hexgen2.placement import Placement
 
 CPU_SHARE = 0.01
@@ -22,7 +23,7 @@ def node_resource(placement: Placement, node: str) -> str:
     return f"node:{address}" if address else f"hexgen2-{node}"
 
 
-def bundles_of(placement: Placement, gpus: list[str], cpu: bool) -> list[dict[str, float]]:
+def bundles_of(placement: Placement, gpus: Sequence[str], cpu: bool) -> list[dict[str, float]]:
     """What a replica reserves on each of its nodes, in the order of its GPUs (CPUs may stand in for
     them); nodes are told apart by `node_resource`."""
     bundles = []
@@ -49,7 +50,7 @@ def ray_files(placement: Placement, model: str | None, source: str) -> dict[str,
     groups = {
         replica.id: {
             "strategy": "PACK",
-            "bundles": bundles_of(placement, replica.gpus, on_cpu(placement, replica)),
+            "bundles": bundles_of(placement, replica.gpus, is_cpu(placement, replica.gpus[0])),
         }
         for replica in placement.replicas
     }
@@ -78,7 +79,7 @@ def _start_script(placement: Placement) -> str:
 
 def _gpus_here(placement: Placement, node: str, indices: list[int]) -> list[str]:
     kind = next(r for r in placement.replicas if node in gpus_by_node(r.gpus))
-    return [] if on_cpu(placement, kind) else ["--num-gpus", str(max(indices) + 1)]
+    return [] if is_cpu(placement, kind.gpus[0]) else ["--num-gpus", str(max(indices) + 1)]
 
 
 _START = """#!/bin/sh

@@ -6,21 +6,12 @@ import json
 import shlex
 from collections.abc import Mapping
 
-from hexgen2.export.hardware import node_spec, nodes_in_use, safe_names
-from hexgen2.export.vllm_command import Surroundings, VllmProcess, check_vllm, vllm_processes
+from hexgen2.devices import node_spec, nodes_in_use
+from hexgen2.export.labels import safe_names
+from hexgen2.export.vllm_command import TO_PREFILL, Surroundings, VllmProcess, check_vllm, vllm_processes
 from hexgen2.placement import Placement
 
 MODEL_VARIABLE = "HEXGEN2_MODEL"
-TO_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""`kv_transfer_params` of a request that is prefilled here and decoded elsewhere (vLLM 0.32,
-NixlConnector)."""
 
 
 def vllm_files(placement: Placement, model: str, source: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from cost_model.errors import InputError
 from cost_model.hardware import NO_LINK
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
-from hexgen2.export.hardware import gpus_by_node, on_cpu, split
+from hexgen2.devices import gpus_by_node, is_cpu, node_of, split
 from hexgen2.placement import Placement, Replica
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 
@@ -31,6 +31,16 @@ KV_LEASE_S = 300
 """A prefill side keeps a KV cache that nobody fetches for so long. The decode side renews it every sixth of
 that, to two thirds; one that hangs and wakes up has half of it, then it would read blocks that are another
 request's. `hexgen2 launch` ends one that hangs in less (see runtime/vllm/health.py)."""
+TO_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""`kv_transfer_params` of a request that is prefilled here and decoded elsewhere (vLLM 0.32,
+NixlConnector)."""
 TORCH = "run it with `hexgen2 launch --engine torch`"
 
 
@@ -80,7 +90,7 @@ def check_vllm(placement: Placement, source: str) -> None:
         elif replica.role != "colocated" and len(replica.stages) > 1:
             does = "reads from" if replica.role == "prefill" else "writes to"
             problem = f"{len(replica.stages)} pipeline stages, and vLLM's NixlConnector {does} one only"
-        elif on_cpu(placement, replica) and len(replica.stages) > 1:
+        elif is_cpu(placement, replica.gpus[0]) and len(replica.stages) > 1:
             problem = "a pipeline on CPUs, which has not been seen to serve with vLLM 0.32"
         elif not _blocks_of_nodes(replica):
             problem = "its nodes hold unequal shares of its GPUs, which vLLM cannot divide its ranks into"
@@ -129,7 +139,7 @@ def memory_share(placement: Placement, replica: Replica) -> float:
 def _blocks_of_nodes(replica: Replica) -> bool:
     """Whether the ranks (stage by stage) fall into equal blocks, one per node."""
     nodes = gpus_by_node(replica.gpus)
-    in_order = [split(gpu)[0] for gpu in replica.gpus]
+    in_order = [node_of(gpu) for gpu in replica.gpus]
     blocks = [node for node, indices in nodes.items() for _ in indices]
     return blocks == in_order and len({len(indices) for indices in nodes.values()}) == 1
 
@@ -137,7 +147,7 @@ def _blocks_of_nodes(replica: Replica) -> bool:
 def _of_replica(
     placement: Placement, replica: Replica, k: int, longest: int, around: Surroundings
 ) -> list[VllmProcess]:
-    cpu, nodes = on_cpu(placement, replica), gpus_by_node(replica.gpus)
+    cpu, nodes = is_cpu(placement, replica.gpus[0]), gpus_by_node(replica.gpus)
     head = around.address(next(iter(nodes)))
     port = around.port(API_PORT + k)
     arguments = [
@@ -173,7 +183,7 @@ def _of_replica(
                 "1"  # else its sampler is compiled in the first steps, by g++
             )
         else:
-            own = [gpu for gpu in replica.gpus if split(gpu)[0] == node]
+            own = [gpu for gpu in replica.gpus if node_of(gpu) == node]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(around.device(gpu)) for gpu in own)
         if len(replica.stages) > 1:
             layers = ",".join(str(stage.layer_count) for stage in replica.stages)

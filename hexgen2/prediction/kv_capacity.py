@@ -1,4 +1,4 @@
-"""What fits in the memory of a placement's GPUs beside the weights."""
+"""The KV cache that fits into the memory of a replica beside the weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hexgen2.placement import Replica
 
 
 def kv_capacity_tokens(replica: Replica, cluster: Cluster, costs: CostModel) -> int:
-    """Tokens of KV cache that a replica has memory for: its tightest stage decides. 0 if the weights alone do
-    not fit."""
+    """Tokens of KV cache for which a replica has memory, limited by its tightest stage; 0 if not even the
+    weights fit."""
     phase: Phase = "prefill" if replica.role == "prefill" else "decode"
     window = costs.model.sliding_window
     lengths = costs.lengths

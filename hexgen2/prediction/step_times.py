@@ -1,9 +1,9 @@
-"""What one replica of a placement takes for a step, by the cost model, as the simulator asks for it.
+"""The times of the steps of one replica, by the cost model.
 
-A step passes through the stages one after the other. Several steps are under way at once, one per stage:
-micro-batches. Where they go round and round, as decode steps do, a turn takes the longer of one
-micro-batch's whole walk and of all micro-batches on the busiest stage or hop (the circuits of one job and of
-one machine in a cyclic flow shop; see Baccelli and others, Synchronization and Linearity, 1992, section 2.3).
+A step passes through the pipeline stages one after the other, and up to one step per stage (a micro-batch) is
+in flight. Decode steps go round in turns. A turn takes as long as one micro-batch through all stages, or as
+all micro-batches on the busiest stage or hop, whichever is longer (the job and machine circuits of a cyclic
+flow shop; see Baccelli and others, Synchronization and Linearity, 1992, section 2.3).
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ from hexgen2.cluster import Cluster
 from hexgen2.placement import Replica
 
 Line = tuple[float, float]
-"""Seconds of a turn as a function of the context tokens of all requests: (constant, per token)."""
+"""Seconds of a turn as a linear function of the total context tokens: (constant, slope)."""
 
 _FAR = 1e6
 _KEPT_STEPS = 1 << 13
 
 
 class StepTimes:
-    """Times of one replica.
+    """The step times of one replica.
 
     Parameters
     ----------
-    replica, cluster : where the stages are
-    costs : seconds of a layer, of a hop
-    semantics : how pipeline stages add up (see cost_model/pipeline.py)
+    semantics : how the times of pipeline stages combine (see cost_model/pipeline.py)
 
     Attributes
     ----------
-    in_flight : steps under way at once
-    step : of what a step does, the seconds of each stage and of each hop
+    in_flight : steps that run at the same time
+    step : Work -> (seconds of each stage, seconds of each hop)
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class StepTimes:
             TensorGroup(cluster.types[int(cluster.type_of[own[0]])], len(own), _slowest(cluster, own, own))
             for own in members
         ]
-        # Stages of like groups have like layers: each kind is timed once.
+        # Equal tensor-parallel groups take equal times per layer: each kind is timed once.
         self._kinds = list(dict.fromkeys(self.groups))
         self._kind_of = [self._kinds.index(group) for group in self.groups]
         self.hops = [_slowest(cluster, a, b) for a, b in itertools.pairwise(members)]
@@ -60,7 +58,7 @@ class StepTimes:
         self.in_flight = self.stages if semantics == "pipelined" else 1
         self._edges_s: dict[float, list[float]] = {}
         self._turns: dict[int, tuple[Line, ...]] = {}
-        # Requests of a workload are alike, and so are the first chunks of long prompts.
+        # Many steps are equal: requests of a workload have few lengths, and chunks of long prompts one size.
         self.step = lru_cache(_KEPT_STEPS)(self._step)
 
     def _step(self, work: Work) -> tuple[Sequence[float], Sequence[float]]:
@@ -78,16 +76,16 @@ class StepTimes:
         return stage_s, [self.costs.hop_work_s(hop, work.tokens) for hop in self.hops]
 
     def turn_s(self, works: Sequence[Work]) -> float:
-        """Seconds in which each of these micro-batches, at most `in_flight`, passes through once."""
+        """Seconds until each of these micro-batches (at most `in_flight`) has passed through all stages."""
         steps = [self.step(work) for work in works]
         walk = max(math.fsum((*stage_s, *hop_s)) for stage_s, hop_s in steps)
         parts = ([*stage_s, *hop_s] for stage_s, hop_s in steps)
         return max(walk, *map(math.fsum, zip(*parts, strict=True)))
 
     def decode_turn(self, requests: int) -> tuple[Line, ...]:
-        """Seconds of one output token for each of so many requests: the greatest of these lines.
+        """Seconds until each of `requests` requests has one more token: the maximum of these lines.
 
-        Context costs the same in whichever micro-batch it is read, so the total is enough.
+        Only the total context matters, since context costs the same in any micro-batch.
         """
         found = self._turns.get(requests)
         if found is None:
@@ -108,7 +106,7 @@ class StepTimes:
 
     @cached_property
     def _context_s(self) -> list[float]:
-        """Seconds of each stage per token of context: reading and attending are proportional to it."""
+        """Seconds per context token in each stage: reading and attending are proportional to the context."""
         none, far = (self.step(Work(0.0, 0.0, 1.0, context, 1.0))[0] for context in (0.0, _FAR))
         return [(b - a) / _FAR for a, b in zip(none, far, strict=True)]
 
@@ -121,7 +119,7 @@ def _slowest(cluster: Cluster, left: np.ndarray, right: np.ndarray) -> Link:
 
 
 def _upper(lines: list[Line]) -> tuple[Line, ...]:
-    """Those lines that are greatest somewhere from 0 on (or may be), the highest at 0 first."""
+    """The lines that may be the maximum somewhere from 0 on, highest value at 0 first."""
     kept: list[Line] = []
     for line in sorted(set(lines), reverse=True):
         if not kept or line[1] > max(slope for _, slope in kept):

@@ -6,14 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from hexgen2.rent.release import cheapest_alike, fitted
 from hexgen2.search.budget import Budget
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import SearchState, refine
-from hexgen2.search.perturbation import kick
+from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Solution
 from hexgen2.search.ties import greatest_first
 
@@ -28,7 +26,7 @@ MAX_KICKS = 200
 
 def search_universe(state: SearchState, seed: int, effort: float, starts: Sequence[Solution]) -> None:
     """Bound what the budget carries, and leave it at that if the target is more. Climb from the starts, from
-    those of the linear program and from the state's best; settle small universes by enumeration; kick and
+    those of the linear program and from the state's best; settle small universes by enumeration; perturb and
     climb on until the effort is spent."""
     evaluator, budget = state.evaluator, state.budget
     assert budget is not None
@@ -47,12 +45,7 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
         refine(state, state.best.solution, "start from the best rental")
     if len(evaluator.problem.cluster.gpu_ids) <= MAX_GPUS:
         enumerate_all(state, ENUMERATION)
-    rng = np.random.default_rng(seed)
-    for _ in range(MAX_KICKS):
-        if state.best is None or state.proved or state.finished():
-            break
-        name, solution = kick(rng, state.best.solution, evaluator.problem, budget)
-        refine(state, solution, name)
+    perturb_and_refine(state, seed, MAX_KICKS)
     if state.best is not None and state.best.req_s > 0:
         state.best = cheapest_alike(evaluator, state.best, state.best.req_s)
 

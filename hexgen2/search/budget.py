@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from hexgen2.search.operators import Step, idle_gpus, replaced
+from hexgen2.search.operators import idle_gpus, replaced
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
+from hexgen2.search.steps import HireGpus, Neighbour, ReleaseGpus, TradeGpus
 
 ROUNDING = 1e-9
 """Relative slack for prices that were added up in floating point."""
@@ -78,16 +79,16 @@ def spendable(problem: Problem) -> float:
     return everything if given is None else min(given, everything)
 
 
-def releases(solution: Solution, groups: Iterable[int]) -> Iterator[Step]:
+def releases(solution: Solution, groups: Iterable[int]) -> Iterator[Neighbour]:
     """GPUs of a group are given back: one, half a node's share, all of it, or the whole group."""
     for a in groups:
         group = solution.groups[a]
         for given in _given(group):
             rest = Group(group.role, _minus(group.counts, given))
-            yield f"release {_text(given)} of {group.role}", replaced(solution, {a: rest})
+            yield ReleaseGpus(given, group.role), replaced(solution, {a: rest})
 
 
-def trades(budget: Budget, solution: Solution, givers: list[int], takers: list[int]) -> Iterator[Step]:
+def trades(budget: Budget, solution: Solution, givers: list[int], takers: list[int]) -> Iterator[Neighbour]:
     """Idle GPUs of one node, as many as the budget allows or fewer, join a group or form one; a group may
     give back GPUs of other nodes for them."""
     offered = budget.on_offer(solution)
@@ -106,20 +107,26 @@ def trades(budget: Budget, solution: Solution, givers: list[int], takers: list[i
 
 def _hires(
     solution: Solution, giver: int | None, given: NodeCounts, hired: tuple[int, int], takers: list[int]
-) -> Iterator[Step]:
+) -> Iterator[Neighbour]:
     changed: dict[int, Group | None] = {}
     if giver is not None:
         group = solution.groups[giver]
         changed[giver] = Group(group.role, _minus(group.counts, given))
-    name = f"trade {_text(given)} for {_text((hired,))}" if given else f"hire {_text((hired,))}"
+    node, count = hired
+
+    def step(role: str, new_group: bool) -> HireGpus | TradeGpus:
+        if given:
+            return TradeGpus(given, count, node, role, new_group)
+        return HireGpus(count, node, role, new_group)
+
     for a in takers if giver is None else sorted({giver, *takers}):
         group = changed.get(a) or solution.groups[a]
         counts = dict(group.counts)
-        counts[hired[0]] = counts.get(hired[0], 0) + hired[1]
+        counts[node] = counts.get(node, 0) + count
         larger = Group(group.role, counts_of(counts))
-        yield f"{name} in {group.role}", replaced(solution, {**changed, a: larger})
+        yield step(group.role, new_group=False), replaced(solution, {**changed, a: larger})
     for role in ("prefill", "decode"):
-        yield f"{name} as {role}", replaced(solution, changed, (Group(role, (hired,)),))
+        yield step(role, new_group=True), replaced(solution, changed, (Group(role, (hired,)),))
 
 
 def _given(group: Group) -> list[NodeCounts]:
@@ -138,7 +145,3 @@ def _amounts(most: int) -> list[int]:
 def _minus(counts: NodeCounts, given: NodeCounts) -> NodeCounts:
     gone = dict(given)
     return counts_of({node: count - gone.get(node, 0) for node, count in counts})
-
-
-def _text(counts: NodeCounts) -> str:
-    return " and ".join(f"{count} of node {node}" for node, count in counts)

@@ -121,7 +121,7 @@ class Evaluator:
     def __init__(self, problem: Problem, planner: Planner | None = None) -> None:
         self.problem = problem
         self.planner = planner or Planner(problem)
-        self.evaluations = self.routes = self.priced = 0
+        self.evaluations = self.routes = 0
         self._node_rates = node_rates(problem)
         self._rates = {
             "prefill": [p for p, _ in self._node_rates],
@@ -300,7 +300,6 @@ class Evaluator:
 
     def priced_limit(self, solution: Solution, near: Evaluation, prices: Prices) -> float:
         """An upper limit on the score by the prices of a solution nearby, whose stage orders it keeps."""
-        self.priced += 1
         sides = [
             [(replica.stages, replica.plan.capacity_req_s) for replica in side]
             for side in (self._replicas(solution, role, near.plans) for role in ("prefill", "decode"))

@@ -19,17 +19,9 @@ from hexgen2.placement import OPTIMAL
 from hexgen2.search.bounds.upper_bounds import Limit
 from hexgen2.search.budget import Budget, trades
 from hexgen2.search.evaluator import Evaluation, Evaluator
-from hexgen2.search.operators import (
-    Step,
-    flips,
-    idle_gpus,
-    merges,
-    moves,
-    recruits,
-    splits,
-    swaps,
-)
+from hexgen2.search.operators import flips, idle_gpus, merges, moves, recruits, splits, swaps
 from hexgen2.search.problem import Solution
+from hexgen2.search.steps import Neighbour, Step
 from hexgen2.search.ties import exceeds, greatest_first
 
 FULL = 1 - 1e-6
@@ -65,7 +57,7 @@ class SearchState:
     groups_looked_at: int = 0
     frontier: list[tuple[float, Evaluation]] = field(default_factory=list)
 
-    def offer(self, evaluation: Evaluation, step: str) -> None:
+    def offer(self, evaluation: Evaluation, step: Step | str) -> None:
         """Keep the evaluation if it can be paid for and ranks above the best."""
         if self.budget and not self.budget.affordable(evaluation.solution):
             return
@@ -75,14 +67,14 @@ class SearchState:
         self._compare()
         self.note(step)
 
-    def note(self, step: str) -> None:
+    def note(self, step: Step | str) -> None:
         """Write down how the best was reached, and tell of it."""
         assert self.best is not None
         evaluation = self.best
         self.trace.append(
             {
                 "evaluations": self.evaluator.evaluations,
-                "step": step,
+                "step": str(step),
                 "req_s": evaluation.req_s,
                 "prefill_replicas": len(evaluation.prefill),
                 "decode_replicas": len(evaluation.decode),
@@ -141,7 +133,7 @@ class SearchState:
         return self.effort_limit is not None and self.effort >= self.effort_limit
 
 
-def refine(state: SearchState, start: Solution, label: str) -> Evaluation:
+def refine(state: SearchState, start: Solution, label: Step | str) -> Evaluation:
     """Climb from `start` until no step improves the score; the state keeps the best seen."""
     evaluator = state.evaluator
     current = evaluator.reordered(evaluator.evaluate(start))
@@ -158,16 +150,16 @@ def refine(state: SearchState, start: Solution, label: str) -> Evaluation:
 
 
 def _best_step(
-    state: SearchState, current: Evaluation, steps: Iterable[Step]
-) -> tuple[str, Evaluation] | None:
+    state: SearchState, current: Evaluation, steps: Iterable[Neighbour]
+) -> tuple[Step, Evaluation] | None:
     """The step of highest score, if it improves. Steps are tried in the order of what they promise at most,
     until none left promises more than the best has."""
     evaluator = state.evaluator
     threshold = current.score
     prices = evaluator.prices(current)
-    promising: list[tuple[float, Step]] = []
+    promising: list[tuple[float, Neighbour]] = []
     seen = set()
-    for name, solution in steps:
+    for step, solution in steps:
         state.groups_looked_at += len(solution.groups)
         if state.budget and not state.budget.affordable(solution):
             continue
@@ -178,22 +170,22 @@ def _best_step(
         if prices:
             limit = min(limit, evaluator.priced_limit(solution, current, prices))
         if exceeds(limit, threshold):
-            promising.append((limit, (name, solution)))
+            promising.append((limit, (step, solution)))
         if state.finished():
             break
-    best: tuple[str, Evaluation] | None = None
-    for limit, (name, solution) in greatest_first(promising, lambda step: step[0]):
+    best: tuple[Step, Evaluation] | None = None
+    for limit, (step, solution) in greatest_first(promising, lambda promise: promise[0]):
         if not exceeds(limit, threshold) or (best and state.finished()):
             break
         tried = evaluator.evaluate(solution, current)
         if exceeds(tried.score, threshold):
-            best, threshold = (name, tried), tried.score
+            best, threshold = (step, tried), tried.score
     return best
 
 
 def guided_steps(
     evaluator: Evaluator, evaluation: Evaluation, budget: Budget | None = None
-) -> Iterator[Step]:
+) -> Iterator[Neighbour]:
     """Steps that feed the bottlenecks: from idle replicas to full ones, and around full routes; with a
     budget, also with GPUs rented instead of others."""
     solution, alike = evaluation.solution, evaluator.alike
@@ -213,7 +205,9 @@ def guided_steps(
         yield from flips(solution, ends, alike)
 
 
-def all_steps(evaluator: Evaluator, evaluation: Evaluation, budget: Budget | None = None) -> Iterator[Step]:
+def all_steps(
+    evaluator: Evaluator, evaluation: Evaluation, budget: Budget | None = None
+) -> Iterator[Neighbour]:
     """The whole neighbourhood."""
     solution, alike = evaluation.solution, evaluator.alike
     everyone = list(range(len(solution.groups)))

@@ -1,7 +1,7 @@
-"""Solutions one step away: swap, move, phase flip, and beyond the paper merge and split.
+"""Solutions one step away: swap, move, phase flip, and beyond the paper merge, split and recruit.
 
-HexGen-2, section 3.4 and Appendix E.3. A step is named so that the trace can be read; GPUs of one
-node are alike, so steps that differ only in which of them they touch are one step.
+HexGen-2, section 3.4 and Appendix E.3. GPUs of one node are alike, so steps that differ only in which of
+them they touch are one step.
 """
 
 from __future__ import annotations
@@ -12,8 +12,17 @@ from dataclasses import dataclass
 
 from cost_model.hardware import Link
 from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
+from hexgen2.search.steps import (
+    FlipPhase,
+    MergeGroups,
+    MoveGpus,
+    Neighbour,
+    RecruitGpus,
+    RecruitIdle,
+    SplitGroup,
+    SwapGpus,
+)
 
-Step = tuple[str, Solution]
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -104,14 +113,14 @@ def _pairs(
 
 def moves(
     solution: Solution, donors: list[int], receivers: list[int], alike: Alike | None = None
-) -> Iterator[Step]:
+) -> Iterator[Neighbour]:
     """One GPU, half a node's share or all of it goes from one group to another."""
     for a, b in _pairs(solution, donors, receivers, alike):
         source, target = solution.groups[a], solution.groups[b]
         for node, count in source.counts:
             for taken in sorted({1, (count + 1) // 2, count}):
                 yield (
-                    f"move {taken} of node {node}: {source.role} -> {target.role}",
+                    MoveGpus(taken, node, source.role, target.role),
                     replaced(
                         solution,
                         {
@@ -124,7 +133,7 @@ def moves(
 
 def swaps(
     solution: Solution, left: list[int], right: list[int], alike: Alike | None = None
-) -> Iterator[Step]:
+) -> Iterator[Neighbour]:
     """One GPU of each of two groups change places."""
     for a, b in sorted({(min(p), max(p)) for p in _pairs(solution, left, right, alike)}):
         one, two = solution.groups[a], solution.groups[b]
@@ -132,7 +141,7 @@ def swaps(
             if m == n:
                 continue
             yield (
-                f"swap node {m} of {one.role} with node {n} of {two.role}",
+                SwapGpus(m, one.role, n, two.role),
                 replaced(
                     solution,
                     {
@@ -143,19 +152,19 @@ def swaps(
             )
 
 
-def flips(solution: Solution, which: list[int], alike: Alike | None = None) -> Iterator[Step]:
+def flips(solution: Solution, which: list[int], alike: Alike | None = None) -> Iterator[Neighbour]:
     """A replica of one phase changes it."""
     for a in alike.single(solution, which) if alike else which:
         group = solution.groups[a]
         if group.role not in OTHER_ROLE:
             continue
         yield (
-            f"flip {group.role} to {OTHER_ROLE[group.role]}",
+            FlipPhase(group.role, OTHER_ROLE[group.role]),
             replaced(solution, {a: Group(OTHER_ROLE[group.role], group.counts)}),
         )
 
 
-def merges(solution: Solution, alike: Alike | None = None) -> Iterator[Step]:
+def merges(solution: Solution, alike: Alike | None = None) -> Iterator[Neighbour]:
     """Two groups become one, of either role."""
     everyone = list(range(len(solution.groups)))
     for a, b in sorted({(min(p), max(p)) for p in _pairs(solution, everyone, everyone, alike)}):
@@ -165,12 +174,12 @@ def merges(solution: Solution, alike: Alike | None = None) -> Iterator[Step]:
             counts[node] = counts.get(node, 0) + count
         for role in sorted({one.role, two.role}):
             yield (
-                f"merge {one.role} and {two.role} into {role}",
+                MergeGroups(one.role, two.role, role),
                 replaced(solution, {a: Group(role, counts_of(counts)), b: None}),
             )
 
 
-def splits(solution: Solution, alike: Alike | None = None) -> Iterator[Step]:
+def splits(solution: Solution, alike: Alike | None = None) -> Iterator[Neighbour]:
     """A group becomes two, cut by node or inside each node in half, with every pair of roles; a colocated
     group becomes two of its kind."""
     everyone = range(len(solution.groups))
@@ -185,7 +194,7 @@ def splits(solution: Solution, alike: Alike | None = None) -> Iterator[Step]:
             roles = ("colocated",) if group.role == "colocated" else ("prefill", "decode")
             for one, two in itertools.product(roles, repeat=2):
                 yield (
-                    f"split {group.role} into {one} and {two}",
+                    SplitGroup(group.role, one, two),
                     replaced(solution, {a: Group(one, part)}, (Group(two, rest),)),
                 )
 
@@ -199,14 +208,14 @@ def _parts(counts: NodeCounts) -> Iterator[NodeCounts]:
     yield counts_of({node: (count + 1) // 2 for node, count in counts})
 
 
-def recruits(solution: Solution, idle: NodeCounts, alike: Alike | None = None) -> Iterator[Step]:
+def recruits(solution: Solution, idle: NodeCounts, alike: Alike | None = None) -> Iterator[Neighbour]:
     """Idle GPUs join a group or form one."""
     for node, count in alike.nodes(idle) if alike else idle:
         for taken in sorted({1, count}):
             for a, group in enumerate(solution.groups):
                 yield (
-                    f"recruit {taken} of node {node} for {group.role}",
+                    RecruitGpus(taken, node, group.role),
                     replaced(solution, {a: Group(group.role, _shift(group.counts, node, taken))}),
                 )
     for role in ("prefill", "decode") if idle else ():
-        yield f"recruit idle GPUs as {role}", replaced(solution, {}, (Group(role, idle),))
+        yield RecruitIdle(role), replaced(solution, {}, (Group(role, idle),))

@@ -1,23 +1,39 @@
-"""Random perturbations that carry an iterated local search out of a local optimum."""
+"""Iterated local search: perturb the best solution at random and refine it, again and again.
+
+Beyond the paper, whose refinement ends in the first local optimum.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hexgen2.search.budget import Budget, trades
-from hexgen2.search.operators import Step, flips, idle_gpus, merges, moves, recruits, splits, swaps
+from hexgen2.search.local_search import SearchState, refine
+from hexgen2.search.operators import flips, idle_gpus, merges, moves, recruits, splits, swaps
 from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.steps import Neighbour, Perturb
 
-KICK_STEPS = 3
+MOST_STEPS = 3
+"""Random steps of one perturbation at most; two at least."""
 
 
-def kick(
+def perturb_and_refine(state: SearchState, seed: int, rounds: int) -> None:
+    """Refine perturbations of the best solution, until the state is finished or so many rounds are done."""
+    rng = np.random.default_rng(seed)
+    for _ in range(rounds):
+        if state.finished() or state.best is None:
+            return
+        step, start = perturbed(rng, state.best.solution, state.evaluator.problem, state.budget)
+        refine(state, start, step)
+
+
+def perturbed(
     rng: np.random.Generator, solution: Solution, problem: Problem, budget: Budget | None = None
-) -> Step:
-    """Two or three random steps of random kinds away from `solution`; with a budget, within its budget."""
+) -> Neighbour:
+    """A solution two or three random steps of random kinds away; with a budget, steps that keep to it."""
     sizes = tuple(len(gpus) for gpus in problem.node_gpus)
-    names = []
-    for _ in range(int(rng.integers(2, KICK_STEPS + 1))):
+    done = []
+    for _ in range(int(rng.integers(2, MOST_STEPS + 1))):
         everyone = list(range(len(solution.groups)))
         kinds = [
             lambda s, e: list(moves(s, e, e)),
@@ -29,6 +45,6 @@ def kick(
         ]
         steps = kinds[int(rng.integers(len(kinds)))](solution, everyone)
         if steps:
-            name, solution = steps[int(rng.integers(len(steps)))]
-            names.append(name.split()[0])
-    return "kick: " + ", ".join(names), solution
+            step, solution = steps[int(rng.integers(len(steps)))]
+            done.append(step.kind)
+    return Perturb(tuple(done)), solution

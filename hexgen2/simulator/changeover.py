@@ -1,7 +1,8 @@
-"""From one placement to the next while requests run: replicas drain, others load and join.
+"""Switching from one placement to the next while requests run: old replicas drain, new ones load and join.
 
-Replicas that have the same role and stages in both go on untouched. The others take no new requests any more;
-once all those whose GPUs a new replica takes are empty, it loads, for as long as its move says, and joins.
+Replicas with the same role and stages in both placements continue untouched. The others take no new requests.
+A new replica starts loading once the old replicas on its GPUs have drained; it joins after the loading time
+that its move states.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from runtime.routing.router import Route, routes_of
 
 
 @dataclass
-class _Coming:
-    """A new replica, and the old ones that it waits for."""
+class _NewReplica:
+    """A new replica and the old ones that must drain before it can load."""
 
     replica: Replica
     name: str
@@ -24,18 +25,18 @@ class _Coming:
 
 
 class Changeover:
-    """The way to a placement.
+    """The progress towards a new placement.
 
     Parameters
     ----------
-    running : replicas that stand, by their names in the simulation
-    used : names that are taken for good
-    drained : whether a replica of that name has nothing to do any more
+    running : the running replicas by their names in the simulation
+    used : names that may not be used again
+    drained : tells whether the replica of a name has no requests left
 
     Attributes
     ----------
-    names : of the new placement's replicas in the simulation
-    retired : names of those that go
+    names : id in the new placement -> name in the simulation
+    retired : names of the replicas that leave
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Changeover:
         kept = {r.id: standing[_shape(r)] for r in placement.replicas if _shape(r) in standing}
         self.retired = set(running) - set(kept.values())
         taken = set(used) | set(running)
-        self.names, self._coming = dict(kept), list[_Coming]()
+        self.names, self._pending = dict(kept), list[_NewReplica]()
         for replica in placement.replicas:
             if replica.id in kept:
                 continue
@@ -61,26 +62,27 @@ class Changeover:
             taken.add(name)
             self.names[replica.id] = name
             blockers = {old for old in self.retired if set(running[old].gpus) & set(replica.gpus)}
-            self._coming.append(_Coming(replica, name, loads.get(replica.id, 0.0), blockers))
+            self._pending.append(_NewReplica(replica, name, loads.get(replica.id, 0.0), blockers))
         self._up = set(kept.values())
 
     @property
     def done(self) -> bool:
-        """Whether all have joined."""
+        """Whether all replicas have joined."""
         return self._up >= set(self.names.values())
 
     def ready(self) -> list[tuple[Replica, str, float]]:
-        """Replicas that can begin to load now: with name and seconds to load; each is told once."""
-        found = [one for one in self._coming if all(self._drained(name) for name in one.waits_for)]
-        self._coming = [one for one in self._coming if one not in found]
+        """Replicas that can start loading now, with name and loading time in seconds; each is returned
+        once."""
+        found = [one for one in self._pending if all(self._drained(name) for name in one.waits_for)]
+        self._pending = [one for one in self._pending if one not in found]
         return [(one.replica, one.name, one.load_s) for one in found]
 
     def join(self, name: str) -> None:
-        """A replica has loaded."""
+        """A replica has finished loading."""
         self._up.add(name)
 
     def routes(self) -> list[Route]:
-        """The routes of the new placement between those that stand."""
+        """The routes of the new placement between replicas that have joined."""
         named = (
             Route(self.names[route.prefill], self.names[route.decode], route.weight)
             for route in routes_of(self.placement)

@@ -1,8 +1,8 @@
 """A running batch of decodes, advanced many steps at once.
 
-While nobody joins or ends, the context of every step is known, and a step's time is the greatest of a few
-lines in it (see StepTimes.decode_turn): so times of runs of steps are sums of arithmetic series, and the
-simulation jumps from one change to the next.
+While no request joins or ends, the context length of every step is known in advance, and the time of a step
+is the maximum of a few linear functions of it (see StepTimes.decode_turn). The time of many steps is then the
+sum of an arithmetic series, so that the simulation jumps from one change to the next.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 from hexgen2.prediction.step_times import Line
 
 
-class _Own(NamedTuple):
-    """Of a request: the tokens that its first step attends to, the steps before, and those at its end."""
+class _Member(NamedTuple):
+    """One request: the context of its first step, and the batch's step counts when it joins and when it
+    ends."""
 
     context: int
     joined: int
@@ -24,17 +25,18 @@ class _Own(NamedTuple):
 
 
 class DecodeBatch:
-    """Requests that decode together. Each step gives every one of them a token.
+    """Requests that decode together; each step generates one token for every one of them.
 
     Parameters
     ----------
-    turn : lines of a step's seconds for so many requests
-    window : tokens that attention reaches back; None: all
+    turn : number of requests -> the linear functions whose maximum is the time of a step
+    window : sliding window of attention in tokens; None: no limit
 
     Attributes
     ----------
-    count : requests that run
-    time_s : when the last step ended (or, with nobody running, the last change)
+    count : running requests
+    time_s : when the last step ended (or, if no request runs, the last change)
+    steps : steps run so far
     context : tokens that the next step attends to, over all requests
     """
 
@@ -43,8 +45,9 @@ class DecodeBatch:
         self.time_s = 0.0
         self.count = self.context = 0
         self.steps = 0
-        self._own: dict[int, _Own] = {}
-        # Heaps of (step, request); entries of requests that left before are skipped.
+        self._members: dict[int, _Member] = {}
+        # Heaps of (step, request): when requests end, and when their context stops growing (sliding window).
+        # Entries of requests that have left are skipped.
         self._ends: list[tuple[int, int]] = []
         self._stops: list[tuple[int, int]] = []
         self._growing = 0
@@ -56,20 +59,20 @@ class DecodeBatch:
         return self.count
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._own)
+        return iter(self._members)
 
     @property
     def made(self) -> int:
-        """Tokens that those who run have made since they joined."""
+        """Tokens that the running requests have generated since they joined."""
         return self.count * self.steps - self._joined_steps
 
     def join(self, request: int, context: int, steps: int) -> None:
-        """A request takes part from the next step on: it attends to `context` tokens then, and leaves after
-        so many steps, at least one. Call `settle` when all have joined."""
+        """Add a request from the next step on, which attends to `context` tokens; it leaves after `steps`
+        steps, at least one. Call `settle` when all have joined."""
         end = self.steps + steps
         stop = self.steps + self._window - context
         self.count += 1
-        self._own[request] = _Own(context, self.steps, end)
+        self._members[request] = _Member(context, self.steps, end)
         self._joined_steps += self.steps
         heapq.heappush(self._ends, (end, request))
         if stop > self.steps:
@@ -79,8 +82,8 @@ class DecodeBatch:
         self.context += int(min(context, self._window))
 
     def leave(self, request: int) -> int:
-        """Take a request out; the tokens that it made here."""
-        own = self._own.pop(request)
+        """Remove a request; returns the number of tokens that it generated in the batch."""
+        own = self._members.pop(request)
         self.count -= 1
         made = self.steps - own.joined
         self._joined_steps -= own.joined
@@ -89,7 +92,7 @@ class DecodeBatch:
         return made
 
     def settle(self) -> None:
-        """Find how the next steps go on, after requests joined or left."""
+        """Prepare the next steps after requests have joined or left."""
         self._regime = 0
         if not self.count:
             return
@@ -108,33 +111,35 @@ class DecodeBatch:
         if growth and len(lines) > 1:
             for a, b in lines:
                 if b > slope:
-                    # As many steps until the other line is the greater one.
+                    # The number of steps until this line becomes the maximum.
                     gap = self._first_s - (a + b * context)
                     limit = min(limit, max(1, math.ceil(gap / ((b - slope) * growth))))
         self._regime = limit
 
     def _skip_old(self) -> None:
-        while self._ends[0][1] not in self._own or self._own[self._ends[0][1]].end != self._ends[0][0]:
+        while (
+            self._ends[0][1] not in self._members or self._members[self._ends[0][1]].end != self._ends[0][0]
+        ):
             heapq.heappop(self._ends)
         while self._stops:
             step, request = self._stops[0]
-            own = self._own.get(request)
+            own = self._members.get(request)
             if own is not None and own.joined + self._window - own.context == step:
                 return
             heapq.heappop(self._stops)
 
     @property
     def regime_steps(self) -> int:
-        """Steps until something changes by itself."""
+        """Steps until a request ends, stops growing, or another line becomes the maximum."""
         return self._regime
 
     def span_s(self, steps: int) -> float:
-        """Seconds of the next so many steps, at most regime_steps."""
+        """Seconds that the next `steps` steps take; at most regime_steps."""
         return steps * self._first_s + self._more_s * (steps * (steps - 1) / 2)
 
     @property
     def step_s(self) -> float:
-        """Seconds of the next step."""
+        """Seconds that the next step takes."""
         return self._first_s
 
     def steps_until(self, time_s: float) -> int:
@@ -159,11 +164,12 @@ class DecodeBatch:
         return steps - (steps > 0 and self.time_s + self.span_s(steps) > time_s)
 
     def advance(self, steps: int) -> list[int]:
-        """Run so many steps, at most regime_steps, and return who has ended with the last one."""
+        """Run `steps` steps, at most regime_steps; returns the requests that end with the last one."""
         return self._tally(steps, self.time_s + self.span_s(steps))
 
     def step_at(self, time_s: float) -> list[int]:
-        """Run one step that ends at a time given, since it did more than decode; who has ended with it."""
+        """Run one step that ends at time_s because it does more than decode; returns the requests that
+        end."""
         return self._tally(1, time_s)
 
     def _tally(self, steps: int, time_s: float) -> list[int]:
@@ -172,11 +178,11 @@ class DecodeBatch:
         self.context += self._growing * steps
         while self._stops and self._stops[0][0] <= self.steps:
             _, request = heapq.heappop(self._stops)
-            self._growing -= request in self._own
+            self._growing -= request in self._members
         ended = []
         while self._ends and self._ends[0][0] <= self.steps:
             end, request = heapq.heappop(self._ends)
-            if request in self._own and self._own[request].end == end:
+            if request in self._members and self._members[request].end == end:
                 self.leave(request)
                 ended.append(request)
         return ended

@@ -1,12 +1,12 @@
-"""A replica that decodes, colocated or not: requests run as a batch, and prompts mix into its steps.
+"""A replica that decodes: requests run as a batch, and prompts are mixed into its steps.
 
-On a decode replica requests join the batch at the next step after their KV cache has landed; prompts are only
-those of requests that were preempted there. On a colocated replica every request begins as a prompt.
+On a decode replica, requests join the batch at the first step after their KV cache has arrived, and the only
+prompts are those of requests that it preempted. On a colocated replica every request starts as a prompt.
 
-KV cache is counted as the runtime's scheduler does, by what requests hold now, but in tokens, not in blocks:
-when the next tokens do not fit, the youngest request gives its own up, and is recomputed from its prompt and
-the tokens that it has. Prefix caching plays no part: prompts of a trace or a workload are lengths, and share
-nothing.
+KV cache is accounted for as in the runtime's scheduler, by what requests hold now, but in tokens instead of
+blocks. When the next tokens do not fit, the youngest request is preempted; it is recomputed later from its
+prompt and the tokens generated so far. There is no prefix caching, since only the lengths of prompts are
+known.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from runtime.routing.kv_budget import Room
 
 
 class DecodeReplica:
-    """One replica.
+    """One decode or colocated replica.
 
     Parameters
     ----------
     isl, osl : prompt and output tokens of each request
-    room : the front end's account of the replica: how much it has of what, and what requests hold of it but
-        for the tokens that they made since they joined the batch
-    schedule : (time_s, call, argument) of the simulation
-    ended : called with (request, now) at its last token
+    room : the front end's account of the replica's KV cache, without the tokens that requests have generated
+        since they joined the batch
+    schedule : the simulation's schedule(time_s, call, argument)
+    ended : called with (request, now) when a request has its last token
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DecodeReplica:
         self._prompts = PromptQueue(self._take_room)
         self._computing: dict[int, Prompt] = {}
         self._joining: deque[tuple[int, float]] = deque()
-        # Tokens in the pool, without those made since joining the batch.
+        # Tokens in the KV cache, without those generated since joining the batch.
         self._held: dict[int, int] = {}
         self._held_tokens = 0
         self._made: dict[int, int] = {}
@@ -65,37 +65,37 @@ class DecodeReplica:
         self._planned = self._version = self._grown = 0
         self._grown_at = -1.0, 0
 
-    # -- requests come and go
+    # -- arrival and departure of requests
 
     def expect(self, request: int, tokens: int, now: float) -> None:
-        """Keep room for a prompt whose KV cache will land."""
+        """Reserve room for the prompt of a request whose KV cache will arrive."""
         self._hold(request, tokens)
         running = self.running
         if running.count and not self._busy and self._planned > self._steps_with_room():
             self._interrupt(now)
 
     def forget(self, request: int, now: float) -> None:
-        """An expected request will not come."""
+        """Release the reservation of a request that will not come."""
         self._free(request)
         if self._prompts.queue:
             self._interrupt(now)
 
     def land(self, request: int, now: float, made: int = 1) -> None:
-        """The KV cache of an expected request is here, and so many of its tokens are made."""
+        """The KV cache of an expected request has arrived; `made` of its tokens are generated."""
         self._made[request] = made
         self._joining.append((request, now))
         self._interrupt(now)
 
     def submit(self, request: int, now: float, made: int = 0) -> None:
-        """A request arrives to be prefilled here; so many of its tokens were made elsewhere."""
+        """Queue a request to be prefilled here; `made` of its tokens were generated before a restart."""
         self._made[request] = made
         first = not self._prompts.queue
         self._prompts.add(Prompt(request, self._isl[request] + made, now))
-        if first:  # Else it waits behind one that finds no room, or is computed now.
+        if first:  # Otherwise the prompt ahead is being computed, or waits for room.
             self._interrupt(now)
 
     def lose(self, now: float) -> list[tuple[int, int]]:
-        """The replica is gone: its requests, and how many tokens each has."""
+        """The replica is lost; returns its requests with the number of tokens that each has."""
         running = self.running
         if running.count and not self._busy:
             self._decode(min(running.steps_before(now), self._planned))
@@ -106,9 +106,9 @@ class DecodeReplica:
         return list(self._made.items())
 
     def grown(self, now: float) -> int:
-        """Tokens that the running requests have made since they joined the batch."""
+        """Tokens that the running requests have generated since they joined the batch."""
         asked = now, self._version
-        if self._grown_at != asked:  # Every route that ends here asks.
+        if self._grown_at != asked:  # Each route to this replica asks.
             running = self.running
             self._grown_at, self._grown = asked, running.made
             if running.count and not self._busy:
@@ -116,25 +116,26 @@ class DecodeReplica:
         return self._grown
 
     def grown_at_most(self) -> int:
-        """No less than they will have made until the next step is chosen."""
+        """An upper bound of `grown` until the next step is chosen."""
         return self.running.made + self._planned * self.running.count
 
     # -- steps
 
     def _interrupt(self, now: float) -> None:
-        """Something came up: the next step, after the one under way, is chosen anew."""
+        """Something changed: choose again what follows the step in flight."""
         if self._busy:
             return
         running = self.running
         if running.count:
             steps = running.steps_until(now)
             if steps >= self._planned:
-                return  # A change is due then anyway.
+                return  # The next choice is due by then anyway.
             self._decode(steps)
         self._go_on(running.time_s if running.count else max(now, running.time_s))
 
     def _go_on(self, at_s: float) -> None:
-        """Choose what to do at a time. With prompts that waits until then: more of them may come."""
+        """Choose the next step at at_s; at once if no prompt is queued, since only then nothing can be
+        added."""
         self._version += 1
         if self._prompts.queue:
             self._busy = True
@@ -159,7 +160,7 @@ class DecodeReplica:
             return
         running.settle()
         if running.count:
-            joins = self._joining and self._has_place()  # In the place of one that was preempted just now.
+            joins = self._joining and self._has_place()  # It takes the place of one preempted just now.
             self._planned = 1 if joins else min(running.regime_steps, self._steps_with_room())
             self._schedule(now + running.span_s(self._planned), self._change, self._version)
 
@@ -169,7 +170,7 @@ class DecodeReplica:
             self._go_on(self.running.time_s)
 
     def _decode(self, steps: int) -> None:
-        """Run so many steps of decodes alone."""
+        """Run `steps` steps with decodes only."""
         if not steps:
             return
         running, record = self.running, self._record
@@ -181,7 +182,7 @@ class DecodeReplica:
             self._end(request, running.time_s)
 
     def _chunks(self) -> list[list[Chunk]]:
-        """Chunks for each of the steps that are under way at once, as far as there are any."""
+        """The chunks for each of the steps that are in flight together, as far as there are prompts."""
         in_flight, whole = self._times.in_flight, self._policy == "prefill-first"
         decodes = self.running.count
         steps: list[list[Chunk]] = []
@@ -194,7 +195,8 @@ class DecodeReplica:
         return steps
 
     def _run(self, steps: list[list[Chunk]], now: float) -> None:
-        """A turn of steps with these chunks and, where they are mixed, all decodes, evenly divided."""
+        """Run one turn of the pipeline: steps with these chunks, and all decodes spread evenly over them
+        unless the policy lets decodes wait."""
         running = self.running
         decodes = 0
         if self._policy == "prefill-first":
@@ -236,7 +238,8 @@ class DecodeReplica:
     # -- the batch
 
     def _has_place(self) -> bool:
-        """Whether one more may decode, besides those that do or will once their prompt is computed."""
+        """Whether the batch has a place beside the running requests and those whose prompt is being
+        computed."""
         return self.running.count + len(self._computing) < self._room.max_batch
 
     def _admit_landed(self, now: float) -> None:
@@ -247,7 +250,7 @@ class DecodeReplica:
             self._join(request)
 
     def _first(self, request: int, now: float) -> None:
-        """A prompt is computed and a token made."""
+        """A prompt is computed, and the token after it generated."""
         del self._computing[request]
         self._made[request] += 1
         self._room.grow(request)
@@ -279,15 +282,16 @@ class DecodeReplica:
 
     @property
     def _free_tokens(self) -> int:
-        """What is left beside the tokens that the next step computes."""
+        """Tokens of KV cache that remain free."""
         return self._room.kv_budget_tokens - self._held_tokens - self.running.made
 
     def _steps_with_room(self) -> int:
-        """Steps of the batch as it is until tokens do not fit; the next one does, or its request is alone."""
+        """Steps that the current batch can run before its tokens no longer fit; at least one, since the next
+        step always fits or its request is alone."""
         return 1 + max(0, self._free_tokens) // self.running.count
 
     def _take_room(self, prompt: Prompt) -> bool:
-        """Where a prompt fits, and one more token of everybody else."""
+        """Reserve room for a prompt if it fits together with one more token of every other request."""
         occupied = self.running.count + len(self._computing)
         if not self._has_place() or prompt.tokens + occupied > self._free_tokens:
             return False
@@ -297,7 +301,7 @@ class DecodeReplica:
         return True
 
     def _make_room(self, now: float) -> None:
-        """Where the next tokens do not fit, the youngest requests give way."""
+        """Preempt the youngest requests until the next tokens fit."""
         while self.running.count and self._free_tokens < 0 and len(self._held) > 1:
             self._preempt(max(chain(self.running, self._computing)), now)
 
@@ -307,7 +311,7 @@ class DecodeReplica:
         prompt = self._computing.pop(request, None)
         if prompt is not None:
             prompt.done, prompt.begun = 0, False
-            return  # It is the first in the queue, and stays there.
+            return  # It is still at the head of the queue.
         made = self.running.leave(request)
         self._made[request] += made
         self._room.grow(request, made)

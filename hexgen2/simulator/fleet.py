@@ -1,4 +1,4 @@
-"""A placement on its cluster: what the simulation makes its replicas and routes of."""
+"""KV budgets, step times and route costs of a placement on its cluster, as the simulation needs them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from runtime.routing.kv_budget import Room, growth_tokens, kv_budgets
 
 
 class Fleet:
-    """Rooms, times and routes of a placement.
+    """What the simulation builds the replicas and routes of one placement from.
 
     Parameters
     ----------
-    policy : of colocated replicas
-    costs : seconds and bytes; None: by the cost model that the placement was made with
+    policy : how colocated replicas mix prompts and decodes
+    costs : the cost model; None: the one that the placement was planned with
     """
 
     def __init__(
@@ -37,24 +37,23 @@ class Fleet:
         self._budgets = kv_budgets(placement)
 
     def room(self, replica: Replica) -> Room:
-        """Its room for KV cache and its places, all free."""
-        places = replica.max_batch * self._at_once(replica)
+        """An empty KV budget with the replica's KV capacity and batch size."""
+        places = replica.max_batch * self._in_flight_per_place(replica)
         if replica.role == "colocated" and self._policy != "mixed":
-            # Such an engine takes all that come and keeps the accounts itself; only what it could never
-            # hold is refused.
-            return _Endless(kv_capacity_tokens(replica, self._cluster, self.costs), places)
-        budget = self._budgets[replica.id] * self._at_once(replica)
+            # Such a replica queues every request and does its own accounting; only a request that it could
+            # never hold is rejected.
+            return _AcceptsAll(kv_capacity_tokens(replica, self._cluster, self.costs), places)
+        budget = self._budgets[replica.id] * self._in_flight_per_place(replica)
         if replica.role == "prefill":
             return Room(budget, places)
         return LiveRoom(budget, places, growth_tokens(self.placement))
 
     def times(self, replica: Replica) -> StepTimes:
-        """Seconds of its steps."""
+        """The step times of a replica."""
         return StepTimes(replica, self._cluster, self.costs, self._semantics)
 
     def routes(self, more: Iterable[Route] = ()) -> dict[tuple[str, str], RouteCost]:
-        """What a request takes of each route of the placement and of `more`, by the ids of the replicas at
-        its ends."""
+        """The cost of each route of the placement and of `more`, keyed by the ids of its two replicas."""
         shared, links, isl = SharedLinks(self._cluster), self.placement.cost_model.links, self.costs.isl
         return binding(
             {
@@ -63,8 +62,8 @@ class Fleet:
             }
         )
 
-    def _at_once(self, replica: Replica) -> int:
-        """Requests under way for each one in a replica's batch."""
+    def _in_flight_per_place(self, replica: Replica) -> int:
+        """Requests in flight per request of the batch size: decode pipelines run several micro-batches."""
         if replica.role == "prefill":
             return 1
         return int(under_way(self._semantics, 1, len(replica.stages)))
@@ -76,8 +75,8 @@ class Fleet:
 
 @dataclass(slots=True)
 class LiveRoom(Room):
-    """A room that need not be told of every token: `grown` says how many requests have made of late, and
-    `grown_at_most`, which is quicker, no less."""
+    """A KV budget that is not told of every generated token but asks: `grown` returns the number of tokens
+    not yet counted, and `grown_at_most` an upper bound that is faster to compute."""
 
     grown: Callable[[], int] = int
     grown_at_most: Callable[[], int] = int
@@ -88,8 +87,8 @@ class LiveRoom(Room):
         return Room.has_room(self, tokens + self.grown(), prefill_only)
 
 
-class _Endless(Room):
-    """Room for whatever could be held alone."""
+class _AcceptsAll(Room):
+    """A KV budget that accepts every request that would fit alone."""
 
     __slots__ = ()
 

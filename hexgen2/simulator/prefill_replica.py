@@ -1,4 +1,4 @@
-"""A prefill replica: prompts queue, pass through the stages in chunks, and send their KV caches."""
+"""A prefill replica: prompts queue, pass through the stages in chunks, and their KV caches are sent."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from hexgen2.simulator.records import ReplicaRecord
 
 
 class PrefillReplica:
-    """First come, first served. A step has chunks of at most PREFILL_TOKENS tokens together, and begins when
-    the first stage is free and fewer steps are under way than there are stages; a prompt begins when there is
-    room for all of its KV cache.
+    """Serves prompts first come, first served.
+
+    A step holds chunks of at most PREFILL_TOKENS tokens in total. It begins when the first stage is free and
+    fewer steps are in flight than there are stages. A prompt begins when its whole KV cache fits.
 
     Parameters
     ----------
-    budget_tokens : KV cache that fits
-    schedule : (time_s, call, argument) of the simulation
-    begun : called with (chunks, begun_s, ends_s) as a step begins
-    computed : called with (request, now) as the step with its last chunk ends
+    budget_tokens : KV cache capacity
+    schedule : the simulation's schedule(time_s, call, argument)
+    begun : called with (chunks, begun_s, ends_s) when a step begins
+    computed : called with (request, now) when the step with the last chunk of a prompt ends
     """
 
     def __init__(
@@ -45,12 +46,12 @@ class PrefillReplica:
         self._alive = True
 
     def submit(self, request: object, tokens: int, now: float) -> None:
-        """A prompt joins the queue."""
+        """Append a prompt to the queue."""
         self._prompts.add(Prompt(request, tokens, now))
         self._begin(now)
 
     def withdraw(self, request: object, now: float) -> bool:
-        """Compute no more of a prompt; False if all of it is in steps already, or was."""
+        """Stop computing a prompt; returns False if none of it is left to compute."""
         prompt = self._prompts.withdraw(request)
         if prompt is None:
             return False
@@ -59,12 +60,12 @@ class PrefillReplica:
         return True
 
     def release(self, tokens: int, now: float) -> None:
-        """The KV cache of a prompt of so many tokens is sent, or of no more use."""
+        """Free the KV cache of a prompt: it has been sent, or is no longer needed."""
         self._free_tokens += tokens
         self._begin(now)
 
     def lose(self) -> None:
-        """The replica is gone."""
+        """The replica is lost."""
         self._alive = False
         self._prompts.clear()
 

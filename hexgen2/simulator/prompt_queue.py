@@ -1,4 +1,4 @@
-"""PromptQueue that wait at a replica, and how they go into steps: in chunks, first come, first served."""
+"""The prompts that wait at a replica, and how they are divided into chunks for its steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from cost_model.lengths import attended_tokens
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """Tokens to compute for a request, its prompt and whatever was made before; the first `done` of them are
-    computed or in a step under way. It has begun once there is room for its KV cache."""
+    """The tokens to compute for a request: its prompt and the tokens generated before a restart.
+
+    Attributes
+    ----------
+    since_s : when it joined the queue
+    done : how many of the tokens are computed or part of a step in flight
+    begun : whether room for its KV cache has been reserved
+    """
 
     request: Any
     tokens: int
@@ -23,8 +29,8 @@ class Prompt:
 
 
 class Chunk(NamedTuple):
-    """Tokens of a prompt that run in one step, from `first` on; with the `last` chunk, the step makes a token
-    of the request."""
+    """Tokens of a prompt that run in one step, starting at position `first`. The step with the `last` chunk
+    also generates a token."""
 
     prompt: Prompt
     first: int
@@ -33,7 +39,7 @@ class Chunk(NamedTuple):
 
 
 def attended(chunks: Sequence[Chunk], window: int | None) -> float:
-    """Sum over the tokens of some chunks of the tokens that each attends to."""
+    """Sum of the context lengths of all tokens of the chunks."""
     total = 0.0
     for chunk in chunks:
         total += attended_tokens(chunk.tokens, window, chunk.first)
@@ -41,15 +47,15 @@ def attended(chunks: Sequence[Chunk], window: int | None) -> float:
 
 
 class PromptQueue:
-    """The queue of a replica. At most its first prompt has begun.
+    """First come, first served. Only the first prompt of the queue may have begun.
 
     Parameters
     ----------
-    begin : takes room for the KV cache of a prompt's tokens; False if there is none now
+    begin : reserves room for the KV cache of a prompt; returns False if there is none now
 
     Attributes
     ----------
-    queue : those of which not all is in steps yet
+    queue : prompts with tokens that are not yet part of a step
     """
 
     def __init__(self, begin: Callable[[Prompt], bool]) -> None:
@@ -57,29 +63,29 @@ class PromptQueue:
         self.queue: deque[Prompt] = deque()
 
     def add(self, prompt: Prompt) -> None:
-        """To the end of the queue."""
+        """Append a prompt."""
         self.queue.append(prompt)
 
     def put_first(self, prompt: Prompt) -> None:
-        """Before all that have not begun."""
+        """Insert a prompt ahead of all that have not begun."""
         self.queue.insert(int(bool(self.queue) and self.queue[0].begun), prompt)
 
     def withdraw(self, request: object) -> Prompt | None:
-        """Take a request's prompt out; None if all of it is in steps already."""
+        """Remove and return a request's prompt; None if all of it is part of steps already."""
         found = next((prompt for prompt in self.queue if prompt.request is request), None)
         if found is not None:
             self.queue.remove(found)
         return found
 
     def clear(self) -> list[Prompt]:
-        """Take all out."""
+        """Remove and return all prompts."""
         prompts = list(self.queue)
         self.queue.clear()
         return prompts
 
     def take(self, limit: int, whole: bool = False) -> list[Chunk]:
-        """What goes into the next steps, of at most `limit` tokens; with `whole`, prompts are not divided,
-        and one that is longer goes alone."""
+        """Chunks for the next step, at most `limit` tokens in total. With `whole`, prompts are not divided,
+        and one longer than `limit` gets a step of its own."""
         chunks: list[Chunk] = []
         queue = self.queue
         while queue and limit > 0:

@@ -1,4 +1,4 @@
-"""What becomes of each request and of each replica, as the simulation goes on."""
+"""What a simulation records of each request, replica and route."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ COLUMNS = ("request", "arrival_s", "isl", "osl", "prefill", "decode", "first_tok
 
 @dataclass
 class ReplicaRecord:
-    """Of a replica: seconds that its busiest stage worked, requests it ended, and for how long requests
-    waited in front of it altogether; running_s is the sum of the times that requests decoded, peak_running
-    the most that did at once."""
+    """Totals of one replica.
+
+    Attributes
+    ----------
+    busy_s : seconds that its busiest stage worked
+    requests : requests that it finished
+    waited_s : sum of the times that requests queued for it
+    running_s : sum of the times that requests decoded on it
+    peak_running : most requests that decoded at the same time
+    """
 
     busy_s: float = 0.0
     requests: int = 0
@@ -33,8 +40,8 @@ class ReplicaRecord:
 
 @dataclass
 class RouteRecord:
-    """Of a route: what it could carry, KV bytes, requests, and the seconds from the end of a prefill until
-    all has landed."""
+    """Totals of one KV route: its capacity, bytes and requests, and the sum of the seconds from the end of a
+    prefill until its whole KV cache has arrived."""
 
     capacity_req_s: float = 0.0
     bytes: float = 0.0
@@ -44,14 +51,15 @@ class RouteRecord:
 
 @dataclass
 class Records:
-    """Everything that results are made of.
+    """All that the results are computed from.
 
     Attributes
     ----------
-    first_s, end_s : [n] when a request's first and last token came; nan if never
-    last_s : [n] when its last token so far came, as far as that is known
-    failed : why requests failed, by their index
-    gap_s, gaps : times between tokens (ITL), and how many of each
+    first_s, end_s : [n] times of each request's first and last token; nan if it had none
+    last_s : [n] time of its latest token, as far as known
+    failed : request index -> reason
+    gap_s, gaps : times between tokens (ITL), and how often each occurred
+    stream : where a CSV row is written for each request that ends
     """
 
     requests: Requests
@@ -70,7 +78,7 @@ class Records:
     def __post_init__(self) -> None:
         n = len(self.requests)
         self.first_s, self.end_s = np.full(n, np.nan), np.full(n, np.nan)
-        # Single elements are read and written faster in these than in arrays of numpy.
+        # Access to single elements is faster here than in numpy arrays.
         self.last_s = array("d", [math.nan]) * n
         self._first_s: Any = self.first_s.data
         self._end_s: Any = self.end_s.data
@@ -80,12 +88,12 @@ class Records:
             self._rows.writerow(COLUMNS)
 
     def gap(self, seconds: float, count: int = 1) -> None:
-        """So many tokens came so long after the one before."""
+        """`count` tokens came `seconds` after the token before them."""
         self.gap_s.append(seconds)
         self.gaps.append(count)
 
     def first(self, request: int, now: float) -> None:
-        """A request's prefill has made a token: its first, unless it was prefilled before."""
+        """A prefill has generated a token: the request's first, unless it was restarted."""
         if math.isnan(self._first_s[request]):
             self._first_s[request] = now
         else:
@@ -93,12 +101,12 @@ class Records:
         self.last_s[request] = now
 
     def ended(self, request: int, now: float) -> None:
-        """A request has its last token."""
+        """A request has received its last token."""
         self._end_s[request] = now
         self._write(request, "done")
 
     def fail(self, request: int, why: str) -> None:
-        """A request ends without all of its tokens."""
+        """A request ends before its last token."""
         self.failed[request] = why
         self._write(request, why)
 
@@ -122,25 +130,26 @@ class Records:
 
 
 class BatchGaps:
-    """Times between tokens of requests that get them together; those whose last token came before everybody's
-    last step, since they joined or were held up, are late."""
+    """Times between tokens of the requests of one batch. Usually all of them got their last token in the same
+    step; requests whose last token is older, because they joined or were held up, are late."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self._late: dict[int, float] = {}
 
     def hold_up(self, requests: Iterable[int], last_s: float) -> None:
-        """Requests wait; those that did not before had their last token then."""
+        """Requests are held up; for those that were not late before, last_s is the time of their last
+        token."""
         for request in requests:
             self._late.setdefault(request, last_s)
 
     def leave(self, request: int, last_s: float) -> float:
-        """A request leaves; when its last token came: unless it is late, then."""
+        """A request leaves; returns the time of its last token: last_s, unless the request is late."""
         return self._late.pop(request, last_s)
 
     def note(self, first_s: float, gap_s: float, tokens: int) -> None:
-        """So many tokens are made, each so long after the one before; those that are late get their first at
-        first_s."""
+        """The batch generates `tokens` tokens, each gap_s after the one before; late requests get their next
+        one at first_s."""
         late = self._late
         if late:
             since: dict[float, int] = {}

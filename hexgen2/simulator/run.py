@@ -1,5 +1,4 @@
-"""Simulate a placement and say what came of it: the figures that `hexgen2 bench` measures, and where time
-and bytes went."""
+"""Runs a simulation and computes its results, with the same keys as `hexgen2 bench`."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ from cost_model.base import CostModel
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.results import SimulationResult, summarise
+from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records, ReplicaRecord, RouteRecord
-from hexgen2.simulator.simulation import Options, Simulation
+from hexgen2.simulator.simulation import Simulation
 from hexgen2.workload.requests import Requests
 
 ASSUMPTIONS = [
@@ -39,9 +39,9 @@ def simulate(
 
     Parameters
     ----------
-    stream : where a line of CSV goes for each request as it ends
-    progress : called now and then
-    costs : instead of the placement's cost model
+    stream : receives a CSV row for each request that ends
+    progress : called every few thousand events
+    costs : replaces the placement's cost model
 
     Raises
     ------
@@ -55,7 +55,7 @@ def simulate(
 
 
 def results(placement: Placement, records: Records) -> SimulationResult:
-    """Figures of all requests, then of each replica and each route."""
+    """The results of a finished simulation: totals, and figures per replica and route."""
     requests, goal = records.requests, placement.goal
     targets = {"ttft": goal.ttft_ms, "tpot": goal.tpot_ms}
     itl = np.frombuffer(records.gap_s, dtype=float), np.frombuffer(records.gaps, dtype=np.int64)

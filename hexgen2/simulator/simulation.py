@@ -1,8 +1,7 @@
-"""A placement under load, event by event.
+"""A discrete-event simulation of a placement under load.
 
-What decides is what the runtime has: its router, its admission and its accounting of KV cache room. Around
-them stand replicas whose steps take what the cost model says, and transfers that share links. All is
-deterministic.
+Router, admission and KV cache accounting are the runtime's own code. The simulation adds replicas whose steps
+take the times of the cost model, and KV transfers that share links. It is deterministic.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from hexgen2.simulator.batching import Policy
 from hexgen2.simulator.changeover import Changeover
 from hexgen2.simulator.decode_replica import DecodeReplica
 from hexgen2.simulator.fleet import Fleet, LiveRoom
+from hexgen2.simulator.options import Options
 from hexgen2.simulator.prefill_replica import PrefillReplica
 from hexgen2.simulator.prompt_queue import Chunk
 from hexgen2.simulator.records import Records
@@ -37,47 +37,16 @@ from runtime.routing.refusals import Overloaded, TooLong, Unavailable
 from runtime.routing.router import Route, Router, routes_of, routes_without
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A replica is lost at a time."""
-
-    at_s: float
-    replica: str
-
-
-@dataclass(frozen=True)
-class Replan:
-    """From a time on the fleet changes over to another placement (see changeover.py)."""
-
-    at_s: float
-    placement: Placement
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a simulation differs from the plain one.
-
-    policy : of colocated replicas
-    queue_limit : requests that may wait for a route; None: all
-    failures : replicas lost on the way
-    replans : placements that follow
-    recover : requests of a lost replica start over elsewhere from prompt and tokens made, as in the runtime,
-        else they fail
-    front_end_s : what a request takes besides, from the client to the queue of a replica and back
-    """
-
-    policy: Policy = "mixed"
-    queue_limit: int | None = None
-    failures: Sequence[Failure] = ()
-    replans: Sequence[Replan] = ()
-    recover: bool = True
-    front_end_s: float = 0.0
-
-
 @dataclass(eq=False, slots=True)
 class _Request:
-    """A request as admission sees it; `made` tokens were made before it was prefilled anew, so many of its
-    chunks' KV caches are on their way."""
+    """A request as admission sees it.
+
+    Attributes
+    ----------
+    made : tokens generated before the request was restarted, now part of its prompt
+    on_their_way : chunks whose KV cache transfer has begun and not ended
+    phase : "waiting", "prefill", "moving" (prefilled, its KV cache in transfer) or "decode"
+    """
 
     index: int
     prompt_tokens: int
@@ -95,14 +64,13 @@ class _Request:
 
 
 class Simulation:
-    """One run.
+    """One run of a placement under the requests of `records`.
 
     Parameters
     ----------
-    placement : checked (see hexgen2.checks)
-    requests : what arrives
-    records : what becomes of it
-    costs : seconds and bytes; None: by the cost model that the placement was made with
+    placement : must be valid (see hexgen2.checks)
+    records : the requests, and where their fate is written
+    costs : the cost model; None: the one that the placement was planned with
 
     Raises
     ------
@@ -128,16 +96,16 @@ class Simulation:
         self._active: dict[int, _Request] = {}
         self.transfers = Transfers(self.schedule)
         self.rooms: dict[str, Room] = {}
-        self._prefillers: dict[str, PrefillReplica] = {}
-        self._engines: dict[str, DecodeReplica] = {}
+        self._prefill_replicas: dict[str, PrefillReplica] = {}
+        self._decode_replicas: dict[str, DecodeReplica] = {}
         self._running: dict[str, Replica] = {}
         self._routes: dict[tuple[str, str], RouteCost] = {}
         self._changeover: Changeover | None = None
         self._held_back: list[_Request] = []
-        stand = Fleet(placement, cluster, options.policy, costs)
+        fleet = Fleet(placement, cluster, options.policy, costs)
         for replica in placement.replicas:
-            self._stand_up(replica, replica.id, stand)
-        self._open(stand, {replica.id: replica.id for replica in placement.replicas})
+            self._add_replica(replica, replica.id, fleet)
+        self._add_routes(fleet, {replica.id: replica.id for replica in placement.replicas})
         limit = options.queue_limit if options.queue_limit is not None else len(requests) + 1
         self._admission: Admission[_Request] = Admission(
             Router(routes_of(placement)), self.rooms, FirstCome(limit), self._routes_left
@@ -150,7 +118,7 @@ class Simulation:
             self.schedule(replan.at_s, self._replan, replan.placement)
 
     def run(self, progress: Callable[[Simulation], None] | None = None) -> None:
-        """Until every request has ended."""
+        """Run until every request has ended."""
         events, transfers, handled = self._events, self.transfers, 0
         for index, arrival_s in enumerate(chain(self._arrival_s, (math.inf,))):
             while events and events[0][0] < arrival_s:
@@ -169,11 +137,12 @@ class Simulation:
 
     @property
     def ended(self) -> int:
-        """Requests that have ended, well or not."""
+        """Requests that have ended, successfully or not."""
         return self._done + len(self.records.failed)
 
     def schedule(self, time_s: float, call: Callable[[float, Any], None], argument: Any) -> None:
-        """Have call(time_s, argument) happen; of equal times the first scheduled goes first."""
+        """Schedule call(time_s, argument). Events at the same time run in the order in which they were
+        scheduled."""
         heappush(self._events, (time_s, next(self._order), call, argument))
 
     # -- replicas
@@ -181,28 +150,28 @@ class Simulation:
     def _known(self) -> str:
         return f"name one of {', '.join(self.rooms)}"
 
-    def _stand_up(self, replica: Replica, name: str, stand: Fleet) -> None:
-        times, room = stand.times(replica), stand.room(replica)
+    def _add_replica(self, replica: Replica, name: str, fleet: Fleet) -> None:
+        times, room = fleet.times(replica), fleet.room(replica)
         record = self.records.replicas[name]
         self.rooms[name], self._running[name] = room, replica
         if replica.role == "prefill":
             calls = self.schedule, self._begun, self._computed
-            self._prefillers[name] = PrefillReplica(times, room.kv_budget_tokens, record, *calls)
+            self._prefill_replicas[name] = PrefillReplica(times, room.kv_budget_tokens, record, *calls)
             return
         policy: Policy = "mixed" if replica.role == "decode" else self.options.policy
         lengths = self._isl, self._osl
-        engine = DecodeReplica(
+        decoder = DecodeReplica(
             policy, times, *lengths, room, self.records, record, self.schedule, self._ended
         )
-        self._engines[name] = engine
+        self._decode_replicas[name] = decoder
         if isinstance(room, LiveRoom):
-            room.grown, room.grown_at_most = lambda: engine.grown(self.now), engine.grown_at_most
+            room.grown, room.grown_at_most = lambda: decoder.grown(self.now), decoder.grown_at_most
 
-    def _open(self, stand: Fleet, names: Mapping[str, str], more: Sequence[PlacedRoute] = ()) -> None:
-        """The routes of a placement whose replicas have these names, and `more` between them."""
-        self._stand, self._names = stand, names
-        capacity = {(r.from_, r.to): r.capacity_req_s for r in (*stand.placement.routes, *more)}
-        for (source, target), cost in stand.routes(more).items():
+    def _add_routes(self, fleet: Fleet, names: Mapping[str, str], more: Sequence[PlacedRoute] = ()) -> None:
+        """Add the routes of a placement, and `more`. `names` maps its replica ids to the simulation's."""
+        self._fleet, self._names = fleet, names
+        capacity = {(r.from_, r.to): r.capacity_req_s for r in (*fleet.placement.routes, *more)}
+        for (source, target), cost in fleet.routes(more).items():
             key = names[source], names[target]
             self._routes[key] = cost
             self.records.routes[key].capacity_req_s = capacity[source, target]
@@ -237,15 +206,15 @@ class Simulation:
         self.rooms[route.prefill].hold(index, tokens)
         if route.colocated:
             request.phase = "decode"
-            self._engines[route.decode].submit(index, self.now, request.made)
+            self._decode_replicas[route.decode].submit(index, self.now, request.made)
             return
         if not request.one_token:
             self.rooms[route.decode].hold(index, tokens)
-            self._engines[route.decode].expect(index, tokens, self.now)
-        self._prefillers[route.prefill].submit(request, tokens, self.now)
+            self._decode_replicas[route.decode].expect(index, tokens, self.now)
+        self._prefill_replicas[route.prefill].submit(request, tokens, self.now)
 
     def _begun(self, chunks: Sequence[Chunk], begun_s: float, ends_s: float) -> None:
-        """A prefill replica begins a step, and sends each layer as it is computed."""
+        """A prefill replica begins a step; each layer is sent as soon as it is computed."""
         layers = self.placement.model.layers
         for chunk in chunks:
             request: _Request = chunk.prompt.request
@@ -255,38 +224,38 @@ class Simulation:
                 self.transfers.begin(request, cost, chunk.tokens, layers, begun_s, ends_s, self._landed)
 
     def _computed(self, request: _Request, now: float) -> None:
-        """A prefill replica has computed all of a prompt."""
+        """A prefill replica has computed a whole prompt."""
         if self._active.get(request.index) is not request:
-            self._prefillers[request.prefill].release(request.prompt_tokens, now)
+            self._prefill_replicas[request.prefill].release(request.prompt_tokens, now)
             return
         request.phase, request.computed_s = "moving", now
         self.records.first(request.index, now)
         if request.one_token:
-            self._prefillers[request.prefill].release(request.prompt_tokens, now)
+            self._prefill_replicas[request.prefill].release(request.prompt_tokens, now)
             self._ended(request.index, now)
         else:
             self.rooms[request.decode].grow(request.index)
 
     def _landed(self, request: _Request, now: float) -> None:
-        """The KV cache of a chunk has landed."""
+        """The KV cache of a chunk has arrived."""
         request.on_their_way -= 1
         if request.phase == "moving" and not request.on_their_way:
             self._moved(request, now)
 
     def _moved(self, request: _Request, now: float) -> None:
-        """All of a request's KV cache has landed."""
+        """The whole KV cache of a request has arrived."""
         request.phase = "decode"
-        self._prefillers[request.prefill].release(request.prompt_tokens, now)
+        self._prefill_replicas[request.prefill].release(request.prompt_tokens, now)
         self.rooms[request.prefill].release(request.index)
         record = self.records.routes[request.prefill, request.decode]
         record.requests += 1
         record.bytes += self._routes[request.prefill, request.decode].bytes_per_token * request.prompt_tokens
         record.after_s += now - request.computed_s
-        self._engines[request.decode].land(request.index, now, request.made + 1)
+        self._decode_replicas[request.decode].land(request.index, now, request.made + 1)
         self._start_waiting()
 
     def _ended(self, index: int, now: float) -> None:
-        """A request has its last token."""
+        """A request has received its last token."""
         request = self._active.pop(index)
         self._done += 1
         self.records.ended(index, now)
@@ -306,30 +275,30 @@ class Simulation:
     # -- failures
 
     def _lose(self, now: float, name: str) -> None:
-        """A replica is gone: what it had starts over or fails, and the router goes on without it."""
+        """Lose a replica: its requests restart or fail, and the router continues without it."""
         made = {}
-        if name in self._engines:
-            made = dict(self._engines[name].lose(now))
+        if name in self._decode_replicas:
+            made = dict(self._decode_replicas[name].lose(now))
         else:
-            self._prefillers[name].lose()
+            self._prefill_replicas[name].lose()
         self._running.pop(name, None)
         stranded = self._admission.lose(name, f"{name} is lost")
         victims = [r for r in self._active.values() if self._needs(r, name)]
         for request in reversed(victims):
             tokens = made.get(request.index, request.made + (request.phase == "moving"))
             self._withdraw(request, name, now)
-            self._begin_again(request, tokens)
+            self._restart(request, tokens)
         for request in stranded:
             self._admission.withdraw(request)
             self.records.fail(request.index, f"no replica can serve it since {name} is lost")
         self._start_waiting()
 
     def _routes_left(self, lost: Collection[str]) -> list[Route]:
-        """The routes without the lost replicas, with the flow solved anew; on the way to another placement,
-        those that it has by now."""
+        """The routes without the lost replicas, with the flow solved again; during a changeover, the routes
+        between the replicas that have joined so far."""
         if self._changeover is not None:
             return routes_without(self._changeover.routes(), lost)
-        names, reflow = self._names, Reflow(self._stand.placement)
+        names, reflow = self._names, Reflow(self._fleet.placement)
         ids = reflow.routes({own for own, name in names.items() if name in lost})
         routes = [Route(names[route.prefill], names[route.decode], route.weight) for route in ids]
         more = [
@@ -338,29 +307,29 @@ class Simulation:
             if not own.colocated and (route.prefill, route.decode) not in self._routes
         ]
         if more:
-            self._open(self._stand, names, more)
+            self._add_routes(self._fleet, names, more)
         return routes
 
     def _needs(self, request: _Request, replica: str) -> bool:
-        """Whether an active request cannot go on without a replica."""
+        """Whether an active request still depends on a replica."""
         return request.decode == replica or (request.prefill == replica and request.phase != "decode")
 
     def _withdraw(self, request: _Request, lost: str, now: float) -> None:
-        """Take a request out of everything."""
+        """Remove a request from admission, replicas and transfers."""
         del self._active[request.index]
         self.transfers.cancel(request)
         self._free(request)
         if request.phase == "decode":
             return
         if request.decode != lost and not request.one_token:
-            self._engines[request.decode].forget(request.index, now)
+            self._decode_replicas[request.decode].forget(request.index, now)
         if request.prefill != lost:
-            prefiller = self._prefillers[request.prefill]
+            prefiller = self._prefill_replicas[request.prefill]
             if not prefiller.withdraw(request, now) and request.phase == "moving":
                 prefiller.release(request.prompt_tokens, now)
 
-    def _begin_again(self, request: _Request, made: int) -> None:
-        """Put a request first in the queue again, with the tokens that it has as part of its prompt."""
+    def _restart(self, request: _Request, made: int) -> None:
+        """Put a request back at the head of the queue; its generated tokens become part of its prompt."""
         index = request.index
         if not self.options.recover:
             self.records.fail(index, "a replica of its route was lost")
@@ -371,16 +340,16 @@ class Simulation:
         else:
             self.records.fail(index, "no replica is left to serve it")
 
-    # -- changing over
+    # -- changeover
 
     def _replan(self, now: float, placement: Placement) -> None:
-        """Another placement is to be served from now on."""
+        """Begin to switch to another placement."""
         self._changeover = changeover = Changeover(
             placement, self._running, self.rooms, lambda name: not self.rooms[name].held
         )
         cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
-        self._next = Fleet(placement, cluster, self.options.policy)
-        self._open(self._next, changeover.names)
+        self._next_fleet = Fleet(placement, cluster, self.options.policy)
+        self._add_routes(self._next_fleet, changeover.names)
         for name in changeover.retired:
             del self._running[name]
         self._take_routes(changeover)
@@ -391,7 +360,7 @@ class Simulation:
         self._admission.router = self._admission.router.with_routes(routes)
 
     def _drain(self, now: float, _: None) -> None:
-        """Whoever waits for nobody any more begins to load."""
+        """Start loading the new replicas whose GPUs are free by now."""
         if self._changeover is not None:
             for replica, name, load_s in self._changeover.ready():
                 self.schedule(now + load_s, self._join, (replica, name))
@@ -401,8 +370,8 @@ class Simulation:
         replica, name = who
         changeover = self._changeover
         if changeover is None or changeover.names.get(replica.id) != name:
-            return  # Another placement has come in between.
-        self._stand_up(replica, name, self._next)
+            return  # Another placement has replaced this one meanwhile.
+        self._add_replica(replica, name, self._next_fleet)
         changeover.join(name)
         self._take_routes(changeover)
         held, self._held_back = self._held_back, []

@@ -1,9 +1,9 @@
-"""KV caches on their way from prefill to decode replicas, over links that they share.
+"""KV cache transfers from prefill to decode replicas over shared links.
 
-A transfer takes the network cards, uplinks and links of its route and the ports of its GPUs; each of these
-serves all its transfers side by side, in equal shares of its time. Every chunk of a prompt is a transfer. It
-begins with the step that computes it: until that ends it goes no faster than layers are computed, and leaves
-the rest of its shares to the others.
+A transfer occupies the network cards, uplinks and links of its route and the ports of its GPUs. Each of these
+resources divides its time equally among its transfers. Every chunk of a prompt is one transfer. It begins
+with the step that computes the chunk; until that step ends, it goes no faster than layers are computed, and
+the other transfers get the rest of its shares.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Resource = Hashable
 
 @dataclass(frozen=True, eq=False)
 class RouteCost:
-    """Of one route: the seconds for which a prompt token's KV cache occupies each resource, its bytes, and
-    the seconds before the first byte."""
+    """What one prompt token costs on a route: the seconds for which its KV cache occupies each resource, and
+    its bytes; latency_s is the delay of the first byte."""
 
     busy_s: Mapping[Resource, float]
     bytes_per_token: float
@@ -33,9 +33,9 @@ class RouteCost:
 
 
 def route_cost(route: Route, cluster: Cluster, shared: SharedLinks, links: Links, isl: float) -> RouteCost:
-    """From the GPU pairs of a placement's route; isl: the prompt tokens that its bytes are for.
+    """The cost of a placement's route, whose bytes are for `isl` prompt tokens.
 
-    With links "pairwise" the traffic between two nodes has the link between them to itself, route by route.
+    With links "pairwise", each route has the links between its nodes to itself.
     """
     kv = KvTransfer.of(parts_of_gpus(cluster, route.parts))
     per_token: dict[Resource, float] = {
@@ -49,11 +49,10 @@ def route_cost(route: Route, cluster: Cluster, shared: SharedLinks, links: Links
 
 @dataclass(eq=False, slots=True)
 class _Shared:
-    """A resource and its users: transfers that are still being computed, with the share of its time that each
-    needs, and those that are computed.
+    """A resource and the transfers that use it.
 
-    The former take what they need, `pressed` ones among them no more than an equal share; the latter divide
-    what that leaves.
+    Transfers whose step is still computing take only the share of time that they need, at most an equal
+    share; those limited by that are `pressed`. Transfers that are fully computed divide the rest.
     """
 
     computing: dict[_Transfer, float] = field(default_factory=dict)
@@ -63,7 +62,7 @@ class _Shared:
     rest: float = 1.0
 
     def divide(self) -> None:
-        """Find the shares anew, after users have changed."""
+        """Compute the shares again after users have changed."""
         computing, computed = self.computing, self.computed
         equal = 1 / max(1, len(computing) + len(computed))
         taken, pressed = 0.0, []
@@ -79,8 +78,16 @@ class _Shared:
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """`uses` has the resources with the seconds for which all of it occupies each; `most` of it may be sent
-    per second, infinitely much once it is computed; `left` of it is, as of at_s."""
+    """One transfer.
+
+    Attributes
+    ----------
+    uses : resources, with the seconds for which the whole transfer occupies each
+    left : share that was left to send at at_s
+    rate : share sent per second since at_s
+    most : upper limit of the rate; infinite once everything is computed
+    version : counts rate changes, so that outdated events are ignored; -1 once it has ended
+    """
 
     request: object
     uses: list[tuple[_Shared, float]]
@@ -93,7 +100,7 @@ class _Transfer:
     done: Callable[[Any, float], None] = field(repr=False, kw_only=True)
 
     def occupy(self) -> None:
-        """Be among the users of each resource, as what it is now."""
+        """Register as a user of each resource."""
         most = self.most
         for shared, busy_s in self.uses:
             if most < math.inf:
@@ -103,25 +110,26 @@ class _Transfer:
                 shared.computed[self] = None
 
     def leave(self) -> None:
-        """Be no more among the users."""
+        """Stop using the resources."""
         for shared, _ in self.uses:
             shared.computing.pop(self, None)
             shared.computed.pop(self, None)
 
 
 class Transfers:
-    """All transfers under way. `schedule(time_s, call, argument)` is the simulation's.
+    """All transfers in flight; `schedule(time_s, call, argument)` is the simulation's.
 
     Attributes
     ----------
-    changed : transfers that began, changed or ended since rates were settled; the simulation calls `settle`
-        once all that happens at a time has happened: the prompts of a batch do the same at the same time
+    changed : transfers that began, changed or ended since the last `settle`. The simulation calls `settle`
+    once
+        after all events at the same time, since the prompts of a batch change together
     """
 
     def __init__(self, schedule: Callable) -> None:
         self._schedule = schedule
         self._shared: dict[Resource, _Shared] = defaultdict(_Shared)
-        self._under_way: dict[object, list[_Transfer]] = defaultdict(list)
+        self._in_flight: dict[object, list[_Transfer]] = defaultdict(list)
         self.changed: dict[_Transfer, None] = {}
 
     def begin(
@@ -134,14 +142,19 @@ class Transfers:
         computed_s: float,
         done: Callable[[Any, float], None],
     ) -> None:
-        """A chunk of a request's prompt that begins at begins_s, now or later, and has computed all layers at
-        computed_s sends the KV cache of so many tokens; done(request, time_s) is called when all that has
-        landed."""
+        """Begin the transfer of a chunk's KV cache.
+
+        Parameters
+        ----------
+        tokens : size of the chunk
+        begins_s, computed_s : when the step of the chunk begins (now or later) and has computed all layers
+        done : called with (request, time_s) when everything has arrived
+        """
         uses = [(self._shared[resource], seconds * tokens) for resource, seconds in cost.busy_s.items()]
         span = computed_s - begins_s
         early = (1 - 1 / layers) / span if span > 0 and layers > 1 else 0.0
         transfer = _Transfer(request, uses, begins_s + cost.latency_s, most=early, done=done)
-        self._under_way[request].append(transfer)
+        self._in_flight[request].append(transfer)
         if not uses:
             self._schedule(computed_s + cost.latency_s, self._landed, transfer)
             return
@@ -150,8 +163,8 @@ class Transfers:
         self._schedule(computed_s + cost.latency_s, self._computed, transfer)
 
     def cancel(self, request: Hashable) -> None:
-        """Stop whatever is under way of a request."""
-        for transfer in self._under_way.pop(request, ()):
+        """Stop all transfers of a request."""
+        for transfer in self._in_flight.pop(request, ()):
             self._leave(transfer)
 
     def _start(self, now: float, transfer: _Transfer) -> None:
@@ -162,7 +175,7 @@ class Transfers:
         self.changed[transfer] = None
 
     def _computed(self, now: float, transfer: _Transfer) -> None:
-        """All layers are computed: the rest goes as fast as it can."""
+        """All layers are computed: the rest is sent as fast as the links allow."""
         if transfer.version < 0:
             return
         early, transfer.most = transfer.most, math.inf
@@ -173,8 +186,7 @@ class Transfers:
             self._start(now, transfer)
 
     def settle(self, now: float) -> None:
-        """Anew the rates of all whose shares may be others: the rate of one that is being computed is what it
-        needs, unless it is pressed."""
+        """Update the rates of all transfers whose shares may have changed."""
         changed, self.changed = self.changed, {}
         affected: dict[_Transfer, None] = {}
         for shared in {shared: None for transfer in changed for shared, _ in transfer.uses}:
@@ -211,10 +223,10 @@ class Transfers:
     def _landed(self, now: float, transfer: _Transfer) -> None:
         if transfer.version < 0:
             return
-        others = self._under_way[transfer.request]
+        others = self._in_flight[transfer.request]
         others.remove(transfer)
         if not others:
-            del self._under_way[transfer.request]
+            del self._in_flight[transfer.request]
         self._leave(transfer)
         transfer.done(transfer.request, now)
 
@@ -225,8 +237,8 @@ class Transfers:
 
 
 def binding(costs: Mapping[Any, RouteCost]) -> dict[Any, RouteCost]:
-    """The same routes without resources that can never hold anything up: another one is taken by all the
-    routes that take it, for as long or longer."""
+    """The same costs without the resources that can never be a bottleneck: those whose routes all occupy some
+    other resource for as long or longer."""
     takers: dict[Resource, dict[Any, float]] = defaultdict(dict)
     for route, cost in costs.items():
         for resource, seconds in cost.busy_s.items():

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
-
 from hexgen2.goal import OBJECTIVES
 from hexgen2.placement import Placement
 from hexgen2.rent.cheapest import explore_cost
@@ -21,7 +19,7 @@ from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
 from hexgen2.search.local_search import SearchState, refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
-from hexgen2.search.perturbation import kick
+from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import greatest
 from hexgen2.strategies.base import SearchOptions, run_search
@@ -98,15 +96,9 @@ def climb_from_starts(state: SearchState) -> None:
 
 def settle(state: SearchState, seed: int) -> None:
     """Enumerate a small cluster; else, or if that is too much, perturb the best and refine it again."""
-    problem = state.evaluator.problem
-    if len(problem.usable) <= MAX_GPUS and not state.finished():
+    if len(state.evaluator.problem.usable) <= MAX_GPUS and not state.finished():
         enumerate_all(state, ENUMERATION)
-    rng = np.random.default_rng(seed)
-    for _ in range(MAX_KICKS):
-        if state.finished() or state.best is None:
-            return
-        name, solution = kick(rng, state.best.solution, problem)
-        refine(state, solution, name)
+    perturb_and_refine(state, seed, MAX_KICKS)
 
 
 def _certify(state: SearchState, seed: int) -> None:

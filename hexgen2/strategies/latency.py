@@ -15,15 +15,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
 from cost_model.errors import InfeasibleError
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.flow.max_flow import balance
 from hexgen2.search.infeasible import soonest_s
 from hexgen2.search.load_prediction import LoadedPlacement
 from hexgen2.search.local_search import SearchState, refine
-from hexgen2.search.perturbation import kick
+from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.ties import exceeds, least
 
 STEP = 1.2
@@ -145,12 +143,7 @@ class _LatencySearch:
         tried = SearchState(evaluator, state.deadline_s, EFFORT, progress=look)
         assert state.best is not None
         refine(tried, state.best.solution, "start from the best")
-        rng = np.random.default_rng(self._seed)
-        for _ in range(MAX_KICKS):
-            if tried.best is None or tried.finished():
-                break
-            name, solution = kick(rng, tried.best.solution, self._problem)
-            refine(tried, solution, name)
+        perturb_and_refine(tried, self._seed, MAX_KICKS)
         state.evaluator.evaluations += evaluator.evaluations
         state.cut = state.cut or tried.cut
         return least

@@ -22,11 +22,11 @@ from runtime.frontend.request import UNKNOWN, Generation, Observer, Origin, Outc
 from runtime.frontend.request_state import RequestEvent, RequestState
 from runtime.launcher.worker_link import Link
 from runtime.liveness import PING_EVERY_S
-from runtime.options import QUEUE_LIMIT, QUEUE_TIMEOUT_S
+from runtime.options import QUEUE_TIMEOUT_S
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Shutdown
 from runtime.routing.admission import Admission
-from runtime.routing.fair_queue import FairQueue
+from runtime.routing.fair_queue import QUEUE_LIMIT, FairQueue
 from runtime.routing.reflow import Reflow
 from runtime.routing.refusals import Overloaded, TimedOut, Unavailable
 from runtime.routing.replica_state import ReplicaStates

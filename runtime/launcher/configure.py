@@ -12,6 +12,7 @@ from cluster_specs.loader import resolve
 from cost_model.base import PREFILL_TOKENS
 from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
+from hexgen2.devices import accelerators_of, is_cpu, split
 from hexgen2.placement import Placement, Replica
 from runtime.options import (
     CPU_TRANSPORTS,
@@ -28,19 +29,6 @@ from runtime.protocol.to_workers import Configure, Emulation, KvLink
 from runtime.routing.kv_budget import kv_budgets
 
 
-def accelerator_of(placement: Placement, gpu: str) -> str:
-    """The accelerator type of a GPU id ("node/index")."""
-    node_name = gpu.rsplit("/", 1)[0]
-    node = next(node for node in placement.cluster.nodes if node.name == node_name)
-    return node.accelerators.rsplit(":", 1)[0].strip()
-
-
-def is_cpu(placement: Placement, gpu: str) -> bool:
-    """Whether a device of the placement is a CPU that stands in for a GPU."""
-    accelerator = placement.cluster.accelerators.get(accelerator_of(placement, gpu))
-    return accelerator is not None and accelerator.kind == "cpu"
-
-
 def device_of(placement: Placement, gpu: str) -> str:
     """The torch device of a GPU id, with all nodes on this machine: "cpu" or "cuda:N".
 
@@ -49,14 +37,14 @@ def device_of(placement: Placement, gpu: str) -> str:
     """
     if is_cpu(placement, gpu):
         return "cpu"
-    node_name, index = gpu.rsplit("/", 1)
+    name, index = split(gpu)
     before = 0
     for node in placement.cluster.nodes:
-        if node.name == node_name:
+        if node.name == name:
             break
         if not is_cpu(placement, f"{node.name}/0"):
-            before += int(node.accelerators.rpartition(":")[2])
-    return f"cuda:{before + int(index)}"
+            before += accelerators_of(placement, node.name)[1]
+    return f"cuda:{before + index}"
 
 
 def stage_shapes(replica: Replica) -> tuple[StageShape, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.errors import HexGen2Error, InputError
+from hexgen2.devices import node_of
 from hexgen2.placement import Placement
 from runtime.launcher.nodes.agent_messages import (
     AGENT_PROTOCOL,
@@ -17,7 +18,7 @@ from runtime.launcher.nodes.agent_messages import (
 )
 from runtime.launcher.nodes.channel import WorkersChannel
 from runtime.launcher.nodes.digest import checkpoint_digest
-from runtime.launcher.nodes.on_node import check_hardware, node_of, settled
+from runtime.launcher.nodes.on_node import check_hardware, settled
 from runtime.launcher.nodes.roster import Node, Roster
 from runtime.launcher.worker_link import Link
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher

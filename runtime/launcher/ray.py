@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from cost_model.errors import HexGen2Error, InputError
-from hexgen2.export.hardware import gpus_by_node, node_spec, on_cpu, split
+from hexgen2.devices import gpus_by_node, is_cpu, node_of, node_spec
 from hexgen2.export.ray import CPU_SHARE, bundles_of, node_resource
 from hexgen2.placement import Placement
 from runtime.launcher.ray_actor import PURPOSE, WorkerPlace
@@ -55,7 +55,7 @@ class RayLauncher(WorkersLauncher):
         have = Counter({name: float(amount) for name, amount in ray.available_resources().items()})
         needed: Counter[str] = Counter()
         for replica in placement.replicas:
-            for bundle in self._bundles(replica.gpus, on_cpu(placement, replica)):
+            for bundle in self._bundles(replica.gpus, is_cpu(placement, replica.gpus[0])):
                 needed.update(bundle)
         for name, amount in needed.items():
             if have[name] >= amount - 1e-6:
@@ -121,8 +121,8 @@ class RayLauncher(WorkersLauncher):
         import ray
 
         assert self._placement is not None
-        placement, nodes = self._placement, gpus_by_node(list(gpus))
-        bundles = bundles_of(placement, list(gpus), cpu)
+        placement, nodes = self._placement, gpus_by_node(gpus)
+        bundles = bundles_of(placement, gpus, cpu)
         alive = [node for node in ray.nodes() if node["Alive"]]
         if len(alive) > 1 or any(node_spec(placement, node).address for node in nodes):
             return bundles
@@ -176,7 +176,7 @@ class RayLauncher(WorkersLauncher):
 
         told = self._configurations[worker]
         members, cpu = _members(told), told.device == "cpu"
-        bundle = list(gpus_by_node(list(members))).index(split(worker)[0])
+        bundle = list(gpus_by_node(members)).index(node_of(worker))
         return (
             ray.remote(WorkerPlace)
             .options(

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from runtime.options import QUEUE_LIMIT
 from runtime.routing.refusals import Overloaded, TooMany
 
+QUEUE_LIMIT = 256
+"""Requests that may wait, unless an option says otherwise."""
 IDLE_CLIENTS = 1024
 """Clients that have nothing waiting and are remembered at most."""
 

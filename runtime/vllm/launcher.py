@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from cost_model.errors import HexGen2Error, InputError
+from hexgen2.devices import node_of
 from hexgen2.export.vllm_command import Surroundings, VllmProcess, check_vllm, vllm_processes
 from hexgen2.placement import Placement
 from runtime.launcher.base import Launcher
@@ -55,7 +56,7 @@ class VllmLauncher(Launcher):
         check_vllm(placement, source)
         LocalLauncher().check(placement, source)
         for replica in placement.replicas:
-            if len({gpu.rpartition("/")[0] for gpu in replica.gpus}) > 1:
+            if len({node_of(gpu) for gpu in replica.gpus}) > 1:
                 problem = f"{replica.id} spans nodes, and one vLLM is started for it here"
                 remedy = "use `hexgen2 export --format vllm`, or --engine torch"
                 raise InputError(source, "replicas", problem, remedy)

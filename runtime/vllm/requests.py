@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hexgen2.export.vllm import TO_PREFILL
+from hexgen2.export.vllm_command import TO_PREFILL
 from runtime.protocol.from_workers import TokenOutput
 from runtime.protocol.message import Sampling, TokenLogprobs
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from hexgen2.placement import Placement
 from hexgen2.search.local_search import SearchState
-from hexgen2.search.operators import Step
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import exceeds
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.baselines.paper import require_found
 from hexgen2.strategies.baselines.uniform import (
+    Candidate,
     Replicas,
     UniformPlanner,
     as_solution,
@@ -59,7 +59,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
     return run_search(NAME, problem, options, explore)
 
 
-def _candidates(state: SearchState) -> Iterator[Step]:
+def _candidates(state: SearchState) -> Iterator[Candidate]:
     types = nodes_by_type(state.evaluator.problem)
     layouts = {(t, role): _layouts(state, types[t], role) for t in types for role in ("prefill", "decode")}
     for one, two in itertools.product(types, types):

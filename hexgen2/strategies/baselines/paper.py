@@ -14,9 +14,9 @@ from cost_model.errors import InfeasibleError
 from hexgen2.placement import Placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.local_search import SearchState, guided_steps
-from hexgen2.search.operators import Step
 from hexgen2.search.partition.initial import estimated_groups, initial_solution
 from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.steps import MoveGpus, Neighbour, Step, SwapGpus
 from hexgen2.search.ties import exceeds
 from hexgen2.strategies.base import SearchOptions, run_search
 
@@ -73,21 +73,22 @@ def require_found(state: SearchState, why: str, other: str = "hexgen2") -> None:
     )
 
 
-def _best_guided_swap(state: SearchState, current: Evaluation) -> tuple[str, Evaluation] | None:
+def _best_guided_swap(state: SearchState, current: Evaluation) -> tuple[Step, Evaluation] | None:
     """The step of highest score, if it improves on the current one."""
-    best: tuple[str, Evaluation] | None = None
+    best: tuple[Step, Evaluation] | None = None
     threshold = current.score
-    for name, solution in _guided_swaps(state.evaluator, current):
+    for step, solution in _guided_swaps(state.evaluator, current):
         tried = valued(state.evaluator, solution)
         if exceeds(tried.score, threshold):
-            best, threshold = (name, tried), tried.score
+            best, threshold = (step, tried), tried.score
         if state.out_of_time():
             break
     return best
 
 
-def _guided_swaps(evaluator: Evaluator, current: Evaluation) -> Iterator[Step]:
+def _guided_swaps(evaluator: Evaluator, current: Evaluation) -> Iterator[Neighbour]:
     """Of the flow-guided steps, swaps and moves of one GPU that empty no group."""
-    for name, solution in guided_steps(evaluator, current):
-        if name.startswith(("swap ", "move 1 ")) and len(solution.groups) == len(current.solution.groups):
-            yield name, solution
+    for step, solution in guided_steps(evaluator, current):
+        one_gpu = isinstance(step, SwapGpus) or (isinstance(step, MoveGpus) and step.count == 1)
+        if one_gpu and len(solution.groups) == len(current.solution.groups):
+            yield step, solution

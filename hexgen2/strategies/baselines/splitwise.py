@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from cost_model.hardware import Accelerator
 from hexgen2.placement import Placement
 from hexgen2.search.local_search import SearchState
-from hexgen2.search.operators import Step
 from hexgen2.search.problem import Problem
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.baselines.paper import require_found
 from hexgen2.strategies.baselines.uniform import (
+    Candidate,
     Replicas,
     UniformPlanner,
     as_solution,
@@ -39,7 +39,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
     return run_search(NAME, problem, options, explore)
 
 
-def _candidates(state: SearchState, types: dict[Accelerator, list[int]]) -> Iterator[Step]:
+def _candidates(state: SearchState, types: dict[Accelerator, list[int]]) -> Iterator[Candidate]:
     """Every cut with every size of each type, or every division of the only type that holds the model."""
     sizes = {accelerator.name: _sizes(state, nodes) for accelerator, nodes in types.items()}
     usable = [name for name, options in sizes.items() if options]

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 
 from cost_model.hardware import Accelerator
 from hexgen2.search.local_search import SearchState
-from hexgen2.search.operators import Step
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.shapes import Shapes
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
@@ -18,6 +17,9 @@ MAX_NODES = 16
 """Most nodes that one replica's pipeline crosses."""
 
 Replicas = list[NodeCounts]
+
+Candidate = tuple[str, Solution]
+"""A solution to value, and what the trace says of it."""
 
 
 class UniformPlanner(Planner):
@@ -49,7 +51,7 @@ def nodes_by_type(problem: Problem) -> dict[Accelerator, list[int]]:
     return dict(sorted(found.items(), key=lambda item: (-item[0].flops_s, item[0].name)))
 
 
-def keep_best(state: SearchState, candidates: Iterator[Step]) -> None:
+def keep_best(state: SearchState, candidates: Iterator[Candidate]) -> None:
     """Value the candidates in turn, those whose replicas alone could beat the best so far."""
     for name, solution in candidates:
         if state.out_of_time():

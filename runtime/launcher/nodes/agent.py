@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cost_model.errors import InputError
+from hexgen2.devices import node_of
 from runtime.frames import BadFrame
 from runtime.launcher.nodes.agent_messages import (
     AGENT_PROTOCOL,
@@ -144,7 +145,7 @@ class NodeAgent:
             choices = ", ".join(WORKER_ENGINES)
             raise _Refused("input", f"starts no workers of {request.engine}; use an engine of {choices}")
         for worker in request.workers:
-            if worker.rpartition("/")[0] != self._name:
+            if node_of(worker) != self._name:
                 raise BadFrame(f"worker {worker} is not of node {self._name}")
         return request
 

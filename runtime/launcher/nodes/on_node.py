@@ -8,8 +8,9 @@ import msgspec
 
 from cost_model.errors import InputError
 from cost_model.hardware import CATALOGUE, GIB, find_accelerator
+from hexgen2.devices import accelerators_of, is_cpu, split
 from hexgen2.placement import Placement
-from runtime.launcher.configure import accelerator_of, is_cpu, shares_of
+from runtime.launcher.configure import shares_of
 from runtime.launcher.nodes.agent_messages import Welcome
 from runtime.p2p.membership.record import Accelerator
 from runtime.protocol.to_workers import Configure
@@ -17,20 +18,10 @@ from runtime.protocol.to_workers import Configure
 ENOUGH = 0.9  # of a card's nominal memory: drivers report up to 6 % less
 
 
-def node_of(worker: str) -> str:
-    """The node of a worker, which is named by its GPU id ("node/index")."""
-    return worker.rpartition("/")[0]
-
-
-def index_of(worker: str) -> int:
-    """The number of a worker's GPU on its node."""
-    return int(worker.rpartition("/")[2])
-
-
 def device_on_node(device: str, worker: str) -> str:
     """The torch device of a worker whose node is a machine of its own: on each, GPUs are numbered from 0, as
     its processes see them."""
-    return device if device == "cpu" else f"cuda:{index_of(worker)}"
+    return device if device == "cpu" else f"cuda:{split(worker)[1]}"
 
 
 def settled(told: Mapping[str, Configure], welcome: Welcome, checkpoint: str) -> dict[str, Configure]:
@@ -62,10 +53,10 @@ def check_hardware(placement: Placement, workers: Collection[str], welcome: Welc
     ------
     InputError : there are fewer, others, or smaller ones
     """
-    used = sorted(index_of(worker) for worker in workers if not is_cpu(placement, worker))
+    used = sorted(split(worker)[1] for worker in workers if not is_cpu(placement, worker))
     if not used:
         return
-    card = accelerator_of(placement, f"{welcome.node}/{used[0]}")
+    card, _ = accelerators_of(placement, welcome.node)
     needed = placement.cluster.accelerators.get(card)
     nominal = CATALOGUE.get(card)
     memory_bytes = needed.memory_gib * GIB if needed else nominal.memory_bytes if nominal else 0.0

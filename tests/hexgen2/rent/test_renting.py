@@ -58,7 +58,7 @@ def sub_rentals(problem: Problem) -> dict[float, float]:
             found = run(part, "exact").throughput.req_s
         except InfeasibleError:
             continue
-        price = round(part.cluster.total_price_per_hour, 6)
+        price = round(float(part.cluster.price_per_hour.sum()), 6)
         best[price] = max(best.get(price, 0.0), found)
     return best
 
@@ -81,7 +81,7 @@ def asking(problem: Problem, **goal) -> Problem:
 @settings(max_examples=15, deadline=None)
 @given(tiny_universes(), st.floats(0.2, 1.0))
 def test_budget_equals_the_best_of_all_rentals(problem, share):
-    budget = share * problem.cluster.total_price_per_hour
+    budget = share * float(problem.cluster.price_per_hour.sum())
     best = within(sub_rentals(problem), budget)
     for strategy in ("hexgen2", "exact"):
         if best == 0:
@@ -152,13 +152,6 @@ def test_never_worse_than_the_best_single_type():
         alone.append(run(problem_of(spec, model, workload)).throughput.req_s)
     assert rented.throughput.req_s >= max(alone) * (1 - 1e-6)
     assert rented.throughput.req_s <= rented.bound.req_s
-
-
-def test_same_bytes_for_the_same_seed():
-    problem = make_problem("hexgen2-setting-5", "opt-30b", "LPLD", goal=Goal(budget_per_hour=12.0))
-    first, second = run(problem), run(problem)
-    first.search.seconds = second.search.seconds = 0.0
-    assert first.to_json() == second.to_json()
 
 
 def test_nodes_may_be_left_out_and_offers_join_them():

@@ -167,15 +167,11 @@ def paper_cells():
 
 @pytest.mark.parametrize(("cluster", "model", "workload"), list(paper_cells()))
 def test_paper_settings(cluster, model, workload):
-    """Valid, within the schema, and the same bytes for the same seed, times aside."""
-    problem = make_problem(cluster, model, workload)
-    first, second = run("hexgen2", problem), run("hexgen2", problem)
-    jsonschema.validate(json.loads(first.to_json()), json_schema())
-    for placement in (first, second):
-        placement.search.seconds = 0.0
-    assert first.to_json() == second.to_json()
-    assert {r.role for r in first.replicas} == {"prefill", "decode"}
-    assert 0 <= first.bound.gap < 0.5
+    """Valid, of both roles, within the schema and close to the bound."""
+    found = run("hexgen2", make_problem(cluster, model, workload))
+    jsonschema.validate(json.loads(found.to_json()), json_schema())
+    assert {r.role for r in found.replicas} == {"prefill", "decode"}
+    assert 0 <= found.bound.gap < 0.5
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from hexgen2.prediction.step_times import StepTimes
 from hexgen2.replan.request import replanned
 from hexgen2.search.problem import make_problem
 from hexgen2.simulator.fleet import LiveRoom
+from hexgen2.simulator.options import Failure, Options, Replan
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.run import simulate
-from hexgen2.simulator.simulation import Failure, Options, Replan, Simulation
+from hexgen2.simulator.simulation import Simulation
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 from hexgen2.workload.arrivals import LengthSource, offline, online

@@ -38,11 +38,11 @@ def solutions() -> list[Solution]:
     parts = [counts_of({0: a, 1: b}) for a in range(3) for b in range(3) if a + b]
     found = []
     for p, d in itertools.product((1, 2), repeat=2):
-        for counts in itertools.product(parts, repeat=p + d):
-            counts = [sum(dict(b).get(node, 0) for b in counts) for node in (0, 1)]
+        for chosen in itertools.product(parts, repeat=p + d):
+            counts = [sum(dict(c).get(node, 0) for c in chosen) for node in (0, 1)]
             if max(counts) <= 2:
                 roles = ["prefill"] * p + ["decode"] * d
-                found.append(Solution(tuple(map(Group, roles, counts))))
+                found.append(Solution(tuple(map(Group, roles, chosen))))
     return found
 
 

@@ -1,9 +1,8 @@
-"""The strategies that hexgen2 is compared with: valid, repeatable, and what their papers say they are."""
+"""The strategies that hexgen2 is compared with: never better than exact, and what their papers say."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -50,14 +49,6 @@ def assert_uniform(placement: Placement) -> None:
         assert len({len(stage.gpus) for stage in replica.stages}) == 1
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("strategy", BASELINES)
-def test_placements_are_valid(strategy, cluster):
-    for model, workload in itertools.product(MODELS, ("HPLD", "LPHD")):
-        placement = run(strategy, make(cluster, model, workload))
-        assert {r.role for r in placement.replicas} == {"prefill", "decode"}
-
-
 @settings(max_examples=25, deadline=None)
 @given(problems(max_gpus=6))
 def test_none_beats_exact_on_random_clusters(problem):
@@ -82,15 +73,6 @@ def test_order_on_the_case_study(model, workload):
     assert found["exact"] >= found["hexgen2"] * (1 - 1e-6)
     for name in BASELINES:
         assert found["hexgen2"] >= found[name] * (1 - 1e-6), name
-
-
-@pytest.mark.parametrize("strategy", ALL)
-def test_the_same_seed_gives_the_same_bytes(strategy):
-    problem = make("hexgen2-setting-1", "llama-2-70b", "HPHD")
-    first, second = (run(strategy, problem, SearchOptions(seed=7)) for _ in range(2))
-    for placement in (first, second):
-        placement.search.seconds = 0.0
-    assert first.to_json() == second.to_json()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""What happens in a simulation beside its requests: failures, re-plans, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hexgen2.placement import Placement
+from hexgen2.simulator.batching import Policy
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A replica that is lost at some time."""
+
+    at_s: float
+    replica: str
+
+
+@dataclass(frozen=True)
+class Replan:
+    """A placement to which the fleet switches at some time (see changeover.py)."""
+
+    at_s: float
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything about a simulation beyond placement and requests.
+
+    Attributes
+    ----------
+    policy : how colocated replicas mix prompts and decodes
+    queue_limit : requests that may wait for a route; None: no limit
+    failures : replicas lost during the run
+    replans : placements to switch to during the run
+    recover : whether requests of a lost replica restart elsewhere from their prompt and the tokens generated
+        so far, as in the runtime; otherwise they fail
+    front_end_s : seconds of overhead per request, from the client to the queue of a replica and back
+    """
+
+    policy: Policy = "mixed"
+    queue_limit: int | None = None
+    failures: Sequence[Failure] = ()
+    replans: Sequence[Replan] = ()
+    recover: bool = True
+    front_end_s: float = 0.0

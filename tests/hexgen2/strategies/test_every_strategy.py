@@ -1,0 +1,79 @@
+"""Every registered strategy on the same problems through the same checkers: a new one is here by itself.
+
+The cases are chosen so that each cluster, model, workload, cost model, reading of pipelines, reading of links
+and objective occurs; a strategy may refuse a case only if REFUSALS names it and how.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from placement_checks import check_placement
+
+from cost_model.errors import InputError
+from hexgen2.goal import make_goal
+from hexgen2.search.problem import make_problem
+from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.registry import STRATEGIES, find_strategy
+
+MOTLEY = {
+    "name": "motley",
+    "nodes": [
+        {"name": "a", "accelerators": "H100:2", "interconnect": "nvlink", "price_per_gpu_hour": 3},
+        {"name": "b", "accelerators": "A100:2", "price_per_gpu_hour": 2, "network_gbit_s": 25},
+        {"name": "c", "accelerators": "L40:2", "interconnect": "pcie3", "price_per_gpu_hour": 1},
+    ],
+    "network": {
+        "default": {"bandwidth_gbit_s": 10, "latency_us": 50},
+        "uplinks": [{"name": "rack", "nodes": ["b", "c"], "bandwidth_gbit_s": 15}],
+    },
+}
+TARGETS = make_goal("goodput", ttft_ms=2000, tpot_ms=150)
+CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "homogeneous": ("hexgen2-homogeneous", "llama-2-70b", "HPLD", {}),
+    "setting 1": ("hexgen2-setting-1", "llama-2-70b", "HPHD", {}),
+    "setting 4": ("hexgen2-setting-4", "opt-30b", "LPHD", {"links": "pairwise"}),
+    "as the paper": (
+        *("hexgen2-case-study", "llama-2-70b", "LPLD"),
+        {"cost_model": "table1", "pipeline": "paper_optimistic"},
+    ),
+    "literal": ("hexgen2-case-study", "opt-30b", "LPHD", {"pipeline": "literal"}),
+    "online": ("hetis-12", "llama-2-13b", "online", {}),
+    "motley": ("motley", "opt-13b", "LPLD", {"cost_model": "zero-fit"}),
+    "within targets": (
+        "motley",
+        "opt-13b",
+        "HPLD",
+        {"goal": make_goal("goodput", ttft_ms=2000, tpot_ms=150)},
+    ),
+    "rented": ("hexgen2-case-study", "opt-30b", "LPLD", {"goal": make_goal(budget_per_hour=10)}),
+}
+RENTING = ("hexgen2", "exact")
+REFUSALS = {
+    ("exact", "setting 1"): "too many",
+    **{(name, "rented"): "does not choose what to rent" for name in set(STRATEGIES) - set(RENTING)},
+    **{(name, "within targets"): "does not search for --objective" for name in ("hexgen", "vllm")},
+}
+
+
+@pytest.fixture(scope="module")
+def motley(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("motley") / "motley.yaml"
+    path.write_text(json.dumps(MOTLEY))
+    return str(path)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_placements_pass_the_checkers(strategy: str, case: str, motley: str) -> None:
+    cluster, model, workload, options = CASES[case]
+    problem = make_problem(motley if cluster == "motley" else cluster, model, workload, **options)
+    if refusal := REFUSALS.get((strategy, case)):
+        with pytest.raises(InputError, match=refusal):
+            find_strategy(strategy)(problem, SearchOptions())
+        return
+    found = find_strategy(strategy)(problem, SearchOptions())
+    assert found.strategy == strategy
+    check_placement(found)
