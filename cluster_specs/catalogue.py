@@ -15,7 +15,7 @@ _PRICES_FILE = Path(__file__).with_name("prices.yaml")
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """A card with its rental price; `price_source` says where the price is from."""
+    """A card with its rental price in US dollars; `price_source` says where the price comes from."""
 
     accelerator: Accelerator
     price_per_gpu_hour: float
@@ -25,7 +25,7 @@ class CatalogueEntry:
 
 @cache
 def catalogue() -> dict[str, CatalogueEntry]:
-    """Every card that the project knows, by canonical name."""
+    """All known cards, by canonical name."""
     prices = parse_mapping(read_text(_PRICES_FILE, MAX_YAML_BYTES), str(_PRICES_FILE))
     return {
         name: CatalogueEntry(

@@ -1,4 +1,4 @@
-"""From a shipped name or a YAML file to a resolved cluster spec, with every figure in it."""
+"""Loading cluster specs: from a shipped name or a YAML file to a spec in which every figure is resolved."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ CARD_ASSUMPTION = (
 
 
 def _shipped() -> dict[str, Path]:
+    """The files of the shipped clusters, by name."""
     return {path.stem: path for path in sorted(_FOLDER.glob("*.yaml")) if path.stem not in _NOT_A_CLUSTER}
 
 
@@ -37,14 +38,18 @@ def list_clusters() -> list[tuple[str, str]]:
     return [(name, load_cluster(name).description) for name in _shipped()]
 
 
-def load_cluster(name_or_file: str) -> ClusterSpec:
-    """A shipped cluster by name, or the cluster that a file describes; resolved (see `resolve`).
+def load_cluster(cluster: str | Path | ClusterSpec) -> ClusterSpec:
+    """The cluster of that shipped name, or the one that a YAML file describes; resolved (see `resolve`).
+
+    A spec is taken as it is, and resolved.
 
     Raises
     ------
     InputError : with the file, a key such as `nodes[2].accelerators`, the problem and the remedy
     """
-    shipped = _shipped()
+    if isinstance(cluster, ClusterSpec):
+        return resolve(cluster, cluster.name, Path())
+    shipped, name_or_file = _shipped(), str(cluster)
     path = shipped.get(name_or_file.strip().lower())
     if path is None:
         path = Path(name_or_file)
@@ -67,12 +72,10 @@ def parse_cluster(data: dict[str, Any], source: str, folder: Path) -> ClusterSpe
 
 
 def resolve(spec: ClusterSpec, source: str, folder: Path) -> ClusterSpec:
-    """The same cluster with nothing left to look up; resolving twice changes nothing.
+    """The same cluster with every reference resolved; resolving twice changes nothing.
 
-    Cards are under canonical names with their figures in `accelerators`, every node has a price, and
-    `measured` is the matrix itself. Prices and network cards that are assumptions are added to
-    `assumptions`.
-    """
+    Cards have canonical names, with their figures in `accelerators`; every node has a price; `measured` is
+    the matrix itself. Assumed prices and network cards are added to `assumptions`."""
     if not spec.nodes and not spec.offers:
         raise InputError(source, "nodes", "is empty", "list at least one, or offers")
     cards = {name: _accelerator(name, entry) for name, entry in spec.accelerators.items()}
@@ -80,6 +83,7 @@ def resolve(spec: ClusterSpec, source: str, folder: Path) -> ClusterSpec:
     assumptions = list(spec.assumptions)
 
     def canonical(text: str, key: str) -> tuple[str, int]:
+        """Canonical name and count; a card of the catalogue is added to the entries."""
         name, count = parse_accelerators(text, source, key)
         card = find_accelerator(name, cards, source=source, key=key)
         if card.name not in entries:
@@ -140,6 +144,7 @@ def accelerator_of(spec: ClusterSpec, name: str) -> Accelerator:
 
 
 def _accelerator(name: str, entry: AcceleratorSpec) -> Accelerator:
+    """The card that an entry describes."""
     return Accelerator(
         name=name,
         memory_bytes=entry.memory_gib * GIB,
@@ -150,6 +155,7 @@ def _accelerator(name: str, entry: AcceleratorSpec) -> Accelerator:
 
 
 def _entry(card: Accelerator) -> AcceleratorSpec:
+    """The entry of a card of the catalogue."""
     return AcceleratorSpec(
         memory_gib=card.memory_bytes / GIB,
         bf16_dense_tflops=card.flops_s / 1e12,
@@ -160,7 +166,7 @@ def _entry(card: Accelerator) -> AcceleratorSpec:
 
 
 def _price(name: str, entry: AcceleratorSpec, assumptions: list[str]) -> float:
-    """The card's price; notes it among the assumptions if it is one."""
+    """The card's price in $/h; added to the assumptions if it is assumed."""
     known = catalogue().get(name)
     if entry.price_per_gpu_hour is None:
         price = known.price_per_gpu_hour if known else 0.0
@@ -176,6 +182,7 @@ def _price(name: str, entry: AcceleratorSpec, assumptions: list[str]) -> float:
 
 
 def _check_names(nodes: list[NodeSpec], source: str) -> None:
+    """Refuse node names that are used twice."""
     seen: dict[str, int] = {}
     for index, node in enumerate(nodes):
         if node.name in seen:
@@ -185,6 +192,7 @@ def _check_names(nodes: list[NodeSpec], source: str) -> None:
 
 
 def _check_links(spec: ClusterSpec, source: str) -> None:
+    """Refuse links to unknown nodes, of a node to itself, and repeated ones."""
     names = [node.name for node in spec.nodes]
     seen: dict[frozenset[str], int] = {}
     for index, link in enumerate(spec.network.links):
@@ -202,6 +210,7 @@ def _check_links(spec: ClusterSpec, source: str) -> None:
 
 
 def _check_uplinks(spec: ClusterSpec, source: str) -> None:
+    """Refuse uplinks with equal names, unknown nodes or repeated ones."""
     names = [node.name for node in spec.nodes]
     seen: dict[str, int] = {}
     for index, uplink in enumerate(spec.network.uplinks):
@@ -218,6 +227,7 @@ def _check_uplinks(spec: ClusterSpec, source: str) -> None:
 
 
 def _check_known(name: str, names: list[str], source: str, key: str) -> None:
+    """Refuse an unknown node, with the nearest known name."""
     if name not in names:
         near = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"nodes: {', '.join(names)[:200]}"
@@ -225,7 +235,7 @@ def _check_known(name: str, names: list[str], source: str, key: str) -> None:
 
 
 def _measured(measured: str | list[list[float]], size: int, source: str, folder: Path) -> list[list[float]]:
-    """The GPU x GPU matrix in Gbit/s; the diagonal means nothing and is set to 0."""
+    """The GPU x GPU matrix in Gbit/s; its diagonal is ignored and set to 0."""
     rows: list[tuple[str, list[Any]]]
     if isinstance(measured, str):
         path = folder / measured
@@ -251,6 +261,7 @@ def _measured(measured: str | list[list[float]], size: int, source: str, folder:
 
 
 def _gbit_s(cell: str | float, file: str, key: str, column: int) -> float:
+    """The bandwidth in a cell of the matrix."""
     try:
         value = float(cell)
     except (ValueError, OverflowError):
@@ -263,6 +274,7 @@ def _gbit_s(cell: str | float, file: str, key: str, column: int) -> float:
 
 
 def _exists(path: Path) -> bool:
+    """Whether there is such a file; False for a path that no file can have."""
     try:
         return path.exists()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What may be rented: offers as nodes beside those that a cluster has, and the part of them that is taken."""
+"""Renting: offers become nodes of a cluster, of which a part is rented."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cost_model.hardware import interconnect_link
 
 
 def with_offers(spec: ClusterSpec) -> ClusterSpec:
-    """A resolved spec whose offers have become nodes.
+    """A resolved spec with its offers turned into nodes.
 
-    An offer of max_count GPUs in nodes of gpus_per_node gives full nodes and one for the rest. What joins
-    them to all others is network.default, which is added to the assumptions.
+    An offer of max_count GPUs in nodes of gpus_per_node gives full nodes, and one for the rest. They are
+    joined to all others by network.default, which is added to the assumptions.
 
     Raises
     ------
@@ -96,6 +96,7 @@ def _offered_nodes(offer: OfferSpec, taken: set[str]) -> list[NodeSpec]:
 
 
 def _count(spec: ClusterSpec, node: NodeSpec) -> int:
+    """Devices in a node."""
     return parse_accelerators(node.accelerators, spec.name, "nodes")[1]
 
 
@@ -110,7 +111,7 @@ def _first_of_each(spec: ClusterSpec, counts: Sequence[int]) -> list[int]:
 
 
 def _extended(spec: ClusterSpec, measured: list[list[float]], nodes: list[NodeSpec]) -> list[list[float]]:
-    """The measured matrix in Gbit/s with rows for the offered nodes, which nobody measured."""
+    """The measured matrix in Gbit/s, with rows for the offered nodes, which were not measured."""
     node_of = [n for n, node in enumerate(nodes) for _ in range(_count(spec, node))]
     inside = [_interconnect_gbit_s(spec, node) for node in nodes]
     known, default = len(measured), spec.network.default.bandwidth_gbit_s
@@ -127,6 +128,7 @@ def _extended(spec: ClusterSpec, measured: list[list[float]], nodes: list[NodeSp
 
 
 def _interconnect_gbit_s(spec: ClusterSpec, node: NodeSpec) -> float:
+    """Bandwidth between two devices of a node."""
     if isinstance(node.interconnect, InterconnectSpec):
         return node.interconnect.bandwidth_gbyte_s * 8
     card, _ = parse_accelerators(node.accelerators, spec.name, "nodes")

@@ -1,4 +1,4 @@
-"""The cluster spec: what a YAML file may say, validated. Units stand in the key names."""
+"""The schema of cluster files. Units are part of the key names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cost_model.fields import Name, Prose, between
 
-# Beyond any machine on both sides (1 kbit/s, 1 KiB, 1 MFLOP/s), so that what is computed from such figures
-# stays finite.
+# Beyond any real machine in both directions (1 kbit/s, 1 KiB, 1 MFLOP/s), so that results computed from such
+# figures stay finite.
 SMALLEST, LARGEST = 1e-6, 1e9
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False), between(SMALLEST, LARGEST)]
 NonNegative = Annotated[
@@ -24,15 +24,15 @@ class _Strict(BaseModel):
 
 
 class InterconnectSpec(_Strict):
-    """Links between the devices of one node, where a class name does not fit."""
+    """Links between the devices of one node, given by figures instead of a class name."""
 
     bandwidth_gbyte_s: Positive
     latency_us: NonNegative = 10.0
 
 
 class NodeSpec(_Strict):
-    """One machine: `accelerators` is NAME:COUNT, `network_gbit_s` what its network card carries in each
-    direction (default: as much as its fastest link)."""
+    """One machine: `accelerators` is NAME:COUNT, `network_gbit_s` the bandwidth of its network card in each
+    direction (default: that of its fastest link)."""
 
     name: Name = Field(min_length=1, pattern=r"^[^/\s]+$")
     address: Name | None = None
@@ -44,12 +44,14 @@ class NodeSpec(_Strict):
 
 
 class NetworkDefault(_Strict):
+    """The network between any two nodes that no link joins."""
+
     bandwidth_gbit_s: Positive = 10.0
     latency_us: NonNegative = 50.0
 
 
 class NetworkLink(_Strict):
-    """The network between two nodes, both directions."""
+    """The network between two nodes, in both directions."""
 
     from_: Name = Field(alias="from")
     to: Name
@@ -60,7 +62,8 @@ class NetworkLink(_Strict):
 
 
 class UplinkSpec(_Strict):
-    """What a set of nodes shares for its traffic with all others, in each direction: a rack's, a site's."""
+    """The uplink that a set of nodes, such as a rack or a site, shares for traffic with all others, per
+    direction."""
 
     name: Name = Field(min_length=1)
     nodes: list[Name] = Field(min_length=1)
@@ -87,8 +90,8 @@ class AcceleratorSpec(_Strict):
 
 
 class OfferSpec(_Strict):
-    """Something that `--budget` may rent, GPU by GPU: up to max_count, in nodes of gpus_per_node, each with a
-    network card of network_gbit_s in each direction (default: as much as its fastest link)."""
+    """GPUs that `--budget` may rent, one by one: up to max_count, in nodes of gpus_per_node, each with a
+    network card of network_gbit_s in each direction (default: that of its fastest link)."""
 
     accelerators: Name
     price_per_gpu_hour: Price
@@ -99,7 +102,7 @@ class OfferSpec(_Strict):
 
 
 class ClusterSpec(_Strict):
-    """A whole cluster file: nodes that are there, offers that `--budget` may rent, or both.
+    """A cluster file: existing nodes, offers that `--budget` may rent, or both.
 
     `assumptions` lists every figure that was not measured, with its reason.
     """

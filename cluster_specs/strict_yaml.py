@@ -1,4 +1,4 @@
-"""Parse YAML the strict way: plain data only, no surprises, every fault an InputError.
+"""Strict YAML: plain data only, and every error is an InputError.
 
 The scalars are those of YAML 1.2's core schema. `3090:2` stays text (YAML 1.1 reads it as a number in
 base 60), `no` stays text, `1e9` is a number. Duplicate keys, aliases and tags are refused.
@@ -18,9 +18,11 @@ MAX_YAML_BYTES = 1 << 20
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Only the constructors and scalar patterns registered below, none of the inherited ones."""
+    """A loader with only the constructors and scalar patterns registered below, none of the inherited
+    ones."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse aliases."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise ConstructorError(None, None, "aliases are not accepted", mark)
@@ -45,6 +47,7 @@ class _StrictLoader(yaml.SafeLoader):
         return self._number(node, lambda text: float(text.replace(".inf", "inf").replace(".nan", "nan")))
 
     def _number(self, node: yaml.Node, convert: Any) -> Any:
+        """The number that the text is, in lower case."""
         try:
             return convert(self.text(node).lower())
         except ValueError:
@@ -95,7 +98,7 @@ for _tag, _pattern, _first in [
 
 
 def parse_mapping(text: str, source: str) -> dict[str, Any]:
-    """The mapping at the top of a YAML text.
+    """The mapping at the top level of a YAML text.
 
     Raises
     ------
@@ -119,6 +122,7 @@ def parse_mapping(text: str, source: str) -> dict[str, Any]:
 
 
 def _yaml_remedy(problem: str) -> str:
+    """What to do about a problem that the parser found."""
     if "duplicate" in problem:
         return "keep one of them"
     if "alias" in problem:

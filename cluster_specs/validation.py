@@ -1,4 +1,4 @@
-"""Turn a pydantic error into the project's one line: file, key, problem, remedy."""
+"""From a pydantic error to a one-line InputError: file, key, problem, remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cost_model.fields import key_text
 
 
 def input_error(error: ValidationError, data: Any, source: str, model: type[BaseModel]) -> InputError:
-    """The most telling error of `data` against `model`, as an InputError about `source`."""
+    """The most informative error of `data` against `model`, as an InputError about `source`."""
     details = min(error.errors(include_url=False), key=lambda e: _rank(e, data))
     path = list(_data_path(details["loc"], data))
     key = key_text(path)
@@ -43,17 +43,17 @@ def input_error(error: ValidationError, data: Any, source: str, model: type[Base
         )
     if key.endswith("interconnect"):
         remedy = "use nvlink, pcie3, pcie4, pcie5, shared-memory or {bandwidth_gbyte_s: ..., latency_us: ...}"
-        return InputError(source, key, f"{shown} is no interconnect", remedy)
+        return InputError(source, key, f"{shown} is not an interconnect", remedy)
     return InputError(source, key, f"is {shown}", f"it should be {problem}")
 
 
 def _rank(details: ErrorDetails, data: Any) -> tuple[bool, bool]:
-    """Most telling first: the fitting union branch, and an unknown key before the one it leaves missing."""
+    """The most informative first: in the right union branch; an unknown key before a missing one."""
     return _branch_mismatch(details, data), details["type"] != "extra_forbidden"
 
 
 def _data_path(location: tuple[int | str, ...], data: Any) -> Iterator[int | str]:
-    """The part of a pydantic location that exists in the data: no names of union branches."""
+    """The part of a pydantic location that exists in the data, without names of union branches."""
     for position, step in enumerate(location):
         last = position == len(location) - 1
         if isinstance(data, dict):
@@ -68,6 +68,7 @@ def _data_path(location: tuple[int | str, ...], data: Any) -> Iterator[int | str
 
 
 def _is_branch(step: int | str) -> bool:
+    """Whether a step of a location is the name of a union branch."""
     return isinstance(step, str) and (
         step.startswith(("literal[", "list[")) or step in {"InterconnectSpec", "str"}
     )

@@ -1,4 +1,4 @@
-"""What a cost model or an engine must know of a transformer: its shape, counted truly."""
+"""The shape of a transformer, and the exact counts of parameters and bytes that follow from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ ValueBytes = Annotated[float, Field(gt=0), between(1 / 64, 64)]
 class ModelArchitecture(BaseModel):
     """The shape of a decoder-only transformer.
 
-    `family` names the engine's model class; the counts below are what costs are made of.
-    `biases`: every projection and norm has one; `qkv_bias`: only q, k and v do (Qwen 2); `qk_norm`: heads
-    of q and k are normalised (Qwen 3); `position_offset`: unused first rows of the position table (OPT).
-    Layers hold weights of `weight_bytes` each; token table, LM head and activations have `activation_bytes`.
-    """
+    `family` names the engine's model class. `biases`: every projection and norm has a bias; `qkv_bias`: only
+    q, k and v have one (Qwen 2); `qk_norm`: the heads of q and k are normalised (Qwen 3); `position_offset`:
+    the first rows of the position table that are not used (OPT). Layers hold weights of `weight_bytes` each;
+    token table, LM head and activations have `activation_bytes`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -69,7 +68,7 @@ class ModelArchitecture(BaseModel):
 
     @cached_property
     def layer_params(self) -> int:
-        """Parameters held by one layer: all experts and the router included."""
+        """Parameters of one layer, with all its experts and the router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.attention_params + self.experts * self.expert_params + router + 2 * self.norm_params
 
@@ -80,41 +79,44 @@ class ModelArchitecture(BaseModel):
 
     @cached_property
     def active_layer_params(self) -> int:
-        """Parameters that one token passes through in one layer."""
+        """Parameters of one layer that a token uses."""
         idle = (self.experts - self.active_experts) * self.expert_params
         return self.layer_params - idle
 
     @cached_property
     def embedding_params(self) -> int:
-        """Token table, learned positions (OPT) and the norm after them (BLOOM): held by the first stage."""
+        """Parameters of the first stage beside its layers: token table, learned positions (OPT), norm
+        (BLOOM)."""
         positions = self.max_position + self.position_offset if self.learned_positions else 0
         return (self.vocab + positions) * self.hidden + (self.norm_params if self.family == "bloom" else 0)
 
     @cached_property
     def head_params(self) -> int:
-        """The LM head (last stage), tied to the token table or not: a stage that has it holds it."""
+        """Parameters of the LM head, which the last stage holds whether or not it is tied to the token
+        table."""
         return self.vocab * self.hidden
 
     @cached_property
     def total_params(self) -> int:
-        """Every parameter once; a tied head is counted with the embedding."""
+        """All parameters, each counted once: a tied head belongs to the token table."""
         head = 0 if self.tied_embeddings else self.head_params
         return self.layers * self.layer_params + self.embedding_params + self.norm_params + head
 
     @cached_property
     def kv_bytes_per_token_layer(self) -> float:
-        """Keys and values of one token in one layer, all heads."""
+        """Bytes of the keys and values of one token in one layer, all heads."""
         return 2 * self.kv_heads * self.head_dim * self.kv_value_bytes
 
     @cached_property
     def kv_bytes_per_token(self) -> float:
-        """Keys and values of one token in all layers (335 MB for 1024 tokens of Llama-2 70B)."""
+        """Bytes of the keys and values of one token in all layers (335 MB for 1024 tokens of Llama-2 70B)."""
         return self.layers * self.kv_bytes_per_token_layer
 
     def tensor_degrees(self, limit: int) -> list[int]:
-        """Tensor-parallel degrees up to `limit` that split query heads evenly and KV heads evenly
-        (or replicate each KV head evenly)."""
+        """The tensor-parallel degrees up to `limit` that split the query heads evenly, and split or replicate
+        the KV heads evenly."""
         return [n for n in range(1, limit + 1) if self.heads % n == 0 and self._kv_heads_split(n)]
 
     def _kv_heads_split(self, degree: int) -> bool:
+        """Whether this degree splits the KV heads evenly, or replicates each evenly."""
         return self.kv_heads % degree == 0 or degree % self.kv_heads == 0

@@ -1,7 +1,7 @@
-"""What every cost model answers: times of a layer, bytes of a stage, bytes of a KV cache.
+"""The interface of cost models: seconds of a layer, bytes of a stage, bytes of a KV cache.
 
 A stage is a tensor-parallel group of equal devices inside one node, so its time is affine in its
-layers: `layers * layer_s + edge_s`. Planning relies on that.
+layers, `layers * layer_s + edge_s`, and planning relies on that.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ Phase = Literal["prefill", "decode"]
 PREFILL_TOKENS = 2048
 """Tokens per prefill batch at which compute saturates (HexGen-2, section 2, "Batching")."""
 CHUNK_TOKENS = 512
-"""Prompt tokens in a step while requests decode, unless `hexgen2 launch` is told otherwise."""
+"""Prompt tokens per step while requests decode, unless `hexgen2 launch` is told otherwise."""
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The devices of one stage: `degree` equal accelerators, `link` the slowest pair among them."""
+    """The devices of one stage: `degree` equal accelerators; `link` is the slowest between any two of
+    them."""
 
     accelerator: Accelerator
     degree: int
@@ -33,7 +34,7 @@ class TensorGroup:
 
 
 class Work(NamedTuple):
-    """What one step of an engine does, over all requests in it; every time is affine in each attended sum.
+    """The work of one engine step, over all its requests; times are affine in each of the two attended sums.
 
     prompt_tokens : tokens of prompts, whole or chunks of them
     prompt_attended : sum over these of the tokens that each attends to
@@ -66,18 +67,18 @@ class StageMemory:
     per_request: float
 
     def needed(self, layers: int, batch: int) -> float:
-        """Bytes on each device for so many layers and concurrent requests."""
+        """Bytes on each device for this many layers and concurrent requests."""
         return (
             self.fixed + layers * (self.per_layer + batch * self.per_layer_request) + batch * self.per_request
         )
 
     def max_layers(self, batch: int) -> int:
-        """Most layers that fit beside `batch` requests (0 if none): the inverse of `needed`, to rounding."""
+        """The most layers that fit together with `batch` requests, 0 if none: the inverse of `needed`."""
         room = self.limit - self.fixed - batch * self.per_request
         return max(0, int(room // (self.per_layer + batch * self.per_layer_request)))
 
     def max_batch(self, layers: int) -> int:
-        """Most requests that fit beside `layers` layers, at least one (0 if none): likewise."""
+        """The most requests that fit together with `layers` layers (at least one); 0 if none."""
         room = self.limit - self.fixed - layers * self.per_layer
         return max(0, int(room // (layers * self.per_layer_request + self.per_request)))
 
@@ -113,7 +114,7 @@ class CostModel(ABC):
         return self.hop_work_s(link, batch * self.isl if phase == "prefill" else batch)
 
     def work(self, phase: Phase, batch: float) -> Work:
-        """What a prefill of `batch` prompts, or a decode step of `batch` requests, is on average."""
+        """The mean work of a prefill of `batch` prompts, or of a decode step of `batch` requests."""
         if phase == "prefill":
             tokens = batch * self.isl
             return Work(tokens, tokens * self._prompt_attended, 0.0, 0.0, batch)
@@ -143,10 +144,10 @@ class CostModel(ABC):
 
     @abstractmethod
     def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
-        """Seconds of a stage outside its layers in a step that samples so many tokens."""
+        """Seconds of a stage outside its layers, in a step that samples this many tokens."""
 
     def hop_work_s(self, link: Link, tokens: float) -> float:
-        """Seconds to pass the activations of so many tokens to the next stage."""
+        """Seconds to pass the activations of this many tokens to the next stage."""
         return link.latency_s + tokens * self.activation_bytes_per_token / link.bandwidth_bytes_s
 
     @abstractmethod
@@ -165,4 +166,4 @@ class CostModel(ABC):
 
     @abstractmethod
     def prefill_batch(self) -> int:
-        """Prompts per prefill step when the replica is busy."""
+        """Prompts per prefill step of a busy replica."""

@@ -1,10 +1,10 @@
 """Coefficients from measured times.
 
-Few, bounded and drawn towards what is known: eight figures for all, two factors for each GPU and six for each
-engine, each with a spread around the set that the fit starts from (a penalised least squares on the error of
-the logarithm). Errors beyond some 8 % count by their size and no longer by its square, so that rows which no
-such model explains do not bend the rest. The formulas are those that predict (cost_model/roofline.py).
-"""
+There are few coefficients, bounded and drawn towards known values: eight for all rows, two factors for each
+GPU and six for each engine, each with a spread around the set that the fit starts from (penalised least
+squares on the error of the logarithm). Errors above about 8 % count linearly instead of quadratically, so
+that rows which the model cannot explain do not distort the rest. The formulas are the ones that predict
+(cost_model/roofline.py)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from cost_model.roofline import EdgeWork, LayerWork, edge_s, layer_s
 
 _LOG_ERROR = 0.08
 _CONFIDENCE = 1.5
-"""How much the spreads below are narrowed: chosen by the error on models and GPUs left out."""
+"""The factor by which the spreads below are narrowed; chosen by the error on left-out models and GPUs."""
 
-# Per figure: where to start if the set has none, the spread of its logarithm, least and most.
+# Per coefficient: the start if the set has none, the spread of its logarithm, least and most.
 _BASE = {
     "compute_efficiency": (0.5, 0.3, 0.05, 1.0),
     "memory_efficiency": (0.8, 0.2, 0.1, 1.0),
@@ -50,7 +50,7 @@ _LARGEST_FACTOR = 20.0
 
 @dataclass(frozen=True)
 class CountedRows:
-    """Measured rows as arrays; the work of each is counted once."""
+    """Measured rows as arrays, with the work of each."""
 
     steps: tuple[Step, ...]
     log_s: np.ndarray
@@ -73,7 +73,7 @@ class CountedRows:
         )
 
     def at(self, chosen: np.ndarray) -> CountedRows:
-        """Those rows alone."""
+        """Only these rows."""
         return CountedRows(
             tuple(step for step, kept in zip(self.steps, chosen, strict=True) if kept),
             self.log_s[chosen],
@@ -84,13 +84,13 @@ class CountedRows:
         )
 
     def seconds(self, k: Coefficients) -> np.ndarray:
-        """Predicted, with coefficients that are figures or one figure per row."""
+        """Predicted seconds; coefficients are numbers, or arrays with one element per row."""
         edge = np.where(self.whole, edge_s(self.edge, k), 0.0)
         return np.asarray(self.layers * layer_s(self.layer, k) + edge)
 
 
 class _Layout:
-    """Which figure of a set stands where in the vector of logarithms that is fitted."""
+    """The positions of a set's coefficients in the vector of logarithms that is fitted."""
 
     def __init__(self, rows: CountedRows, start: CoefficientSet) -> None:
         self.rows, self.start = rows, start
@@ -120,6 +120,7 @@ class _Layout:
         self.spread = np.array(spread) / _CONFIDENCE
 
     def base(self, logs: np.ndarray) -> dict[str, float]:
+        """The coefficients of the base, by name."""
         return dict(zip(_BASE, np.exp(logs[: len(_BASE)]).tolist(), strict=True))
 
     def gpu_factors(self, logs: np.ndarray) -> np.ndarray:
@@ -133,7 +134,7 @@ class _Layout:
         return np.exp(logs[begin:]).reshape(-1, len(_ENGINE))
 
     def coefficients(self, logs: np.ndarray) -> Coefficients:
-        """Of each row: figures are arrays where they differ between rows."""
+        """The coefficients of all rows: arrays [rows] where rows differ."""
         base = self.base(logs)
         gpu = dict(zip(_GPU, self.gpu_factors(logs)[self.gpu_of].T, strict=True))
         engine: dict[str, Any] = dict.fromkeys(_ENGINE, 1.0)
@@ -152,13 +153,14 @@ class _Layout:
         )
 
     def residuals(self, logs: np.ndarray) -> np.ndarray:
-        """Roots of what is minimised: robust errors of the rows, and distances from the centre."""
+        """Residuals for least squares: robust errors of the rows, then distances from the start."""
         off = (np.log(self.rows.seconds(self.coefficients(logs))) - self.rows.log_s) / _LOG_ERROR
         robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
         return np.concatenate([robust, (logs - self.centre) / self.spread])
 
     def as_set(self, logs: np.ndarray, name: str, source: str) -> CoefficientSet:
-        """The figures by name; what the rows do not touch stays as in the set that the fit started from."""
+        """The fitted set; coefficients that no row depends on stay as in the set that the fit started
+        from."""
         gpu_rows = Counter(self.gpu_of.tolist())
         gpus = {
             gpu: GpuFactors(**_named(_GPU, factors), rows=gpu_rows[k])
@@ -200,5 +202,5 @@ def _named(names: Iterable[str], values: np.ndarray) -> dict[str, Any]:
 
 
 def five_digits(value: float) -> float:
-    """Rounded to more than measured figures are good for."""
+    """Rounded to five digits, which is more than measurements justify."""
     return value if value == 0 or not math.isfinite(value) else float(f"{value:.5g}")

@@ -1,9 +1,8 @@
-"""What engines reach of the data-sheet peaks, and the times that no peak explains; as named sets.
+"""Coefficients: the shares of data-sheet peaks that engines reach, and their fixed overheads; in named sets.
 
-A set has a base, and factors on it for GPUs and for engines that were measured. Fitted sets are files
-(`hexgen2 calibrate` writes them, coefficients.json ships) with their source and their error on rows that
-the fit had not seen.
-"""
+A set has a base, and factors for the GPUs and engines that were measured. Fitted sets are files (`hexgen2
+calibrate` writes them, coefficients.json ships) that state their source and their error on rows left out of
+the fit."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Coefficients:
     nvlink_share : share of the all-reduce rate in the table of collectives that NVLink reaches
     step_overhead_s : a step's fixed cost on each stage; request_overhead_s : for each request in it
     memory_utilisation : share of device memory that an engine takes (vLLM's gpu_memory_utilization default)
-    engine_bytes : of which context, communication buffers and graphs take so much
+    engine_bytes : of that, what context, communication buffers and graphs take
     kv_slack_tokens : tokens that a request's last KV block leaves unused
     """
 

@@ -1,13 +1,12 @@
-"""What an all-reduce takes: a table by fabric, number of devices and message size.
+"""The time of an all-reduce, from tables by fabric, number of devices and message size.
 
-One bandwidth per link is not enough: over PCIe the devices of a node share bridges and the host's memory,
-so each gets the less the more take part; over NVLink small messages do not fill the links.
+The bandwidth of a link alone does not tell: over PCIe the devices of a node share bridges and host memory, so
+that each gets less the more take part; over NVLink small messages do not fill the links.
 
     seconds = latency(fabric, n) + 2 (n - 1) / n * bytes / (link bandwidth * share(fabric, n, bytes))
 
-The second term is nccl-tests' bus bandwidth turned round (PERFORMANCE.md of nccl-tests). Shares are
-relative to the bandwidth of the link itself, so that a card with slower links, or a measured link, scales.
-"""
+The second term is the inverse of nccl-tests' bus bandwidth (PERFORMANCE.md of nccl-tests). Shares are
+relative to the bandwidth of the link, so that they also apply to slower and to measured links."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def all_reduce_s(link: Link, degree: int, message_bytes: float) -> float:
 
 
 def bandwidth_share(link: Link, degree: int, message_bytes: float) -> float:
-    """Share of the link's bandwidth that an all-reduce gets: 1 where nothing is known of the fabric."""
+    """The share of the link's bandwidth that an all-reduce gets; 1 if nothing is known about the fabric."""
     if link.fabric == "pcie":
         return _interpolated(_PCIE_SHARE, degree)
     if link.fabric == "nvlink":
@@ -63,8 +62,8 @@ def bandwidth_share(link: Link, degree: int, message_bytes: float) -> float:
 
 
 def _interpolated(table: Sequence[tuple[float, float]], at: float) -> float:
-    """Between two entries on a straight line over logarithms, so a time rises with the size wherever it does
-    from one entry to the next; beyond the ends as at them."""
+    """The table's value at a point: linear in logarithms between two entries, so that times rise with the
+    size if they do from entry to entry; constant beyond the ends."""
     if at <= table[0][0]:
         return table[0][1]
     if at >= table[-1][0]:

@@ -38,6 +38,7 @@ class _Config:
     source: str
 
     def error(self, key: str, problem: str, remedy: str) -> InputError:
+        """An error about a key of this file."""
         return InputError(self.source, key, problem, remedy)
 
     def integer(self, *keys: str, default: int | None = None) -> int:
@@ -53,6 +54,7 @@ class _Config:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
+        """A boolean key."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -226,5 +228,6 @@ def _dtype(config: _Config) -> WeightType:
 
 
 def _shown(value: Any) -> str:
+    """A value as it is shown in an error."""
     text = ascii(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge number"
     return text if len(text) <= 60 else f"{text[:57]}..."

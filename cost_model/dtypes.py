@@ -1,6 +1,6 @@
-"""Number formats: bytes of weights and of KV values, and which tensor cores compute with them.
+"""Number formats: bytes of weights and KV values, and the peak rates of the tensor cores that use them.
 
-Quantised checkpoints keep token table and LM head in 16 bits, and so do the counts (`activation_bytes`).
+Quantised checkpoints keep the token table and the LM head in 16 bits, so they have `activation_bytes`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ KV_BYTES: dict[str, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0,
 def in_formats(
     model: ModelArchitecture, weights: WeightType | None = None, kv: str | None = None
 ) -> ModelArchitecture:
-    """The model with its weights and its KV cache in other formats (None: as they are); KeyError if unknown.
+    """The model with weights and KV cache in other formats (None: unchanged); KeyError for an unknown one.
 
-    Activations stay as they are where weights get fewer bits: their format follows from the weights', see
-    `matrix_flops_s`.
+    Activations keep 16 bits if weights get fewer; how they are computed with is up to `matrix_flops_s`.
     """
     changes: dict[str, object] = {}
     if weights is not None:
@@ -40,8 +39,7 @@ def in_formats(
 def matrix_flops_s(accelerator: Accelerator, model: ModelArchitecture) -> float:
     """Peak operations/s of products of activations with this model's weights.
 
-    With fp8 and int8 weights, activations are quantised on the way where the card has tensor cores for it;
-    elsewhere, and with int4, weights are unpacked to 16 bits.
-    """
+    With fp8 and int8 weights, activations are quantised on the fly if the card has tensor cores for the
+    format; otherwise, and with int4, weights are unpacked to 16 bits."""
     speedup = {"fp8": accelerator.fp8_speedup, "int8": accelerator.int8_speedup}
     return accelerator.flops_s * speedup.get(model.weight_type, 1.0)

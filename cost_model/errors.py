@@ -1,8 +1,7 @@
-"""The one exception tree of the project.
+"""The exceptions of the project.
 
-It lives in the lowest package so that every layer can raise it. The command line prints the
-message and exits with `exit_code`; a library caller catches the class.
-"""
+They live in the lowest package, so that every layer can raise them. The command line prints the message and
+exits with `exit_code`; callers from Python catch the class."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from cost_model.printable import one_line
 
 
 class HexGen2Error(Exception):
-    """Base of every error that the project raises on purpose."""
+    """Base of all errors that the project raises deliberately."""
 
     exit_code = 1
 
@@ -21,7 +20,7 @@ class InputError(HexGen2Error):
     Parameters
     ----------
     source : file name or command-line option the input came from
-    key : the offending key inside it ("" when the whole source is meant)
+    key : the key that is wrong ("" for the whole source)
     problem : what is wrong
     remedy : what to do about it
     """
@@ -35,6 +34,6 @@ class InputError(HexGen2Error):
 
 
 class InfeasibleError(HexGen2Error):
-    """The input is sound, but no placement satisfies it; the message says why."""
+    """The input is valid, but no placement satisfies it; the message says why."""
 
     exit_code = 3

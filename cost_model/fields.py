@@ -1,4 +1,4 @@
-"""Types of what users' files hold: names that are safe to show, numbers that are safe to compute with."""
+"""Field types for users' files: names that are safe to show, numbers that are safe to compute with."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Number = TypeVar("Number", int, float)
 
 
 def between(least: float, most: float, or_zero: bool = False) -> AfterValidator:
-    """Refuses numbers outside of [least, most], and nan; `or_zero` allows 0 as well, and makes it +0.
+    """A validator that rejects numbers outside [least, most], and nan; `or_zero` also allows 0, as +0.
 
-    The limits are far from anything real; they keep what is computed from the number finite.
+    The limits are far from realistic values; they keep results that are computed from the number finite.
     """
     described = f"{'0 or ' if or_zero else ''}from {least:g} to {most:g}"
 
@@ -32,22 +32,26 @@ def between(least: float, most: float, or_zero: bool = False) -> AfterValidator:
 
 
 def _name(text: str) -> str:
+    """Refuse text with control characters, line breaks included."""
     if has_control_characters(text):
         raise _refusal(text)
     return text
 
 
 def _prose(text: str) -> str:
+    """Refuse text with control characters, except line breaks and tabs."""
     if has_control_characters(text, layout=True):
         raise _refusal(text)
     return text
 
 
 def _refusal(text: str) -> PydanticCustomError:
+    """The error of a text with control characters."""
     return PydanticCustomError("control_characters", "{problem}", {"problem": _problem(text)})
 
 
 def _problem(text: str) -> str:
+    """The problem of a text with control characters."""
     return f"has control characters: '{one_line(text)[:60]}'"
 
 
@@ -59,7 +63,7 @@ Prose = Annotated[str, AfterValidator(_prose)]
 
 
 def checked_name(text: str, source: str, key: str = "", remedy: str = "rename it") -> str:
-    """A name that comes from elsewhere than a field: a file's or a folder's.
+    """A name that does not come from a field, such as that of a file or folder.
 
     Raises
     ------
@@ -71,13 +75,13 @@ def checked_name(text: str, source: str, key: str = "", remedy: str = "rename it
 
 
 def schema_error(error: ValidationError, source: str, remedy: str) -> InputError:
-    """The first thing that is wrong with a file, as an InputError about `source`."""
+    """The first of pydantic's errors, as an InputError about `source`."""
     first = error.errors(include_url=False, include_input=False)[0]
     return InputError(source, key_text(first["loc"]), first["msg"][:200], remedy)
 
 
 def key_text(path: Sequence[int | str]) -> str:
-    """nodes[2].accelerators"""
+    """A path as text, for example nodes[2].accelerators."""
     text = ""
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{str(step)[:60]}" if text else str(step)[:60]

@@ -1,4 +1,4 @@
-"""Read and write a user's text files, or say in one line why not."""
+"""Reading and writing the user's text files, with one-line errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 @contextmanager
 def written(path: Path) -> Iterator[TextIO]:
-    """A file to write that appears whole at the end, or not at all.
+    """Open a text file for writing: it appears complete at the end, or not at all.
 
     Raises
     ------
@@ -60,6 +60,6 @@ def written(path: Path) -> Iterator[TextIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text so: whole, or not at all. Raises InputError likewise."""
+    """Write a text file, completely or not at all. Raises InputError as `written` does."""
     with written(path) as stream:
         stream.write(text)

@@ -39,9 +39,8 @@ class Accelerator:
 class Link:
     """A directed connection between two devices.
 
-    Its fabric decides what is left of it where several take part in a collective (cost_model/collectives.py);
-    "" where nothing is known of that: a network, or a link given by its figures.
-    """
+    The fabric decides how much of it collectives get (cost_model/collectives.py); "" for a network, or a link
+    given by its figures, of which that is not known."""
 
     bandwidth_bytes_s: float
     latency_s: float
@@ -49,7 +48,7 @@ class Link:
 
 
 NO_LINK = Link(float("inf"), 0.0)
-"""Between a device and itself, or where communication is assumed free."""
+"""The link from a device to itself, or where communication is assumed to be free."""
 
 
 # Dense 8-bit peaks over the 16-bit ones below, from the same sources. GeForce cards do fp8 and bf16 at half
@@ -61,6 +60,7 @@ _INT8_SPEEDUP = dict.fromkeys(
 
 
 def _gpu(name: str, memory_gib: float, tflops: float, gbyte_s: float, source: str) -> Accelerator:
+    """A GPU from the figures in the units of data sheets."""
     return Accelerator(
         name,
         memory_gib * GIB,
@@ -74,7 +74,7 @@ def _gpu(name: str, memory_gib: float, tflops: float, gbyte_s: float, source: st
 
 
 # Memory is the nominal size of the data sheet read as GiB; drivers report 0-6 % less.
-# Where a data sheet states 16-bit throughput with sparsity only, half of it stands here.
+# If a data sheet states 16-bit throughput only with sparsity, half of that is used.
 _CARDS = [
     _gpu("H200", 141, 989.4, 4800, "NVIDIA H200 SXM data sheet"),
     _gpu("H100", 80, 989.4, 3350, "NVIDIA H100 data sheet, SXM5 80 GB"),
@@ -117,7 +117,7 @@ _LooseKey = tuple[str, frozenset[str]]
 
 
 def _loose_key(name: str) -> _LooseKey | None:
-    """Model token and the set of qualifiers; None when nothing is left of the name."""
+    """The model's token and the set of qualifiers in a name; None if nothing remains of it."""
     tokens = [re.sub(r"^RTX(?=[A-Z0-9])", "", t) for t in re.findall(r"[A-Z0-9]+", name.upper())]
     tokens = [
         _MEMORY.sub(r"\1GB", t) if _MEMORY.fullmatch(t) else t for t in tokens if not _NOISE.fullmatch(t)
@@ -126,7 +126,7 @@ def _loose_key(name: str) -> _LooseKey | None:
 
 
 def _catalogue_aliases() -> dict[_LooseKey, str]:
-    """Each card under its own name, with its memory size, and with the form factor spelled out."""
+    """All spellings of each card: its name, with its memory size, and with its form factor."""
     aliases: dict[_LooseKey, str] = {}
     for card in CATALOGUE.values():
         key = _loose_key(card.name)
@@ -152,7 +152,7 @@ def find_accelerator(
     source: str = "accelerator",
     key: str = "",
 ) -> Accelerator:
-    """The card of that name, loosely spelled, from `extra` (which wins) or the catalogue.
+    """The card of that name, in any usual spelling, from `extra` (which wins) or the catalogue.
 
     Case, dashes, underscores, spaces, "NVIDIA", "Tesla", "RTX", "-SXM" and "80G" for "80GB" do not
     matter. Bare "A100" is the 80 GB card, bare "V100" the 16 GB one; A100, A800, V100, P100 and the
@@ -204,14 +204,14 @@ _PCIE5_CARDS = ("H200", "H100", "H100-PCIe")
 
 
 def pcie_class(accelerator: Accelerator) -> str:
-    """The PCIe generation of the card's slot: pcie4 where it is not known."""
+    """The PCIe generation of the card's slot: pcie4 if unknown."""
     if accelerator.name in _PCIE3_CARDS:
         return "pcie3"
     return "pcie5" if accelerator.name in _PCIE5_CARDS else "pcie4"
 
 
 def usual_interconnect(accelerator: Accelerator) -> str:
-    """What joins such devices in one node where nobody says: NVLink where the card's usual form has it."""
+    """The default interconnect of such devices in one node: NVLink if the card's usual form has it."""
     if accelerator.kind == "cpu":
         return "shared-memory"
     link = interconnect_link("nvlink", accelerator)[0]

@@ -1,4 +1,4 @@
-"""How far a calibration is off on what it has not seen: rows, GPUs, models or engines left out of the fit."""
+"""The error of a calibration on rows, GPUs, models or engines that were left out of the fit."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ LEFT_OUT: dict[str, Callable[[Measurement], str]] = {
     "model": lambda row: row.step.model.name,
     "engine": lambda row: row.step.engine,
 }
-"""What rows can have in common, so that all of one kind are predicted by a fit to the others."""
+"""Ways to group rows: each group is predicted by a fit to all other rows."""
 
 
 def calibrate(
     rows: Sequence[Measurement], start: CoefficientSet, name: str, source: str, seed: int = 0
 ) -> CoefficientSet:
-    """The set fitted to all rows (see `fit`), with the errors of fits that had not seen what they predict.
+    """The set fitted to all rows (see `fit`), with the errors of fits on the rows that they left out.
 
-    Errors are of whole steps: rows that lack attention count only where there are no others.
+    Errors are those of whole steps: rows without attention count only if there are no others.
     """
     whole = fit(CountedRows.of(rows), start, name, source)
     predicted = {"rows": left_out_predictions(rows, random_folds(len(rows), seed), start)}
@@ -66,7 +66,7 @@ def left_out_predictions(
 
 
 def predictions(rows: CountedRows, coefficients: CoefficientSet) -> np.ndarray:
-    """Seconds of each row; engines that the set does not know are taken as a mean one."""
+    """Predicted seconds of each row; an engine that the set does not know counts as a mean one."""
     each = [
         coefficients.of(step.group.accelerator, step.engine if step.engine in coefficients.engines else None)
         for step in rows.steps
@@ -80,13 +80,13 @@ def predictions(rows: CountedRows, coefficients: CoefficientSet) -> np.ndarray:
 
 
 def random_folds(count: int, seed: int = 0) -> list[str]:
-    """A label for each row: FOLDS of them, equally often and at random."""
+    """A random label for each row: FOLDS different ones, equally often."""
     order = np.random.default_rng(seed).permutation(count)
     return [str(place % FOLDS) for place in order]
 
 
 def _error(measured: np.ndarray, predicted: np.ndarray) -> float | None:
-    """Mean relative error of what could be predicted; None if nothing could."""
+    """The mean relative error over rows that could be predicted; None if there are none."""
     off = np.abs(predicted / measured - 1)
     off = off[~np.isnan(off)]
     return five_digits(float(off.mean())) if len(off) else None

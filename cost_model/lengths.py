@@ -87,6 +87,7 @@ def attended_tokens(tokens: float, window: int | None = None, past: float = 0.0)
 
 
 def _area(end: float, reach: float) -> float:
+    """The integral of min(x, reach) from 0 to end."""
     inside = min(end, reach)
     return inside * inside / 2 + (end - inside) * reach
 
@@ -100,4 +101,5 @@ def _osl(isl: float, osl: float) -> float:
 
 
 def _within(tokens: float, window: int | None) -> float:
+    """Tokens, but no more than the window."""
     return min(tokens, window) if window else tokens

@@ -1,4 +1,4 @@
-"""Steps of an engine as rows of a CSV file: to be timed, or with the time that was measured.
+"""Engine steps as rows of a CSV file: to be predicted, or with a measured time.
 
 Columns: gpu, model, tp, phase (prefill or decode), batch, input_len_or_context (tokens of each prompt, or of
 each request's context). Optional: engine (or source): who was measured; interconnect (or comm): nvlink, pcie,
@@ -54,7 +54,7 @@ class Row:
         return InputError(self.source, f"line {self.line}, {column}", problem, remedy)
 
     def text(self, *columns: str, default: str = "") -> str:
-        """The first of these columns that has something in it."""
+        """The first of these columns that is not empty."""
         return next((self.cells[c].strip() for c in columns if self.cells.get(c, "").strip()), default)
 
     def count(self, column: str, least: int = 1) -> int:
@@ -86,23 +86,24 @@ class Step:
     has_attention: bool = True
 
     def seconds_by(self, coefficients: CoefficientSet, engine: str | None = None) -> float:
-        """Predicted with these coefficients, of that engine (None: a mean one)."""
+        """Seconds predicted with these coefficients, for that engine (None: a mean one)."""
         costs = Calibrated(self.model, self.lengths, coefficients=coefficients, engine=engine)
         whole = self.model.layers * costs.layer_work_s(self.group, self._work(costs))
         return whole + (costs.edge_work_s(self.group, self.batch, last=True) if self.has_attention else 0.0)
 
     def amounts(self) -> tuple[LayerWork, EdgeWork]:
-        """What a layer and the stage's edge do in it, before any coefficient."""
+        """The work of a layer and of the stage's edge, before any coefficient."""
         costs = Calibrated(self.model, self.lengths)
         edge = costs.edge_work(self.group, self.batch, last=self.has_attention)
         return costs.layer_work(self.group, self._work(costs)), edge
 
     @property
     def lengths(self) -> RequestLengths:
-        """Requests whose prefill, or whose mean decode step, this is."""
+        """Requests of which this is the prefill, or a mean decode step."""
         return RequestLengths.fixed(self.tokens, 0)
 
     def _work(self, costs: Calibrated) -> Work:
+        """The work of the step, without attention if its time lacks it."""
         work = costs.work(self.phase, self.batch)
         return work if self.has_attention else work._replace(prompt_attended=0.0, context=0.0)
 
@@ -143,6 +144,7 @@ def read_rows(path: Path, required: tuple[str, ...] = COLUMNS) -> tuple[list[str
 
 
 def _cells(line: str, source: str, number: int) -> list[str]:
+    """The cells of a line."""
     if has_control_characters(line, layout=True):
         raise InputError(source, f"line {number}", "has control characters", "leave them out")
     try:
@@ -183,7 +185,7 @@ def step_of(row: Row) -> Step:
 
 
 def measurements(rows: list[Row]) -> Iterator[Measurement]:
-    """Rows with what was measured.
+    """Rows as measurements.
 
     Raises
     ------
@@ -201,7 +203,7 @@ def measurements(rows: list[Row]) -> Iterator[Measurement]:
 
 
 def _link(row: Row, accelerator: Accelerator, degree: int) -> Link:
-    """What joins the group's devices: as the row says, or as it usually is."""
+    """The link between the group's devices: as the row says, or the usual one."""
     name = row.text("interconnect", "comm").lower()
     if name in ("none", "excluded"):
         return NO_LINK

@@ -1,11 +1,11 @@
-"""How pipeline stages add up: three readings, because the choice decides the answer.
+"""How the times of pipeline stages add up: three readings, because results depend on the choice.
 
 - "literal": Appendix A of HexGen-2. One batch at a time walks through all stages: capacity is
   batch / sum of the stage times.
-- "pipelined": the physical one and the default. Stages work at the same time on micro-batches that
-  share the KV memory: the slowest stage sets the pace.
-- "paper_optimistic": every stage always has a full batch, as if each micro-batch had the KV memory
-  to itself: the only reading under which Appendix E.2's decode choice (TP=1, PP=2) comes out.
+- "pipelined": what engines do, and the default. Stages work at the same time on micro-batches that share the
+  KV memory; the slowest stage sets the pace.
+- "paper_optimistic": every stage always has a full batch, as if each micro-batch had the KV memory to itself;
+  the only reading that gives the decode plan of Appendix E.2 (TP=1, PP=2).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PIPELINE_SEMANTICS: tuple[str, ...] = get_args(PipelineSemantics)
 
 @dataclass(frozen=True)
 class Pace:
-    """What a replica does: requests/s at full load, and the seconds one request waits for a prefill
-    or for one output token; where the replica runs both phases, token_s is for the latter."""
+    """How fast a replica is: requests/s at full load, and the seconds of one request's prefill or output
+    token. A replica that runs both phases has latency_s for the prefill and token_s for an output token."""
 
     capacity_req_s: float
     latency_s: float

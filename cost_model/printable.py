@@ -1,9 +1,8 @@
-"""Text that cannot steer a terminal: control characters are shown as escapes.
+"""Text that is safe to print: control characters become visible escapes.
 
-Names come from files that somebody else may have written. An escape sequence in one of them could move the
-cursor, change colours or rewrite what the terminal shows, and an override of the writing direction makes a
-text look like another.
-"""
+Names come from files that somebody else may have written. An escape sequence in a name could move the cursor,
+change colours or overwrite what the terminal shows, and an override of the writing direction makes one text
+look like another."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _SPACES = re.compile(r"[ \t\n\r]+")
 
 
 def has_control_characters(text: str, layout: bool = False) -> bool:
-    """Whether there is any in the text; line breaks and tabs count unless `layout` allows them."""
+    """Whether the text has any; line breaks and tabs count too, unless `layout` allows them."""
     return (_ANY_BUT_LAYOUT if layout else _ANY).search(text) is not None
 
 
@@ -36,10 +35,11 @@ def one_line(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """The same JSON with the control characters inside its strings as JSON escapes."""
+    """The same JSON text, with control characters inside its strings as JSON escapes."""
     return _ANY_BUT_LAYOUT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _escaped(found: re.Match[str]) -> str:
+    """The escape of one control character."""
     code = ord(found[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -1,11 +1,10 @@
-"""Seconds of a step from what it does, at the data-sheet peaks, and from coefficients.
+"""The time of a step, from its work at data-sheet peaks and from coefficients.
 
-Roofline: Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009; softened, since a kernel that both
-computes and reads for a long time seldom hides all of the one behind the other.
+A roofline (Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009), but softened: a kernel that
+computes and reads for about as long seldom hides all of one behind the other.
 
-The amounts are plain numbers, or arrays of one figure per measured step, which is how coefficients are
-fitted: by the very formulas that predict.
-"""
+Amounts are numbers, or arrays with one element per measured step: coefficients are fitted with the same
+formulas that predict."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class EdgeWork(NamedTuple):
 
 
 def layer_s(work: LayerWork, k: Coefficients) -> Amount:
-    """Seconds of one layer: matrix products and attention follow one another, so they add up."""
+    """Seconds of one layer: matrix products and attention run one after the other, so they add up."""
     prompts = work.prompts_compute_s / (k.compute_efficiency * k.attention_efficiency)
     exchange = work.nvlink_s / k.nvlink_share + work.other_s + work.all_reduces * k.all_reduce_overhead_s
     return (
@@ -64,8 +63,8 @@ def edge_s(work: EdgeWork, k: Coefficients) -> Amount:
 
 
 def kernel_s(compute_s: Amount, read_s: Amount, k: Coefficients) -> Amount:
-    """Seconds of a kernel that computes and reads for so long at the peaks: the longer of the two with
-    infinite overlap, more where they overlap less."""
+    """Seconds of a kernel that computes and reads for this long at the peaks: with infinite overlap the
+    longer of the two, with less overlap more."""
     compute, read = compute_s / k.compute_efficiency, read_s / k.memory_efficiency
     if k.overlap == math.inf:
         return max(compute, read)

@@ -1,8 +1,7 @@
 """Table 1 of HexGen-2 as printed: multi-head attention, a 4H feed-forward, data-sheet peaks.
 
-It reads no KV cache, counts no attention FLOPs and knows no launch overhead; it is kept as the
-paper's own model beside the better one in `calibrated.py`.
-"""
+It ignores reads of the KV cache, attention FLOPs and launch overhead. It stays as the paper's own model,
+beside the better one in `calibrated.py`."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from cost_model.hardware import Accelerator
 class Table1(CostModel):
     """H hidden size, B bytes per value, n tensor degree, c FLOP/s, m bytes/s, alpha s, beta bytes/s.
 
-    The paper's decode costs are totals over s_out tokens; those here are of one step, a s_out-th of them.
-    Devices of a stage are equal and `link` is their slowest pair, so its maxima over devices fall away.
-    """
+    The paper's decode costs are totals over s_out tokens; here they are those of one step. Its maxima over
+    devices are not needed, since the devices of a stage are equal and `link` is the slowest between them."""
 
     name = "table1"
     calibration = "none: data-sheet peaks"
 
     def error(self, accelerator: Accelerator) -> float:
-        """What benchmarks/simulator/cost_model_accuracy.py finds where measured times include attention."""
+        """The error that benchmarks/simulator/cost_model_accuracy.py finds on times that include
+        attention."""
         return 0.47
 
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
@@ -35,7 +34,7 @@ class Table1(CostModel):
         return compute + scan + exchange
 
     def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
-        """Nothing: Table 1 has no LM head and no cost of a step."""
+        """Zero: Table 1 has no LM head and no fixed cost of a step."""
         return 0.0
 
     def stage_memory(self, phase: Phase, group: TensorGroup, first: bool, last: bool) -> StageMemory:
@@ -54,7 +53,7 @@ class Table1(CostModel):
 
     @property
     def kv_bytes_per_layer(self) -> float:
-        """Bytes: 2 s_in H B, per layer although the paper's formula lacks the layers."""
+        """Bytes: 2 s_in H B per layer; the paper's formula leaves out the number of layers."""
         return 2 * self.isl * self.model.hidden * self.model.weight_bytes
 
     @property
@@ -63,5 +62,5 @@ class Table1(CostModel):
         return self.model.hidden * self.model.weight_bytes
 
     def prefill_batch(self) -> int:
-        """One: prefill gains nothing by batching (Appendix A)."""
+        """1, since prefill gains nothing from batching (Appendix A)."""
         return 1

@@ -235,4 +235,5 @@ def traffic_of(
 
 
 def _accelerator(cluster: Cluster, gpu: str) -> Accelerator:
+    """The type of a GPU."""
     return cluster.types[int(cluster.type_of[cluster.index(gpu)])]

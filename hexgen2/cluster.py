@@ -35,15 +35,12 @@ class Cluster:
     types : the distinct accelerators, fastest first, then by name
     type_of : [n] index of each device's accelerator in `types`
     bandwidth_bytes_s, latency_s : [n, n] of the link from row to column; inf and 0 on the diagonal
-    network_bandwidth_bytes_s, network_latency_s : [nodes, nodes]; inf and 0 on the diagonal; where the
-        bandwidth was measured, that of the fastest pair of devices
     card_bytes_s : [nodes] what each node's network card carries in each direction; inf where there is
         one node only and the spec does not say
     uplinks : what sets of nodes share
     price_per_hour : [n] US dollars
     memory_bytes : [n]
-    interconnects : what joins the devices of each node
-    fabrics : what kind of links that is, for collectives
+    fabrics : what kind of links joins the devices of each node, for collectives
     assumptions : every figure that is not measured, with its reason
     """
 
@@ -55,13 +52,10 @@ class Cluster:
     type_of: np.ndarray
     bandwidth_bytes_s: np.ndarray
     latency_s: np.ndarray
-    network_bandwidth_bytes_s: np.ndarray
-    network_latency_s: np.ndarray
     card_bytes_s: np.ndarray
     uplinks: tuple[Uplink, ...]
     price_per_hour: np.ndarray
     memory_bytes: np.ndarray
-    interconnects: tuple[InterconnectClass | InterconnectSpec, ...]
     fabrics: tuple[Fabric, ...]
     assumptions: tuple[str, ...]
     spec: ClusterSpec = field(repr=False)
@@ -110,13 +104,10 @@ class Cluster:
             type_of=type_of,
             bandwidth_bytes_s=bandwidth,
             latency_s=latency,
-            network_bandwidth_bytes_s=network_bandwidth,
-            network_latency_s=network_latency,
             card_bytes_s=_cards(spec, network_bandwidth),
             uplinks=_uplinks(spec),
             price_per_hour=np.array(prices)[node_of],
             memory_bytes=np.array([card.memory_bytes for card in cards])[node_of],
-            interconnects=tuple(node.interconnect for node in spec.nodes),
             fabrics=tuple(fabrics),
             assumptions=tuple(assumptions),
             spec=spec,
@@ -157,6 +148,7 @@ class Cluster:
 
 
 def _inside(interconnect: InterconnectClass | InterconnectSpec, card: Accelerator) -> tuple[Link, str | None]:
+    """The link between two devices of a node, and what was assumed about it."""
     if isinstance(interconnect, InterconnectSpec):
         return Link(interconnect.bandwidth_gbyte_s * 1e9, interconnect.latency_us * 1e-6), None
     return interconnect_link(interconnect, card)
@@ -194,6 +186,7 @@ def _cards(spec: ClusterSpec, network_bandwidth: np.ndarray) -> np.ndarray:
 
 
 def _uplinks(spec: ClusterSpec) -> tuple[Uplink, ...]:
+    """The uplinks, with their nodes as indices and bandwidth in bytes/s."""
     names = {node.name: index for index, node in enumerate(spec.nodes)}
     return tuple(
         Uplink(u.name, tuple(names[n] for n in u.nodes), u.bandwidth_gbit_s * _GBIT_S)

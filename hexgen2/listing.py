@@ -1,4 +1,4 @@
-"""What ships, as (name, description) rows for `hexgen2 list`."""
+"""Everything that ships, as (name, description) rows for `hexgen2 list`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gpus() -> Rows:
 
 
 def gpu_text(entry: CatalogueEntry) -> str:
-    """The data sheet's figures and the price, marked where it is assumed."""
+    """Data-sheet figures and price of a GPU; an assumed price is marked."""
     card = entry.accelerator
     price = f"${entry.price_per_gpu_hour:.2f}/h" + (" (assumed)" if entry.price_assumed else "")
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -21,6 +21,9 @@ from hexgen2.moves import LARGEST, Figure, Migration, Move
 from hexgen2.network.kv_parts import GpuPart, gpu_parts
 from hexgen2.network.shared_links import Links
 from hexgen2.workload.lengths import Workload
+
+if TYPE_CHECKING:
+    import networkx
 
 OPTIMAL = 1e-4
 """Relative gap to the bound up to which an answer counts as optimal: that of the integer program."""
@@ -43,10 +46,12 @@ class Stage(_Strict):
 
     @property
     def tensor_parallel(self) -> int:
+        """The tensor-parallel degree."""
         return len(self.gpus)
 
     @property
     def layer_count(self) -> int:
+        """How many layers it holds."""
         return self.layers[1] - self.layers[0]
 
 
@@ -63,6 +68,7 @@ class Replica(_Strict):
 
     @property
     def gpus(self) -> list[str]:
+        """All GPUs, in the order of the stages."""
         return [gpu for stage in self.stages for gpu in stage.gpus]
 
     @property
@@ -138,6 +144,8 @@ class CostModelName(_Strict):
 
 
 class Throughput(_Strict):
+    """Requests/s and output tokens/s of the whole placement."""
+
     req_s: Figure
     output_tok_s: Figure
 
@@ -169,7 +177,7 @@ class Goodput(_Strict):
     assumptions: list[Prose]
 
 
-class Bound(_Strict):
+class BoundRecord(_Strict):
     """A proven upper limit on throughput, valid under `assumptions`; gap = 1 - req_s / bound.
 
     With the objective "cost", price_per_hour is what any rental that carries the load costs at least.
@@ -249,7 +257,7 @@ class Placement(_Strict):
     price_per_hour: Figure
     rented: list[Rented] = []
     frontier: list[FrontierPoint] = []
-    bound: Bound
+    bound: BoundRecord
     bottlenecks: list[Name]
     search: SearchRecord
     moves: list[Move] = []
@@ -265,6 +273,23 @@ class Placement(_Strict):
     def to_json(self) -> str:
         """Canonical text: same placement, same bytes."""
         return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n"
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """The replicas as nodes and the KV routes as edges.
+
+        Nodes have `role`, `gpus`, `shape`, `capacity_req_s` and `utilisation`; edges have `flow_req_s`,
+        `capacity_req_s` and `kv_bytes_per_req`.
+        """
+        import networkx
+
+        graph = networkx.DiGraph()
+        for replica in self.replicas:
+            figures = {"capacity_req_s": replica.capacity_req_s, "utilisation": replica.utilisation}
+            graph.add_node(replica.id, role=replica.role, gpus=replica.gpus, shape=replica.shape, **figures)
+        for route in self.routes:
+            figures = route.model_dump(include={"flow_req_s", "capacity_req_s", "kv_bytes_per_req"})
+            graph.add_edge(route.from_, route.to, **figures)
+        return graph
 
     def save(self, path: str | Path) -> None:
         """Write atomically: the file is the whole placement or is not touched."""

@@ -1,5 +1,8 @@
-"""Lines for the terminal. All that commands print passes here or through `make_console` of hexgen2/report,
-so that nothing that a name or a path holds can steer the terminal."""
+"""Prints lines to the terminal safely.
+
+Everything that commands print passes through here or through `make_console` of hexgen2/report, so that
+control characters in a name or a path cannot affect the terminal.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,32 @@ import click
 
 from cost_model.printable import one_line, printable, printable_json
 
+QUIET = f"{__name__}.quiet"
+"""Where a click context notes that --quiet was given."""
+
+
+def quiet() -> bool:
+    """Whether the command that runs was given --quiet."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(QUIET))
+
+
+def note(text: Any) -> None:
+    """Print a line of progress to stderr, unless --quiet was given."""
+    if not quiet():
+        echo(text, err=True)
+
 
 def echo(text: Any, *, err: bool = False, nl: bool = True) -> None:
-    """Print text, control characters as escapes."""
+    """Print text with control characters escaped."""
     click.echo(printable(str(text)), err=err, nl=nl)
 
 
 def echo_json(text: str) -> None:
-    """Print JSON as it is: control characters become JSON's own escapes, which mean the same."""
+    """Print JSON; control characters become JSON escapes, which leaves its meaning unchanged."""
     click.echo(printable_json(text.removesuffix("\n")))
 
 
 def fail(text: str) -> None:
-    """The one line on stderr that says what is wrong."""
+    """Print a one-line error message to stderr."""
     click.echo(f"hexgen2: {one_line(text)}", err=True)

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import gc
-import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import uvicorn
 
-from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
 from runtime import logs
+from runtime.api.access import hosts_of, is_loopback
 from runtime.api.app import add_views, create_app
-from runtime.api.connection import limited_by
-from runtime.api.gate import is_loopback
+from runtime.api.http_server import bound, serve_http
 from runtime.api.metrics import Metrics
 from runtime.api.numbers import NumberTokenizer
 from runtime.api.operations import operations_router
 from runtime.api.service import Service
-from runtime.api.tokenizer import ModelTokenizer, Tokenizer, check_tokenizer_files
+from runtime.api.tokenizer import ModelTokenizer, Tokenizer
+from runtime.checkpoint import checkpoint_folder, gpu_dtype
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replanner import Configured, Replanner
-from runtime.frontend.replica import Replica
+from runtime.frontend.replica import Replica, make_replicas
 from runtime.frontend.supervisor import Supervisor
 from runtime.frontend.traces import Tracer
 from runtime.launcher.base import Launcher
 from runtime.launcher.configure import configurations
 from runtime.launcher.registry import make_launcher
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.operator import report, stop_signals
 from runtime.options import (
     DEFAULTS,
@@ -52,16 +48,12 @@ from runtime.options import (
     FrontOptions,
 )
 from runtime.protocol.to_workers import Configure
-from runtime.routing.kv_budget import growth_tokens
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import Router
 
 if TYPE_CHECKING:
     from runtime.p2p.membership.membership import Membership
 
-MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
-GPU_DTYPES = ("bfloat16", "float16")
-DRAIN_S = 5
 Result = TypeVar("Result")
 
 
@@ -120,15 +112,15 @@ def serve(
         raise InputError("--replan", "", problem, remedy)
     emulated = engine == EMULATED
     starter.check(placement, source, emulated)
-    folder = None if emulated and model_path is None else _model_folder(placement, model_path, source)
+    folder = None if emulated and model_path is None else checkpoint_folder(placement, model_path, source)
     configure = partial(
         configurations,
         checkpoint=folder or Path(),
-        gpu_dtype=_gpu_dtype(folder),
+        gpu_dtype=gpu_dtype(folder),
         options=options,
         engine=engine,
     )
-    told = configure(placement)
+    worker_configs = configure(placement)
     if emulated:
         report(
             f"emulating: the {placement.cost_model.name} cost model times the steps, "
@@ -136,25 +128,16 @@ def serve(
         )
     logs.set_up("front end")
     front = replace(front, allowed_hosts=hosts_of(front, host))
-    successors = _successors(told, configure, front.kv_high_water)
-    with _bound(host, port) as listener:
+    successors = _successors(worker_configs, configure, front.kv_high_water)
+    with bound(host, port) as listener:
         if not front.api_keys and not is_loopback(host):
             report(f"anybody who reaches {host} can use this server: it was started without --api-key")
         return asyncio.run(
             _serve(
-                *(placement, folder, told, successors, listener, starter),
+                *(placement, folder, worker_configs, successors, listener, starter),
                 *(restarts, replan_after_s, front),
             )
         )
-
-
-def hosts_of(front: FrontOptions, host: str) -> tuple[str, ...] | None:
-    """The names under which a server on an address may be asked; None: any. Without keys, and on this machine
-    alone, what comes under another name is from a web page that should not be here."""
-    given = front.allowed_hosts or ()
-    if given or (not front.api_keys and is_loopback(host)):
-        return given
-    return None
 
 
 def _vllm_launcher(launcher: str, options: EngineOptions) -> Launcher:
@@ -166,64 +149,10 @@ def _vllm_launcher(launcher: str, options: EngineOptions) -> Launcher:
     return VllmLauncher(options)
 
 
-def _model_folder(placement: Placement, model_path: Path | None, source: str) -> Path:
-    """The checkpoint's folder, which must have the placement's shape and a tokenizer."""
-    folder = model_path or Path(placement.model.name)
-    if not folder.is_dir():
-        where = ("--model-path", "") if model_path else (source, "model.name")
-        remedy = "name the folder of the checkpoint with --model-path"
-        raise InputError(*where, f"{folder} is not a folder", remedy)
-    found = architecture_from_folder(folder)
-    for key in MATCHED:
-        planned, there = getattr(placement.model, key), getattr(found, key)
-        if planned != there:
-            problem = f"is {there}, and the placement was made for {planned}"
-            remedy = "give the model that the placement was made for, or search a new placement"
-            raise InputError(str(folder / "config.json"), key, problem, remedy)
-    check_tokenizer_files(folder)
-    return folder
-
-
-def _gpu_dtype(folder: Path | None) -> str:
-    if folder is None:
-        return GPU_DTYPES[0]
-    config = json.loads((folder / "config.json").read_text())
-    named = config.get("dtype") or config.get("torch_dtype")
-    return named if named in GPU_DTYPES else GPU_DTYPES[0]
-
-
-@contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """The server's own port, taken before any worker is started."""
-    where = f"{host}:{port}"
-    if not 0 <= port <= 65535:
-        raise InputError(
-            "--port", str(port), "is not a port", "give a number from 1 to 65535, or 0 for a free one"
-        )
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:
-        raise InputError(
-            "--host", host, f"is not an address ({error})", "give 127.0.0.1 or your own"
-        ) from error
-    with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                problem, remedy = "is in use by another program", "stop that, or choose another --port"
-            else:
-                problem = f"cannot be served on ({error.strerror})"
-                remedy = "choose an address of this machine with --host, and a free --port from 1024"
-            raise InputError("--port", where, problem, remedy) from error
-        yield listener
-
-
 async def _serve(
     placement: Placement,
     folder: Path | None,
-    told: dict[str, Configure],
+    worker_configs: dict[str, Configure],
     successors: Configured,
     listener: socket.socket,
     launcher: Launcher,
@@ -234,13 +163,15 @@ async def _serve(
     stopping, metrics = stop_signals(launcher.kill), Metrics(front.api_keys)
     tracer = Tracer(front.otlp_endpoint, metrics) if front.otlp_endpoint else None
     try:
-        started = await _unless(stopping, _start(launcher, told, _load_tokenizer(placement, folder)))
+        started = await _unless(
+            stopping, _start(launcher, worker_configs, _load_tokenizer(placement, folder))
+        )
         if started is not None:
             links, tokenizer = started
             reflow = Reflow(placement)
             coordinator = Coordinator(
                 Router(reflow.routes(())),
-                make_replicas(placement, told, links, front.kv_high_water),
+                make_replicas(placement, worker_configs, links, front.kv_high_water),
                 metrics if tracer is None else tracer,
                 queue_limit=front.queue_limit,
                 client_queue_limit=front.client_queue_limit,
@@ -264,7 +195,7 @@ async def _serve(
             coordinator.start(supervisor.lost, supervisor.forgive)
             _freeze_what_stays()
             try:
-                await _serve_http(app, front, listener, coordinator, stopping, _banner(placement, listener))
+                await serve_http(app, front, listener, coordinator, stopping, _banner(placement, listener))
             finally:
                 if replanner is not None:
                     await replanner.stop()
@@ -278,18 +209,18 @@ async def _serve(
 
 
 def _successors(
-    told: dict[str, Configure],
+    worker_configs: dict[str, Configure],
     configure: Callable[[Placement], dict[str, Configure]],
     high_water: float,
 ) -> Configured:
     """What makes workers of another placement that work with those of this one: they know its secret, hold
     the KV cache in its type and have the cores of their GPU."""
-    one = next(iter(told.values()))
+    one = next(iter(worker_configs.values()))
 
     def configured(placement: Placement) -> tuple[dict[str, Configure], dict[str, Replica]]:
         fresh = configure(placement)
         for gpu, own in fresh.items():
-            before = told.get(gpu, own)
+            before = worker_configs.get(gpu, own)
             fresh[gpu] = msgspec.structs.replace(
                 own, secret=one.secret, dtype=one.dtype, threads=before.threads, cores=before.cores
             )
@@ -312,11 +243,11 @@ async def _load_tokenizer(placement: Placement, folder: Path | None) -> Tokenize
 
 
 async def _start(
-    launcher: Launcher, told: dict[str, Configure], tokenizing: Coroutine[Any, Any, Tokenizer]
-) -> tuple[dict[str, Link], Tokenizer]:
+    launcher: Launcher, worker_configs: dict[str, Configure], tokenizing: Coroutine[Any, Any, Tokenizer]
+) -> tuple[dict[str, WorkerLink], Tokenizer]:
     """Workers and tokenizer, loaded side by side."""
     tokenizer = asyncio.create_task(tokenizing)
-    links = asyncio.create_task(launcher.start(told, report))
+    links = asyncio.create_task(launcher.start(worker_configs, report))
     try:
         await asyncio.gather(links, tokenizer)
     finally:
@@ -336,65 +267,6 @@ async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, Result]) ->
     working.cancel()
     await asyncio.wait({working})
     return None
-
-
-def make_replicas(
-    placement: Placement, told: dict[str, Configure], links: dict[str, Link], high_water: float = 1.0
-) -> dict[str, Replica]:
-    """Every replica with the links to its workers, as far as these are there; the first GPU of the first
-    stage leads."""
-    return {
-        replica.id: Replica(
-            replica_id=replica.id,
-            role=replica.role,
-            lead=replica.gpus[0],
-            links={gpu: links[gpu] for gpu in replica.gpus if gpu in links},
-            kv_budget_tokens=told[replica.gpus[0]].kv_budget_tokens,
-            max_batch=replica.max_batch,
-            growth_tokens=growth_tokens(placement),
-            high_water=high_water,
-        )
-        for replica in placement.replicas
-    }
-
-
-class _HttpServer(uvicorn.Server):
-    """Leaves the signals to this module."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def _serve_http(
-    app: Any,
-    front: FrontOptions,
-    listener: socket.socket,
-    coordinator: Coordinator,
-    stopping: asyncio.Event,
-    banner: str,
-) -> None:
-    """Serve until `stopping`; then end every request, and with them the connections."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        http=limited_by(front),
-        timeout_graceful_shutdown=DRAIN_S,
-    )
-    server = _HttpServer(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    stop = asyncio.create_task(stopping.wait())
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    report(banner)
-    await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
-    server.should_exit = True
-    await coordinator.stop()
-    await serving
 
 
 def _banner(placement: Placement, listener: socket.socket) -> str:

@@ -33,7 +33,7 @@ from runtime.kv_cache.layout import KvTransfer, held, outgoing
 from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer import KvReceiver, KvSender
 from runtime.kv_transfer.memory import shared_cache
-from runtime.protocol import handshake as introduction
+from runtime.protocol import handshake
 from runtime.protocol.framing import listen
 from runtime.protocol.message import StageShape
 from runtime.protocol.to_workers import KvLink
@@ -160,7 +160,7 @@ def _accept_all(receiver: KvReceiver) -> tuple[str, int]:
 
     def accept() -> None:
         while True:
-            accepted = introduction.accept(listener.accept()[0], "")
+            accepted = handshake.accept(listener.accept()[0], "")
             assert accepted is not None
             threading.Thread(
                 target=receiver.serve, args=(accepted[0], accepted[1].worker), daemon=True
@@ -208,7 +208,7 @@ class Sides:
         setting, sent = self.setting, queue.SimpleQueue[str]()
         senders, plans = dict[str, KvSender](), dict[str, tuple[KvTransfer, ...]]()
         for worker, (cache, shared) in self.caches.items():
-            own = introduction.Introduction(worker, "kv", secret="")
+            own = handshake.Credentials(worker, "kv", secret="")
             senders[worker] = KvSender(
                 own,
                 cache,

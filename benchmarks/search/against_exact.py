@@ -21,7 +21,7 @@ from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
-from hexgen2.search.bounds.upper_bounds import rates_limit
+from hexgen2.search.bounds.upper_bounds import rates_bound
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.problem import Problem
 from hexgen2.strategies.base import SearchOptions
@@ -73,7 +73,7 @@ def timed(strategy: str, problem: Problem, time_limit_s: float | None = None) ->
 def broken_bounds(problem: Problem, best: float) -> list[str]:
     """The methods whose bound is below what is possible."""
     relaxed = Evaluator(problem).relaxed
-    limits = [rates_limit(problem), relaxed.limit(), relaxed.whole()[1]]
+    limits = [rates_bound(problem), relaxed.upper_bound(), relaxed.whole()[1]]
     return [limit.method for limit in limits if best > limit.req_s * (1 + 1e-6)]
 
 

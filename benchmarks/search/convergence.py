@@ -22,8 +22,8 @@ from pathlib import Path
 
 from benchmarks.search.csv_file import write_csv
 from cost_model.errors import InfeasibleError
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Problem, make_problem
+from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
@@ -61,7 +61,8 @@ def measure(model: str, workload: str, strategy: str, seed: int, time_limit_s: f
         points.append(Point(model, workload, strategy, seed, evaluations, round(seconds, 4), float(req_s)))
 
     def improved(state: SearchState) -> None:
-        add(state.trace[-1]["evaluations"], time.perf_counter() - started, state.trace[-1]["req_s"])
+        latest = state.incumbent.trace[-1]
+        add(latest["evaluations"], time.perf_counter() - started, latest["req_s"])
 
     options = SearchOptions(seed=seed, time_limit_s=time_limit_s, progress=improved)
     started = time.perf_counter()

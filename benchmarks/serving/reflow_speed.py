@@ -20,7 +20,7 @@ from cluster_specs.schema import ClusterSpec, NodeSpec
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 from hexgen2.placement import (
-    Bound,
+    BoundRecord,
     CostModelName,
     Latency,
     Placement,
@@ -80,7 +80,7 @@ def fleet(replicas: int, chance: random.Random) -> Placement:
         throughput=Throughput(req_s=1.0, output_tok_s=1.0),
         latency=Latency(ttft_ms=1.0, tpot_ms=1.0),
         price_per_hour=0.0,
-        bound=Bound(req_s=1.0, gap=0.0, assumptions=[]),
+        bound=BoundRecord(req_s=1.0, gap=0.0, assumptions=[]),
         bottlenecks=[],
         search=SearchRecord(seconds=0.0, seed=0, evaluations=0),
     )

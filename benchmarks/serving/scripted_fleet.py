@@ -22,9 +22,9 @@ from hexgen2.placement import Placement
 from runtime.frames import HEAD_BYTES
 from runtime.launcher.base import Launcher
 from runtime.launcher.nodes import agent_messages
-from runtime.launcher.nodes.channel import WorkersChannel
-from runtime.launcher.startup import handshake
-from runtime.launcher.worker_link import Link, StreamLink
+from runtime.launcher.nodes.workers_channel import WorkersChannel
+from runtime.launcher.startup import bring_to_ready
+from runtime.launcher.worker_link import StreamLink, WorkerLink
 from runtime.options import EMULATED, FrontOptions
 from runtime.p2p.host import Peers
 from runtime.p2p.membership.identity import new_identity, new_network_key
@@ -182,7 +182,7 @@ class ScriptedLauncher(Launcher):
     def __init__(self, libp2p: bool, step_s: float) -> None:
         self._libp2p, self._step_s = libp2p, step_s
         self._process: subprocess.Popen[str] | None = None
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, WorkerLink] = {}
         self._peers: Peers | None = None
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
@@ -191,13 +191,13 @@ class ScriptedLauncher(Launcher):
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
-    ) -> dict[str, Link]:
+    ) -> dict[str, WorkerLink]:
         connect = self._over_libp2p if self._libp2p else self._over_sockets
         self._links = await connect(list(configurations))
-        await handshake(self._links, configurations, {}, report)
+        await bring_to_ready(self._links, configurations, {}, report)
         return self._links
 
-    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, WorkerLink]:
         raise RuntimeError("a scripted worker was lost")
 
     async def stop(self) -> None:
@@ -219,7 +219,7 @@ class ScriptedLauncher(Launcher):
         )
         return self._process
 
-    async def _over_sockets(self, workers: Sequence[str]) -> dict[str, Link]:
+    async def _over_sockets(self, workers: Sequence[str]) -> dict[str, WorkerLink]:
         ends = [socket.socketpair() for _ in workers]
         theirs = [end.fileno() for _, end in ends]
         self._start_process(",".join(map(str, theirs)), theirs)
@@ -227,14 +227,14 @@ class ScriptedLauncher(Launcher):
             end.close()
         return {worker: await StreamLink.over(end) for worker, (end, _) in zip(workers, ends, strict=True)}
 
-    async def _over_libp2p(self, workers: Sequence[str]) -> dict[str, Link]:
+    async def _over_libp2p(self, workers: Sequence[str]) -> dict[str, WorkerLink]:
         key = new_network_key()
         process = self._start_process(key.hex())
         assert process.stdout is not None
         address = (await asyncio.to_thread(process.stdout.readline)).strip()
         self._peers = Peers(new_identity(), [], key, None, [])
         await self._peers.start()
-        links: dict[str, Link] = {}
+        links: dict[str, WorkerLink] = {}
         for worker in workers:
             channel = await self._peers.open(address, agent_messages.WORKERS_SERVICE)
             links |= WorkersChannel(channel, "scripted", [worker]).links

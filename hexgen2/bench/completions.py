@@ -1,4 +1,4 @@
-"""One streamed completion after the other from an OpenAI endpoint, each measured token by token."""
+"""Streamed completions from an OpenAI endpoint, measured token by token."""
 
 from __future__ import annotations
 
@@ -14,32 +14,37 @@ from hexgen2.bench.http import HttpError, Response, Server
 from hexgen2.bench.measurements import Measurements
 
 _TOKEN_IDS = range(16, 240)
-"""In every vocabulary, and most often bytes or words, not special tokens."""
+"""Token ids that exist in every vocabulary and are rarely special tokens."""
 _WORDS = ("a", "and", "be", "have", "in", "it", "not", "of", "on", "that", "the", "to", "with", "you")
-"""One token each, space included, in any usual vocabulary."""
+"""Words that are a single token each, space included, in the usual vocabularies."""
 _REFUSED = (400, 404, 415, 422)
 _DATA, _DONE = b"data:", b"[DONE]"
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a server takes beyond the plain API: prompts of token ids, and answers of exactly the length asked
-    for. Without, a word counts as a token, and answers may be shorter."""
+    """What a server supports beyond the plain API.
+
+    Attributes
+    ----------
+    token_ids : prompts may be token ids; otherwise they are words, each counted as one token
+    ignore_eos : answers have exactly the requested length; otherwise they may be shorter
+    """
 
     token_ids: bool = True
     ignore_eos: bool = True
 
 
 class Failure(Exception):
-    """A request got no whole answer; the message says why."""
+    """A request that got no complete answer; the message says why."""
 
 
 async def find_model(server: Server, wanted: str | None) -> str:
-    """The model to ask for: that of the server, or the one wanted if the server has it.
+    """The model to request: the first that the server has, or `wanted` if the server has it.
 
     Raises
     ------
-    InputError : the server cannot be reached, refuses the key, or lacks the model
+    InputError : the server cannot be reached, rejects the key, or lacks the model
     """
     url = server.address.url
     try:
@@ -62,11 +67,11 @@ async def find_model(server: Server, wanted: str | None) -> str:
 
 
 async def find_dialect(server: Server, model: str) -> Dialect:
-    """What the server takes, by asking it for a token or two; that also warms it up.
+    """What the server supports, found with requests for two tokens, which also warm it up.
 
     Raises
     ------
-    InputError : it answers no completion at all
+    InputError : the server answers no completion request
     """
     said = ""
     for ignore_eos, token_ids in itertools.product((True, False), repeat=2):
@@ -83,11 +88,11 @@ async def find_dialect(server: Server, model: str) -> Dialect:
         said = f"answers {response.status}: {_message(body)}"
         if response.status not in _REFUSED:
             break
-    raise InputError(server.address.url, "/v1/completions", said, "give a server that completes")
+    raise InputError(server.address.url, "/v1/completions", said, "give a server that supports completions")
 
 
 def request_body(model: str, dialect: Dialect, isl: int, osl: int, rng: random.Random | None = None) -> bytes:
-    """JSON that asks for osl tokens after a random prompt of isl tokens."""
+    """A JSON request for osl tokens after a random prompt of isl tokens."""
     choices = (rng or random.Random(0)).choices
     prompt: Any = choices(_TOKEN_IDS, k=isl) if dialect.token_ids else " ".join(choices(_WORDS, k=isl))
     body = {
@@ -106,7 +111,7 @@ def request_body(model: str, dialect: Dialect, isl: int, osl: int, rng: random.R
 async def complete(
     server: Server, body: bytes, index: int, seen: Measurements, clock: Callable[[], float]
 ) -> None:
-    """Send one request and write down what comes."""
+    """Send one request and record its answer in `seen`."""
     seen.sent_s[index] = clock()
     try:
         response = await server.post("/v1/completions", body)
@@ -118,7 +123,7 @@ async def complete(
 
 
 async def _follow(response: Response, index: int, seen: Measurements, clock: Callable[[], float]) -> None:
-    """Take a stream's events to its end; the request counts as ended only if its answer is whole."""
+    """Read the events of a stream to its end; the request has ended only if its answer is complete."""
     tokens, last, finished, counted = 0, 0.0, False, False
     async for line in response.lines():
         if not line.startswith(_DATA):
@@ -152,8 +157,13 @@ async def _follow(response: Response, index: int, seen: Measurements, clock: Cal
 
 
 class _Event(NamedTuple):
-    """What an event of a stream says: an error, or a token (which may be the last), the counts of prompt and
-    output tokens, the replicas and KV bytes."""
+    """The content of a stream event.
+
+    Attributes
+    ----------
+    usage : prompt and output tokens, as counted by the server
+    route : prefill replica, decode replica and the KV bytes moved
+    """
 
     error: str = ""
     is_token: bool = False
@@ -175,11 +185,11 @@ def _event(data: bytes) -> _Event:
             route=(where["prefill_replica"], where["decode_replica"], where["kv_bytes"]) if where else None,
         )
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise Failure("an event of the stream is not as OpenAI's are") from None
+        raise Failure("a stream event does not follow the OpenAI API") from None
 
 
 def _ids(body: bytes) -> list[str]:
-    """Names of the models in an answer of /v1/models."""
+    """The names of the models in a response of /v1/models."""
     try:
         return [str(card["id"]) for card in json.loads(body)["data"]]
     except (ValueError, TypeError, KeyError):
@@ -187,7 +197,7 @@ def _ids(body: bytes) -> list[str]:
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says, on one line."""
+    """The message of an error response, on one line."""
     try:
         return _error_text(json.loads(body)["error"])
     except (ValueError, TypeError, KeyError):

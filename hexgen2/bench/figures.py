@@ -1,4 +1,4 @@
-"""vLLM's figures of what a client saw, and where its requests ran."""
+"""Computes the result of a benchmark from a client's measurements."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def figures(
     Parameters
     ----------
     endpoint, model : URL of the server, and the model as the server names it
-    targets_ms : targets of ttft and tpot; see summarise
-    placement : answer of `/placement`, for the planned capacity of replicas and routes; may be empty
+    targets_ms : targets of "ttft" and "tpot"; see summarise
+    placement : response of `/placement`, for the planned capacity of replicas and routes; may be empty
     """
     over = ~np.isnan(seen.end_s)
     over[list(seen.failed)] = True
@@ -61,7 +61,7 @@ def figures(
 def _traffic(
     seen: Measurements, duration_s: float, placement: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Figures of replicas and of routes, from the requests that ended and said where they ran."""
+    """Figures per replica and route, from the finished requests whose answers named their replicas."""
     replicas: dict[str, dict[str, Any]] = {}
     routes: dict[tuple[str, str], dict[str, Any]] = {}
     capacity = {r["id"]: r["capacity_req_s"] for r in placement.get("replicas", [])}
@@ -95,13 +95,16 @@ def _traffic(
 
 
 def _assumptions(dialect: Dialect, routed: bool) -> list[str]:
-    notes = ["times are the client's: from sending a request, connecting included where that was needed"]
+    notes = [
+        "times are measured by the client, from sending a request, including the time to connect if needed"
+    ]
     if not dialect.token_ids:
-        notes.append("the server takes no token ids: prompts are words, of one token each by assumption")
+        notes.append("the server does not accept token ids: prompts are words, assumed to be one token each")
     if not dialect.ignore_eos:
-        notes.append("the server does not take ignore_eos: answers may be shorter than asked for")
+        notes.append("the server does not support ignore_eos: answers may be shorter than requested")
     if routed:
         notes.append(
-            "queue: requests without a first token, those in work included; used: of the planned capacity"
+            "queue: requests before their first token, including those being prefilled; "
+            "used: share of the planned capacity"
         )
     return notes

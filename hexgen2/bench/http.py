@@ -1,6 +1,6 @@
-"""Just enough HTTP/1.1 to load a server and read its streams as they come, at little cost per token.
+"""A minimal HTTP/1.1 client that reads streams as they arrive, at little cost per token.
 
-Connections are kept and used again; as many are open as requests are under way.
+Connections are reused; there are as many as requests in flight.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LONGEST_LINE = 1 << 20
 
 
 class HttpError(Exception):
-    """A server that cannot be reached, breaks off, or does not speak HTTP; the message says which."""
+    """The server cannot be reached, closed the connection, or does not speak HTTP; the message says which."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is; `path` is what all its paths begin with."""
+    """The address of a server; `path` is the prefix of all its paths."""
 
     url: str
     host: str
@@ -35,11 +35,11 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """From a URL; a scheme may be missing, and a /v1 at the end makes no difference.
+        """Parse a URL. The scheme is optional, and a trailing /v1 is ignored.
 
         Raises
         ------
-        InputError : it is no URL of a server
+        InputError : not the URL of a server
         """
         text = url if "://" in url else f"http://{url}"
         try:
@@ -60,11 +60,11 @@ class _Connection:
 
 
 class Server:
-    """Requests to one server.
+    """Sends requests to one server.
 
     Parameters
     ----------
-    api_key : sent as bearer token; None for an open server
+    api_key : sent as bearer token; None if the server needs none
     """
 
     def __init__(self, address: Address, api_key: str | None = None) -> None:
@@ -78,11 +78,11 @@ class Server:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Response:
-        """Raises HttpError."""
+        """Send a GET request. Raises HttpError."""
         return await self._ask(f"GET {self.address.path}{path} HTTP/1.1\r\n".encode(), b"")
 
     async def post(self, path: str, body: bytes) -> Response:
-        """Send JSON. Raises HttpError."""
+        """Send a POST request with a JSON body. Raises HttpError."""
         head = f"POST {self.address.path}{path} HTTP/1.1\r\ncontent-type: application/json\r\n"
         return await self._ask(head.encode(), body)
 
@@ -96,7 +96,7 @@ class Server:
                 response = await _response(connection, self._idle)
             except (OSError, EOFError, ValueError, HttpError) as error:
                 connection.writer.close()
-                # A kept connection may have been closed by the other side meanwhile; a new one tells.
+                # The server may have closed a reused connection meanwhile; a new one shows the real error.
                 if kept is None:
                     raise HttpError(reason(error)) from error
             except BaseException:
@@ -126,10 +126,7 @@ class Server:
 
 @dataclass(slots=True)
 class Response:
-    """An answer whose body is read as it comes: by `lines` or by `read`, once.
-
-    length : bytes of the body; None where it comes in chunks, or ends with the connection
-    """
+    """A response whose body is read as it arrives, once: with `lines` or with `read`."""
 
     status: int
     headers: dict[str, str]
@@ -141,7 +138,7 @@ class Response:
         return b"".join([piece async for piece in self._pieces()])
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Lines of the body without their ends. Raises HttpError."""
+        """The lines of the body without line ends. Raises HttpError."""
         rest = b""
         async for piece in self._pieces():
             rest += piece
@@ -152,7 +149,7 @@ class Response:
             yield rest
 
     def close(self) -> None:
-        """Give up on what is still to come."""
+        """Drop the rest of the response."""
         self._connection.writer.close()
 
     async def _pieces(self) -> AsyncIterator[bytes]:
@@ -199,7 +196,7 @@ async def _chunk_size(reader: asyncio.StreamReader) -> int:
 
 
 def reason(error: Exception) -> str:
-    """An error of the connection in a few words, the same for the same cause."""
+    """A connection error in a few words; the same cause always gives the same words."""
     if isinstance(error, EOFError):
         return "the connection was closed before the answer was complete"
     if isinstance(error, ssl.SSLError):

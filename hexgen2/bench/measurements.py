@@ -1,4 +1,4 @@
-"""What a client saw of each request, on its own clock."""
+"""What a client measures of each request, on its own clock."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hexgen2.workload.requests import Requests
 
 @dataclass
 class Measurements:
-    """Of n requests; times in seconds since the first could be sent.
+    """The measurements of n requests; times are in seconds since the start of the run.
 
     Attributes
     ----------
-    sent_s, first_s, end_s : [n] when a request was sent, its first and its last token came; nan if never
-    isl, osl : [n] prompt and output tokens, by the server's count where it gives one
-    gap_s : times between the tokens of a request (ITL)
-    failed : why requests failed, by their index
-    routes : prefill and decode replica of requests, by their index, and the KV bytes that were moved
-    late_s : for how long the client itself held up a request at most
+    sent_s, first_s, end_s : [n] when each request was sent and got its first and last token; nan if never
+    isl, osl : [n] prompt and output tokens, as counted by the server if it reports them
+    gap_s : times between consecutive tokens of a request (ITL)
+    failed : request index -> reason
+    routes : request index -> prefill replica, decode replica and KV bytes moved
+    late_s : longest delay of a request by the client itself
     """
 
     requests: Requests
@@ -42,5 +42,5 @@ class Measurements:
 
     @property
     def ended(self) -> int:
-        """Requests that have ended, well or not."""
+        """Requests that have ended, successfully or not."""
         return int((~np.isnan(self.end_s)).sum()) + len(self.failed)

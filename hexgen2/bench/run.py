@@ -1,4 +1,4 @@
-"""Load a server with requests at their times."""
+"""Sends requests to a server at their arrival times and measures the answers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ _PROGRESS_S = 2.0
 
 @dataclass(frozen=True)
 class Load:
-    """What to do to a server: its URL and key, the model (None: the server's first), how many requests may be
-    under way at once (None: as many as come), and the seed of the prompts."""
+    """Which server to load, and how.
+
+    Attributes
+    ----------
+    model : None: the server's first model
+    max_concurrency : most requests in flight; None: no limit
+    seed : of the random prompts
+    """
 
     url: str
     api_key: str | None = None
@@ -35,8 +41,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured, of which model, by requests of which dialect; `placement` is that of
-    `hexgen2 launch`, empty for other servers."""
+    """The measurements of a run, with the model and dialect used; `placement` is the one that `hexgen2
+    launch` serves, empty for other servers."""
 
     seen: Measurements
     model: str
@@ -61,15 +67,15 @@ def bench(
 
 
 def measure(load: Load, requests: Requests, progress: Callable[[Measurements], None] | None = None) -> Run:
-    """Send the requests and see what comes; Ctrl-C ends it, with what was measured so far.
+    """Send the requests and measure the answers. Ctrl-C ends the run and keeps what was measured.
 
     Parameters
     ----------
-    progress : called every other second
+    progress : called every two seconds
 
     Raises
     ------
-    InputError : the server cannot be reached, or cannot answer at all
+    InputError : the server cannot be reached, or answers no completion request
     """
     return asyncio.run(_measure(load, requests, progress))
 
@@ -96,7 +102,7 @@ async def _measure(load: Load, requests: Requests, progress: Callable[[Measureme
 
 
 async def _send(server: Server, model: str, dialect: Dialect, load: Load, seen: Measurements) -> None:
-    """Each request at its time, or as soon as there is a place for it; until all have ended."""
+    """Send each request at its time, or as soon as the concurrency allows; wait until all have ended."""
     requests, rng = seen.requests, random.Random(load.seed)
     places = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else None
     begun = time.perf_counter()
@@ -124,7 +130,7 @@ async def _show(seen: Measurements, progress: Callable[[Measurements], None]) ->
 
 
 async def _placement(server: Server) -> dict[str, Any]:
-    """What `hexgen2 launch` says it serves; nothing from other servers."""
+    """The placement that `hexgen2 launch` serves; empty for other servers."""
     try:
         response = await server.get("/placement")
         found = json.loads(await response.read()) if response.status == 200 else {}

@@ -1,8 +1,8 @@
-"""What a request takes at its best: the unit of SLO scales.
+"""The best-case latency of a request, which is the unit of SLO scales.
 
-HexGen-2 (section 2) states deadlines in multiples of the execution latency on a single device. No device
-holds a large model, so here the reference is one request alone on the fewest H100 that do, tensor-parallel
-over NVLink: the same for all contenders, whatever they run on.
+HexGen-2 (section 2) states deadlines as multiples of the execution latency on a single device. Since no
+single device holds a large model, the reference here is one request alone on the fewest H100s that do,
+tensor-parallel over NVLink. It is the same for all contenders, whatever they run on.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _CONTEXTS = (0.0, 1e6)
 
 @dataclass(frozen=True)
 class Reference:
-    """Seconds of prompts and of output tokens, alone: isl and osl in tokens, the context being read."""
+    """Latencies of a request that runs alone on `group`."""
 
     costs: CostModel
     group: TensorGroup
 
     @classmethod
     def of(cls, costs: CostModel) -> Reference | None:
-        """On the fewest cards that hold the model beside one request; None if even the most that split its
-        heads do not."""
+        """The reference on the fewest cards that hold the model and one request; None if even the largest
+        tensor-parallel group does not."""
         card = CATALOGUE[REFERENCE]
         for degree in costs.model.tensor_degrees(64):
             memory = costs.stage_memory("decode", TensorGroup(card, degree, NO_LINK), True, True)
@@ -44,12 +44,12 @@ class Reference:
         return f"{self.group.degree}x{self.group.accelerator.name}"
 
     def ttft_s(self, isl: float) -> float:
-        """Seconds of a prefill."""
+        """Seconds of the prefill of isl tokens."""
         window = self.costs.model.sliding_window
         return self._step_s(Work(isl, attended_tokens(isl, window), 0.0, 0.0, 1.0))
 
     def e2el_s(self, isl: np.ndarray, osl: np.ndarray) -> np.ndarray:
-        """[n] seconds from a request to its last token: a step's time is affine in its context."""
+        """[n] seconds from a request to its last token. The time of a step is affine in its context."""
         prompts = {int(tokens): self.ttft_s(float(tokens)) for tokens in np.unique(isl)}
         none, far = (self._step_s(Work(0.0, 0.0, 1.0, context, 1.0)) for context in _CONTEXTS)
         per_token = (far - none) / _CONTEXTS[1]

@@ -1,4 +1,4 @@
-"""A folder that appears whole, or not at all."""
+"""Writes a folder atomically: it appears complete, or not at all."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from cost_model.errors import InputError
 
 
 def write_folder(folder: Path, files: Mapping[str, str], force: bool) -> None:
-    """Write texts by name into a new folder. Those that begin with "#!" may be executed.
+    """Write files (name -> text) into a new folder. Texts that begin with "#!" become executable.
 
     Parameters
     ----------
-    force : take the place of a folder that has something in it
+    force : replace a folder that is not empty
 
     Raises
     ------
-    InputError : it has something in it, is no folder, or cannot be written
+    InputError : the folder is not empty, is a file, or cannot be written
     """
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if occupied and not (force and folder.is_dir()):
         problem = "is not empty" if folder.is_dir() else "is a file"
-        raise InputError(str(folder), "", problem, "choose another -o, or take its place with --force")
+        raise InputError(str(folder), "", problem, "choose another -o, or replace it with --force")
     parent = folder.absolute().parent
     try:
         temporary = Path(tempfile.mkdtemp(dir=parent, prefix=f".{folder.name}."))

@@ -1,4 +1,4 @@
-"""Which nodes belong together: those that share replicas, and how alike they are."""
+"""Groups of nodes that share replicas, and how uniform each group is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hexgen2.placement import Placement
 
 @dataclass(frozen=True)
 class Node:
-    """A node as its pod must be: `devices` are those that the pod must see, so that the placement's indices
-    hold in it (the highest in use, and all below it)."""
+    """What the pod of a node needs. `devices` is the number of devices that the pod must see for the
+    placement's indices to be valid in it: the highest index in use, plus one."""
 
     name: str
     accelerator: str
@@ -22,26 +22,26 @@ class Node:
 
     @property
     def needs(self) -> tuple[object, ...]:
-        """What two pods of one template have in common."""
+        """Nodes with equal needs can share a pod template."""
         return self.accelerator, self.devices, self.region
 
 
 @dataclass(frozen=True)
 class Group:
-    """Nodes that replicas join: a lost one is a loss for the others. The first leads; if only one is unlike
-    the others, it is that one."""
+    """Nodes connected by replicas, so that losing one affects the others. The first is the leader; if just
+    one node differs from the others, it is that one."""
 
     nodes: tuple[Node, ...]
     replicas: tuple[str, ...]
 
     @property
     def uniform(self) -> bool:
-        """Whether all nodes but the leader are alike, so that one template does for them."""
+        """Whether all nodes except the leader can share one pod template."""
         return len({node.needs for node in self.nodes[1:]}) <= 1
 
 
 def groups_of(placement: Placement) -> list[Group]:
-    """The nodes in use, divided so that no replica spans two groups, in the order of the cluster."""
+    """The nodes in use, grouped so that no replica spans two groups, in the order of the cluster."""
     together = {name: {name} for name in nodes_in_use(placement)}
     for replica in placement.replicas:
         joined = set().union(*(together[name] for name in gpus_by_node(replica.gpus)))

@@ -1,10 +1,9 @@
-"""Kubernetes: a pod with a node agent for each node of the placement, and the front end that leads them.
+"""Exports a placement to Kubernetes: one pod with a node agent per node, and a front end that controls them.
 
-The pods run `hexgen2 node`, and the front end `hexgen2 launch --launcher p2p`: this runs whatever a placement
-says, also tensor-parallel degrees that differ by stage and decode pipelines, which a pod with vLLM cannot.
-Nodes that replicas join are one LeaderWorkerSet (leaderworkerset.x-k8s.io/v1), others a StatefulSet.
-Replicas are started again by the front end, not by Kubernetes: a pod that comes back is a node that joins
-again.
+The pods run `hexgen2 node`, the front end `hexgen2 launch --launcher p2p`. This supports every placement,
+including tensor-parallel degrees that differ by stage and decode pipelines, which vLLM pods cannot run. Nodes
+that share replicas form one LeaderWorkerSet (leaderworkerset.x-k8s.io/v1), other nodes a StatefulSet each.
+The front end restarts replicas, not Kubernetes: a restarted pod is a node that joins again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ IMAGE, ACCELERATOR_LABEL, MODELS = "hexgen2:latest", "hexgen2/accelerator", "/mo
 AGENT_PORT, API_PORT = 4001, 8000
 LARGEST_CONFIG_BYTES = 1_000_000
 CPU_PER_GPU, MEMORY_GIB_PER_GPU = 4, 32
-"""Assumed: what an agent needs of the host for each GPU (loading weights, staging KV caches)."""
+"""Host resources that an agent needs per GPU for loading weights and staging KV caches (assumed)."""
 NETWORK, API_KEY, HF_TOKEN, MODEL_CLAIM = (
     "hexgen2-network",
     "hexgen2-api-key",
@@ -37,17 +36,17 @@ Manifest = dict[str, Any]
 def kubernetes_files(
     placement: Placement, model: str | None, source: str, image: str | None, accelerator_label: str | None
 ) -> dict[str, str]:
-    """Texts by file name.
+    """File name -> text.
 
     Parameters
     ----------
-    model : the checkpoint's folder in the pods; None: the model's name under MODELS
-    image : of all containers; None: IMAGE
-    accelerator_label : of cluster nodes, whose value is the placement's name of their GPUs
+    model : folder of the checkpoint in the pods; None: the model's name under MODELS
+    image : container image; None: IMAGE
+    accelerator_label : the label of cluster nodes that holds the placement's name of their GPUs
 
     Raises
     ------
-    InputError : the placement is larger than a ConfigMap may be
+    InputError : the torch engine cannot run the placement, or it does not fit into a ConfigMap
     """
     groups = groups_of(placement)
     folder = model or f"{MODELS}/{placement.model.name}"
@@ -57,13 +56,16 @@ def kubernetes_files(
             source, "attention_workers", "the torch engine cannot run them", "choose another strategy"
         )
     documents = [
-        ("What is served.", _placement_map(placement, source)),
-        ("Clients come here.", _service("hexgen2", {"app": "hexgen2", "part": "front"}, API_PORT)),
-        ("Where a node that starts finds the others.", writer.seed_service()),
-        ("Names for the nodes' pods.", writer.nodes_service()),
-        ("Between workers nothing is encrypted: only pods of this placement reach them.", _policy()),
+        ("The placement to serve.", _placement_map(placement, source)),
+        ("The service for clients.", _service("hexgen2", {"app": "hexgen2", "part": "front"}, API_PORT)),
+        ("The seed node, through which starting nodes find the others.", writer.seed_service()),
+        ("DNS names for the pods of the nodes.", writer.nodes_service()),
+        (
+            "Workers do not encrypt their traffic, so only pods of this placement reach them.",
+            _policy(),
+        ),
         *((f"Replicas {', '.join(g.replicas)}.", each) for g in groups for each in writer.nodes(g)),
-        ("The front end: API, router, and head of the nodes.", writer.front()),
+        ("The front end: API and router; starts the replicas on the nodes.", writer.front()),
     ]
     labels = writer.labels
     return {
@@ -95,7 +97,7 @@ def _document(comment: str, manifest: Manifest) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """Texts of several lines as such, and nothing by reference."""
+    """Writes multi-line strings as blocks, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -108,45 +110,38 @@ _Plain.add_representer(str, _Plain.represent_text)
 
 
 def _placement_map(placement: Placement, source: str) -> Manifest:
-    """Without the record of the search, which nothing that serves reads."""
+    """The placement as a ConfigMap, without the search trace, which serving does not need."""
     short = placement.model_copy(update={"search": placement.search.model_copy(update={"trace": []})})
     text = short.to_json()
     if len(text) > LARGEST_CONFIG_BYTES:
         problem = f"is {len(text)} bytes, and a ConfigMap holds {LARGEST_CONFIG_BYTES}"
         raise InputError(source, "", problem, "launch it from a volume, with `hexgen2 launch --launcher p2p`")
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": "hexgen2-placement"},
-        "data": {"placement.json": text},
-    }
+    return _manifest("v1", "ConfigMap", "hexgen2-placement", data={"placement.json": text})
+
+
+def _manifest(api: str, kind: str, name: str, labels: dict[str, str] | None = None, **body: Any) -> Manifest:
+    metadata = {"name": name, "labels": labels} if labels else {"name": name}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **body}
 
 
 def _service(name: str, selector: dict[str, str], port: int, **more: Any) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name, "labels": {"app": "hexgen2"}},
-        "spec": {"selector": selector, "ports": [{"name": "main", "port": port, "targetPort": port}], **more},
-    }
+    ports = [{"name": "main", "port": port, "targetPort": port}]
+    spec = {"selector": selector, "ports": ports, **more}
+    return _manifest("v1", "Service", name, {"app": "hexgen2"}, spec=spec)
 
 
 def _policy() -> Manifest:
     ours = {"podSelector": {"matchLabels": {"app": "hexgen2"}}}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": "hexgen2-nodes"},
-        "spec": {
-            "podSelector": {"matchLabels": {"app": "hexgen2", "part": "node"}},
-            "policyTypes": ["Ingress"],
-            "ingress": [{"from": [ours]}],
-        },
+    spec = {
+        "podSelector": {"matchLabels": {"app": "hexgen2", "part": "node"}},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [ours]}],
     }
+    return _manifest("networking.k8s.io/v1", "NetworkPolicy", "hexgen2-nodes", spec=spec)
 
 
 def _probes(probe: Manifest, start_s: int) -> Manifest:
-    """Startup, readiness and liveness by the same question; loading weights may take start_s."""
+    """The same probe for startup, readiness and liveness; start-up may take start_s seconds."""
     return {
         "startupProbe": {**probe, "periodSeconds": 5, "failureThreshold": start_s // 5},
         "readinessProbe": {**probe, "periodSeconds": 5, "failureThreshold": 2, "timeoutSeconds": 3},
@@ -155,12 +150,13 @@ def _probes(probe: Manifest, start_s: int) -> Manifest:
 
 
 def _label_value(text: str) -> str:
-    """A label's value: at most 63 of A-Z, a-z, 0-9, "-", "_" and ".", alphanumeric at both ends."""
+    """A valid label value: at most 63 characters of A-Z, a-z, 0-9, "-", "_", ".", alphanumeric at both
+    ends."""
     return re.sub("[^A-Za-z0-9._-]+", "-", text)[:63].strip("-_.")
 
 
 class _Writer:
-    """Manifests of pods, with what they have in common."""
+    """Builds the manifests of the pods and the services in front of them."""
 
     def __init__(self, groups: list[Group], folder: str, image: str, accelerator_label: str) -> None:
         self.folder, self.image, self.accelerator_label = folder, image, accelerator_label
@@ -177,8 +173,8 @@ class _Writer:
         return _service("hexgen2-nodes", selector, AGENT_PORT, **headless)
 
     def nodes(self, group: Group) -> list[Manifest]:
-        """One LeaderWorkerSet, or a StatefulSet for each node: where a node is alone, or where the templates
-        of a LeaderWorkerSet, one for the leader and one for the others, are not enough."""
+        """One LeaderWorkerSet; or a StatefulSet per node if a node is alone, or if the two templates of a
+        LeaderWorkerSet (leader and workers) are not enough."""
         if len(group.nodes) == 1 or not group.uniform:
             return [self._stateful_set(node) for node in group.nodes]
         return [self._leader_worker_set(group)]
@@ -198,60 +194,48 @@ class _Writer:
         )
         spec = self._pod_spec(container)
         spec["volumes"].append({"name": "placement", "configMap": {"name": "hexgen2-placement"}})
-        return {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": {"name": "hexgen2", "labels": labels},
-            "spec": {
-                "replicas": 1,
-                "strategy": {"type": "Recreate"},
-                "selector": {"matchLabels": labels},
-                "template": {"metadata": {"labels": labels}, "spec": spec},
-            },
+        deployment = {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": spec},
         }
+        return _manifest("apps/v1", "Deployment", "hexgen2", labels, spec=deployment)
 
     def _stateful_set(self, node: Node) -> Manifest:
         labels = {"app": "hexgen2", "part": "node", "node": self.labels[node.name]}
-        return {
-            "apiVersion": "apps/v1",
-            "kind": "StatefulSet",
-            "metadata": {"name": f"hexgen2-{self.labels[node.name]}", "labels": labels},
-            "spec": {
-                "replicas": 1,
-                "serviceName": "hexgen2-nodes",
-                "selector": {"matchLabels": labels},
-                "template": self._template([node], node, labels),
-            },
+        spec = {
+            "replicas": 1,
+            "serviceName": "hexgen2-nodes",
+            "selector": {"matchLabels": labels},
+            "template": self._template([node], node, labels),
         }
+        return _manifest("apps/v1", "StatefulSet", f"hexgen2-{labels['node']}", labels, spec=spec)
 
     def _leader_worker_set(self, group: Group) -> Manifest:
-        names = list(group.nodes)
-        label = self.labels[names[0].name]
-        labels = {"app": "hexgen2", "part": "node", "group": label}
-        return {
-            "apiVersion": "leaderworkerset.x-k8s.io/v1",
-            "kind": "LeaderWorkerSet",
-            "metadata": {"name": f"hexgen2-{label}", "labels": labels},
-            "spec": {
-                "replicas": 1,
-                "startupPolicy": "LeaderCreated",
-                "rolloutStrategy": {"type": "RollingUpdate"},
-                "networkConfig": {"subdomainPolicy": "Shared"},
-                "leaderWorkerTemplate": {
-                    "size": len(names),
-                    "restartPolicy": "None",
-                    "leaderTemplate": self._template(names, names[0], labels),
-                    "workerTemplate": self._template(names, names[1], labels),
-                },
+        nodes = list(group.nodes)
+        labels = {"app": "hexgen2", "part": "node", "group": self.labels[nodes[0].name]}
+        spec = {
+            "replicas": 1,
+            "startupPolicy": "LeaderCreated",
+            "rolloutStrategy": {"type": "RollingUpdate"},
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "leaderWorkerTemplate": {
+                "size": len(nodes),
+                "restartPolicy": "None",
+                "leaderTemplate": self._template(nodes, nodes[0], labels),
+                "workerTemplate": self._template(nodes, nodes[1], labels),
             },
         }
+        name = f"hexgen2-{labels['group']}"
+        return _manifest("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, labels, spec=spec)
 
-    def _template(self, names: list[Node], node: Node, labels: dict[str, str]) -> Manifest:
-        """The pod of a node of a group, whose index in `names` it learns from LeaderWorkerSet."""
+    def _template(self, nodes: list[Node], node: Node, labels: dict[str, str]) -> Manifest:
+        """The pod template of `node`; a pod learns from LeaderWorkerSet which of `nodes` it is."""
         environment: list[Manifest] = [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {"name": "NODE_NAMES", "value": " ".join(each.name for each in names)},
-            {"name": "NODE_LABELS", "value": " ".join(self.labels[each.name] for each in names)},
+            {"name": "NODE_NAMES", "value": " ".join(each.name for each in nodes)},
+            {"name": "NODE_LABELS", "value": " ".join(self.labels[each.name] for each in nodes)},
             {"name": "SEED", "value": self.labels[self._seed]},
             {"name": "MODEL_PATH", "value": self.folder},
             _from_secret("HF_TOKEN", HF_TOKEN, "token", optional=True),

@@ -1,4 +1,4 @@
-"""What goes into an export to Kubernetes as text: the containers' scripts, and the instructions."""
+"""The texts in an export to Kubernetes: container scripts and instructions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if [ "$label" != "$SEED" ]; then
 exec hexgen2 node "$@" --name "$name" --identity "$network/$label.identity" \\
     --listen "/ip4/$POD_IP/tcp/4001" --address "$POD_IP" --model-path "$MODEL_PATH"
 """
-"""A node's agent. Within a LeaderWorkerSet the controller sets LWS_WORKER_INDEX, 0 for the leader."""
+"""Starts the agent of a node. The LeaderWorkerSet controller sets LWS_WORKER_INDEX, 0 for the leader."""
 
 FRONT = f"""{_NETWORK}{_JOIN}exec hexgen2 launch /etc/hexgen2/placement/placement.json --launcher p2p "$@" \\
     --identity "$network/front.identity" --model-path "$MODEL_PATH" --host 0.0.0.0 --port 8000
 """
 
 NETWORK_SCRIPT = """#!/bin/sh
-# Makes the keys of the private network and stores them as the Secret {secret}; run it once, where kubectl and
-# hexgen2 (with its extra p2p) are installed. The keys stay in the Secret only.
+# Creates the keys of the private network and stores them only in the Secret {secret}. Run it once, on a
+# machine with kubectl and hexgen2 (with its extra p2p).
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -47,34 +47,34 @@ kubectl create secret generic {secret} --from-file="$folder"
 
 README = """# {model} on {cluster}, in Kubernetes
 
-`hexgen2.yaml` has a pod with `hexgen2 node` for each node of the placement, and a front end, `hexgen2 launch
---launcher p2p`, that starts the replicas in them and serves the OpenAI API at the Service `hexgen2`, port
-8000. Nodes that replicas join are one LeaderWorkerSet (leaderworkerset.x-k8s.io/v1: its controller must be
-installed, and know `restartPolicy: None`); others, and groups with more than two kinds of nodes, are
-StatefulSets.
+`hexgen2.yaml` runs a pod with `hexgen2 node` for each node of the placement, and a front end, `hexgen2 launch
+--launcher p2p`, that starts the replicas in these pods and serves the OpenAI API at the Service `hexgen2`,
+port 8000. Nodes that share replicas form one LeaderWorkerSet (leaderworkerset.x-k8s.io/v1; its controller
+must be installed and support `restartPolicy: None`). Other nodes, and groups with more than two kinds of
+nodes, are StatefulSets.
 
 | node | pod | replicas of its group |
 | --- | --- | --- |
 {rows}
 
-A pod asks for the GPUs up to the highest index that the placement uses on its node.
+A pod requests all GPUs up to the highest index that the placement uses on its node.
 
 Before `kubectl apply -f hexgen2.yaml`:
-1. Build the image `{image}` with hexgen2 and its extras runtime and p2p in it (`--image` names another).
-2. Label the machines: `kubectl label node NAME {label}=ACCELERATOR`, as the placement names them (above).
-   This label is an assumption; `--accelerator-label` names another. Regions, where the placement has them,
-   are looked for in `topology.kubernetes.io/region`.
+1. Build the image `{image}` with hexgen2 and its extras runtime and p2p (`--image` chooses another name).
+2. Label the machines with the accelerators in the table above: `kubectl label node NAME {label}=ACCELERATOR`.
+   `--accelerator-label` chooses another label. If the placement has regions, they are matched against
+   `topology.kubernetes.io/region`.
 3. Put the checkpoint into the PersistentVolumeClaim `{claim}`, so that pods find it in `{folder}`. All pods
-   mount it read-only (access mode ReadOnlyMany, or ReadWriteMany).
-4. Run `./make-network.sh`: it makes the Secret `{network}` with the network's key and the nodes' identities.
-5. `kubectl create secret generic {api_key} --from-literal=api-key=...`: what clients must send. Without it,
-   whoever reaches the Service may use it. A Secret `{token}` (key `token`) is passed to the nodes if there
-   is one.
+   mount it read-only (access mode ReadOnlyMany or ReadWriteMany).
+4. Run `./make-network.sh`. It creates the Secret `{network}` with the network key and the node identities.
+5. Run `kubectl create secret generic {api_key} --from-literal=api-key=...` to set the API key that clients
+   must send. Without it, anyone who can reach the Service can use it. If a Secret `{token}` (key `token`)
+   exists, it is passed to the nodes.
 
-Assumed: {cpu} CPUs and {memory} GiB of memory for each GPU. The front end counts as ready as long as it
-answers, not only while `/health` says "ok": that is "degraded" as soon as one replica is lost, and the
-others still serve.
+Each GPU is assumed to need {cpu} CPUs and {memory} GiB of memory. The front end is ready as long as it
+answers; it does not wait for `/health` to say "ok", because that turns "degraded" as soon as one replica is
+lost, while the others still serve.
 
-What a pod with vLLM could not run, and these pods can: tensor-parallel degrees that differ by stage, decode
-pipelines (NixlConnector has none), replicas whose nodes hold unequal shares of their GPUs.
+Unlike vLLM pods, these pods support tensor-parallel degrees that differ by stage, decode pipelines (which
+NixlConnector lacks), and replicas whose nodes hold unequal shares of their GPUs.
 """

@@ -1,4 +1,4 @@
-"""Names that other systems accept, made from the names of nodes and replicas."""
+"""Turns the names of nodes and replicas into names that other systems accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray: what each replica needs of an existing Ray cluster, and the job that launches the placement there."""
+"""Exports a placement to Ray: the resources that replicas reserve, and the job that launches them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hexgen2.devices import gpus_by_node, is_cpu, node_spec, nodes_in_use
 from hexgen2.placement import Placement
 
 CPU_SHARE = 0.01
-"""Of a Ray CPU, for each worker: Ray counts CPUs, and the placement has divided them already."""
+"""Ray CPUs reserved per worker: a token amount, since the placement has divided the CPUs already."""
 NODE_SHARE = 0.001
-"""Of the resource that stands for a node, for each bundle that must be there."""
+"""Amount of a node's own resource that each bundle on it reserves, to pin it there."""
 
 
 def node_resource(placement: Placement, node: str) -> str:
-    """The Ray resource that only this node's machine has: Ray's own by address, where the placement has one,
-    else one that `ray start --resources` must give."""
+    """The Ray resource that only this node has: Ray's built-in one if the placement has an address for the
+    node, otherwise one that `ray start --resources` must define."""
     address = node_spec(placement, node).address
     return f"node:{address}" if address else f"hexgen2-{node}"
 
 
 def bundles_of(placement: Placement, gpus: Sequence[str], cpu: bool) -> list[dict[str, float]]:
-    """What a replica reserves on each of its nodes, in the order of its GPUs (CPUs may stand in for
-    them); nodes are told apart by `node_resource`."""
+    """The resources that a replica reserves on each of its nodes, in the order of its GPUs (or CPUs in their
+    place); `node_resource` pins each bundle to its node."""
     bundles = []
     for node, indices in gpus_by_node(gpus).items():
         devices = {"CPU": round(len(indices) * CPU_SHARE, 4)} if cpu else {"GPU": float(len(indices))}
@@ -34,7 +34,7 @@ def bundles_of(placement: Placement, gpus: Sequence[str], cpu: bool) -> list[dic
 
 
 def ray_files(placement: Placement, model: str | None, source: str) -> dict[str, str]:
-    """Texts by file name.
+    """File name -> text.
 
     Raises
     ------
@@ -83,8 +83,8 @@ def _gpus_here(placement: Placement, node: str, indices: list[int]) -> list[str]
 
 
 _START = """#!/bin/sh
-# On each machine: ./start-ray.sh NODE HEAD_ADDRESS, where NODE is what the placement calls it, and first on
-# the one whose address is HEAD_ADDRESS. Nodes: {nodes}
+# Run on each machine, starting with the one whose address is HEAD_ADDRESS: ./start-ray.sh NODE HEAD_ADDRESS
+# NODE is the machine's name in the placement: {nodes}
 set -eu
 node=$1 head=$2
 case $node in
@@ -98,7 +98,7 @@ exec ray start --address "$head:6379" "$@"
 """
 
 _SUBMIT = """#!/bin/sh
-# Where Ray's dashboard is reached (RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265).
+# Run where Ray's dashboard can be reached (at RAY_API_SERVER_ADDRESS or http://127.0.0.1:8265).
 set -eu
 cd "$(dirname "$0")"
 exec ray job submit --no-wait --working-dir . -- {entrypoint}
@@ -106,13 +106,13 @@ exec ray job submit --no-wait --working-dir . -- {entrypoint}
 
 _README = """# {model} on {cluster}, by Ray
 
-1. `./start-ray.sh NODE HEAD_ADDRESS` on each machine, unless the Ray cluster is there already: then its
-   nodes need the resources that this script gives them (`hexgen2-NODE`), or the placement addresses. Ray's
-   ports listen on all interfaces and ask for no password: keep them in a private network.
-2. hexgen2 with its extras runtime and ray must be installed on all of them, for the same Python, and the
-   checkpoint be in `{folder}`.
-3. `./submit.sh`, or `hexgen2 launch placement.json --launcher ray` on a machine of the cluster.
+1. Install hexgen2 with its extras runtime and ray on all machines, with the same version of Python, and put
+   the checkpoint into `{folder}`.
+2. Run `./start-ray.sh NODE HEAD_ADDRESS` on each machine. If the Ray cluster exists already, its nodes need
+   the resources that this script defines (`hexgen2-NODE`), or the placement needs their addresses. Ray's
+   ports listen on all interfaces without a password: keep them in a private network.
+3. Run `./submit.sh`, or `hexgen2 launch placement.json --launcher ray` on a machine of the cluster.
 
-`placement_groups.json` says what each replica reserves: a bundle per node with its GPUs. The OpenAI API is
-at port 8000 of the machine that runs the job (Ray chooses it: its head, unless told otherwise).
+`placement_groups.json` lists what each replica reserves: one bundle per node with its GPUs. The OpenAI API
+listens on port 8000 of the machine that runs the job; Ray chooses its head node unless told otherwise.
 """

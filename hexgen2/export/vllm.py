@@ -1,4 +1,4 @@
-"""Plain vLLM: a shell script for each process, the routes for the proxy in front, and how to go about it."""
+"""Exports a placement to plain vLLM: a script per process, the routes for a proxy, and instructions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL_VARIABLE = "HEXGEN2_MODEL"
 
 
 def vllm_files(placement: Placement, model: str, source: str) -> dict[str, str]:
-    """Texts by file name.
+    """File name -> text.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def _script_names(processes: list[VllmProcess]) -> list[str]:
 
 
 def _word(text: str) -> str:
-    """A word of a shell command; variables of ours in it are for the shell to fill in."""
+    """Quote a word of a shell command, leaving our own variables to the shell."""
     return f'"{text}"' if text.startswith("${") else shlex.quote(text)
 
 
@@ -76,10 +76,10 @@ def _script(process: VllmProcess) -> str:
 
 def _environment(placement: Placement, variables: Mapping[str, str], model: str) -> str:
     lines = [
-        "# Read by every script of this folder. Fill in what is empty.",
+        "# Read by every script in this folder. Fill in what is empty.",
         "# The checkpoint: a folder on every machine, or a name on the Hugging Face Hub.",
         f"{MODEL_VARIABLE}={shlex.quote(model)}",
-        "# Addresses of the nodes, as the others reach them.",
+        "# Addresses of the nodes, as seen from the other nodes.",
     ]
     for node, variable in variables.items():
         address = node_spec(placement, node).address or ""
@@ -88,12 +88,12 @@ def _environment(placement: Placement, variables: Mapping[str, str], model: str)
             f"{variable}={shlex.quote(address)}",
         ]
         lines.append(f': "${{{variable}:?is empty in cluster.env}}"')
-    lines += ["# If set, clients and the proxy must send it as a bearer token.", "# VLLM_API_KEY="]
+    lines += ["# If set, clients and the proxy must send this as a bearer token.", "# VLLM_API_KEY="]
     return "\n".join([*lines, ""])
 
 
 def _routes(placement: Placement, processes: list[VllmProcess], variables: Mapping[str, str]) -> str:
-    """What a proxy must know: where replicas serve, and the share of the requests on each route."""
+    """The input of a proxy: where replicas serve, and the share of requests on each route."""
     serving = {process.replica: process for process in processes if process.rank == 0}
     shares = [
         {"prefill": route.from_, "decode": route.to, "flow_req_s": route.flow_req_s}
@@ -129,17 +129,17 @@ Written for vLLM 0.32. Fill in `cluster.env`, copy the folder to every node, and
 | --- | --- | --- | --- | --- | --- |
 {rows}
 
-`CUDA_VISIBLE_DEVICES` counts the GPUs of a node as the placement does. Ports from 8100 (API), 5600 (NIXL's
-side channel) and 29500 (replicas of several nodes) must be free, and open between the nodes. Nothing here
-encrypts; keep it in a private network.
+`CUDA_VISIBLE_DEVICES` numbers the GPUs of a node as the placement does. Ports from 8100 (API), 5600 (NIXL's
+side channel) and 29500 (replicas across nodes) must be free, and open between the nodes. Nothing is
+encrypted; use a private network.
 
-Prefill and decode replicas need a proxy in front. For each request it takes a route of `routes.json`, in
-proportion to `flow_req_s`, then
+Prefill and decode replicas need a proxy in front. For each request, the proxy chooses a route of
+`routes.json` in proportion to `flow_req_s`. Then it
 1. sends the request to the prefill replica with `"stream": false, "max_tokens": 1` and the
    `kv_transfer_params` of `routes.json`;
-2. sends the request as the client wrote it to the decode replica, with the `kv_transfer_params` of that
-   answer, unchanged, and relays what comes back.
+2. sends the client's request to the decode replica, with the `kv_transfer_params` of the first response, and
+   relays the response.
 
-`hexgen2 launch placement.json --engine vllm` is such a proxy, which starts the replicas itself, on one
-machine, and takes requests through failures.
+`hexgen2 launch placement.json --engine vllm` is such a proxy. It starts the replicas itself, on one machine,
+and recovers requests after failures.
 """

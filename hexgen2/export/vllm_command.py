@@ -1,8 +1,8 @@
-"""The `vllm serve` commands that run a placement, and what vLLM cannot run of it.
+"""The `vllm serve` commands that run a placement, and the checks for what vLLM cannot run.
 
-Facts of vLLM were read in its version 0.32 and tried with it on CPUs. A replica has one
-tensor-parallel degree, its pipeline is cut by VLLM_PP_LAYER_PARTITION, and KV caches move by NixlConnector,
-which pulls from one pipeline stage into one.
+Everything about vLLM was read in the source of version 0.32 and tried with it on CPUs. A replica has one
+tensor-parallel degree, VLLM_PP_LAYER_PARTITION divides its pipeline, and KV caches are moved by
+NixlConnector, which supports one pipeline stage on either side.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from hexgen2.placement import Placement, Replica
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 
 API_PORT, SIDE_CHANNEL_PORT, MASTER_PORT = 8100, 5600, 29500
-"""The ports of the first replica; each further one takes the next."""
+"""The ports of the first replica; further replicas use the following ones."""
 MOST_MEMORY = 0.95
-"""vLLM needs a rest for its graphs and its workspace, also where a cost model counts on all memory."""
+"""vLLM needs the rest for graphs and workspace, even if the cost model counts on all memory."""
 KV_LEASE_S = 300
-"""A prefill side keeps a KV cache that nobody fetches for so long. The decode side renews it every sixth of
-that, to two thirds; one that hangs and wakes up has half of it, then it would read blocks that are another
-request's. `hexgen2 launch` ends one that hangs in less (see runtime/vllm/health.py)."""
+"""Seconds for which a prefill replica keeps a KV cache that is not fetched. The decode replica renews the
+lease every sixth of this, to two thirds. A decode replica that hangs for more than half of it could read
+blocks that by then belong to another request; `hexgen2 launch` stops it sooner (see
+runtime/vllm/health.py)."""
 TO_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -39,15 +40,14 @@ TO_PREFILL = {
     "remote_host": None,
     "remote_port": None,
 }
-"""`kv_transfer_params` of a request that is prefilled here and decoded elsewhere (vLLM 0.32,
-NixlConnector)."""
+"""`kv_transfer_params` of a request to prefill whose decode runs elsewhere (vLLM 0.32, NixlConnector)."""
 TORCH = "run it with `hexgen2 launch --engine torch`"
 
 
 @dataclass(frozen=True)
 class VllmProcess:
-    """One `vllm serve`: a replica, or its share on one node. `rank` counts the replica's nodes from 0; the
-    one of rank 0 serves the API at `port` of `node`."""
+    """One `vllm serve` process: a replica, or its part on one node. `rank` numbers the nodes of the replica
+    from 0; the process of rank 0 serves the API at `port` of `node`."""
 
     replica: str
     node: str
@@ -59,12 +59,14 @@ class VllmProcess:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What differs between a machine at hand and those that an export is for.
+    """What differs between launching on this machine and exporting for others.
 
-    model : the checkpoint, as vLLM on these machines finds it
-    address : of a node
-    device : the number of a GPU id on its machine
-    port : takes one of the ports that this module would take, and says which is free for it
+    Attributes
+    ----------
+    model : the checkpoint, as vLLM finds it on the machines
+    address : node -> address
+    device : GPU id -> device number on its machine
+    port : default port -> port to use instead
     """
 
     model: str
@@ -74,14 +76,14 @@ class Surroundings:
 
 
 def check_vllm(placement: Placement, source: str) -> None:
-    """Refuse a placement that vLLM cannot run as it is.
+    """Check that vLLM can run the placement as it is.
 
     Raises
     ------
-    InputError : names the replica, and why
+    InputError : it cannot; names the replica or route, and the reason
     """
     if placement.attention_workers:
-        raise InputError(source, "attention_workers", "vLLM has none", "choose another strategy")
+        raise InputError(source, "attention_workers", "vLLM does not support them", "choose another strategy")
     for k, replica in enumerate(placement.replicas):
         degrees = {stage.tensor_parallel for stage in replica.stages}
         problem = ""
@@ -91,9 +93,9 @@ def check_vllm(placement: Placement, source: str) -> None:
             does = "reads from" if replica.role == "prefill" else "writes to"
             problem = f"{len(replica.stages)} pipeline stages, and vLLM's NixlConnector {does} one only"
         elif is_cpu(placement, replica.gpus[0]) and len(replica.stages) > 1:
-            problem = "a pipeline on CPUs, which has not been seen to serve with vLLM 0.32"
+            problem = "pipelines on CPUs are not known to work with vLLM 0.32"
         elif not _blocks_of_nodes(replica):
-            problem = "its nodes hold unequal shares of its GPUs, which vLLM cannot divide its ranks into"
+            problem = "its nodes hold unequal numbers of its GPUs, which vLLM does not support"
         if problem:
             raise InputError(source, f"replicas[{k}] ({replica.id})", problem, TORCH)
     for k, route in enumerate(placement.routes):
@@ -106,7 +108,7 @@ def check_vllm(placement: Placement, source: str) -> None:
 
 
 def vllm_processes(placement: Placement, around: Surroundings) -> list[VllmProcess]:
-    """The processes of all replicas, in the placement's order, of one that `check_vllm` has passed."""
+    """The processes of all replicas, in the placement's order; the placement must pass `check_vllm`."""
     longest = longest_context(placement)
     return [
         process
@@ -116,7 +118,7 @@ def vllm_processes(placement: Placement, around: Surroundings) -> list[VllmProce
 
 
 def longest_context(placement: Placement) -> int:
-    """Tokens of the longest request that every replica has memory for."""
+    """Length in tokens of the longest request that fits into the memory of every replica."""
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
     room = min(kv_capacity_tokens(replica, cluster, costs) for replica in placement.replicas)
@@ -124,7 +126,7 @@ def longest_context(placement: Placement) -> int:
 
 
 def memory_share(placement: Placement, replica: Replica) -> float:
-    """What the placement's cost model lets an engine use of a GPU's memory."""
+    """The share of a GPU's memory that the placement's cost model plans for an engine."""
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
     shares = []
@@ -179,9 +181,8 @@ def _of_replica(
             gib = longest * replica.max_batch * placement.model.kv_bytes_per_token / 2**30
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(math.ceil(gib), 1))
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            environment["TORCHDYNAMO_DISABLE"] = (
-                "1"  # else its sampler is compiled in the first steps, by g++
-            )
+            # Otherwise the sampler is compiled with g++ during the first steps.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
         else:
             own = [gpu for gpu in replica.gpus if node_of(gpu) == node]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(around.device(gpu)) for gpu in own)
@@ -196,8 +197,8 @@ def _of_replica(
 
 
 def _kv_transfer(role: str, cpu: bool) -> str:
-    """Settings of the connector. Without an engine_id each start takes a new one, so that no peer takes a
-    replica that was started again for the one it knew."""
+    """Settings of the KV connector. engine_id is left out: each start then draws a new one, so that peers do
+    not mistake a restarted replica for its predecessor."""
     settings = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",

@@ -1,0 +1,1 @@
+"""The network of a cluster: what traffic shares, and what a KV transfer occupies of it."""

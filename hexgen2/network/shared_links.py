@@ -6,14 +6,13 @@ once, although all of them leave through the node's one network card.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from hexgen2.cluster import Cluster, between_nodes
 
 Links = Literal["shared", "pairwise"]
-LINKS: tuple[str, ...] = get_args(Links)
 """Whether traffic shares what it crosses, or every KV route has its links to itself (the paper's)."""
 
 
@@ -56,6 +55,7 @@ class SharedLinks:
         return self._between[a, b]
 
     def _resources(self, a: int, b: int) -> tuple[int, ...]:
+        """The link, both network cards, and the uplinks that are left and entered."""
         cards, uplinks = self.nodes**2, self.nodes**2 + 2 * self.nodes
         left, entered = self._inside[:, a] & ~self._inside[:, b], self._inside[:, b] & ~self._inside[:, a]
         return (

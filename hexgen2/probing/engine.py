@@ -1,4 +1,4 @@
-"""Step times of a running engine, seen through the OpenAI API: prompts of random tokens, streamed answers."""
+"""Measures the step times of a running engine through the OpenAI API, with random prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Timed:
-    """One kind of step and its median seconds; tokens of the prompt, or of the context."""
+    """The median seconds of one kind of step; `tokens` counts the prompt (prefill) or the context
+    (decode)."""
 
     phase: str
     batch: int
@@ -33,7 +34,7 @@ class Timed:
 
 @dataclass
 class EngineClient:
-    """An engine that serves one model; prompts are token ids, none of which repeats another's prefix."""
+    """A client of an engine with one model; prompts are random token ids, so that no prefix repeats."""
 
     url: str
     api_key: str | None
@@ -48,8 +49,8 @@ class EngineClient:
         self.context = int(models[0].get("max_model_len") or PROMPTS[-1])
 
     def steps(self) -> list[Timed]:
-        """Prefills of single prompts by the time to the first token, and decode steps at several batches by
-        the time between tokens; those that fit the model's context."""
+        """Measure prefills of single prompts (time to first token) and decode steps at several batch sizes
+        (time between tokens), as far as they fit into the model's context."""
         self.arrivals(1, 2)
         found = []
         for tokens in PROMPTS:
@@ -64,7 +65,7 @@ class EngineClient:
         return found
 
     def arrivals(self, prompt: int, outputs: int) -> list[float]:
-        """Seconds from the request to each part of its answer."""
+        """Seconds from the request to each event of its answer."""
         body = {
             "model": self.name,
             "prompt": [self._random.randrange(self.vocab // 8, self.vocab) for _ in range(prompt)],
@@ -87,8 +88,8 @@ class EngineClient:
         return times
 
     def _gap_s(self, batch: int, prompt: int) -> float | None:
-        """Mean seconds between tokens while so many requests are under way; None if never all were for long.
-        A mean, since tokens may arrive in bursts."""
+        """Mean seconds between tokens while `batch` requests are in flight; None if they hardly overlapped.
+        It is a mean because tokens may arrive in bursts."""
         streams: list[list[float]] = []
         failures: list[Exception] = []
 

@@ -1,4 +1,4 @@
-"""What a probe finds: plain figures, that processes hand to one another."""
+"""The figures that a probe measures, as plain values that processes can exchange."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """One device while all others work, too.
+    """One device, measured while all others are busy too.
 
-    flops_s : of a large matrix product, in `dtype`; read_bytes_s : of a sum over a large array
+    Attributes
+    ----------
+    flops_s : of a large matrix product in `dtype`
+    read_bytes_s : memory read by a sum over a large array
     """
 
     name: str
@@ -21,7 +24,8 @@ class DeviceFigures:
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """Two devices alone: bytes/s of large messages in one direction, seconds of a small one."""
+    """The link between two devices while the others are idle: bandwidth of large messages in one direction,
+    latency of small ones."""
 
     first: int
     second: int
@@ -31,7 +35,7 @@ class LinkFigures:
 
 @dataclass(frozen=True)
 class AllReduceFigures:
-    """Seconds for so many devices to add up so many bytes."""
+    """Seconds of an all-reduce of message_bytes over a number of devices."""
 
     devices: int
     message_bytes: int
@@ -39,13 +43,13 @@ class AllReduceFigures:
 
     @property
     def bus_bytes_s(self) -> float:
-        """Bus bandwidth as nccl-tests count it."""
+        """Bus bandwidth as defined by nccl-tests."""
         return 2 * (self.devices - 1) / self.devices * self.message_bytes / self.seconds
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All of one machine. topology: the link classes of `nvidia-smi topo -m`, where there are any."""
+    """All figures of one machine; topology holds the link classes of `nvidia-smi topo -m`, if any."""
 
     kind: str
     devices: tuple[DeviceFigures, ...]

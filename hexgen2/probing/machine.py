@@ -1,4 +1,4 @@
-"""Runs a probe: which devices there are, one process for each, and what nvidia-smi says of their links."""
+"""Runs a probe of this machine: one process per device, and the topology that nvidia-smi reports."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _TOPOLOGY_CLASSES = re.compile(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b")
 
 
 def probe_machine(kind: str | None, count: int | None) -> Findings:
-    """Measures this machine's CUDA devices, or CPU devices of one core each.
+    """Measure this machine's CUDA devices, or CPU devices of one core each.
 
     Parameters
     ----------
-    kind : "cuda" or "cpu"; None takes CUDA devices if there are any
-    count : how many; None takes all GPUs, or as many CPU devices as there are cores, up to MOST_CPU_DEVICES
+    kind : "cuda" or "cpu"; None: CUDA if there are such devices, else CPU
+    count : how many devices; None: all GPUs, or one CPU device per core up to MOST_CPU_DEVICES
 
     Raises
     ------
-    InputError : there are not so many
-    HexGen2Error : a process failed
+    InputError : there are fewer devices
+    HexGen2Error : a probing process failed
     """
     import torch
 
@@ -38,14 +38,16 @@ def probe_machine(kind: str | None, count: int | None) -> Findings:
     there = gpus if kind == "cuda" else len(os.sched_getaffinity(0))
     count = count or (there if kind == "cuda" else min(there, MOST_CPU_DEVICES))
     if count > there:
-        raise InputError("--devices", "", f"{count} {kind} devices, and there are {there}", "give fewer")
+        raise InputError(
+            "--devices", "", f"asks for {count} {kind} devices, but there are {there}", "ask for fewer"
+        )
     if count == 0:
         raise InputError("--kind", "", "there are no CUDA devices", "probe the CPU with --kind cpu")
     return _run(kind, count, _available_bytes() / count)
 
 
 def topology(report: str) -> tuple[str, ...]:
-    """Link classes in the matrix of `nvidia-smi topo -m` (NV4, PIX, PXB, PHB, NODE, SYS), each once."""
+    """The distinct link classes (NV4, PIX, PXB, PHB, NODE, SYS) in the matrix of `nvidia-smi topo -m`."""
     rows = [line for line in report.splitlines() if re.match(r"\s*GPU\d+\s", line)]
     return tuple(sorted({found for row in rows for found in _TOPOLOGY_CLASSES.findall(row)}))
 
@@ -94,5 +96,5 @@ def _nvidia_topology() -> tuple[str, ...]:
 
 
 def _available_bytes() -> float:
-    """Memory that is free on this machine."""
+    """Free memory of this machine."""
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

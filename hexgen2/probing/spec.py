@@ -1,4 +1,4 @@
-"""From what a probe found to a cluster file that `hexgen2 search --cluster` reads."""
+"""Turns the figures of a probe into a cluster file for `hexgen2 search --cluster`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hexgen2.probing.figures import AllReduceFigures, Findings
 
 
 def cluster_yaml(findings: Findings, host: str, date: str) -> str:
-    """The file's text: comments say what was measured, how and when.
+    """The text of the file, with comments that say what was measured, how and when.
 
-    A card of the catalogue keeps its data-sheet peaks, which coefficients are shares of; another card, and a
-    CPU device, gets what was measured.
+    A card of the catalogue keeps its data-sheet peaks, because the cost model's coefficients are shares of
+    them. Other cards and CPU devices get the measured figures.
     """
     first = findings.devices[0]
     slowest = min(findings.devices, key=lambda device: device.flops_s)
@@ -45,7 +45,7 @@ def cluster_yaml(findings: Findings, host: str, date: str) -> str:
 
 
 def _remarks(findings: Findings, card: Accelerator | None) -> list[str]:
-    """One line for each figure: what, how, how much."""
+    """One comment line per figure: what was measured, how, and the result."""
     lines = []
     for k, device in enumerate(findings.devices):
         used = "the data sheet's figures are used below" if card else "used below: the slowest device's"
@@ -76,7 +76,7 @@ def _remarks(findings: Findings, card: Accelerator | None) -> list[str]:
 
 
 def _interconnect(findings: Findings) -> dict[str, float]:
-    """Never more than was seen: the slowest pair, or what an all-reduce over all devices gets."""
+    """The lesser of the slowest pair and the largest all-reduce over all devices."""
     pair = min(link.bandwidth_bytes_s for link in findings.links)
     latency = max(link.latency_s for link in findings.links)
     return {
@@ -98,7 +98,7 @@ def _catalogued(name: str) -> Accelerator | None:
 
 
 def _plain(name: str) -> str:
-    """A name that a node or a card can have."""
+    """A valid name for a node or a card."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "machine"
 
 

@@ -1,4 +1,4 @@
-"""One device's process in a probe: measures the device, then links and all-reduces with the others."""
+"""The process of one device in a probe: measures the device, then links and all-reduces with the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SMALL_REPEATS = 20
 def probe_device(
     rank: int, world: int, kind: str, memory_bytes: float, meeting: str, out: Connection
 ) -> None:
-    """Body of the process: sends what it found of the device, of links and of all-reduces (rank 0: all)."""
+    """Body of the process: sends the figures of its device, of the links and of the all-reduces to `out`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
@@ -55,7 +55,7 @@ def probe_device(
 
 
 def median_s(run: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Median seconds of a call after one that does not count."""
+    """Median seconds of a call, after one warm-up call."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -67,7 +67,7 @@ def median_s(run: Callable[[], object], device: torch.device, repeats: int = _RE
 
 
 def _device(device: torch.device, kind: str, memory_bytes: float) -> DeviceFigures:
-    """Peak of a matrix product (2 n^3 operations) and of a sum, which reads and hardly computes."""
+    """Peak rates of a matrix product (2 n^3 operations) and of a sum, which is limited by memory reads."""
     n, dtype = _PRODUCT[kind], torch.bfloat16 if kind == "cuda" else torch.float32
     if kind == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         dtype = torch.float16
@@ -86,7 +86,7 @@ def _device(device: torch.device, kind: str, memory_bytes: float) -> DeviceFigur
 
 
 def _link(first: int, second: int, rank: int, device: torch.device) -> LinkFigures:
-    """Half of a message's way there and back, small and large; every rank learns it."""
+    """Half the round-trip times of a small and a large message; the result is broadcast to every rank."""
     seconds = torch.zeros(2, device=device)
     if rank in (first, second):
         other = second if rank == first else first

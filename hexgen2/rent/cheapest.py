@@ -1,4 +1,4 @@
-"""The objective "cost": ask again and again whether less money will do."""
+"""The objective "cost": finds the cheapest rental that carries a load, under shrinking budgets."""
 
 from __future__ import annotations
 
@@ -9,70 +9,66 @@ from hexgen2.rent.release import cheapest_alike
 from hexgen2.rent.universe import attempt, fresh
 from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluator import Evaluation
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Solution
+from hexgen2.search.state import SearchState
 
-GROWTH = 1.2
-"""Factor from one budget to the next until one carries the load."""
-HALVINGS = 4
-"""Budgets halfway between what failed and what carried; then the least step down until one fails."""
 CARRIED = 1 + 2e-6
-"""Slack on a load, so that it is still carried when the flow is evened out."""
+"""Slack on the load, so that it is still carried after the flow has been balanced."""
 
 
 def explore_cost(state: SearchState, seed: int) -> None:
-    """Leave the cheapest rental that carries the goal's request_rate in state.best; proved if none is
+    """Make the cheapest rental that carries the goal's request_rate the incumbent, proved if none can be
     cheaper.
 
     Raises
     ------
-    InfeasibleError : the load is more than any rental found (within the budget, if there is one) carries
+    InfeasibleError : no rental was found that carries the load (within the budget, if there is one)
     """
     problem = state.evaluator.problem
     load = problem.goal.request_rate
     assert load is not None
     most = leave_cheapest(state, seed, load, spendable(problem))
-    if state.best is None and (most is None or most.req_s <= 0):
+    if state.incumbent.best is None and (most is None or most.req_s <= 0):
         refuse_budget(state, seed)
-    elif most is not None and state.cut is None:
+    elif most is not None and state.stopping.cut is None:
         price = Budget(problem, 0.0).price(most.solution)
         raise InfeasibleError(
-            f"no rental found that carries {load:g} requests/s: the most is {most.req_s:.4g}, "
+            f"no rental found that carries {load:g} requests/s: the best carries {most.req_s:.4g} "
             f"for {price:.2f} $/h; lower --request-rate, or raise --budget or offer more GPUs"
         )
 
 
 def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: float) -> Evaluation | None:
-    """Leave the cheapest solution that carries req_s (0: anything at all) in state.best, if one is found
-    that costs at most so many US dollars per hour; else return the best for that much."""
-    evaluator = state.evaluator
+    """Make the cheapest solution that carries req_s (0: any throughput) for at most most_per_hour US dollars
+    per hour the incumbent. If none is found, return the best solution for that budget instead."""
+    evaluator, incumbent = state.evaluator, state.incumbent
     prices = Budget(evaluator.problem, most_per_hour)
     target = max(req_s * CARRIED, 1e-9)
     failed = evaluator.relaxed.least_price(req_s)
     if failed > most_per_hour:
-        return attempt(state, seed, most_per_hour, []).best
-    # More and more money until the load is carried.
+        return attempt(state, seed, most_per_hour, []).incumbent.best
+    # Raise the budget until the load is carried.
     budget = max(failed * 1.05, most_per_hour / 64)
     starts: list[Solution] = []
-    while state.best is None:
+    while incumbent.best is None:
         budget = min(budget, most_per_hour)
         tried = attempt(state, seed, budget, starts, target)
         if tried.reached():
             _take(state, tried, target)
-        elif budget >= most_per_hour or state.cut:
-            return tried.best
+        elif budget >= most_per_hour or state.stopping.cut:
+            return tried.incumbent.best
         else:
-            failed, budget = budget, budget * GROWTH
-            starts = [tried.best.solution] if tried.best else []
-    # Less and less: first in halves, then by the least step.
+            failed, budget = budget, budget * evaluator.params.budget_growth
+            starts = [tried.incumbent.best.solution] if tried.incumbent.best else []
+    # Lower it again: first by bisection, then by the smallest step.
     for halving in itertools.count():
-        price = prices.price(state.best.solution)
-        budget = (failed + price) / 2 if halving < HALVINGS else price * (1 - 1e-6)
-        tried = attempt(state, seed, budget, [state.best.solution], target)
+        price = prices.price(incumbent.best.solution)
+        budget = (failed + price) / 2 if halving < evaluator.params.budget_halvings else price * (1 - 1e-6)
+        tried = attempt(state, seed, budget, [incumbent.best.solution], target)
         if tried.reached():
             _take(state, tried, target)
-        elif state.cut or halving >= HALVINGS:
-            state.proved = tried.proved
+        elif state.stopping.cut or halving >= evaluator.params.budget_halvings:
+            incumbent.proved = tried.incumbent.proved
             break
         else:
             failed = budget
@@ -80,27 +76,27 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
 
 
 def _take(state: SearchState, tried: SearchState, target: float) -> None:
-    """What carries the target, made as cheap as its neighbours allow, is the best so far."""
-    assert tried.best is not None
-    state.best = cheapest_alike(state.evaluator, tried.best, target)
+    """Make a solution that carries the target as cheap as its neighbours allow, and keep it as the best."""
+    assert tried.incumbent.best is not None
+    state.incumbent.best = cheapest_alike(state.evaluator, tried.incumbent.best, target)
 
 
 def refuse_budget(state: SearchState, seed: int) -> None:
-    """Say what the cheapest placement costs, if that is more than the goal's budget.
+    """Reject a budget that is too small for any placement.
 
     Raises
     ------
-    InfeasibleError : it is
+    InfeasibleError : the cheapest placement costs more than the goal's budget; says how much
     """
     problem = state.evaluator.problem
-    if problem.goal.budget_per_hour is None or state.cut:
+    if problem.goal.budget_per_hour is None or state.stopping.cut:
         return
     everything = float(problem.cluster.price_per_hour.sum())
     free = fresh(state)
     leave_cheapest(free, seed, 0.0, everything)
-    if free.best is not None:
-        price = Budget(problem, everything).price(free.best.solution)
+    if free.incumbent.best is not None:
+        price = Budget(problem, everything).price(free.incumbent.best.solution)
         raise InfeasibleError(
             f"no placement of {problem.model.name} within {problem.goal.budget_per_hour:g} $/h: the cheapest "
-            f"{'' if free.proved else 'found '}costs {price:.2f} $/h; raise --budget to that"
+            f"{'' if free.incumbent.proved else 'found '}costs {price:.2f} $/h; raise --budget to that"
         )

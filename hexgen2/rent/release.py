@@ -1,4 +1,4 @@
-"""Spending less: give GPUs back until a budget is met, or as long as a load is still carried."""
+"""Spending less: releases GPUs until a budget is met, or for as long as a load is still carried."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hexgen2.search.ties import exceeds, least, smallest_first
 
 
 def fitted(evaluator: Evaluator, budget: Budget, solution: Solution) -> Solution:
-    """The solution cut down to the budget: again and again the release that costs least score
-    for each dollar saved."""
+    """The solution cut down to the budget, one release at a time: always the one that loses the least score
+    per dollar saved."""
     while not budget.affordable(solution):
         price, score = budget.price(solution), evaluator.evaluate(solution).score
 
@@ -26,7 +26,7 @@ def fitted(evaluator: Evaluator, budget: Budget, solution: Solution) -> Solution
 
 
 def cheapest_alike(evaluator: Evaluator, start: Evaluation, req_s: float) -> Evaluation:
-    """Release and trade GPUs, the greatest saving first, while the rest carries req_s (requests/s)."""
+    """Release and trade GPUs, largest saving first, while the rest still carries req_s (requests/s)."""
     current = start
     while (cheaper := _cheaper(evaluator, current, req_s)) is not None:
         current = cheaper

@@ -1,4 +1,4 @@
-"""A part of the universe as a problem of its own: one GPU type to search alone, or what is rented at last."""
+"""A part of the universe as a problem of its own: a single GPU type, or the GPUs that are finally rented."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from dataclasses import dataclass, replace
 
 from cluster_specs.offers import rented_part
 from hexgen2.cluster import Cluster
-from hexgen2.placement import Bound, FrontierPoint, Placement, Rented, SearchRecord
+from hexgen2.placement import BoundRecord, FrontierPoint, Placement, Rented, SearchRecord
 from hexgen2.search.budget import ROUNDING, Budget, spendable
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Group, Problem, Solution
+from hexgen2.search.state import SearchState
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some GPUs of a universe. nodes[k] is the universe's node that is node k of the problem."""
+    """Some GPUs of a universe as a problem. nodes[k] is the index in the universe of the problem's node k."""
 
     problem: Problem
     nodes: tuple[int, ...]
 
     def outside(self, solution: Solution) -> Solution:
-        """A solution of the part as one of the universe."""
+        """Translate a solution of the part into one of the universe."""
         return _renamed(solution, dict(enumerate(self.nodes)))
 
     def inside(self, solution: Solution) -> Solution:
-        """A solution of the universe that uses nothing else, as one of the part."""
+        """Translate a solution of the universe that uses only this part into one of the part."""
         return _renamed(solution, {node: k for k, node in enumerate(self.nodes)})
 
 
 def part_of(universe: Problem, counts: Sequence[int]) -> Part:
-    """The first counts[n] GPUs of each node n."""
+    """The part with the first counts[n] GPUs of each node n."""
     nodes = tuple(n for n, count in enumerate(counts) if count)
     cluster = Cluster.from_spec(rented_part(universe.spec, counts))
-    # A node keeps the network card that a link to a node left out may have shown it to have.
+    # A node keeps the network card speed that was derived from a link to a node outside the part.
     cards = universe.cluster.card_bytes_s[list(nodes)]
     known = [
         node.model_copy(update={"network_gbit_s": float(card) * 8e-9}) if here < card else node
@@ -48,24 +48,24 @@ def part_of(universe: Problem, counts: Sequence[int]) -> Part:
 
 
 def build_rental(universe: Problem, state: SearchState, strategy: str, search: SearchRecord) -> Placement:
-    """The placement of the state's best on a cluster of only what it rents, and the state's frontier."""
-    assert state.best is not None
-    used = _used(state.best)
+    """The placement of the incumbent on a cluster of just the rented GPUs, with its frontier."""
+    assert state.incumbent.best is not None
+    used = _used(state.incumbent.best)
     part = part_of(universe, in_use(universe, used))
-    evaluator = Evaluator(part.problem)
+    evaluator = Evaluator(part.problem, state.evaluator.params)
     evaluation = evaluator.reordered(evaluator.evaluate(part.inside(used)))
     placement = build_placement(part.problem, evaluation, strategy, search)
     return placement.model_copy(
         update={
             "rented": rented_list(universe, used),
-            "frontier": [_point(universe, budget, found) for budget, found in state.frontier],
+            "frontier": [_point(universe, budget, found) for budget, found in state.incumbent.frontier],
             "bound": rental_bound(state, used, placement.throughput.req_s),
         }
     )
 
 
 def _used(evaluation: Evaluation) -> Solution:
-    """The groups that hold the model; the others are not rented."""
+    """The groups that serve the model; the others are not rented."""
     replicas = (*evaluation.prefill, *evaluation.decode, *evaluation.colocated)
     return Solution(tuple(replica.group for replica in replicas))
 
@@ -84,7 +84,7 @@ def _point(universe: Problem, budget: float, found: Evaluation) -> FrontierPoint
 
 
 def in_use(universe: Problem, solution: Solution) -> list[int]:
-    """GPUs of each node that are in a group."""
+    """Number of GPUs of each node that are in a group."""
     counts = [0] * len(universe.node_gpus)
     for group in solution.groups:
         for node, count in group.counts:
@@ -93,7 +93,7 @@ def in_use(universe: Problem, solution: Solution) -> list[int]:
 
 
 def rented_list(universe: Problem, solution: Solution) -> list[Rented]:
-    """What the solution rents, by type and price, fastest type first."""
+    """What the solution rents, grouped by type and price, fastest type first."""
     found: Counter[tuple[str, float]] = Counter()
     for node, count in enumerate(in_use(universe, solution)):
         found[universe.node_accelerator[node].name, universe.node_price[node]] += count
@@ -106,17 +106,18 @@ def rented_list(universe: Problem, solution: Solution) -> list[Rented]:
     ]
 
 
-def rental_bound(state: SearchState, solution: Solution, req_s: float) -> Bound:
-    """What the budget could carry at best; for the objective "cost", what the price of the solution could,
-    and the least price that carries the load: its own, if that is proved."""
+def rental_bound(state: SearchState, solution: Solution, req_s: float) -> BoundRecord:
+    """The upper bound for the budget. For the objective "cost": the bound for the price of the solution, and
+    the lower bound on the price of any rental that carries the load (its own price, if that is proved
+    optimal)."""
     universe, relaxed = state.evaluator.problem, state.evaluator.relaxed
     goal = universe.goal
     price = Budget(universe, spendable(universe)).price(solution)
     if goal.objective == "cost" and goal.request_rate is not None:
-        least = price if state.proved else min(price, relaxed.least_price(goal.request_rate))
-        bound = relaxed.limit(price * (1 + ROUNDING)).bound(req_s)
+        least = price if state.incumbent.proved else min(price, relaxed.least_price(goal.request_rate))
+        bound = relaxed.upper_bound(price * (1 + ROUNDING)).record(req_s)
         return bound.model_copy(update={"price_per_hour": least})
-    return (state.limit or relaxed.limit(spendable(universe))).bound(req_s)
+    return (state.incumbent.bound or relaxed.upper_bound(spendable(universe))).record(req_s)
 
 
 def _renamed(solution: Solution, names: Mapping[int, int]) -> Solution:

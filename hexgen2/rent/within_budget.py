@@ -14,13 +14,10 @@ from hexgen2.rent.rental import part_of
 from hexgen2.rent.universe import search_universe
 from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.local_search import SearchState
+from hexgen2.search.state import SearchState
 
 Plain = Callable[[SearchState, int], None]
-"""The search of a cluster that is all there to use: offers what it finds to the state; takes a seed."""
-
-EFFORT = 8000
-"""Effort (see SearchState) for the universe, on top of the plain searches of single types."""
+"""Searches a cluster without prices: takes a state, to which it offers solutions, and a seed."""
 
 
 def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
@@ -28,21 +25,21 @@ def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
 
     Raises
     ------
-    InfeasibleError : nothing works within the budget, but more money would do; says how much
+    InfeasibleError : the budget is too small for any placement; says how much is needed
     """
     problem = state.evaluator.problem
     budget = state.budget = Budget(problem, spendable(problem))
     for accelerator, counts in single_types(budget):
-        if state.out_of_time():
+        if state.stopping.out_of_time():
             return
         _search_alone(state, f"rent {accelerator} alone", counts, seed, plain)
-    search_universe(state, seed, EFFORT, [])
-    if state.best is None or state.best.req_s <= 0:
+    search_universe(state, seed, state.evaluator.params.rental_effort, [])
+    if state.incumbent.best is None or state.incumbent.best.req_s <= 0:
         refuse_budget(state, seed)
 
 
 def single_types(budget: Budget) -> Iterator[tuple[str, list[int]]]:
-    """For each GPU type, fastest first: the most GPUs of it that the budget allows, of each node."""
+    """For each GPU type, fastest first: its name, and the most GPUs of each node that the budget allows."""
     problem = budget.problem
     for card in problem.cluster.types:
         nodes = [n for n, other in enumerate(problem.node_accelerator) if other == card]
@@ -56,12 +53,12 @@ def single_types(budget: Budget) -> Iterator[tuple[str, list[int]]]:
 
 def _search_alone(state: SearchState, label: str, counts: Sequence[int], seed: int, plain: Plain) -> None:
     part = part_of(state.evaluator.problem, counts)
-    alone = SearchState(Evaluator(part.problem), deadline_s=state.deadline_s)
+    alone = SearchState(Evaluator(part.problem, state.evaluator.params), state.stopping.again())
     try:
         plain(alone, seed)
     finally:
-        state.cut = alone.cut
-        if alone.best is not None:
+        state.stopping.cut = alone.stopping.cut
+        if alone.incumbent.best is not None:
             evaluator = state.evaluator
-            found = evaluator.evaluate(part.outside(alone.best.solution))
+            found = evaluator.evaluate(part.outside(alone.incumbent.best.solution))
             state.offer(evaluator.reordered(found), label)

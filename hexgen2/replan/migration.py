@@ -1,8 +1,8 @@
-"""From the placement that runs to another: which GPUs become what, what they load, what is missed.
+"""The cost of moving from the running placement to another: GPUs, weights to load, requests missed.
 
-GPUs of a node are alike but hold different weights, so a re-plan names them at once: replicas that go on
-unchanged keep their GPUs, and the others get those that are ready soonest, most often those that hold the
-weights they need.
+The GPUs of a node are equal but hold different weights, so a re-plan assigns them individually. Replicas that
+continue unchanged keep their GPUs; the others get those that are ready soonest, usually those that already
+hold the weights they need.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hexgen2.search.planning.shards import Shard, shard_bytes, shards_of, shared
 from hexgen2.search.problem import Problem
 
 LONG_S = 1e6
-"""Waits beyond this are all alike."""
+"""Longer waits are not distinguished."""
 
 RESTART_S = 10.0
-"""Seconds until a replica whose weights are loaded serves: an assumption."""
+"""Seconds from loaded weights until a replica serves (assumed)."""
 
 ASSUMPTIONS = [
     "each GPU loads {load:g} GB/s of weights, all at once, and a replica restarts in {restart:g} s (assumed)",
@@ -37,7 +37,14 @@ ASSUMPTIONS = [
 
 @dataclass(frozen=True)
 class Terms:
-    """What a move costs and how long its gain lasts."""
+    """What a move costs and for how long its gain counts.
+
+    Attributes
+    ----------
+    horizon_s : seconds over which throughput is weighed against missed requests
+    load_bytes_s : weights that one GPU loads per second
+    restart_s : seconds from loaded weights until a replica serves
+    """
 
     horizon_s: float = 3600.0
     load_bytes_s: float = 2e9
@@ -45,15 +52,23 @@ class Terms:
 
     @property
     def assumptions(self) -> list[str]:
-        """What the figures of a migration rest on."""
+        """The assumptions behind the figures of a migration."""
         load = self.load_bytes_s / 1e9
         return [text.format(load=load, restart=self.restart_s) for text in ASSUMPTIONS]
 
 
 @dataclass(frozen=True)
 class Successor:
-    """A replica of the new plan with its GPUs by stage, and what stands between it and its first request:
-    GPUs that drain, then restart and load. `old` is the replica whose stages it continues, if any."""
+    """A replica of the new plan, and what must happen before it serves.
+
+    Attributes
+    ----------
+    gpus : indices of its GPUs, by stage
+    old : the running replica that it continues, if any
+    load_bytes : weights that its GPUs load together
+    drain_s : seconds until its GPUs have finished their current requests
+    load_s : seconds to load and restart after that
+    """
 
     replica: PlannedReplica
     gpus: tuple[tuple[int, ...], ...]
@@ -65,12 +80,12 @@ class Successor:
 
     @property
     def absent_s(self) -> float:
-        """Seconds of its own work that are missing: while its GPUs drain they do half of theirs."""
+        """Seconds of work lost: draining counts half, since the old replicas empty gradually."""
         return self.drain_s / 2 + self.load_s
 
 
 class Migrator:
-    """Moves from a placement that runs to solutions of a problem."""
+    """Computes the moves from a running placement to solutions of a problem."""
 
     def __init__(self, problem: Problem, previous: Previous, terms: Terms) -> None:
         self.problem, self.previous, self.terms = problem, previous, terms
@@ -83,7 +98,7 @@ class Migrator:
         return found
 
     def successors(self, replicas: Sequence[PlannedReplica]) -> list[Successor]:
-        """Every replica with GPUs and moves, in the given order."""
+        """The replicas with their GPUs and moves, in the given order."""
         continued = self._continued(replicas)
         taken = {gpu for old in continued.values() for stage in old.gpus for gpu in stage}
         slots: dict[int, list[tuple[int, int, Shard]]] = {}
@@ -108,8 +123,8 @@ class Migrator:
         ]
 
     def _continued(self, replicas: Sequence[PlannedReplica]) -> dict[int, OldReplica]:
-        """The old replica that each new one continues with its stages as they are: first those that keep
-        role and batch as well."""
+        """Index of a new replica -> the old replica whose stages it continues unchanged; matches with the
+        same role and batch size come first."""
         found: dict[int, OldReplica] = {}
         used: set[str] = set()
         for exact in (True, False):
@@ -124,8 +139,8 @@ class Migrator:
         return found
 
     def _assign(self, wanted: list[tuple[int, int, Shard]], free: list[int]) -> list[int]:
-        """GPUs of one node for these shards: those that drain and load soonest, in sum (an assignment
-        problem, in whole microseconds)."""
+        """GPUs of one node for these shards, chosen to minimise the sum of the waits for draining and loading
+        (an assignment problem, in whole microseconds)."""
         held, drain_s = self.previous.held, self.previous.drain_s
         if len(free) == 1 or not any(gpu in held for gpu in free):
             return free[: len(wanted)]
@@ -161,8 +176,8 @@ class Migrator:
         return Successor(replica, gpus, None, "start", math.fsum(loads), drain, load_s)
 
     def missed_requests(self, successors: Sequence[Successor], req_s: float) -> float:
-        """Requests that are not served within the horizon because replicas of the new plan, which serves
-        req_s, are not there yet: req_s less what those that are there could serve, over time."""
+        """Requests missed within the horizon while replicas of the new plan, whose throughput is req_s, are
+        not ready: the integral of req_s less the capacity of the replicas that are."""
         horizon = self.terms.horizon_s
         times = sorted({min(s.absent_s, horizon) for s in successors})
         missed, since = 0.0, 0.0
@@ -177,7 +192,7 @@ class Migrator:
         return missed
 
     def cost(self, evaluation: Evaluation) -> Cost:
-        """What it takes to get from the placement to this solution."""
+        """The cost of moving from the running placement to this solution."""
         found = self.successors(evaluation.replicas)
         return Cost(
             req_s=evaluation.req_s,

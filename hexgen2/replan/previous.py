@@ -1,4 +1,4 @@
-"""The placement that runs now, as a re-plan sees it: which replicas survive, and what each GPU holds."""
+"""The running placement as a re-plan sees it: which replicas survive, and which weights each GPU holds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from hexgen2.search.problem import Group, NodeCounts, Problem, counts_of
 
 @dataclass(frozen=True, eq=False)
 class OldReplica:
-    """A replica that runs, or ran until it lost a GPU.
+    """A replica of the running placement, which may have lost GPUs.
 
     Attributes
     ----------
-    stages : as planned; None if it is broken, or no plan of ours (a stage over two nodes)
-    gpus : indices by stage and rank, None for a GPU that is lost
-    shards : what each of them holds
-    drain_s : mean time that a request stays in it; 0 if it is broken
+    stages : None if the replica is broken, or has a stage across nodes, which the planner never makes
+    gpus : indices by stage and rank; None for a lost GPU
+    shards : the weights that each GPU holds, by stage and rank
+    drain_s : mean time that a request stays in the replica; 0 if it is broken
+    alive : whether it has lost no GPU
     """
 
     id: str
@@ -35,12 +36,18 @@ class OldReplica:
 
     @cached_property
     def counts(self) -> NodeCounts:
-        """The GPUs of an intact replica, per node."""
+        """Number of GPUs of an intact replica, per node."""
         return _count(stage.node for stage in self.stages or () for _ in range(stage.degree))
 
 
 class Previous:
-    """The replicas of a placement on the GPUs of a problem that may have lost some of them, or changed."""
+    """The replicas of a placement on a cluster that may have changed since.
+
+    Attributes
+    ----------
+    held : GPU index -> the weights that it holds
+    drain_s : GPU index -> seconds until its replica has drained
+    """
 
     def __init__(self, problem: Problem, placement: Placement) -> None:
         self.placement = placement
@@ -58,11 +65,11 @@ class Previous:
 
     @property
     def intact(self) -> list[OldReplica]:
-        """Replicas that can go on as they are."""
+        """Replicas that can continue as they are."""
         return [old for old in self.replicas if old.stages is not None]
 
     def remains(self) -> list[Group]:
-        """What the losses left of each broken replica, as a group of the same role."""
+        """The surviving GPUs of each broken replica, as a group of the same role."""
         node_of = self._problem.cluster.node_of
         return [
             Group(old.role, counts)
@@ -99,9 +106,9 @@ class Previous:
 
 
 def drain_s(replica: PlacedReplica, pipeline: str) -> float:
-    """Mean seconds that a request stays in a busy replica: requests inside over requests/s (Little's law).
+    """Mean seconds that a request stays in a busy replica, by Little's law: requests inside / (requests/s).
 
-    Its batch is inside, or one for each stage where each stage has its own (see cost_model.pipeline).
+    A full batch is inside, or one batch per stage (see cost_model.pipeline).
     """
     own = "prefill" if pipeline == "pipelined" else "decode" if pipeline == "paper_optimistic" else None
     batches = len(replica.stages) if replica.role == own else 1
@@ -109,7 +116,7 @@ def drain_s(replica: PlacedReplica, pipeline: str) -> float:
 
 
 def _surviving(problem: Problem, placement: Placement) -> dict[str, int]:
-    """Index by id of the GPUs that were in the placement's cluster and still are what they were."""
+    """GPU id -> index, for the usable GPUs that were in the placement's cluster with the same type."""
     old = {node.name: node.accelerators.split(":")[0] for node in placement.cluster.nodes}
     found = {}
     for gpu in problem.usable.tolist():

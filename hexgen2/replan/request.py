@@ -1,71 +1,30 @@
-"""What a re-plan is asked for: a placement that runs, and what has changed since."""
+"""What a re-plan starts from: a running placement, and what has changed since."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cluster_specs.loader import load_cluster
+from cluster_specs.schema import ClusterSpec
+from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InputError
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
-from hexgen2.checks import verify
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement
-from hexgen2.replan import search as replan
-from hexgen2.replan.migration import Terms
 from hexgen2.search.problem import Problem
-from hexgen2.strategies.base import SearchOptions
 from hexgen2.workload.classes import load_workload
-
-
-def replanned(
-    source: Path,
-    inputs: dict[str, Any],
-    strategy: str,
-    goal: Goal,
-    options: SearchOptions,
-    horizon_s: float | None = None,
-    load_gbyte_s: float | None = None,
-) -> Placement:
-    """A new placement from the one in a file, as the command line asks for it.
-
-    Parameters
-    ----------
-    inputs : what has changed, keyword arguments of `replan_problem`; those that are None have not
-    horizon_s, load_gbyte_s : see hexgen2.replan.migration.Terms, whose defaults hold where they are None
-
-    Raises
-    ------
-    InputError : the placement is not sound, or re-planning does not know the strategy or the goal
-    InfeasibleError : what is left carries no request
-    """
-    if strategy != replan.NAME:
-        raise InputError("--strategy", strategy, "cannot re-plan", f"leave it out: {replan.NAME} does")
-    previous = Placement.load(source)
-    verify(previous, str(source))
-    if goal != Goal() or previous.goal.objective != "throughput":
-        key = "--objective" if goal != Goal() else f"{source}: goal.objective"
-        problem = "re-planning weighs throughput, and no other goal"
-        raise InputError(key, "", problem, "leave the goal out, or search anew without --from")
-    terms = Terms()
-    if horizon_s is not None:
-        terms = replace(terms, horizon_s=horizon_s)
-    if load_gbyte_s is not None:
-        terms = replace(terms, load_bytes_s=load_gbyte_s * 1e9)
-    given = {key: value for key, value in inputs.items() if value is not None}
-    return replan.replan(replan_problem(previous, **given), previous, options, terms)
+from hexgen2.workload.lengths import Workload
 
 
 def replan_problem(
     previous: Placement,
-    cluster: str | None = None,
-    model: str | None = None,
-    workload: str | None = None,
+    cluster: str | Path | ClusterSpec | None = None,
+    model: str | Path | ModelArchitecture | None = None,
+    workload: str | Path | Workload | None = None,
     isl: float | None = None,
     osl: float | None = None,
     cost_model: str | None = None,
@@ -74,30 +33,32 @@ def replan_problem(
     lost: str = "",
     added: str = "",
 ) -> Problem:
-    """The problem that a placement leaves: what is not given is as it was. The placement must be sound
+    """The problem to re-plan; whatever is not given is taken from the placement, which must be valid
     (hexgen2.checks.verify).
 
     Parameters
     ----------
-    lost, added : GPU ids or node names, separated by commas. Lost ones stay out until they are added; GPUs
-        that another --cluster lacks are lost as well, and those that it has beyond the old one added
+    lost, added : GPU ids or node names, separated by commas. Lost GPUs stay out until they are added again.
+        With another cluster, GPUs that it lacks count as lost, and new ones can be added
 
     Raises
     ------
-    InputError : an unknown GPU, one both lost and added or added while it serves, another model, or whatever
-        make_problem refuses
+    InputError : an unknown GPU, one both lost and added or added while it serves, another model, or an input
+        that make_problem rejects
     """
     if model is not None and find_model(model) != previous.model:
         problem = f"differs from {previous.model.name}, which the placement serves"
-        raise InputError("--model", model, problem, "search anew without --from, for all weights change")
-    now = Cluster.from_spec(load_cluster(cluster) if cluster else previous.cluster)
+        raise InputError(
+            "--model", find_model(model).name, problem, "new weights need a new search, without --from"
+        )
+    now = Cluster.from_spec(previous.cluster if cluster is None else load_cluster(cluster))
     before = set(Cluster.from_spec(previous.cluster).gpu_ids)
     out = {gpu for gpu in previous.lost if gpu in set(now.gpu_ids)}
     leaving = _gpus("--lost", lost, now)
     back = _gpus("--added", added, now, among=[g for g in now.gpu_ids if g in out or g not in before])
     both = sorted(leaving & back)
     if both:
-        raise InputError("--added", both[0], "is among --lost as well", "name it once")
+        raise InputError("--added", both[0], "is also in --lost", "name it in only one of them")
     fixed = workload is None and isl is None and osl is None
     load = previous.workload if fixed else load_workload(workload, isl, osl)
     costs = make_cost_model(cost_model or previous.cost_model.name, previous.model, load.lengths)
@@ -115,8 +76,8 @@ def replan_problem(
 
 
 def _gpus(option: str, text: str, cluster: Cluster, among: Iterable[str] | None = None) -> set[str]:
-    """The GPUs that a list of ids and node names means; with `among`, all of them must be there (of a node:
-    those that are)."""
+    """The GPUs named by a list of ids and node names. With `among`, ids must be in it, and a node name stands
+    for those of its GPUs that are."""
     by_node: dict[str, list[str]] = {name: [] for name in cluster.node_names}
     for gpu in cluster.gpu_ids:
         by_node[gpu.rsplit("/", 1)[0]].append(gpu)
@@ -130,6 +91,6 @@ def _gpus(option: str, text: str, cluster: Cluster, among: Iterable[str] | None 
             raise InputError(option, name, f"is not in cluster {cluster.name}", hint)
         chosen = allowed & set(members)
         if not chosen:
-            raise InputError(option, name, "is in the placement's cluster and not lost", "leave it out")
+            raise InputError(option, name, "is already part of the cluster and not lost", "leave it out")
         found |= chosen
     return found

@@ -1,4 +1,4 @@
-"""The value of solutions on the way from a placement that runs: throughput less what the moves miss."""
+"""The value of a solution in a re-plan: its throughput less the requests missed during the moves."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from dataclasses import replace
 from hexgen2.replan.migration import Migrator
 from hexgen2.replan.previous import OldReplica
 from hexgen2.search.evaluator import Evaluation, Evaluator, PlannedReplica
-from hexgen2.search.planning.plan import GroupPlan, Planner
+from hexgen2.search.params import Params
+from hexgen2.search.planning.plan import GroupPlan
 from hexgen2.search.planning.shards import shard_bytes, shards_of
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.ties import exceeds
 
-POLISH_ROUNDS = 3
-"""Most rounds over all replicas in which each tries its other plans."""
-
 
 class ReplanEvaluator(Evaluator):
-    """Maximises req_s * horizon - missed requests: the cost of a solution is what its moves miss, spread
-    over the horizon. Groups that run already keep their stages where new ones gain too little."""
+    """Maximises req_s * horizon - missed requests; the cost of a solution is its missed requests per second
+    of the horizon. Running groups keep their stages unless new ones gain enough."""
 
-    def __init__(self, problem: Problem, planner: Planner, migrator: Migrator) -> None:
-        super().__init__(problem, planner)
+    def __init__(self, problem: Problem, params: Params, migrator: Migrator) -> None:
+        super().__init__(problem, params)
         self.migrator = migrator
         self._running: dict[NodeCounts, list[OldReplica]] = {}
         for old in migrator.previous.intact:
@@ -37,8 +35,7 @@ class ReplanEvaluator(Evaluator):
         return self.migrator.missed_requests(found, req_s) / horizon, idle
 
     def plan_of(self, group: Group) -> GroupPlan | None:
-        """The best, but where a replica runs on these GPUs: of its plans, the one that serves most within the
-        horizon on its own."""
+        """The best plan; for GPUs on which a replica runs, the plan that serves most within the horizon."""
         if group.counts not in self._running:
             return self.planner.plan(group.role, group.counts)
         if group not in self._chosen:
@@ -52,8 +49,8 @@ class ReplanEvaluator(Evaluator):
         return self._chosen[group]
 
     def _options(self, group: Group) -> Iterator[tuple[GroupPlan, float]]:
-        """Plans with the seconds that the replica would be absent: those that leave an old replica as it is
-        or its stages as they are, and the best for the group, with all its weights to load."""
+        """Plans with the seconds for which the replica would be absent: the old replica unchanged, its stages
+        with another batch size, and the best plan of the group with all weights to load."""
         planner, terms = self.planner, self.migrator.terms
         drain_s = 0.0
         for old in self._running.get(group.counts, ()):
@@ -71,8 +68,8 @@ class ReplanEvaluator(Evaluator):
             yield plan, drain_s / 2 + terms.restart_s + largest / terms.load_bytes_s
 
     def unchanged(self) -> Evaluation:
-        """What is left of the old placement if nothing is done. A replica whose batch does not fit under the
-        workload is given one that does; one that fits no longer stands still."""
+        """The surviving replicas if nothing is done. A replica whose batch no longer fits the workload gets
+        one that does; one that does not fit at all serves nothing."""
         groups: list[Group] = []
         replicas: list[PlannedReplica] = []
         for old in self.migrator.previous.intact:
@@ -86,8 +83,8 @@ class ReplanEvaluator(Evaluator):
         return self.with_plans(Solution(tuple(groups)), *_by_role(replicas))
 
     def adopt(self, evaluation: Evaluation) -> Evaluation:
-        """The same replicas with their plans as they are, valued here; from now on they are the value of
-        their solution if no better one is known."""
+        """Value the replicas of another evaluator's solution with their plans unchanged; the result is kept
+        for that solution unless a better one is known."""
         found = self.with_plans(evaluation.solution, *_by_role(evaluation.replicas))
         known = self._evaluated.get(found.solution.key)
         if known is None or found.better_than(known):
@@ -95,9 +92,9 @@ class ReplanEvaluator(Evaluator):
         return found
 
     def polished(self, evaluation: Evaluation) -> Evaluation:
-        """The same groups with the plans and stage orders that are worth most, replica by replica."""
+        """The same groups with the best plans and stage orders found by trying them replica by replica."""
         best = evaluation
-        for _ in range(POLISH_ROUNDS):
+        for _ in range(self.params.polish_rounds):
             before = best
             for place in range(len(best.replicas)):
                 best = self._polish(best, place)
@@ -118,6 +115,6 @@ class ReplanEvaluator(Evaluator):
 
 
 def _by_role(replicas: Sequence[PlannedReplica]) -> tuple[tuple[PlannedReplica, ...], ...]:
-    """Prefill, decode and colocated ones."""
+    """The prefill, decode and colocated replicas."""
     roles = ("prefill", "decode", "colocated")
     return tuple(tuple(r for r in replicas if r.group.role == role) for role in roles)

@@ -1,4 +1,4 @@
-"""The moves of a re-plan in words and tables, for people."""
+"""Prints the moves of a re-plan and what they cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.table import Table
 from hexgen2.moves import Cost, Migration, Move
 
 MEANING = {
-    "keep": "runs on",
+    "keep": "continues",
     "restart": "new role or batch, same weights",
     "reload": "new stages",
     "start": "new replica",
@@ -17,7 +17,8 @@ MEANING = {
 
 
 def print_moves(moves: list[Move], migration: Migration, gpus_text, console: Console) -> None:
-    """What becomes of each replica, and the trade behind it. gpus_text writes a list of GPU ids briefly."""
+    """Print what happens to each replica, and the trade-off behind it. gpus_text abbreviates a list of GPU
+    ids."""
     table = Table("move", "replica", "GPUs", "load", "drain", "then load", box=None)
     for move in moves:
         old = f" (was {move.from_})" if move.from_ not in (None, move.replica) else ""

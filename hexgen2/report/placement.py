@@ -1,4 +1,4 @@
-"""A placement in words and tables, for people."""
+"""Prints a placement as text and tables."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.text import Text
 
 from cost_model.printable import printable
 from hexgen2.goal import Goal
-from hexgen2.placement import OPTIMAL, Bound, FrontierPoint, Goodput, Placement, Rented, Replica
+from hexgen2.placement import OPTIMAL, BoundRecord, FrontierPoint, Goodput, Placement, Rented, Replica
 from hexgen2.report.moves import print_moves
 
 PIPED_WIDTH = 110
 
 
 class PlainConsole(Console):
-    """A console for text that others wrote: markup and emoji codes in it mean nothing, and control characters
-    are shown as escapes. All strings pass `render_str`, cells of tables included."""
+    """A console that is safe for untrusted text: markup and emoji codes are printed as they are, and control
+    characters as escapes. Every string passes through `render_str`, table cells included."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
@@ -30,13 +30,14 @@ class PlainConsole(Console):
 
 
 def make_console() -> Console:
-    """Standard output: as wide as the terminal, or wide enough for the tables where there is none."""
+    """A console on standard output, as wide as the terminal, or PIPED_WIDTH columns if there is none."""
     console = PlainConsole(soft_wrap=True)
     return console if console.is_terminal else PlainConsole(soft_wrap=True, width=PIPED_WIDTH)
 
 
 def print_placement(placement: Placement, console: Console) -> None:
-    """What runs where, what it yields, how far from the bound, and which figures are assumed."""
+    """Print what runs where, its throughput and latency, how close it is to the bound, and what is
+    assumed."""
     model, workload, costs = placement.model, placement.workload, placement.cost_model
     console.print(
         f"{model.name} on {placement.cluster.name} for "
@@ -76,7 +77,7 @@ def print_placement(placement: Placement, console: Console) -> None:
         f"links {costs.links}: all times are predicted"
     )
     if placement.search.cut:
-        console.print(f"search cut  {placement.search.cut}: a longer one may find better")
+        console.print(f"search cut  {placement.search.cut}: a longer search may find a better placement")
     if costs.unmeasured and costs.name == "calibrated":
         cards = " or ".join(costs.unmeasured)
         text = f"assumed     No step of {cards} was measured: general coefficients stand in."
@@ -86,7 +87,7 @@ def print_placement(placement: Placement, console: Console) -> None:
 
 
 def _ranking_caution(placement: Placement) -> str | None:
-    """The best that the search met with other numbers of replicas, if it is worse by less than the error."""
+    """A warning if a placement with other numbers of replicas was worse by less than the prediction error."""
     if placement.goal.rents or placement.goal.objective == "latency":
         return None
     error, best = placement.cost_model.error, placement.throughput.req_s
@@ -102,13 +103,13 @@ def _ranking_caution(placement: Placement) -> str | None:
     makeup = max(rivals, key=lambda other: rivals[other])
     counts = " and ".join(f"{n} {kind}" for n, kind in zip(makeup, kinds, strict=True) if n)
     return (
-        f"caution     {counts} replicas make {rivals[makeup]:.4g} requests/s, which is inside the error: "
-        "measure both where it matters"
+        f"caution     {counts} replicas reach {rivals[makeup]:.4g} requests/s, a difference within the "
+        "error: measure both if it matters"
     )
 
 
-def _bound_text(bound: Bound) -> str:
-    """How good the answer is, as far as it is proved."""
+def _bound_text(bound: BoundRecord) -> str:
+    """The proven bound on the throughput of any placement."""
     if bound.gap <= OPTIMAL:
         return f"bound       optimal, by {bound.method}: no placement is better, given that"
     text = f"within      {bound.gap * 100:.2g} % of the best possible, at most {bound.req_s:.4g} requests/s"
@@ -118,7 +119,8 @@ def _bound_text(bound: Bound) -> str:
 
 
 def _print_rental(placement: Placement, console: Console) -> None:
-    """What to rent, what tokens cost, how much of the load is to spare, and the frontier if there is one."""
+    """Print what to rent, the cost per token, the headroom over the load, and the frontier if there is
+    one."""
     price, goal = placement.price_per_hour, placement.goal
     million = price / (placement.throughput.output_tok_s * 3600 / 1e6)
     console.print(
@@ -161,7 +163,7 @@ def _frontier_table(points: list[FrontierPoint]) -> Table:
 
 
 def _print_goodput(goodput: Goodput, goal: Goal, console: Console) -> None:
-    """What the targets leave, and what requests see under the load."""
+    """Print the goodput within the targets, and the latencies under load."""
     if goodput.goodput_req_s is not None and goodput.attainment is not None:
         asked = (("TTFT", goal.ttft_ms), ("TPOT", goal.tpot_ms))
         targets = " and ".join(f"{name} within {value:g} ms" for name, value in asked if value)
@@ -206,7 +208,7 @@ def stages_text(replica: Replica, accelerators: dict[str, str]) -> str:
 
 
 def compact(gpus: list[str]) -> str:
-    """GPU ids with the node named once: ["a/0", "a/1"] is "a/0-1"."""
+    """GPU ids with each node named once: ["a/0", "a/1"] becomes "a/0-1"."""
     parts = []
     for node, members in groupby(gpus, key=lambda gpu: gpu.rsplit("/", 1)[0]):
         numbers = [int(re.sub(r".*/", "", gpu)) for gpu in members]

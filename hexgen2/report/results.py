@@ -1,4 +1,4 @@
-"""Results of `simulate` and of `bench` as tables."""
+"""Prints the results of `simulate` and `bench` as tables."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _table(
     columns: Mapping[str, tuple[str, Callable[[Any], str]]],
     console: Console,
 ) -> None:
-    """Those columns that every row has; nothing without rows."""
+    """Print the columns that all rows have; prints nothing without rows."""
     if not rows:
         return
     kept = [key for key in columns if all(key in row for _, row in rows)]

@@ -18,7 +18,7 @@ from hexgen2.placement import (
     Throughput,
 )
 from hexgen2.prediction.bottlenecks import bottlenecks_of
-from hexgen2.search.bounds.upper_bounds import Limit, rates_limit
+from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
 from hexgen2.search.evaluator import Evaluation, PlannedReplica
 from hexgen2.search.flow.max_flow import balance, few_routes
 from hexgen2.search.load_prediction import LoadedPlacement
@@ -37,7 +37,7 @@ def build_placement(
     evaluation: Evaluation,
     strategy: str,
     search: SearchRecord,
-    limit: Limit | None = None,
+    limit: UpperBound | None = None,
     names: list[Name] | None = None,
 ) -> Placement:
     """The placement of an evaluated solution, its flow spread evenly over the replicas (colocated ones keep
@@ -92,7 +92,7 @@ def build_placement(
         latency=_latency(evaluation, carried),
         goodput=_goodput(problem, evaluation, carried),
         price_per_hour=float(problem.cluster.price_per_hour.sum()),
-        bound=(limit or rates_limit(problem)).bound(served),
+        bound=(limit or rates_bound(problem)).record(served),
         bottlenecks=bottlenecks_of(replicas, routes, idle, problem.cluster, problem.costs, problem.links),
         search=search,
     )

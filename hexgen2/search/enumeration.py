@@ -1,7 +1,7 @@
 """Exhaustive search: every partition of the GPUs into groups with roles, up to symmetry.
 
-GPUs of one node are alike, so groups are counted per node. Each node in turn gives its GPUs to groups
-that contain it, in non-rising order, or leaves them idle. A branch that cannot beat the best any more,
+GPUs of one node are alike, so groups are counted per node. Each node in turn gives its GPUs to groups that
+contain it, in non-increasing order, or leaves them idle. A branch that cannot beat the best any more,
 even if every GPU left worked at its own best, is cut off; so is one that costs more than the budget.
 """
 
@@ -11,9 +11,9 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from hexgen2.search.bounds.upper_bounds import Limit
-from hexgen2.search.local_search import SearchState
+from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.problem import Group, Solution, counts_of
+from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds
 
 ASSUMPTIONS = (
@@ -44,10 +44,10 @@ def enumerate_all(state: SearchState, most: int | None = None) -> bool:
     """
     complete = _Enumeration(state, most).run()
     if complete:
-        state.proved = True
-        if state.best and state.target_req_s == math.inf:
+        state.incumbent.proved = True
+        if state.incumbent.best and state.stopping.target_req_s == math.inf:
             rentals = ("every rental within the budget counts",) if state.budget else ()
-            state.bounded_by(Limit(state.best.req_s, "enumeration", (*rentals, *ASSUMPTIONS)))
+            state.bounded_by(UpperBound(state.incumbent.best.req_s, "enumeration", (*rentals, *ASSUMPTIONS)))
     return complete
 
 
@@ -58,7 +58,7 @@ class _Enumeration:
         self._sizes = tuple(len(gpus) for gpus in problem.node_gpus)
         self._capacity: dict[tuple[str, Counts], float] = {}
         self._groups: list[Group] = []
-        self._wanted = 0.0 if state.target_req_s == math.inf else state.target_req_s
+        self._wanted = 0.0 if state.stopping.target_req_s == math.inf else state.stopping.target_req_s
 
     def run(self) -> bool:
         return self._descend(self._sizes, 0, None, {"prefill": 0.0, "decode": 0.0})
@@ -70,11 +70,11 @@ class _Enumeration:
             self._left -= 1
             if self._left < 0:
                 return False
-        if state.out_of_time() or state.reached():
+        if state.stopping.out_of_time() or state.reached():
             return False
         if state.budget and not state.budget.affordable(Solution(tuple(self._groups))):
             return True
-        best = max(state.best.net_req_s if state.best else 0.0, self._wanted * (1 - 1e-8))
+        best = max(state.incumbent.best.net_req_s if state.incumbent.best else 0.0, self._wanted * (1 - 1e-8))
         if not exceeds(state.evaluator.limit_with_rest(done, free), best):
             return True
         if node == len(free):

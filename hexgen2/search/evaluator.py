@@ -1,7 +1,7 @@
 """The value of a solution: plans of its groups, KV routes between them, and the max flow.
 
-Everything is memoised by what it depends on; the flow is solved only where the sum of the replicas'
-capacities does not already decide.
+Results are memoised by what they depend on; the flow is solved only if the replicas' capacities alone do not
+decide it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,17 @@ from functools import cached_property
 
 import numpy as np
 
-from hexgen2.search.bounds.relaxations import Relaxed
+from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.bounds.upper_bounds import best_split, node_rates
-from hexgen2.search.flow.duals import Prices, Stages
+from hexgen2.search.flow.duals import Duals, Stages
 from hexgen2.search.flow.max_flow import Flow, FlowNetwork, settled, solve
 from hexgen2.search.flow.routes import RouteUse, pipeline_use, route_use
 from hexgen2.search.flow.shared_use import SharedUse, shared_use
 from hexgen2.search.operators import Alike
+from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.planning.plan import GroupPlan, PlannedStage, Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.ties import exceeds, least, ranks_above
-
-PLATEAU_SHARE = 1e-3
-"""Weight of the replicas' summed capacity in the score: it leads across plateaus of the flow."""
-
-TRANSFER_SHARE = 1e-2
-"""Weight of a transfer's seconds beside the price of what it takes of full links, where orders compare."""
-
-MAX_ORDERS = 120
-"""Most stage orders tried per replica when the KV routes limit the flow."""
-
-MAX_ROUNDS = 3
-"""Most rounds of reordering all replicas."""
-
-CAPACITY_KEPT = 0.98
-"""A stage order that costs a replica more of its capacity is no candidate."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +42,16 @@ class PlannedReplica:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A solution's replicas by role, the flow network over the first two roles, and its maximum flow.
-    Colocated replicas work by themselves, and add what they carry (alone [C], requests/s) to it; where they
-    share links with routes, they come first.
+    """What a solution is worth, and why: its replicas, the flow network between them, and the maximum flow.
 
-    cost_req_s and idle_req_s are what the way to this solution costs, averaged over time (see
-    Evaluator.way_cost). score leads a climb: the flow less its cost, plus a small share of the capacities.
+    Attributes
+    ----------
+    prefill, decode, colocated : replicas by role
+    network, flow : between prefill and decode replicas
+    score : guides the local search: throughput less cost, plus a small share of the replicas' capacities
+    alone : [C] requests/s that each colocated replica serves by itself; where colocated replicas share links
+        with KV routes, they take precedence
+    cost_req_s, idle_req_s : what it costs to get to this solution, over time (see Evaluator.way_cost)
     """
 
     solution: Solution
@@ -97,12 +87,12 @@ class Evaluation:
 
     @property
     def net_req_s(self) -> float:
-        """What is maximised."""
+        """The objective of the search: throughput less the cost of getting there."""
         return self.req_s - self.cost_req_s
 
     @property
     def rank(self) -> tuple[float, float, float]:
-        """Greater is better: the flow less its cost, of equals the one with least to change, then the
+        """Greater is better. Ties in net throughput go to the solution that changes least, then to the higher
         score."""
         return self.net_req_s, -self.idle_req_s, self.score
 
@@ -116,10 +106,10 @@ def _capacity(replicas: Sequence[PlannedReplica]) -> float:
 
 
 class Evaluator:
-    """Evaluates solutions of one problem; counts them and the routes between their replicas."""
+    """Evaluates solutions of one problem, and counts the evaluations and the routes they looked at."""
 
-    def __init__(self, problem: Problem, planner: Planner | None = None) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, params: Params = DEFAULT, planner: Planner | None = None) -> None:
+        self.problem, self.params = problem, params
         self.planner = planner or Planner(problem)
         self.evaluations = self.routes = 0
         self._node_rates = node_rates(problem)
@@ -140,9 +130,9 @@ class Evaluator:
         return Alike(self.planner.classes.class_of, self.problem.node_links)
 
     @cached_property
-    def relaxed(self) -> Relaxed:
-        """The problem relaxed to programs over groups, with the same plans."""
-        return Relaxed(self.planner)
+    def relaxed(self) -> Relaxations:
+        """The relaxations of the problem, with the same plans."""
+        return Relaxations(self.planner)
 
     def plan_of(self, group: Group) -> GroupPlan | None:
         """The plan that a group runs."""
@@ -154,8 +144,8 @@ class Evaluator:
         return 0.0, 0.0
 
     def evaluate(self, solution: Solution, near: Evaluation | None = None) -> Evaluation:
-        """The solution's value. Groups in which the model does not fit stay idle; those that `near` has too
-        keep the stage orders that they have there, unless the solution is known already."""
+        """The solution's value. Groups that the model does not fit in stay idle. Groups that `near` has too
+        keep its stage orders, unless the solution was evaluated before."""
         key = solution.key
         known = self._evaluated.get(key)
         if known is None:
@@ -166,7 +156,7 @@ class Evaluator:
         return known
 
     def reordered(self, evaluation: Evaluation) -> Evaluation:
-        """The same solution with the stage orders that serve the KV routes best, if they limit it."""
+        """The same solution with the stage orders that suit its KV routes best, if the routes limit it."""
         limit = min(evaluation.network.prefill.sum(), evaluation.network.decode.sum())
         key = evaluation.solution.key
         if evaluation.flow.value >= limit * (1 - 1e-6) or key in self._reordered_keys:
@@ -176,7 +166,7 @@ class Evaluator:
         return self._evaluated[key]
 
     def at_full_load(self, evaluation: Evaluation) -> Evaluation:
-        """The same prefill and decode replicas, with what they serve when no target limits their load."""
+        """The same prefill and decode replicas at the load that they carry without latency targets."""
         planner = self.planner
 
         def full(replicas: tuple[PlannedReplica, ...], queue_of: Callable) -> tuple[PlannedReplica, ...]:
@@ -196,8 +186,8 @@ class Evaluator:
         return limit if limit <= threshold else self._limit(solution, self._plan_capacity)
 
     def limit_with_rest(self, done: dict[str, float], free: Sequence[int]) -> float:
-        """An upper limit on the flow of groups with these capacities (requests/s by role) once the GPUs
-        left over (so many of each node) join either role, each at its own best."""
+        """An upper limit on the flow of groups with these capacities (requests/s by role) once the free GPUs
+        (counted per node) have joined either role at their best rates."""
         rates = [(p * n, q * n) for (p, q), n in zip(self._node_rates, free, strict=True) if n]
         return best_split(rates, done["prefill"], done["decode"])
 
@@ -206,7 +196,7 @@ class Evaluator:
         for group in solution.groups:
             capacity[group.role] += capacity_of(group)
         served = min(capacity["prefill"], capacity["decode"]) + capacity["colocated"]
-        return served + PLATEAU_SHARE * math.fsum(capacity.values())
+        return served + self.params.plateau_share * math.fsum(capacity.values())
 
     def _rate_limit(self, group: Group) -> float:
         key = (group.role, group.counts)
@@ -253,7 +243,7 @@ class Evaluator:
         served = flow.value + float(alone.sum())
         total = float(network.prefill.sum() + network.decode.sum()) + _capacity(colocated)
         cost, idle = self.way_cost((*prefill, *decode, *colocated), served)
-        score = served - cost + PLATEAU_SHARE * (total - idle)
+        score = served - cost + self.params.plateau_share * (total - idle)
         return Evaluation(solution, prefill, decode, network, flow, score, colocated, alone, cost, idle)
 
     def _alone(self, colocated: tuple[PlannedReplica, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -283,13 +273,13 @@ class Evaluator:
             found = self._uses[key] = route_use(self.problem, prefill, decode)
         return found
 
-    def prices(self, evaluation: Evaluation) -> Prices | None:
+    def duals(self, evaluation: Evaluation) -> Duals | None:
         """What the flow's bottlenecks are worth; None where the replicas' capacities alone decide."""
         network = evaluation.network
         limit = min(network.prefill.sum(), network.decode.sum())
         if evaluation.colocated or limit <= 0 or evaluation.flow.value >= limit * (1 - 1e-6):
             return None
-        return Prices(
+        return Duals(
             network,
             [r.stages for r in evaluation.prefill],
             [r.stages for r in evaluation.decode],
@@ -298,26 +288,26 @@ class Evaluator:
             self.problem.model.layers,
         )
 
-    def priced_limit(self, solution: Solution, near: Evaluation, prices: Prices) -> float:
-        """An upper limit on the score by the prices of a solution nearby, whose stage orders it keeps."""
+    def limit_by_duals(self, solution: Solution, near: Evaluation, duals: Duals) -> float:
+        """An upper limit on the score by the duals of a solution nearby, whose stage orders it keeps."""
         sides = [
             [(replica.stages, replica.plan.capacity_req_s) for replica in side]
             for side in (self._replicas(solution, role, near.plans) for role in ("prefill", "decode"))
         ]
         total = math.fsum(capacity for side in sides for _, capacity in side)
-        return prices.limit(*sides) + PLATEAU_SHARE * total
+        return duals.flow_bound(*sides) + self.params.plateau_share * total
 
     def _reorder(self, start: Evaluation) -> Evaluation:
         """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).
 
-        An order is judged by what it takes of the full links at their prices, and a little by the transfer
+        An order is judged by what it takes of the full links at their duals, and a little by the transfer
         time, to all partners, each weighted by its capacity; so the flow is solved once per round.
         """
         best = start
-        for _ in range(MAX_ROUNDS):
-            prices = self.prices(best)
-            prefill = tuple(self._reordered(p, best.decode, prices, sending=True) for p in best.prefill)
-            decode = tuple(self._reordered(d, prefill, prices, sending=False) for d in best.decode)
+        for _ in range(self.params.reorder_rounds):
+            duals = self.duals(best)
+            prefill = tuple(self._reordered(p, best.decode, duals, sending=True) for p in best.prefill)
+            decode = tuple(self._reordered(d, prefill, duals, sending=False) for d in best.decode)
             tried = self.with_plans(best.solution, prefill, decode, best.colocated)
             if not exceeds(tried.score, best.score):
                 break
@@ -328,15 +318,15 @@ class Evaluator:
         self,
         replica: PlannedReplica,
         partners: tuple[PlannedReplica, ...],
-        prices: Prices | None,
+        duals: Duals | None,
         sending: bool,
     ) -> PlannedReplica:
         def cost(candidate: PlannedReplica) -> float:
             total = 0.0
             for partner in partners:
                 use = self.route_use(*((candidate, partner) if sending else (partner, candidate)))
-                toll = prices.toll(use) if prices else 0.0
-                total += (toll + TRANSFER_SHARE * use.transfer_s) * partner.plan.capacity_req_s
+                toll = duals.toll(use) if duals else 0.0
+                total += (toll + self.params.transfer_share * use.transfer_s) * partner.plan.capacity_req_s
             return total
 
         candidates = [replace(replica, plan=plan) for plan in self.orders(replica)]
@@ -349,10 +339,10 @@ class Evaluator:
         shape = tuple((s.node, s.degree) for s in replica.stages)
         key = (replica.group.role, shape)
         if key not in self._ordered:
-            orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), MAX_ORDERS))
+            orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), self.params.stage_orders))
             plans = (self.planner.plan_shape(replica.group.role, order) for order in orders)
             best = self.planner.plan(replica.group.role, replica.group.counts) or replica.plan
-            most, kept = best.capacity_req_s, replica.plan.capacity_req_s * CAPACITY_KEPT
+            most, kept = best.capacity_req_s, replica.plan.capacity_req_s * self.params.capacity_kept
             self._ordered[key] = [
                 replace(p, capacity_req_s=min(p.capacity_req_s, most))
                 for p in plans

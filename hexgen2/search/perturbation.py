@@ -8,32 +8,31 @@ from __future__ import annotations
 import numpy as np
 
 from hexgen2.search.budget import Budget, trades
-from hexgen2.search.local_search import SearchState, refine
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.local_search import refine
 from hexgen2.search.operators import flips, idle_gpus, merges, moves, recruits, splits, swaps
-from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.problem import Solution
+from hexgen2.search.state import SearchState
 from hexgen2.search.steps import Neighbour, Perturb
-
-MOST_STEPS = 3
-"""Random steps of one perturbation at most; two at least."""
 
 
 def perturb_and_refine(state: SearchState, seed: int, rounds: int) -> None:
     """Refine perturbations of the best solution, until the state is finished or so many rounds are done."""
     rng = np.random.default_rng(seed)
     for _ in range(rounds):
-        if state.finished() or state.best is None:
+        if state.finished() or state.incumbent.best is None:
             return
-        step, start = perturbed(rng, state.best.solution, state.evaluator.problem, state.budget)
+        step, start = perturbed(rng, state.incumbent.best.solution, state.evaluator, state.budget)
         refine(state, start, step)
 
 
 def perturbed(
-    rng: np.random.Generator, solution: Solution, problem: Problem, budget: Budget | None = None
+    rng: np.random.Generator, solution: Solution, evaluator: Evaluator, budget: Budget | None = None
 ) -> Neighbour:
     """A solution two or three random steps of random kinds away; with a budget, steps that keep to it."""
-    sizes = tuple(len(gpus) for gpus in problem.node_gpus)
+    sizes = tuple(len(gpus) for gpus in evaluator.problem.node_gpus)
     done = []
-    for _ in range(int(rng.integers(2, MOST_STEPS + 1))):
+    for _ in range(int(rng.integers(2, evaluator.params.perturbation_steps + 1))):
         everyone = list(range(len(solution.groups)))
         kinds = [
             lambda s, e: list(moves(s, e, e)),

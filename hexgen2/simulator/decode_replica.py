@@ -21,7 +21,7 @@ from hexgen2.simulator.batching import Policy, step_prompt_tokens
 from hexgen2.simulator.decode_batch import DecodeBatch
 from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
-from runtime.routing.kv_budget import Room
+from runtime.routing.kv_budget import KvBudget
 
 
 class DecodeReplica:
@@ -30,8 +30,8 @@ class DecodeReplica:
     Parameters
     ----------
     isl, osl : prompt and output tokens of each request
-    room : the front end's account of the replica's KV cache, without the tokens that requests have generated
-        since they joined the batch
+    kv_budget : the front end's account of the replica's KV cache, without the tokens that requests have
+        generated since they joined the batch
     schedule : the simulation's schedule(time_s, call, argument)
     ended : called with (request, now) when a request has its last token
     """
@@ -42,14 +42,14 @@ class DecodeReplica:
         times: StepTimes,
         isl: Sequence[int],
         osl: Sequence[int],
-        room: Room,
+        kv_budget: KvBudget,
         records: Records,
         record: ReplicaRecord,
         schedule: Callable,
         ended: Callable[[int, float], None],
     ) -> None:
         self._policy, self._times, self._isl, self._osl = policy, times, isl, osl
-        self._room, self._records, self._record = room, records, record
+        self._kv_budget, self._records, self._record = kv_budget, records, record
         self._schedule, self._ended = schedule, ended
         self._window = times.costs.model.sliding_window
         self.running = DecodeBatch(times.decode_turn, self._window)
@@ -240,7 +240,7 @@ class DecodeReplica:
     def _has_place(self) -> bool:
         """Whether the batch has a place beside the running requests and those whose prompt is being
         computed."""
-        return self.running.count + len(self._computing) < self._room.max_batch
+        return self.running.count + len(self._computing) < self._kv_budget.max_batch
 
     def _admit_landed(self, now: float) -> None:
         while self._joining and self._has_place():
@@ -253,7 +253,7 @@ class DecodeReplica:
         """A prompt is computed, and the token after it generated."""
         del self._computing[request]
         self._made[request] += 1
-        self._room.grow(request)
+        self._kv_budget.grow(request)
         self._records.first(request, now)
         if self._made[request] >= self._osl[request]:
             self._end(request, now)
@@ -283,7 +283,7 @@ class DecodeReplica:
     @property
     def _free_tokens(self) -> int:
         """Tokens of KV cache that remain free."""
-        return self._room.kv_budget_tokens - self._held_tokens - self.running.made
+        return self._kv_budget.kv_budget_tokens - self._held_tokens - self.running.made
 
     def _steps_with_room(self) -> int:
         """Steps that the current batch can run before its tokens no longer fit; at least one, since the next
@@ -314,6 +314,6 @@ class DecodeReplica:
             return  # It is still at the head of the queue.
         made = self.running.leave(request)
         self._made[request] += made
-        self._room.grow(request, made)
+        self._kv_budget.grow(request, made)
         self._records.last_s[request] = self._gaps.leave(request, now)
         self._prompts.put_first(Prompt(request, self._isl[request] + self._made[request], now))

@@ -15,7 +15,7 @@ from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.batching import Policy
 from hexgen2.simulator.transfers import RouteCost, binding, route_cost
-from runtime.routing.kv_budget import Room, growth_tokens, kv_budgets
+from runtime.routing.kv_budget import KvBudget, growth_tokens, kv_budgets
 
 
 class Fleet:
@@ -36,7 +36,7 @@ class Fleet:
         )
         self._budgets = kv_budgets(placement)
 
-    def room(self, replica: Replica) -> Room:
+    def kv_budget(self, replica: Replica) -> KvBudget:
         """An empty KV budget with the replica's KV capacity and batch size."""
         places = replica.max_batch * self._in_flight_per_place(replica)
         if replica.role == "colocated" and self._policy != "mixed":
@@ -45,8 +45,8 @@ class Fleet:
             return _AcceptsAll(kv_capacity_tokens(replica, self._cluster, self.costs), places)
         budget = self._budgets[replica.id] * self._in_flight_per_place(replica)
         if replica.role == "prefill":
-            return Room(budget, places)
-        return LiveRoom(budget, places, growth_tokens(self.placement))
+            return KvBudget(budget, places)
+        return LiveKvBudget(budget, places, growth_tokens(self.placement))
 
     def times(self, replica: Replica) -> StepTimes:
         """The step times of a replica."""
@@ -74,7 +74,7 @@ class Fleet:
 
 
 @dataclass(slots=True)
-class LiveRoom(Room):
+class LiveKvBudget(KvBudget):
     """A KV budget that is not told of every generated token but asks: `grown` returns the number of tokens
     not yet counted, and `grown_at_most` an upper bound that is faster to compute."""
 
@@ -82,12 +82,12 @@ class LiveRoom(Room):
     grown_at_most: Callable[[], int] = int
 
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
-        if Room.has_room(self, tokens + self.grown_at_most(), prefill_only):
+        if KvBudget.has_room(self, tokens + self.grown_at_most(), prefill_only):
             return True
-        return Room.has_room(self, tokens + self.grown(), prefill_only)
+        return KvBudget.has_room(self, tokens + self.grown(), prefill_only)
 
 
-class _AcceptsAll(Room):
+class _AcceptsAll(KvBudget):
     """A KV budget that accepts every request that would fit alone."""
 
     __slots__ = ()

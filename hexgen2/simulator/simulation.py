@@ -23,7 +23,7 @@ from hexgen2.placement import Route as PlacedRoute
 from hexgen2.simulator.batching import Policy
 from hexgen2.simulator.changeover import Changeover
 from hexgen2.simulator.decode_replica import DecodeReplica
-from hexgen2.simulator.fleet import Fleet, LiveRoom
+from hexgen2.simulator.fleet import Fleet, LiveKvBudget
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.prefill_replica import PrefillReplica
 from hexgen2.simulator.prompt_queue import Chunk
@@ -31,7 +31,7 @@ from hexgen2.simulator.records import Records
 from hexgen2.simulator.transfers import RouteCost, Transfers
 from runtime.routing.admission import Admission
 from runtime.routing.fair_queue import FirstCome
-from runtime.routing.kv_budget import Room
+from runtime.routing.kv_budget import KvBudget
 from runtime.routing.reflow import Reflow
 from runtime.routing.refusals import Overloaded, TooLong, Unavailable
 from runtime.routing.router import Route, Router, routes_of, routes_without
@@ -95,7 +95,7 @@ class Simulation:
         self._order, self._done = count(), 0
         self._active: dict[int, _Request] = {}
         self.transfers = Transfers(self.schedule)
-        self.rooms: dict[str, Room] = {}
+        self.kv_budgets: dict[str, KvBudget] = {}
         self._prefill_replicas: dict[str, PrefillReplica] = {}
         self._decode_replicas: dict[str, DecodeReplica] = {}
         self._running: dict[str, Replica] = {}
@@ -108,11 +108,13 @@ class Simulation:
         self._add_routes(fleet, {replica.id: replica.id for replica in placement.replicas})
         limit = options.queue_limit if options.queue_limit is not None else len(requests) + 1
         self._admission: Admission[_Request] = Admission(
-            Router(routes_of(placement)), self.rooms, FirstCome(limit), self._routes_left
+            Router(routes_of(placement)), self.kv_budgets, FirstCome(limit), self._routes_left
         )
         for failure in options.failures:
-            if failure.replica not in self.rooms:
-                raise InputError("--fail", failure.replica, "is no replica of the placement", self._known())
+            if failure.replica not in self.kv_budgets:
+                raise InputError(
+                    "--fail", failure.replica, "is not a replica of the placement", self._known()
+                )
             self.schedule(failure.at_s, self._lose, failure.replica)
         for replan in options.replans:
             self.schedule(replan.at_s, self._replan, replan.placement)
@@ -148,24 +150,24 @@ class Simulation:
     # -- replicas
 
     def _known(self) -> str:
-        return f"name one of {', '.join(self.rooms)}"
+        return f"name one of {', '.join(self.kv_budgets)}"
 
     def _add_replica(self, replica: Replica, name: str, fleet: Fleet) -> None:
-        times, room = fleet.times(replica), fleet.room(replica)
+        times, kv_budget = fleet.times(replica), fleet.kv_budget(replica)
         record = self.records.replicas[name]
-        self.rooms[name], self._running[name] = room, replica
+        self.kv_budgets[name], self._running[name] = kv_budget, replica
         if replica.role == "prefill":
             calls = self.schedule, self._begun, self._computed
-            self._prefill_replicas[name] = PrefillReplica(times, room.kv_budget_tokens, record, *calls)
+            self._prefill_replicas[name] = PrefillReplica(times, kv_budget.kv_budget_tokens, record, *calls)
             return
         policy: Policy = "mixed" if replica.role == "decode" else self.options.policy
         lengths = self._isl, self._osl
         decoder = DecodeReplica(
-            policy, times, *lengths, room, self.records, record, self.schedule, self._ended
+            policy, times, *lengths, kv_budget, self.records, record, self.schedule, self._ended
         )
         self._decode_replicas[name] = decoder
-        if isinstance(room, LiveRoom):
-            room.grown, room.grown_at_most = lambda: decoder.grown(self.now), decoder.grown_at_most
+        if isinstance(kv_budget, LiveKvBudget):
+            kv_budget.grown, kv_budget.grown_at_most = lambda: decoder.grown(self.now), decoder.grown_at_most
 
     def _add_routes(self, fleet: Fleet, names: Mapping[str, str], more: Sequence[PlacedRoute] = ()) -> None:
         """Add the routes of a placement, and `more`. `names` maps its replica ids to the simulation's."""
@@ -203,13 +205,13 @@ class Simulation:
         self._active[index] = request
         self.records.prefill[index], self.records.decode[index] = route.prefill, route.decode
         tokens = request.prompt_tokens
-        self.rooms[route.prefill].hold(index, tokens)
+        self.kv_budgets[route.prefill].hold(index, tokens)
         if route.colocated:
             request.phase = "decode"
             self._decode_replicas[route.decode].submit(index, self.now, request.made)
             return
         if not request.one_token:
-            self.rooms[route.decode].hold(index, tokens)
+            self.kv_budgets[route.decode].hold(index, tokens)
             self._decode_replicas[route.decode].expect(index, tokens, self.now)
         self._prefill_replicas[route.prefill].submit(request, tokens, self.now)
 
@@ -234,7 +236,7 @@ class Simulation:
             self._prefill_replicas[request.prefill].release(request.prompt_tokens, now)
             self._ended(request.index, now)
         else:
-            self.rooms[request.decode].grow(request.index)
+            self.kv_budgets[request.decode].grow(request.index)
 
     def _landed(self, request: _Request, now: float) -> None:
         """The KV cache of a chunk has arrived."""
@@ -246,7 +248,7 @@ class Simulation:
         """The whole KV cache of a request has arrived."""
         request.phase = "decode"
         self._prefill_replicas[request.prefill].release(request.prompt_tokens, now)
-        self.rooms[request.prefill].release(request.index)
+        self.kv_budgets[request.prefill].release(request.index)
         record = self.records.routes[request.prefill, request.decode]
         record.requests += 1
         record.bytes += self._routes[request.prefill, request.decode].bytes_per_token * request.prompt_tokens
@@ -267,7 +269,7 @@ class Simulation:
 
     def _free(self, request: _Request) -> None:
         for replica in {request.prefill, request.decode}:
-            self.rooms[replica].release(request.index)
+            self.kv_budgets[replica].release(request.index)
 
     def _released(self, now: float, _: None) -> None:
         self._start_waiting()
@@ -345,7 +347,7 @@ class Simulation:
     def _replan(self, now: float, placement: Placement) -> None:
         """Begin to switch to another placement."""
         self._changeover = changeover = Changeover(
-            placement, self._running, self.rooms, lambda name: not self.rooms[name].held
+            placement, self._running, self.kv_budgets, lambda name: not self.kv_budgets[name].held
         )
         cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
         self._next_fleet = Fleet(placement, cluster, self.options.policy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -10,28 +9,39 @@ from cost_model.errors import InfeasibleError, InputError
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement, SearchRecord
 from hexgen2.rent.rental import build_rental
-from hexgen2.search.bounds.upper_bounds import Limit
+from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.infeasible import unmet
-from hexgen2.search.local_search import SearchState
+from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem, counts_of
+from hexgen2.search.state import SearchState
+from hexgen2.search.stopping import Stopping
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """seed makes the search repeatable; time_limit_s cuts it short; certify spends more on a proof of how
-    good the answer is; progress sees each improvement."""
+    """How to search.
+
+    Attributes
+    ----------
+    seed : the same seed gives the same placement
+    time_limit_s : stop after so many seconds with the best so far
+    certify : spend more time on a proof of how good the answer is
+    progress : called with the state of the search at every improvement
+    params : tuning constants
+    """
 
     seed: int = 0
     time_limit_s: float | None = None
     certify: bool = False
     progress: Callable[[SearchState], None] | None = None
+    params: Params = DEFAULT
 
 
 Strategy = Callable[[Problem, SearchOptions], Placement]
-Build = Callable[[Problem, Evaluation, str, SearchRecord, Limit | None], Placement]
+Build = Callable[[Problem, Evaluation, str, SearchRecord, UpperBound | None], Placement]
 
 
 def run_search(
@@ -42,18 +52,18 @@ def run_search(
     fewest_gpus: int = 2,
     rents: bool = False,
     objectives: Collection[str] = ("throughput", "goodput"),
-    evaluator: Callable[[Problem], Evaluator] = Evaluator,
+    evaluator: Callable[[Problem, Params], Evaluator] = Evaluator,
     build: Build = build_placement,
 ) -> Placement:
-    """Run `explore` until it ends, its time is up or Ctrl-C, and build the best solution it offered.
+    """Run `explore` until it ends, runs out of time or is interrupted, and build its best solution.
 
     Parameters
     ----------
-    fewest_gpus : what a placement of this strategy takes at least; one where replicas are colocated
+    fewest_gpus : GPUs that a placement of this strategy needs; one where replicas are colocated
     rents : whether `explore` chooses what to rent
-    objectives : those that `explore` answers
-    evaluator : what values the solutions
-    build : makes the placement of the best
+    objectives : which objectives `explore` searches for
+    evaluator : makes the evaluator of the solutions
+    build : makes the placement from the best solution
 
     Raises
     ------
@@ -74,27 +84,27 @@ def run_search(
             f"no feasible placement: {problem.cluster.name} has {count}, and a prefill and a decode replica "
             "need one each; add GPUs"
         )
-    started = time.monotonic()
-    deadline = None if options.time_limit_s is None else started + options.time_limit_s
-    state = SearchState(evaluator(problem), deadline_s=deadline, progress=options.progress)
+    stopping = Stopping(options.time_limit_s)
+    state = SearchState(evaluator(problem, options.params), stopping, progress=options.progress)
+    incumbent = state.incumbent
     try:
         explore(state)
     except KeyboardInterrupt:
-        if state.best is None or state.best.req_s <= 0:
+        if incumbent.best is None or incumbent.best.req_s <= 0:
             raise
-        state.cut = "interrupted"
-    if state.best is None or state.best.req_s <= 0:
+        stopping.interrupt()
+    if incumbent.best is None or incumbent.best.req_s <= 0:
         raise InfeasibleError(_why_infeasible(problem, state))
     record = SearchRecord(
-        seconds=time.monotonic() - started,
+        seconds=stopping.elapsed_s,
         seed=options.seed,
         evaluations=state.evaluator.evaluations,
-        trace=state.trace,
-        cut=state.cut,
+        trace=incumbent.trace,
+        cut=stopping.cut,
     )
     if problem.goal.rents:
         return build_rental(problem, state, name, record)
-    return build(problem, state.best, name, record, state.limit)
+    return build(problem, incumbent.best, name, record, incumbent.bound)
 
 
 def _why_infeasible(problem: Problem, state: SearchState) -> str:
@@ -110,11 +120,11 @@ def _why_infeasible(problem: Problem, state: SearchState) -> str:
             f"cache, and all {len(problem.usable)} GPUs of {cluster.name} have {memory:.3g} GiB; "
             "add GPUs or choose a smaller model"
         )
-    if problem.targets.given and not state.cut:
+    if problem.targets.given and not state.stopping.cut:
         return unmet(problem)
-    if state.cut:
+    if state.stopping.cut:
         return f"no feasible placement found within the time limit on {cluster.name}; raise --time-limit"
-    if not state.proved and memory > 2 * weights:
+    if not state.incumbent.proved and memory > 2 * weights:
         return (
             f"no feasible placement found: {cluster.name} ({memory:.3g} GiB) is tight for two of "
             f"{model.name} ({weights:.3g} GiB each, and KV caches); add GPUs or choose a smaller model"

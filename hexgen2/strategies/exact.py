@@ -6,8 +6,8 @@ from cost_model.errors import InputError
 from hexgen2.placement import Placement
 from hexgen2.search.budget import Budget
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Problem
+from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions, run_search
 
 NAME = "exact"

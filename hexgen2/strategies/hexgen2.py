@@ -16,11 +16,12 @@ from hexgen2.rent.cheapest import explore_cost
 from hexgen2.rent.frontier import explore_frontier
 from hexgen2.rent.within_budget import explore_budget
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
-from hexgen2.search.local_search import SearchState, refine
+from hexgen2.search.local_search import refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
 from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Problem
+from hexgen2.search.state import SearchState
 from hexgen2.search.ties import greatest
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.latency import explore_latency
@@ -29,23 +30,6 @@ NAME = "hexgen2"
 
 PARTITIONERS = (spectral_and_swaps, metis_partition)
 """They take turns over the numbers of groups, the paper's first: neither is better everywhere."""
-
-MAX_KICKS = 100
-EFFORT = 4000
-"""Effort (see SearchState) of one search."""
-LARGE = 32
-CLOSE = 0.01
-"""On clusters of more than LARGE GPUs, the gap to the bound at which more search is left to `certify`."""
-
-BRANCHES = 1000
-"""Branches of the integer program at most."""
-
-CERTIFY_EFFORT = 10_000
-"""Effort that goes with a certificate."""
-
-ENUMERATION = 20_000
-"""Branches of the exhaustive search that are tried on small clusters before the perturbations begin:
-enough to settle most of them."""
 
 
 def search(problem: Problem, options: SearchOptions) -> Placement:
@@ -63,7 +47,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
             explore_budget(state, options.seed, explore)
         else:
             explore(state, options.seed)
-            if options.certify and not (state.proved or state.out_of_time()):
+            if options.certify and not (state.incumbent.proved or state.stopping.out_of_time()):
                 _certify(state, options.seed)
 
     return run_search(NAME, problem, options, explore_all, rents=True, objectives=OBJECTIVES)
@@ -71,10 +55,10 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
 def explore(state: SearchState, seed: int) -> None:
     """Offer the best solution of a cluster whose GPUs are all there to use, and a bound."""
-    state.bounded_by(state.evaluator.relaxed.limit())
-    gpus = len(state.evaluator.problem.usable)
-    state.effort_limit = state.effort + EFFORT
-    state.close = CLOSE if gpus > LARGE else 0.0
+    state.bounded_by(state.evaluator.relaxed.upper_bound())
+    params = state.evaluator.params
+    large = len(state.evaluator.problem.usable) > params.large_gpus
+    state.spend(params.effort, params.close_gap if large else 0.0)
     climb_from_starts(state)
     settle(state, seed)
 
@@ -97,16 +81,19 @@ def climb_from_starts(state: SearchState) -> None:
 def settle(state: SearchState, seed: int) -> None:
     """Enumerate a small cluster; else, or if that is too much, perturb the best and refine it again."""
     if len(state.evaluator.problem.usable) <= MAX_GPUS and not state.finished():
-        enumerate_all(state, ENUMERATION)
-    perturb_and_refine(state, seed, MAX_KICKS)
+        enumerate_all(state, state.evaluator.params.enumeration_branches)
+    perturb_and_refine(state, seed, state.evaluator.params.perturbations)
 
 
 def _certify(state: SearchState, seed: int) -> None:
     """The integer program, which proves a tighter bound and may know a better start; then more of the
     same search."""
-    solution, limit = state.evaluator.relaxed.whole(branches=BRANCHES, time_s=state.time_left_s)
+    params = state.evaluator.params
+    solution, limit = state.evaluator.relaxed.whole(
+        branches=params.certify_branches, time_s=state.stopping.time_left_s
+    )
     state.bounded_by(limit)
-    state.effort_limit, state.close = state.effort + CERTIFY_EFFORT, 0.0
+    state.spend(params.certify_effort, close_gap=0.0)
     if solution.groups:
         refine(state, solution, "start from the integer program")
     settle(state, seed + 1)

@@ -3,10 +3,10 @@
 A placement's latency is a matter of its load, which no max flow sees. But a flow within targets for the
 first token and for each token is one, so each pair of targets is a search of its own, as for goodput;
 the tighter the targets that still carry the load, the sooner its requests are done. The pairs are points
-of a grid, powers of STEP above what the best replica reaches alone: first, coarsely, those where neither
-target can be tightened, then a compass search around the best (Kolda, Lewis and Torczon, SIAM Review
-45(3), 2003). Every placement that is met on the way and carries the load is valued by its queues, and the
-best is kept.
+of a grid, powers of Params.latency_step above what the best replica reaches alone: first, coarsely, those
+where neither target can be tightened, then a compass search around the best (Kolda, Lewis and Torczon,
+SIAM Review 45(3), 2003). Every placement that is met on the way and carries the load is valued by its
+queues, and the best is kept.
 """
 
 from __future__ import annotations
@@ -20,19 +20,13 @@ from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.flow.max_flow import balance
 from hexgen2.search.infeasible import soonest_s
 from hexgen2.search.load_prediction import LoadedPlacement
-from hexgen2.search.local_search import SearchState, refine
+from hexgen2.search.local_search import refine
 from hexgen2.search.perturbation import perturb_and_refine
+from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds, least
 
-STEP = 1.2
-LARGEST = 20
-"""The loosest targets are STEP ** LARGEST times what the best replica reaches alone."""
-COARSE = 4
 STRIDES = (2, 1)
 DIRECTIONS = ((1, -1), (-1, 1), (0, -1), (-1, 0))
-EFFORT = 500
-"""Effort (see SearchState) for one pair of targets."""
-MAX_KICKS = 100
 
 Point = tuple[int, int]
 """Exponents of the targets for the first token and for each token."""
@@ -42,7 +36,7 @@ Plain = Callable[[SearchState, int], None]
 
 
 def explore_latency(state: SearchState, seed: int, plain: Plain) -> None:
-    """Leave the placement of least mean latency at the goal's request_rate in state.best.
+    """Leave the placement of least mean latency at the goal's request_rate as the incumbent.
 
     Raises
     ------
@@ -52,17 +46,18 @@ def explore_latency(state: SearchState, seed: int, plain: Plain) -> None:
     load = problem.goal.request_rate
     assert load is not None
     plain(state, seed)
-    if state.best is None or state.best.req_s <= 0:
+    if state.incumbent.best is None or state.incumbent.best.req_s <= 0:
         return
     search = _LatencySearch(state, seed, load)
-    greatest = search.value(state.evaluator, state.best, "of the greatest throughput")
-    state.proved, state.limit = False, None  # What may be proved is the greatest throughput.
-    if greatest == float("inf") and state.best.req_s <= load:
+    greatest = search.value(state.evaluator, state.incumbent.best, "of the greatest throughput")
+    # What may be proved is the greatest throughput.
+    state.incumbent.proved, state.incumbent.bound = False, None
+    if greatest == float("inf") and state.incumbent.best.req_s <= load:
         within = " within the targets" if problem.targets.given else ""
-        remedy = "raise --time-limit" if state.cut else "lower --request-rate or add GPUs"
+        remedy = "raise --time-limit" if state.stopping.cut else "lower --request-rate or add GPUs"
         raise InfeasibleError(
             f"no placement found that carries {load:g} requests/s{within} on {problem.cluster.name}: the "
-            f"most is {state.best.req_s:.4g}; {remedy}"
+            f"most is {state.incumbent.best.req_s:.4g}; {remedy}"
         )
     search.run()
 
@@ -72,7 +67,7 @@ class _LatencySearch:
 
     def __init__(self, state: SearchState, seed: int, load: float) -> None:
         self._state, self._seed, self._load = state, seed, load
-        self._problem = state.evaluator.problem
+        self._problem, self._params = state.evaluator.problem, state.evaluator.params
         self._soonest = soonest_s(self._problem)
         self._least_s = float("inf")
         self._tried: dict[Point, float] = {}
@@ -89,14 +84,15 @@ class _LatencySearch:
     def _stairs(self) -> None:
         """For each target of the first token, from loose to tight, the tightest for each token that carries
         the load: it can only be looser than the one before."""
-        tokens = LARGEST
-        for first in range(LARGEST, 0, -COARSE):
+        loosest, coarse = self._params.latency_loosest, self._params.latency_coarse
+        tokens = loosest
+        for first in range(loosest, 0, -coarse):
             while not self._carried((first, tokens)):
-                tokens += COARSE
-                if tokens > LARGEST:
+                tokens += coarse
+                if tokens > loosest:
                     return
-            while first == LARGEST and tokens > COARSE and self._carried((first, tokens - COARSE)):
-                tokens -= COARSE
+            while first == loosest and tokens > coarse and self._carried((first, tokens - coarse)):
+                tokens -= coarse
 
     def _carried(self, point: Point) -> bool:
         return self._try(point) < float("inf")
@@ -121,9 +117,10 @@ class _LatencySearch:
 
     def _search(self, point: Point) -> float:
         state, own = self._state, self._problem.targets
-        if state.out_of_time():
+        if state.stopping.out_of_time():
             return float("inf")
-        ttft_s, tpot_s = (s * math.prod([STEP] * k) for s, k in zip(self._soonest, point, strict=True))
+        step = self._params.latency_step
+        ttft_s, tpot_s = (s * math.prod([step] * k) for s, k in zip(self._soonest, point, strict=True))
         goal = self._problem.goal.model_copy(
             update={
                 "objective": "goodput",
@@ -131,21 +128,22 @@ class _LatencySearch:
                 "tpot_ms": min(tpot_s, own.tpot_s or tpot_s) * 1e3,
             }
         )
-        evaluator = Evaluator(replace(self._problem, goal=goal))
+        evaluator = Evaluator(replace(self._problem, goal=goal), self._params)
         least = float("inf")
 
         def look(tried: SearchState) -> None:
             nonlocal least
-            if tried.best is not None and tried.best.req_s >= self._load:
+            if tried.incumbent.best is not None and tried.incumbent.best.req_s >= self._load:
                 name = f"with TTFT within {goal.ttft_ms:.4g} ms, TPOT within {goal.tpot_ms:.4g} ms"
-                least = min(least, self.value(evaluator, tried.best, name))
+                least = min(least, self.value(evaluator, tried.incumbent.best, name))
 
-        tried = SearchState(evaluator, state.deadline_s, EFFORT, progress=look)
-        assert state.best is not None
-        refine(tried, state.best.solution, "start from the best")
-        perturb_and_refine(tried, self._seed, MAX_KICKS)
+        tried = SearchState(evaluator, state.stopping.again(), progress=look)
+        tried.spend(self._params.latency_effort)
+        assert state.incumbent.best is not None
+        refine(tried, state.incumbent.best.solution, "start from the best")
+        perturb_and_refine(tried, self._seed, self._params.latency_perturbations)
         state.evaluator.evaluations += evaluator.evaluations
-        state.cut = state.cut or tried.cut
+        state.stopping.cut = state.stopping.cut or tried.stopping.cut
         return least
 
     def value(self, evaluator: Evaluator, found: Evaluation, step: str) -> float:
@@ -158,7 +156,7 @@ class _LatencySearch:
         latency_s = loaded.mean_e2el_s(self._load)
         if exceeds(self._least_s, latency_s):
             self._least_s = latency_s
-            self._state.best = at_full_load
+            self._state.incumbent.best = at_full_load
             self._state.note(f"{latency_s:.4g} s on average {step}")
         return latency_s
 

@@ -1,4 +1,5 @@
-"""Which workload a user means: a shipped class, a mixture of them, fixed lengths, or a trace file."""
+"""The shipped workloads, and how a user names one: a class, a mixture of them, fixed lengths or a trace
+file."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from hexgen2.workload.lengths import MAX_TOKENS, RequestClass, Workload
 from hexgen2.workload.requests import Requests
 from hexgen2.workload.traces import read_trace
 
-HEAVY_PREFILL_TOKENS = 512  # HexGen-2, section 5.1: longer prompts are heavy
-HEAVY_DECODE_TOKENS = 128  # HexGen-2, section 5.1: longer answers are heavy
+HEAVY_PREFILL_TOKENS = 512  # HexGen-2, section 5.1: a longer prompt is a heavy prefill
+HEAVY_DECODE_TOKENS = 128  # HexGen-2, section 5.1: a longer answer is a heavy decode
 
 _SOURCE = (
     "means of the Azure LLM inference trace 2023 (conversation), {} "
@@ -43,31 +44,32 @@ def list_workloads() -> list[tuple[str, str]]:
 
 
 def load_workload(
-    name_or_file: str | None = None, isl: float | None = None, osl: float | None = None
+    workload: str | Path | Workload | None = None, isl: float | None = None, osl: float | None = None
 ) -> Workload:
-    """A shipped workload by name, a mixture of shipped ones, one of fixed lengths, or that of a trace file.
+    """A shipped workload, a mixture of shipped ones, a workload of fixed lengths, or that of a trace file.
 
     Parameters
     ----------
-    name_or_file : shipped name in any case, several with their shares of the requests ("HPLD:2,LPHD:1"), or
-        a trace (see `hexgen2.workload.traces.read_trace`); may be left out where isl and osl are given
-    isl, osl : prompt and output tokens; each overrides that of every class
+    workload : shipped name in any case, several names with their shares ("HPLD:2,LPHD:1"), trace file (see
+        `hexgen2.workload.traces.read_trace`), or a workload; optional if isl and osl are given
+    isl, osl : prompt and output tokens, which override those of every class
 
     Raises
     ------
-    InputError : unknown name, wrong share, unusable trace, or lengths that are not positive (osl at least 1)
+    InputError : unknown name, invalid share, unusable trace, or lengths out of range
     """
     for option, value, least in (("--isl", isl, 1), ("--osl", osl, 1)):
         if value is not None and not least <= value <= MAX_TOKENS:
             remedy = f"give a number of tokens, at least {least} and at most {MAX_TOKENS}"
             raise InputError(option, "", f"is {value:g}", remedy)
-    if name_or_file is None:
+    if workload is None:
         if isl is None or osl is None:
             missing = "--isl" if isl is None else "--osl"
             raise InputError("--workload", "", "is missing", f"name one, or give {missing} as well")
         fixed = RequestClass(name="fixed", isl=isl, osl=osl)
         return Workload(name=f"{isl:g}-{osl:g}", classes=(fixed,), source="--isl and --osl")
-    workload = _named(name_or_file)
+    if not isinstance(workload, Workload):
+        workload = _named(str(workload))
     if isl is None and osl is None:
         return workload
     lengths = {key: float(value) for key, value in (("isl", isl), ("osl", osl)) if value is not None}
@@ -104,16 +106,21 @@ def _nearest(name: str) -> str:
 
 
 def _mixture(text: str) -> Workload:
-    """Shipped workloads with their shares of the requests, "HPLD:2,LPHD:1"; a share left out is 1."""
+    """Parse shipped workloads with shares, as in "HPLD:2,LPHD:1"; a missing share is 1."""
     shares: dict[str, float] = {}
     for part in text.split(","):
         name, colon, share = (word.strip() for word in part.partition(":"))
         workload = _shipped(name)
         if workload is None:
-            problem = f"{name[:100]!r} is no shipped workload"
+            problem = f"{name[:100]!r} is not a shipped workload"
             raise InputError("--workload", text[:200], problem, _nearest(name))
         if workload.name in shares:
-            raise InputError("--workload", text[:200], f"names {workload.name} twice", "add up its shares")
+            raise InputError(
+                "--workload",
+                text[:200],
+                f"names {workload.name} twice",
+                "name it once, with the sum of the shares",
+            )
         shares[workload.name] = _share(share, text) if colon else 1.0
     classes = [
         c.model_copy(
@@ -133,12 +140,13 @@ def _share(text: str, mixture: str) -> float:
         share = math.nan
     if not 1 / MAX_SHARE <= share <= MAX_SHARE:
         remedy = f"give a number from {1 / MAX_SHARE:g} to {MAX_SHARE:g}, as in HPLD:2,LPHD:1"
-        raise InputError("--workload", mixture[:200], f"{text[:40]!r} is no share", remedy)
+        raise InputError("--workload", mixture[:200], f"{text[:40]!r} is not a valid share", remedy)
     return share
 
 
 def workload_of_trace(trace: Requests, name: str) -> Workload:
-    """Up to the four classes of HexGen-2 with their shares of the requests and their mean lengths."""
+    """The requests of a trace, divided into the four classes of HexGen-2 by the length of prompt and
+    answer."""
     heavy_prefill, heavy_decode = trace.isl > HEAVY_PREFILL_TOKENS, trace.osl > HEAVY_DECODE_TOKENS
     classes = []
     for label, members in (

@@ -1,4 +1,4 @@
-"""Workloads: how long prompts and answers are, and in which proportion they come."""
+"""Workloads: mixtures of request classes, each with its prompt and output lengths and its share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cost_model.fields import Name, between
 from cost_model.lengths import RequestLengths
 
-MAX_TOKENS = 10_000_000  # of a prompt or an answer: no model has such a context
+MAX_TOKENS = 10_000_000  # per prompt or answer; beyond the context of any model
 Isl = Annotated[float, Field(gt=0, allow_inf_nan=False), between(1e-3, MAX_TOKENS)]
 Osl = Annotated[float, Field(ge=1, allow_inf_nan=False), between(1, MAX_TOKENS)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False), between(1e-12, 1e12)]
@@ -27,7 +27,7 @@ class RequestClass(BaseModel):
 
 
 class Workload(BaseModel):
-    """A mixture of request classes. `source` says where the lengths come from."""
+    """A mixture of request classes; `source` states where the lengths come from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,7 +37,7 @@ class Workload(BaseModel):
 
     @property
     def lengths(self) -> RequestLengths:
-        """What costs depend on: the classes' lengths and weights."""
+        """The lengths and weights of the classes, as the cost model needs them."""
         return RequestLengths.of((c.isl, c.osl, c.weight) for c in self.classes)
 
     @property

@@ -1,9 +1,10 @@
-"""One HTTP request's answer in work: its choices, each a generation turned into pieces of text."""
+"""The answer to one HTTP request: its choices, each an in-flight request whose tokens become text."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from cost_model.errors import HexGen2Error
 from runtime.api.text import Detokenizer, StopStrings
 from runtime.api.tokenizer import Tokenizer
 from runtime.frontend.coordinator import Coordinator
-from runtime.frontend.request import UNKNOWN, Generation, Origin
+from runtime.frontend.request import UNKNOWN, Origin, Request
 from runtime.protocol.from_workers import TokenOutput
 from runtime.protocol.message import Sampling
 from runtime.routing.refusals import Broken, Unavailable
@@ -78,7 +79,7 @@ class Answer:
         self._coordinator, self._tokenizer, self._text_rules = coordinator, tokenizer, text_rules
         self.request_id = origin.request_id or uuid.uuid4().hex
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
-        self.generations: list[Generation] = []
+        self.requests: list[Request] = []
         self._choices = choices
         self._pieces: asyncio.Queue[Piece | HexGen2Error] = asyncio.Queue()
         self._unfinished = len(prompts) * choices
@@ -87,12 +88,12 @@ class Answer:
             for prompt in prompts:
                 for number in range(choices):
                     own = _reseeded(sampling, number)
-                    self.generations.append(coordinator.submit(prompt, own, origin=origin))
+                    self.requests.append(coordinator.submit(prompt, own, origin=origin))
         except HexGen2Error:
             self.close()
             raise
-        for index, generation in enumerate(self.generations):
-            self._tasks.append(asyncio.create_task(self._follow(index, generation)))
+        for index, request in enumerate(self.requests):
+            self._tasks.append(asyncio.create_task(self._follow(index, request)))
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The pieces of all choices as they come; ends when every choice has finished.
@@ -114,56 +115,74 @@ class Answer:
         return self._unfinished > 0 and self._pieces.empty()
 
     def close(self) -> None:
-        """Stop whatever is still in work and free its KV cache. May be called twice."""
+        """Stop whatever is still in flight and free its KV cache. May be called twice."""
         for task in self._tasks:
             task.cancel()
-        for generation in self.generations:
-            self._coordinator.cancel(generation)
+        for request in self.requests:
+            self._coordinator.cancel(request)
+
+    def opening(self, prefix: str, kind: str, model: str) -> dict[str, Any]:
+        """The members with which each JSON object of the answer begins.
+
+        Parameters
+        ----------
+        prefix, kind : OpenAI's prefix of the id and type of the object
+        """
+        return {
+            "id": f"{prefix}-{self.request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def closing(self) -> dict[str, Any]:
+        """The members with which the answer ends: OpenAI's usage, and where the request ran."""
+        return {"usage": self.usage(), "hexgen2": self._trace()}
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object, up to now. Cached are prompt tokens that first choices found."""
-        output = sum(generation.record.output_tokens for generation in self.generations)
-        first_choices = self.generations[:: self._choices]
+        output = sum(request.record.output_tokens for request in self.requests)
+        first_choices = self.requests[:: self._choices]
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": output,
             "total_tokens": self.prompt_tokens + output,
             "prompt_tokens_details": {
-                "cached_tokens": sum(generation.record.cached_tokens for generation in first_choices)
+                "cached_tokens": sum(request.record.cached_tokens for request in first_choices)
             },
         }
 
-    def trace(self) -> dict[str, Any]:
+    def _trace(self) -> dict[str, Any]:
         """Where the request ran: the first choice's route, all KV bytes, and each choice's own."""
         choices = [
             {
-                "prefill_replica": generation.record.prefill_replica,
-                "decode_replica": generation.record.decode_replica,
-                "kv_bytes": generation.record.kv_bytes,
+                "prefill_replica": request.record.prefill_replica,
+                "decode_replica": request.record.decode_replica,
+                "kv_bytes": request.record.kv_bytes,
             }
-            for generation in self.generations
+            for request in self.requests
         ]
         summary = {
             **choices[0],
-            "kv_bytes": sum(generation.record.kv_bytes for generation in self.generations),
+            "kv_bytes": sum(request.record.kv_bytes for request in self.requests),
         }
         return summary if len(choices) == 1 else {**summary, "choices": choices}
 
     def headers(self) -> dict[str, str]:
         """The first choice's route as response headers; complete once it has a token."""
-        record = self.generations[0].record
+        record = self.requests[0].record
         return {
             "x-hexgen2-prefill-replica": record.prefill_replica,
             "x-hexgen2-decode-replica": record.decode_replica,
         }
 
-    async def _follow(self, index: int, generation: Generation) -> None:
-        rules, min_tokens = self._text_rules, generation.sampling.min_tokens
+    async def _follow(self, index: int, request: Request) -> None:
+        rules, min_tokens = self._text_rules, request.sampling.min_tokens
         decode = partial(self._tokenizer.decode, skip_special_tokens=rules.skip_special_tokens)
-        detokenizer = Detokenizer(decode, generation.prompt)
+        detokenizer = Detokenizer(decode, request.prompt)
         stop = StopStrings(rules.stops, rules.show_stop)
         try:
-            async for output in generation:
+            async for output in request:
                 reason = output.finish_reason
                 hidden = reason == "stop" and not rules.show_stop
                 text = stop.push("" if hidden else detokenizer.push(output.token), output.index >= min_tokens)
@@ -172,20 +191,20 @@ class Answer:
                 if self._pieces.qsize() >= MAX_UNREAD:
                     raise Unavailable(f"the client is {MAX_UNREAD} tokens behind")
                 if stop.met:
-                    self._coordinator.cancel(generation, "stop")
+                    self._coordinator.cancel(request, "stop")
                     self._pieces.put_nowait(Piece(index, text, output, "stop"))
                     return
                 if reason:
                     text += stop.finish()
                 self._pieces.put_nowait(Piece(index, text, output, reason))
         except HexGen2Error as error:
-            self._give_up(generation, error)
+            self._give_up(request, error)
         except Exception as error:
             log.error("request %s cannot be shown", self.request_id, exc_info=error)
-            self._give_up(generation, Broken(self.request_id))
+            self._give_up(request, Broken(self.request_id))
 
-    def _give_up(self, generation: Generation, error: HexGen2Error) -> None:
-        self._coordinator.cancel(generation)
+    def _give_up(self, request: Request, error: HexGen2Error) -> None:
+        self._coordinator.cancel(request)
         self._pieces.put_nowait(error)
 
 

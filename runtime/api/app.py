@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from runtime.api import errors
+from runtime.api.access import AccessControl
 from runtime.api.chat import chat_router
 from runtime.api.completions import completions_router
 from runtime.api.description import ERRORS, Health, ModelCard, ModelList, answers, describe
-from runtime.api.gate import Gate
 from runtime.api.service import Service
 from runtime.api.streaming import ClientGone
 
@@ -28,7 +28,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="HexGen-2", docs_url=None, redoc_url=None, responses=ERRORS)
     describe(app, with_keys=bool(options.api_keys))
     errors.install(app)
-    app.add_middleware(Gate, options=options, check_place=service.check_place)
+    app.add_middleware(AccessControl, options=options, check_place=service.check_place)
     if options.cors_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -53,19 +52,10 @@ async def _prompt(service: Service, body: ChatRequest) -> list[int]:
         raise bad_request(f"the model's chat template refuses these messages: {error}", "messages") from None
 
 
-def _envelope(service: Service, answer: Answer, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{answer.request_id}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": service.model,
-    }
-
-
 async def _whole(service: Service, body: ChatRequest, answer: Answer) -> Response:
-    texts = [""] * len(answer.generations)
-    reasons = [""] * len(answer.generations)
-    logprobs = [Joined() for _ in answer.generations]
+    texts = [""] * len(answer.requests)
+    reasons = [""] * len(answer.requests)
+    logprobs = [Joined() for _ in answer.requests]
     async for piece in answer.pieces():
         texts[piece.choice] += piece.text
         reasons[piece.choice] = piece.finish_reason
@@ -82,22 +72,25 @@ async def _whole(service: Service, body: ChatRequest, answer: Answer) -> Respons
         }
         for index, text in enumerate(texts)
     ]
-    envelope = _envelope(service, answer, "chat.completion")
-    content = {**envelope, "choices": choices, "usage": answer.usage(), "hexgen2": answer.trace()}
+    content = {
+        **answer.opening("chatcmpl", "chat.completion", service.model),
+        "choices": choices,
+        **answer.closing(),
+    }
     return whole_json(content, answer.headers())
 
 
 async def _chunks(
     service: Service, body: ChatRequest, answer: Answer, pieces: AsyncIterator[Piece]
 ) -> AsyncIterator[dict[str, Any]]:
-    envelope = _envelope(service, answer, "chat.completion.chunk")
+    envelope = answer.opening("chatcmpl", "chat.completion.chunk", service.model)
 
     def chunk(index: int, delta: dict[str, str], details: Any = None, reason: str = "") -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": details, "finish_reason": reason or None}
         made = {**envelope, "choices": [choice]}
         return {**made, "usage": answer.usage()} if body.usage_in_chunks else made
 
-    for index in range(len(answer.generations)):
+    for index in range(len(answer.requests)):
         yield chunk(index, {"role": "assistant", "content": ""})
     async for piece in pieces:
         details = None
@@ -107,4 +100,4 @@ async def _chunks(
             delta = {"content": piece.text} if piece.text else {}
             yield chunk(piece.choice, delta, details, piece.finish_reason)
     if body.usage_at_end:
-        yield {**envelope, "choices": [], "usage": answer.usage(), "hexgen2": answer.trace()}
+        yield {**envelope, "choices": [], **answer.closing()}

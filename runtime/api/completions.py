@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
@@ -59,15 +58,6 @@ def _echoes(service: Service, body: CompletionRequest, prompts: Sequence[list[in
     return [text for text in texts for _ in range(body.n or 1)]
 
 
-def _envelope(service: Service, answer: Answer) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{answer.request_id}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": service.model,
-    }
-
-
 def _choice(index: int, text: str, logprobs: Any, finish_reason: str) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason or None}
 
@@ -76,9 +66,9 @@ async def _whole(
     service: Service, body: CompletionRequest, answer: Answer, echoes: Sequence[str]
 ) -> Response:
     texts = list(echoes)
-    reasons = [""] * len(answer.generations)
-    logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.generations]
-    joined = [Joined() for _ in answer.generations]
+    reasons = [""] * len(answer.requests)
+    logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.requests]
+    joined = [Joined() for _ in answer.requests]
     async for piece in answer.pieces():
         texts[piece.choice] += piece.text
         reasons[piece.choice] = piece.finish_reason
@@ -91,10 +81,9 @@ async def _whole(
         for index in range(len(texts))
     ]
     content = {
-        **_envelope(service, answer),
+        **answer.opening("cmpl", "text_completion", service.model),
         "choices": choices,
-        "usage": answer.usage(),
-        "hexgen2": answer.trace(),
+        **answer.closing(),
     }
     return whole_json(content, answer.headers())
 
@@ -107,8 +96,8 @@ async def _chunks(
     pieces: AsyncIterator[Piece],
 ) -> AsyncIterator[dict[str, Any]]:
     """A chunk for each token, so that a client can measure; some have no text, as in vLLM's answers."""
-    envelope = _envelope(service, answer)
-    logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.generations]
+    envelope = answer.opening("cmpl", "text_completion", service.model)
+    logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.requests]
     async for piece in pieces:
         details = None
         if body.logprobs is not None:
@@ -118,4 +107,4 @@ async def _chunks(
         chunk = {**envelope, "choices": [_choice(piece.choice, text, details, piece.finish_reason)]}
         yield {**chunk, "usage": answer.usage()} if body.usage_in_chunks else chunk
     if body.usage_at_end:
-        yield {**envelope, "choices": [], "usage": answer.usage(), "hexgen2": answer.trace()}
+        yield {**envelope, "choices": [], **answer.closing()}

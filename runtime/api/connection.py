@@ -1,4 +1,9 @@
-"""One HTTP connection of the server, with limits on clients that are slow, large or many."""
+"""One HTTP connection of the server, with limits on clients that are slow, large or many.
+
+This is the one file that relies on the inside of uvicorn (how `HttpToolsProtocol` keeps its parser, pipeline
+and request cycle, `_unset_keepalive_if_required`, `STATUS_LINE`). It was tried on uvicorn 0.54 with
+httptools 0.9; with others, run tests/runtime/api/test_api_hostile.py and test_front_limits.py.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +70,7 @@ class _Gathered:
         return getattr(self._transport, name)
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """uvicorn's connection over httptools, but that answers in OpenAI's form what is no request:
 
     503 where there are `max_connections` already, 429 where too many of them are of one address, 408 for
@@ -275,9 +280,9 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
 
-def limited_by(options: FrontOptions) -> type[Connection]:
+def limited_by(options: FrontOptions) -> type[HttpConnection]:
     """The class of connections with these limits."""
-    return type("Connection", (Connection,), {"options": options, "by_address": Counter()})
+    return type("HttpConnection", (HttpConnection,), {"options": options, "by_address": Counter()})
 
 
 def most_of_one_address(options: FrontOptions) -> int:

@@ -111,7 +111,7 @@ class Metrics:
 
 
 ENGINE = {
-    "running": ("hexgen2_engine_requests_running", "Requests in work, as the engine says"),
+    "running": ("hexgen2_engine_requests_running", "In-flight requests, as the engine says"),
     "waiting": ("hexgen2_engine_requests_waiting", "Requests that wait inside the engine, as it says"),
     "kv_use": ("hexgen2_engine_kv_use_ratio", "Share of the KV cache in use, as the engine says"),
 }

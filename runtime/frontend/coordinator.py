@@ -1,7 +1,7 @@
 """The front end's side of serving: takes requests, lets them begin, and knows which replicas there are.
 
 A request waits until a route has room for it (`admission.py`), or its time is up. Once it has begun, it is in
-work (`in_work.py`), until it ends, or waits again because a replica failed it. Meanwhile replicas are lost,
+work (`in_flight.py`), until it ends, or waits again because a replica failed it. Meanwhile replicas are lost,
 come back, and make way for those of another placement.
 """
 
@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from cost_model.errors import HexGen2Error
-from runtime.frontend.in_flight import InWork, log_request
+from runtime.frontend.in_flight import InFlight, log_request
 from runtime.frontend.listeners import Listeners
 from runtime.frontend.replica import Replica
-from runtime.frontend.request import UNKNOWN, Generation, Observer, Origin, Outcome, RequestRecord
+from runtime.frontend.request import UNKNOWN, Observer, Origin, Outcome, Request, RequestRecord
 from runtime.frontend.request_state import RequestEvent, RequestState
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.liveness import PING_EVERY_S
 from runtime.options import QUEUE_TIMEOUT_S
 from runtime.protocol.message import Sampling
@@ -31,7 +31,7 @@ from runtime.routing.reflow import Reflow
 from runtime.routing.refusals import Overloaded, TimedOut, Unavailable
 from runtime.routing.replica_state import ReplicaStates
 from runtime.routing.router import Router
-from runtime.routing.wait_estimate import Pace
+from runtime.routing.wait_estimate import WaitEstimate
 
 log = logging.getLogger(__name__)
 
@@ -63,18 +63,18 @@ class Coordinator:
     ) -> None:
         self.replicas = dict(replicas)
         self.plan = plan
-        self._queue: FairQueue[Generation] = FairQueue(queue_limit, client_queue_limit)
-        self._admission: Admission[Generation] = Admission(
+        self._queue: FairQueue[Request] = FairQueue(queue_limit, client_queue_limit)
+        self._admission: Admission[Request] = Admission(
             router, self.replicas, self._queue, plan.routes if plan else None
         )
-        self._queue_timeout_s, self._pace = queue_timeout_s, Pace()
+        self._queue_timeout_s, self._wait_estimate = queue_timeout_s, WaitEstimate()
         self._usual_output_tokens = 2 * max(replica.growth_tokens for replica in self.replicas.values())
-        self._in_work = InWork(
+        self._in_flight = InFlight(
             *(self.replicas, observer, self._admit, self._can_wait_again, self._wait_again),
             explained=lambda replicas: self._on_explained(replicas),
         )
         self._numbers = itertools.count()
-        self._listeners = Listeners(self._in_work.handle, self._lose, ping_every_s)
+        self._listeners = Listeners(self._in_flight.handle, self._lose, ping_every_s)
         self._on_lost: Callable[[Replica], bool] = lambda _: False
         self._on_explained: Callable[[Collection[str]], None] = lambda _: None
         self._stopped = False
@@ -97,7 +97,7 @@ class Coordinator:
     @property
     def records(self) -> Sequence[RequestRecord]:
         """Of the last requests that ended, oldest first."""
-        return self._in_work.records
+        return self._in_flight.records
 
     @property
     def context_tokens(self) -> int:
@@ -116,7 +116,7 @@ class Coordinator:
         try:
             self._queue.check_place(client)
         except Overloaded as refusal:
-            refusal.retry_after_s = self._pace.retry_after_s(len(self._queue), time.monotonic())
+            refusal.retry_after_s = self._wait_estimate.retry_after_s(len(self._queue), time.monotonic())
             raise
 
     def start(
@@ -135,7 +135,7 @@ class Coordinator:
         for replica in self.replicas.values():
             self._listeners.listen(replica)
 
-    def revive(self, replica_id: str, links: Mapping[str, Link]) -> None:
+    def revive(self, replica_id: str, links: Mapping[str, WorkerLink]) -> None:
         """Use a replica again that was lost: its workers have been started anew."""
         replica = self.replicas[replica_id]
         replica.begin_again(links)
@@ -164,7 +164,7 @@ class Coordinator:
         self._admission.change(plan.routes, coming.keys(), forgotten)
         self._admit()
 
-    def join(self, replica_id: str, links: Mapping[str, Link]) -> None:
+    def join(self, replica_id: str, links: Mapping[str, WorkerLink]) -> None:
         """Use a replica that has started."""
         replica = self.replicas[replica_id]
         replica.links = links
@@ -181,7 +181,7 @@ class Coordinator:
 
     def send_away(self, replica_id: str) -> None:
         """Resume elsewhere what a replica still serves."""
-        self._in_work.send_away(self.replicas[replica_id], Unavailable(f"replica {replica_id} leaves"))
+        self._in_flight.send_away(self.replicas[replica_id], Unavailable(f"replica {replica_id} leaves"))
         self._admit()
 
     def leave(self, replica_id: str) -> None:
@@ -194,7 +194,7 @@ class Coordinator:
         prompt: Sequence[int],
         sampling: Sampling,
         origin: Origin = UNKNOWN,
-    ) -> Generation:
+    ) -> Request:
         """Take a request; it starts at once or waits its turn.
 
         Raises
@@ -210,7 +210,7 @@ class Coordinator:
             client_request_id=origin.request_id,
             traceparent=origin.traceparent,
         )
-        request = Generation(tuple(prompt), sampling, record, origin, self._usual_output_tokens)
+        request = Request(tuple(prompt), sampling, record, origin, self._usual_output_tokens)
         self.check_serving()
         self._join_queue(request)
         log_request(request, "received from %s: %d tokens", origin.client, len(prompt))
@@ -221,7 +221,7 @@ class Coordinator:
             self._end_after(request, origin.timeout_s, self._ran_out_of_time)
         return request
 
-    def cancel(self, request: Generation, outcome: Outcome = "cancelled") -> None:
+    def cancel(self, request: Request, outcome: Outcome = "cancelled") -> None:
         """Stop a request, in whatever phase. Its memory counts as used until the replicas freed it."""
         if not request.has_ended:
             self._end(request, outcome, None)
@@ -230,7 +230,7 @@ class Coordinator:
     async def stop(self) -> None:
         """Fail every request and stop listening. The workers are left to the launcher."""
         self._stopped = True
-        for request in [*self._admission.waiting, *self._in_work.requests.values()]:
+        for request in [*self._admission.waiting, *self._in_flight.requests.values()]:
             if not request.has_ended:
                 self._end(request, "failed", Unavailable("the server is stopping"))
         await self._listeners.stop()
@@ -240,10 +240,10 @@ class Coordinator:
     def _new_id(self) -> str:
         return f"r{next(self._numbers)}"
 
-    def _join_queue(self, request: Generation) -> None:
+    def _join_queue(self, request: Request) -> None:
         """Queue a request, unless there is no place for it or it would wait longer than it may."""
         ahead, now = self._queue.ahead(request), time.monotonic()
-        wait_s = self._pace.wait_s(ahead, now) or 0.0
+        wait_s = self._wait_estimate.wait_s(ahead, now) or 0.0
         own_s = request.origin.timeout_s
         may_wait_s = self._queue_timeout_s if own_s is None else min(own_s, self._queue_timeout_s)
         try:
@@ -251,28 +251,28 @@ class Coordinator:
                 raise Overloaded(f"the request would wait {wait_s:.0f} s, and may wait {may_wait_s:g} s")
             crowded_out = self._admission.enqueue(request)
         except Overloaded as refusal:
-            refusal.retry_after_s = self._pace.retry_after_s(ahead, now)
+            refusal.retry_after_s = self._wait_estimate.retry_after_s(ahead, now)
             raise
         if crowded_out is not None:
             self._give_up_waiting(
                 crowded_out, "failed", "other clients wait, and this one has the most waiting"
             )
 
-    def _end_after(self, request: Generation, limit_s: float, end: Callable[[Generation], None]) -> None:
+    def _end_after(self, request: Request, limit_s: float, end: Callable[[Request], None]) -> None:
         request.deadlines.append(asyncio.get_running_loop().call_later(limit_s, end, request))
 
-    def _waited_too_long(self, request: Generation) -> None:
+    def _waited_too_long(self, request: Request) -> None:
         """The request has not started in time."""
         if request.state is RequestState.WAITING and not request.record.routed_s:
             self._give_up_waiting(request, "timeout", f"no room for it within {self._queue_timeout_s:g} s")
 
-    def _still_waits(self, request_id: str, request: Generation) -> None:
+    def _still_waits(self, request_id: str, request: Request) -> None:
         """Nothing has taken the request up again in time, since it was given this id."""
         if request.state is RequestState.WAITING and request.request_id == request_id:
             late = f"no replica has taken it up again within {self._queue_timeout_s:g} s"
             self._give_up_waiting(request, "timeout", late)
 
-    def _ran_out_of_time(self, request: Generation) -> None:
+    def _ran_out_of_time(self, request: Request) -> None:
         late = TimedOut(f"the {request.origin.timeout_s:g} s of the request are over")
         if not request.record.routed_s:
             self._give_up_waiting(request, "timeout", str(late))
@@ -280,23 +280,23 @@ class Coordinator:
             self._end(request, "timeout", late)
             self._admit()
 
-    def _give_up_waiting(self, request: Generation, outcome: Outcome, reason: str) -> None:
+    def _give_up_waiting(self, request: Request, outcome: Outcome, reason: str) -> None:
         refusal = Overloaded(reason)
-        refusal.retry_after_s = self._pace.retry_after_s(len(self._queue), time.monotonic())
+        refusal.retry_after_s = self._wait_estimate.retry_after_s(len(self._queue), time.monotonic())
         self._end(request, outcome, refusal)
         self._admit()
 
     def _admit(self) -> None:
         """Start waiting requests as long as there is room."""
         while not self._stopped and (admitted := self._admission.next()) is not None:
-            self._pace.started(time.monotonic())
-            self._in_work.begin(*admitted)
-        self._pace.waiting(len(self._queue) > 0, time.monotonic())
+            self._wait_estimate.started(time.monotonic())
+            self._in_flight.begin(*admitted)
+        self._wait_estimate.waiting(len(self._queue) > 0, time.monotonic())
 
-    def _can_wait_again(self, request: Generation) -> bool:
+    def _can_wait_again(self, request: Request) -> bool:
         return not self._stopped and self._admission.can_ever_start(request)
 
-    def _wait_again(self, request: Generation) -> None:
+    def _wait_again(self, request: Request) -> None:
         """Put a request first in the queue, under another id: workers may still be forgetting the old one."""
         request.on(RequestEvent.WAIT_AGAIN)
         request.route = None
@@ -304,10 +304,10 @@ class Coordinator:
         self._admission.put_back(request)
         self._end_after(request, self._queue_timeout_s, partial(self._still_waits, request.request_id))
 
-    def _end(self, request: Generation, outcome: Outcome, error: HexGen2Error | None) -> None:
+    def _end(self, request: Request, outcome: Outcome, error: HexGen2Error | None) -> None:
         if request.state is RequestState.WAITING:
             self._admission.withdraw(request)
-        self._in_work.end(request, outcome, error)
+        self._in_flight.end(request, outcome, error)
 
     # replicas that come and go
 
@@ -327,7 +327,7 @@ class Coordinator:
         for link in replica.links.values():
             link.send(Shutdown())
         error = Unavailable(text)
-        self._in_work.lose(replica, error)
+        self._in_flight.lose(replica, error)
         for request in stranded:
             self._end(request, "failed", error)
         self._admit()

@@ -1,6 +1,6 @@
 """The requests in work: what replicas are asked to do for them, and what becomes of each by their answers.
 
-One state machine per request, driven by the messages of the replicas' lead workers:
+One state machine per request, driven by the messages of the replicas' drivers:
 
     waiting -> reserving (ReserveKv) -> prefilling (Prefill) -> decoding (Decode) -> ended
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from cost_model.errors import HexGen2Error
 from runtime.frontend.replica import Replica
-from runtime.frontend.request import Death, Generation, Observer, Outcome, RequestRecord
+from runtime.frontend.request import Death, Observer, Outcome, Request, RequestRecord
 from runtime.frontend.request_state import RequestEvent, RequestState
 from runtime.logs import EACH, about
 from runtime.protocol.from_workers import (
@@ -48,7 +48,7 @@ DEATHS = 2
 """Replicas that a request may see die before it is resumed no more: it may be what they die of."""
 
 
-class InWork:
+class InFlight:
     """Follows requests through the replicas and accounts for their KV cache.
 
     Attributes
@@ -71,24 +71,24 @@ class InWork:
         replicas: Mapping[str, Replica],
         observer: Observer | None,
         admit: Callable[[], None],
-        can_wait_again: Callable[[Generation], bool],
-        wait_again: Callable[[Generation], None],
+        can_wait_again: Callable[[Request], bool],
+        wait_again: Callable[[Request], None],
         explained: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
-        self.requests: dict[str, Generation] = {}
+        self.requests: dict[str, Request] = {}
         self.records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
         self._replicas, self._observer = replicas, observer
         self._admit, self._can_wait_again, self._wait_again = admit, can_wait_again, wait_again
         self._explained, self._deaths = explained, 0
 
-    def begin(self, request: Generation, route: Route) -> None:
+    def begin(self, request: Request, route: Route) -> None:
         """Start a request on a route that has room for it."""
         try:
             self._begin(request, route)
         except Exception as error:
             self._break(request, error)
 
-    def _begin(self, request: Generation, route: Route) -> None:
+    def _begin(self, request: Request, route: Route) -> None:
         request.route, request.begun_tokens = route, len(request.tokens)
         self.requests[request.request_id] = request
         record = request.record
@@ -109,7 +109,7 @@ class InWork:
             _ask(decode, request, request.reserve_kv())
 
     def end(
-        self, request: Generation, outcome: Outcome, error: HexGen2Error | None, by_itself: bool = False
+        self, request: Request, outcome: Outcome, error: HexGen2Error | None, by_itself: bool = False
     ) -> None:
         """Close the request's stream, and have every replica free what it still holds for it.
 
@@ -135,18 +135,18 @@ class InWork:
             try:
                 self._observer.ended(request.record)
             except Exception:
-                log.exception("the end of request %s could not be told", request.known_as)
+                log.exception("the end of request %s could not be told", request.client_request_id)
 
-    def _break(self, request: Generation, why: Exception | str) -> None:
+    def _break(self, request: Request, why: Exception | str) -> None:
         """End a request that fails by itself; the others of its replicas go on."""
-        extra = about(request.known_as, request.request_id)
+        extra = about(request.client_request_id, request.request_id)
         if isinstance(why, Exception):
             log.error("what was done for a request failed", exc_info=why, extra=extra)
         text = "request %s fails by itself, after %d tokens: %s"
         tokens = request.record.output_tokens
-        log.error(text, request.known_as, tokens, why, extra={**extra, EACH: True})
+        log.error(text, request.client_request_id, tokens, why, extra={**extra, EACH: True})
         if not request.has_ended:
-            self.end(request, "failed", Broken(request.known_as))
+            self.end(request, "failed", Broken(request.client_request_id))
 
     # without a replica
 
@@ -159,7 +159,7 @@ class InWork:
 
     def lose(self, replica: Replica, error: HexGen2Error) -> None:
         """Resume elsewhere what needs a replica that is gone, and holds nothing any more."""
-        on_board = list[Generation]()
+        on_board = list[Request]()
         for request_id in reversed(list(replica.held)):  # the oldest goes to the head of the queue last
             replica.release(request_id)
             request = self.requests.get(request_id)
@@ -174,7 +174,7 @@ class InWork:
             if not request.has_ended:
                 self._resume(request, error)
 
-    def _quarantine(self, replica: Replica, on_board: Sequence[Generation]) -> None:
+    def _quarantine(self, replica: Replica, on_board: Sequence[Request]) -> None:
         """End requests that have been on board when DEATHS replicas died, since one of them may be the cause.
         If some of them never got a token from a replica that died, it is one of those: the others ran on
         without harm beside them. A replica that did not live to see a request that was resumed there, since
@@ -197,7 +197,7 @@ class InWork:
         if explained:
             self._explained(set(explained.values()))
 
-    def _resume(self, request: Generation, error: HexGen2Error) -> None:
+    def _resume(self, request: Request, error: HexGen2Error) -> None:
         """Go on elsewhere with a request that was failed by a replica; end it if that is impossible."""
         record = request.record
         if record.resumes == RESUMES or not self._can_wait_again(request):
@@ -265,7 +265,7 @@ class InWork:
             prefill = self._replicas[request.record.prefill_replica]
             _ask(prefill, request, request.prefill(replica.replica_id, cached_tokens))
 
-    def _on_refused(self, replica: Replica, request: Generation) -> None:
+    def _on_refused(self, replica: Replica, request: Request) -> None:
         """A replica had no room, although the accounting saw some: it holds nothing of the request."""
         if request.has_ended:
             self._on_released(replica, request.request_id)
@@ -336,19 +336,19 @@ class InWork:
             self._forget_if_settled(request)
         self._admit()
 
-    def _forget_if_settled(self, request: Generation) -> None:
+    def _forget_if_settled(self, request: Request) -> None:
         """Once a request has ended and holds nothing, no message can be about it."""
         if request.has_ended and not request.holders:
             self.requests.pop(request.request_id, None)
 
 
-def _needs(request: Generation, replica_id: str) -> bool:
+def _needs(request: Request, replica_id: str) -> bool:
     """Whether a request cannot go on without a replica that holds some of it."""
     prefilled = request.state is RequestState.DECODING and request.record.kv_arrived
     return replica_id == request.record.decode_replica or not prefilled
 
 
-def _ask(replica: Replica, request: Generation, message: Message) -> None:
+def _ask(replica: Replica, request: Request, message: Message) -> None:
     """Send a replica the first that it hears of a request. If that cannot be sent, it holds nothing. Before
     one that may have killed another replica comes the question whether this one lives."""
     try:
@@ -360,7 +360,7 @@ def _ask(replica: Replica, request: Generation, message: Message) -> None:
         raise
 
 
-def log_request(request: Generation, text: str, *values: object) -> None:
+def log_request(request: Request, text: str, *values: object) -> None:
     """Say what became of a request."""
     if log.isEnabledFor(logging.INFO):
         log.info(f"request {text}", *values, extra=about(request.origin.request_id, request.request_id))

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 
 from runtime.frontend.replica import Replica
-from runtime.frontend.worker_watch import silence
-from runtime.launcher.worker_link import Link
-from runtime.liveness import PING_EVERY_S
+from runtime.launcher.worker_link import WorkerLink
+from runtime.liveness import LOOKS_A_PERIOD, PING_EVERY_S, SilenceTimer
 from runtime.protocol.from_workers import Failed
 from runtime.protocol.message import Message
+from runtime.protocol.to_workers import Ping
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Listeners:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, replica: Replica, worker: str, link: Link) -> None:
+    async def _read(self, replica: Replica, worker: str, link: WorkerLink) -> None:
         try:
             while (message := await link.receive()) is not None:
                 if isinstance(message, Failed):
@@ -67,6 +67,22 @@ class Listeners:
             return self._lost(replica, f"worker {worker}: {error}")
         self._lost(replica, f"worker {worker} ended")
 
-    async def _watch(self, replica: Replica, worker: str, link: Link) -> None:
-        await silence(link, self._ping_every_s)
+    async def _watch(self, replica: Replica, worker: str, link: WorkerLink) -> None:
+        await until_silent(link, self._ping_every_s)
         self._lost(replica, f"worker {worker} does not answer")
+
+
+async def until_silent(link: WorkerLink, every_s: float = PING_EVERY_S) -> None:
+    """Ping the worker at the other end; return once it has been silent for too long (see SilenceTimer).
+
+    Any message counts as an answer. This finds workers that live but are stopped or stuck, where no closed
+    socket shows it.
+    """
+    timer = SilenceTimer()
+    await asyncio.sleep(every_s)
+    while True:
+        link.send(Ping())
+        for _ in range(LOOKS_A_PERIOD):
+            if timer.has_expired(link.heard):
+                return
+            await asyncio.sleep(every_s / LOOKS_A_PERIOD)

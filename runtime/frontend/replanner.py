@@ -45,10 +45,10 @@ class Replanner:
 
     Parameters
     ----------
-    configured : from a placement to what its workers are told, and its replicas, not yet linked to any
+    configured : from a placement to the configurations of its workers, and its replicas without links
     after_s : how long it waits for further losses first
     report : takes lines for the operator
-    taken_up : told when a new placement serves
+    taken_up : called once a new placement serves
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Replanner:
         dead = list(coordinator.lost)
         alive = {replica.id: replica for replica in before.replicas if replica.id not in dead}
         after = renamed(found, alive)
-        told, replicas = self._configured(after)
+        worker_configs, replicas = self._configured(after)
         staying = {replica.id for replica in after.replicas} & alive.keys()
         leaving = {name: replica for name, replica in alive.items() if name not in staying}
         coming = {replica.id: replica for replica in after.replicas if replica.id not in staying}
@@ -190,14 +190,14 @@ class Replanner:
         await self._launcher.change(ended, {}, log.info)
         roles = {name: replica.role for name, replica in (alive | coming).items()}
         for wave in waves(staying, leaving, _blockers(coming, leaving), roles):
-            await self._advance(wave, coming, told)
+            await self._advance(wave, coming, worker_configs)
         known = {replica.id for replica in after.replicas}
         coordinator.change(Reflow(after), {}, [name for name in coordinator.lost if name not in known])
         self._taken_up()
         self._report("the new placement serves")
 
     async def _advance(
-        self, wave: Wave, coming: Mapping[str, Replica], told: Mapping[str, Configure]
+        self, wave: Wave, coming: Mapping[str, Replica], worker_configs: Mapping[str, Configure]
     ) -> None:
         self._coordinator.retire(wave.leave)
         await asyncio.gather(*(self._empty(name) for name in wave.leave))
@@ -208,7 +208,7 @@ class Replanner:
         if ended:
             await self._launcher.change(ended, {}, log.info)
             self._report(f"{', '.join(sorted(wave.leave))} ended")
-        await asyncio.gather(*(self._start(coming[name], told) for name in wave.start))
+        await asyncio.gather(*(self._start(coming[name], worker_configs) for name in wave.start))
 
     async def _empty(self, name: str) -> None:
         """Wait until a replica serves nothing any more; after a while, have that resumed elsewhere."""
@@ -224,8 +224,8 @@ class Replanner:
                 self._coordinator.send_away(name)
         self._coordinator.give_up(name, "it did not empty")
 
-    async def _start(self, replica: Replica, told: Mapping[str, Configure]) -> None:
-        own, problem = {gpu: told[gpu] for gpu in replica.gpus}, ""
+    async def _start(self, replica: Replica, worker_configs: Mapping[str, Configure]) -> None:
+        own, problem = {gpu: worker_configs[gpu] for gpu in replica.gpus}, ""
         for _ in range(ATTEMPTS):
             try:
                 links = await self._launcher.change(replica.gpus if problem else (), own, log.info)

@@ -4,42 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from runtime.launcher.worker_link import Link
+from hexgen2.placement import Placement
+from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.from_workers import Load
 from runtime.protocol.message import Message
-from runtime.routing.kv_budget import Room
+from runtime.protocol.to_workers import Configure
+from runtime.routing.kv_budget import KvBudget, growth_tokens
 
 FULL = 0.9
 """An engine with requests that wait inside it, and so much of its KV cache in use, is given no more."""
 
 
-class Replica(Room):
-    """Links by worker, one of whom leads, and what requests hold here.
+class Replica(KvBudget):
+    """Links by worker, one of whom is the driver, and what requests hold here.
 
-    free_blocks and preemptions are what the lead said last (None: nothing yet); so is load, of engines that
+    free_blocks and preemptions are what the driver said last (None: nothing yet); so is load, of engines that
     schedule for themselves.
     """
 
-    __slots__ = ("free_blocks", "lead", "links", "load", "preemptions", "replica_id", "restarts", "role")
+    __slots__ = ("driver", "free_blocks", "links", "load", "preemptions", "replica_id", "restarts", "role")
 
     def __init__(
         self,
         replica_id: str,
         role: str,
-        lead: str,
-        links: Mapping[str, Link],
+        driver: str,
+        links: Mapping[str, WorkerLink],
         kv_budget_tokens: int,
         max_batch: int,
         growth_tokens: int = 0,
         high_water: float = 1.0,
     ) -> None:
         super().__init__(kv_budget_tokens, max_batch, growth_tokens, high_water)
-        self.replica_id, self.role, self.lead, self.links = replica_id, role, lead, links
+        self.replica_id, self.role, self.driver, self.links = replica_id, role, driver, links
         self.free_blocks: int | None = None
         self.load: Load | None = None
         self.preemptions = self.restarts = 0
 
-    def begin_again(self, links: Mapping[str, Link]) -> None:
+    def begin_again(self, links: Mapping[str, WorkerLink]) -> None:
         """Other workers take the place of those that were lost, with nothing in them."""
         self.links, self.free_blocks, self.preemptions = links, None, 0
         self.load, self.crowded = None, False
@@ -54,9 +56,37 @@ class Replica(Room):
 
     @property
     def heard(self) -> int:
-        """Messages of the lead worker so far."""
-        return self.links[self.lead].heard if self.lead in self.links else 0
+        """Messages of the driver so far."""
+        return self.links[self.driver].heard if self.driver in self.links else 0
 
     def send(self, message: Message) -> None:
-        """Send to the lead worker."""
-        self.links[self.lead].send(message)
+        """Send to the driver."""
+        self.links[self.driver].send(message)
+
+
+def make_replicas(
+    placement: Placement,
+    configurations: Mapping[str, Configure],
+    links: Mapping[str, WorkerLink],
+    high_water: float = 1.0,
+) -> dict[str, Replica]:
+    """The replicas of a placement by id, with the links to those of their workers that have started.
+
+    Parameters
+    ----------
+    configurations, links : by worker, which has the id of its GPU
+    high_water : see KvBudget
+    """
+    return {
+        replica.id: Replica(
+            replica_id=replica.id,
+            role=replica.role,
+            driver=replica.gpus[0],
+            links={gpu: links[gpu] for gpu in replica.gpus if gpu in links},
+            kv_budget_tokens=configurations[replica.gpus[0]].kv_budget_tokens,
+            max_batch=replica.max_batch,
+            growth_tokens=growth_tokens(placement),
+            high_water=high_water,
+        )
+        for replica in placement.replicas
+    }

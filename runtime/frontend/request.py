@@ -84,7 +84,7 @@ class Observer(Protocol):
         """A request that was accepted has its final outcome."""
 
 
-class Generation:
+class Request:
     """One request in work: an async iterator of its tokens, in order and each once.
 
     Iteration raises Unavailable, or Broken, if the request cannot be finished. `holders` are the replicas
@@ -130,7 +130,7 @@ class Generation:
         return self.origin.client
 
     @property
-    def known_as(self) -> str:
+    def client_request_id(self) -> str:
         """The id that the client knows, or else our own."""
         return self.origin.request_id or self.request_id
 
@@ -154,7 +154,7 @@ class Generation:
         """Whether one token is missing."""
         return self.capacity_tokens - len(self.tokens) == 1
 
-    def __aiter__(self) -> Generation:
+    def __aiter__(self) -> Request:
         return self
 
     async def __anext__(self) -> TokenOutput:
@@ -200,7 +200,7 @@ class Generation:
             request_id=self.request_id,
             prompt=tuple(self.tokens),
             capacity_tokens=self.capacity_tokens,
-            known_as=self.origin.request_id,
+            client_request_id=self.origin.request_id,
         )
 
     def prefill(self, target: str, target_tokens: int = 0) -> Prefill:
@@ -213,7 +213,7 @@ class Generation:
             target=target,
             target_tokens=target_tokens,
             index=self.record.output_tokens,
-            known_as=self.origin.request_id,
+            client_request_id=self.origin.request_id,
         )
 
     def decode(self, first: TokenOutput) -> Decode:

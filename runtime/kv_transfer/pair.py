@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from runtime.kv_transfer.transports.base import Outgoing, Transport, Unavailable, host_identity
 from runtime.protocol.between_workers import KvOffer, KvOpen, KvOpened
 from runtime.protocol.framing import Connection
-from runtime.protocol.handshake import Introduction, connect
+from runtime.protocol.handshake import Credentials, connect
 
 Address = tuple[str, int]
 
@@ -39,7 +39,7 @@ class Pair:
         self.connection.close()
 
 
-def open_pair(address: Address, introduction: Introduction, transports: list[Transport]) -> Pair:
+def open_pair(address: Address, credentials: Credentials, transports: list[Transport]) -> Pair:
     """Connect to a receiver and agree on one of these transports, given best first.
 
     Raises
@@ -47,7 +47,7 @@ def open_pair(address: Address, introduction: Introduction, transports: list[Tra
     OSError : the receiver does not answer, or no transport works for both
     """
     deadline_s = transports[0].deadline_s
-    connection = connect(address, introduction, deadline_s)
+    connection = connect(address, credentials, deadline_s)
     try:
         connection.set_deadline(deadline_s)
         return Pair(address, connection, *_agree(connection, transports))

@@ -18,7 +18,7 @@ from runtime.kv_transfer.pair import Address
 from runtime.kv_transfer.stream import Group, KvStream, Shaper
 from runtime.kv_transfer.transports.base import DEADLINE_S
 from runtime.kv_transfer.transports.registry import AUTO, make_transport, offered
-from runtime.protocol.handshake import Introduction
+from runtime.protocol.handshake import Credentials
 from runtime.protocol.to_workers import KvLink
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class KvSender:
 
     Parameters
     ----------
-    introduction : how this worker introduces itself to others
+    credentials : with which this worker connects to others
     cache, shared : the pool, and the shared memory that it is in, if any
     peers : address of every worker
     on_sent : called once with a request id when all of it was sent or it was given up, so its blocks are no
@@ -49,7 +49,7 @@ class KvSender:
 
     def __init__(
         self,
-        introduction: Introduction,
+        credentials: Credentials,
         cache: Pages,
         peers: dict[str, Address],
         on_sent: Callable[[str], None],
@@ -60,7 +60,7 @@ class KvSender:
         links: Iterable[KvLink] = (),
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self._introduction, self._cache = introduction, cache
+        self._credentials, self._cache = credentials, cache
         self._on_sent, self._on_failed = on_sent, on_failed
         made = [make_transport(name, cache, deadline_s, shared) for name in offered(transport)]
         self._transports = [each for each in made if each is not None]
@@ -76,7 +76,7 @@ class KvSender:
         with self._lock:
             self._peers = dict(peers)
             self._links = {
-                link.destination: link for link in links if link.source == self._introduction.worker
+                link.destination: link for link in links if link.source == self._credentials.worker
             }
             gone = [self._streams.pop(name) for name in list(self._streams) if name not in peers]
             for destination, stream in self._streams.items():
@@ -131,7 +131,7 @@ class KvSender:
         with self._lock:
             if destination not in self._streams:
                 self._streams[destination] = KvStream(
-                    self._introduction,
+                    self._credentials,
                     destination,
                     self._transports,
                     lambda: self._address(destination),

@@ -12,7 +12,7 @@ from runtime.kv_transfer.departure import SLICE_BYTES, Item, KvDeparture
 from runtime.kv_transfer.pair import Address, Pair, open_pair
 from runtime.kv_transfer.transports.base import Transport, next_message
 from runtime.protocol.between_workers import KvSlice, KvTaken
-from runtime.protocol.handshake import Introduction
+from runtime.protocol.handshake import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class KvStream:
 
     def __init__(
         self,
-        introduction: Introduction,
+        credentials: Credentials,
         destination: str,
         transports: list[Transport],
         address: Callable[[], Address],
@@ -68,7 +68,7 @@ class KvStream:
         fail: Callable[[KvDeparture, str], None],
     ) -> None:
         self.shaper = shaper
-        self._introduction, self._destination, self._transports = introduction, destination, transports
+        self._credentials, self._destination, self._transports = credentials, destination, transports
         self._address, self._finish, self._fail = address, finish, fail
         self._deadline_s = transports[0].deadline_s
         self._queue, self._in_flight = deque[Item](), deque[Group]()
@@ -171,7 +171,7 @@ class KvStream:
         if self._lost:
             self._break(self._lost)
         if self._pair is None:
-            pair = open_pair(address, self._introduction, self._transports)
+            pair = open_pair(address, self._credentials, self._transports)
             with self._changed:
                 self._pair = pair
                 if self._stop:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from cost_model.errors import HexGen2Error
 from hexgen2.placement import Placement
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.to_workers import Configure
 
 
@@ -39,7 +39,7 @@ class Launcher(ABC):
     @abstractmethod
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
-    ) -> dict[str, Link]:
+    ) -> dict[str, WorkerLink]:
         """Start every worker and wait until all are ready; the links are by worker.
 
         report gets lines of progress. After an error, call `stop`.
@@ -51,7 +51,7 @@ class Launcher(ABC):
         """
 
     @abstractmethod
-    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, WorkerLink]:
         """End what is left of a replica's workers and start them anew, ready for requests; the links are by
         worker. The other workers learn where these listen now.
 
@@ -62,7 +62,7 @@ class Launcher(ABC):
 
     async def change(
         self, ended: Sequence[str], started: Mapping[str, Configure], report: Callable[[str], None]
-    ) -> dict[str, Link]:
+    ) -> dict[str, WorkerLink]:
         """End some workers for good and start others, ready for requests; the links are by worker. Those that
         stay learn who is there now, and where.
 

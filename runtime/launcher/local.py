@@ -9,7 +9,7 @@ from cost_model.errors import InputError
 from hexgen2.placement import Placement
 from runtime.launcher.configure import device_of
 from runtime.launcher.processes import WorkerProcesses
-from runtime.launcher.worker_link import Link, StreamLink
+from runtime.launcher.worker_link import StreamLink, WorkerLink
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
 from runtime.protocol.to_workers import Configure, Shutdown
 
@@ -35,7 +35,7 @@ class LocalLauncher(WorkersLauncher):
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
-    ) -> dict[str, Link]:
+    ) -> dict[str, WorkerLink]:
         self._configurations = dict(configurations)
         return await self._start(list(configurations), report)
 

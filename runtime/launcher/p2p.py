@@ -16,11 +16,11 @@ from runtime.launcher.nodes.agent_messages import (
     WORKERS_SERVICE,
     StartWorkers,
 )
-from runtime.launcher.nodes.channel import WorkersChannel
 from runtime.launcher.nodes.digest import checkpoint_digest
-from runtime.launcher.nodes.on_node import check_hardware, settled
-from runtime.launcher.nodes.roster import Node, Roster
-from runtime.launcher.worker_link import Link
+from runtime.launcher.nodes.node_configuration import check_hardware, on_node
+from runtime.launcher.nodes.roster import JoinedNode, Roster
+from runtime.launcher.nodes.workers_channel import WorkersChannel
+from runtime.launcher.worker_link import WorkerLink
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
 from runtime.options import EMULATED
 from runtime.p2p.membership.membership import Membership
@@ -61,7 +61,7 @@ class P2pLauncher(WorkersLauncher):
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
-    ) -> dict[str, Link]:
+    ) -> dict[str, WorkerLink]:
         self._configurations = dict(configurations)
         first = next(iter(configurations.values()))
         self._checkpoint = first.checkpoint
@@ -105,7 +105,7 @@ class P2pLauncher(WorkersLauncher):
 
     async def _start_on_nodes(
         self, roster: Roster, workers: Sequence[str], report: Callable[[str], None]
-    ) -> dict[str, Link]:
+    ) -> dict[str, WorkerLink]:
         """Start workers once all their nodes are there; again if a node was gone for a moment meanwhile: this
         process itself may have been busy with its imports for so long that a node gave it up."""
         attempts = 0
@@ -159,14 +159,14 @@ class P2pLauncher(WorkersLauncher):
         for (replica, name), own in groups.items():
             await self._open(replica, nodes[name], name, own)
 
-    def _settle(self, name: str, node: Node) -> None:
+    def _settle(self, name: str, node: JoinedNode) -> None:
         """Tell the workers of a node what is so there, if it has what they need."""
         own = {worker: told for worker, told in self._configurations.items() if node_of(worker) == name}
         if self._real is not None:
             check_hardware(self._real, own, node.welcome)
-        self._configurations |= settled(own, node.welcome, self._checkpoint)
+        self._configurations |= on_node(own, node.welcome, self._checkpoint)
 
-    async def _open(self, replica: str, node: Node, name: str, workers: Sequence[str]) -> None:
+    async def _open(self, replica: str, node: JoinedNode, name: str, workers: Sequence[str]) -> None:
         """A channel to a node's agent, which has been asked to start the replica's workers there."""
         try:
             opened = await self._member.peers.open(node.target, WORKERS_SERVICE)

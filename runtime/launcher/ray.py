@@ -22,9 +22,9 @@ from cost_model.errors import HexGen2Error, InputError
 from hexgen2.devices import gpus_by_node, is_cpu, node_of, node_spec
 from hexgen2.export.ray import CPU_SHARE, bundles_of, node_resource
 from hexgen2.placement import Placement
-from runtime.launcher.ray_actor import PURPOSE, WorkerPlace
-from runtime.launcher.welcome import Welcome
-from runtime.launcher.worker_link import Link, StreamLink
+from runtime.launcher.ray_actor import PURPOSE, WorkerActor
+from runtime.launcher.worker_link import StreamLink, WorkerLink
+from runtime.launcher.worker_listener import WorkerListener
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
 from runtime.protocol.to_workers import Configure, Shutdown
 
@@ -43,7 +43,7 @@ class RayLauncher(WorkersLauncher):
         self._placement: Placement | None = None
         self._groups: dict[Members, Any] = {}
         self._actors: dict[str, Any] = {}
-        self._welcome: Welcome | None = None
+        self._listener: WorkerListener | None = None
         self._secret = ""
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
@@ -72,17 +72,17 @@ class RayLauncher(WorkersLauncher):
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
-    ) -> dict[str, Link]:
+    ) -> dict[str, WorkerLink]:
         import ray
 
         self._configurations = dict(configurations)
         self._secret = next(iter(configurations.values())).secret
-        self._welcome = Welcome(ray.util.get_node_ip_address(), self._secret, PURPOSE)
+        self._listener = WorkerListener(ray.util.get_node_ip_address(), self._secret, PURPOSE)
         return await self._start(list(configurations), report)
 
     async def change(
         self, ended: Sequence[str], started: Mapping[str, Configure], report: Callable[[str], None]
-    ) -> dict[str, Link]:
+    ) -> dict[str, WorkerLink]:
         stay = {worker: told for worker, told in self._configurations.items() if worker not in ended}
         used = {_members(told) for told in (stay | dict(started)).values()}
         self._forget(ended)
@@ -100,8 +100,8 @@ class RayLauncher(WorkersLauncher):
         for link in self._links.values():
             link.close()
         self._links.clear()
-        if self._welcome is not None:
-            self._welcome.close()
+        if self._listener is not None:
+            self._listener.close()
         await asyncio.to_thread(_disconnect)
 
     def kill(self) -> None:
@@ -146,13 +146,13 @@ class RayLauncher(WorkersLauncher):
     async def _connect(self, workers: Sequence[str]) -> None:
         import ray
 
-        assert self._welcome is not None
+        assert self._listener is not None
         await asyncio.to_thread(self._make_room, workers)
-        coming = {worker: self._welcome.expect(worker) for worker in workers}
+        coming = {worker: self._listener.expect(worker) for worker in workers}
         addresses = {}
         for worker in workers:
             self._actors[worker] = actor = self._make_actor(worker)
-            addresses[worker] = actor.start.remote(worker, self._welcome.address, self._secret)
+            addresses[worker] = actor.start.remote(worker, self._listener.address, self._secret)
         try:
             hosts = await asyncio.to_thread(ray.get, list(addresses.values()))
         except ray.exceptions.RayError as error:
@@ -178,7 +178,7 @@ class RayLauncher(WorkersLauncher):
         members, cpu = _members(told), told.device == "cpu"
         bundle = list(gpus_by_node(members)).index(node_of(worker))
         return (
-            ray.remote(WorkerPlace)
+            ray.remote(WorkerActor)
             .options(
                 num_cpus=CPU_SHARE if cpu else 0,
                 num_gpus=0 if cpu else 1,
@@ -206,7 +206,7 @@ def _members(told: Configure) -> Members:
     return tuple(worker for stage in told.stages for worker in stage.workers)
 
 
-async def _drained(link: Link) -> None:
+async def _drained(link: WorkerLink) -> None:
     """Until the worker at the other end has gone."""
     with contextlib.suppress(HexGen2Error):
         while await link.receive() is not None:

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import threading
 
-from runtime.protocol.handshake import Introduction, connect
+from runtime.protocol.handshake import Credentials, connect
 
 CONNECT_TIMEOUT_S = 30.0
 PURPOSE = "worker"
 
 
-class WorkerPlace:
+class WorkerActor:
     """Runs in an actor of Ray, which gives it its GPU; the worker is a process of its own, so that it may end
     as workers do. It ends with the actor, too: its stdin closes."""
 
@@ -54,7 +54,7 @@ def main(worker: str, host: str, port: str) -> None:
 
     secret = sys.stdin.readline().strip()
     threading.Thread(target=_end_with_the_actor, daemon=True).start()
-    connection = connect((host, int(port)), Introduction(worker, PURPOSE, secret), CONNECT_TIMEOUT_S)
+    connection = connect((host, int(port)), Credentials(worker, PURPOSE, secret), CONNECT_TIMEOUT_S)
     control: socket.socket = connection.stream
     control.settimeout(None)
     worker_main(control, secret)

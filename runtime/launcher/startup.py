@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from cost_model.errors import HexGen2Error, InputError
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.from_workers import Failed, Listening, Ready
 from runtime.protocol.message import Message
 from runtime.protocol.to_workers import Configure, Connect
@@ -16,8 +16,8 @@ REMEDY = "give a --model-path that fits the placement, or search a new placement
 MessageType = TypeVar("MessageType", bound=Message)
 
 
-async def handshake(
-    links: Mapping[str, Link],
+async def bring_to_ready(
+    links: Mapping[str, WorkerLink],
     configurations: Mapping[str, Configure],
     listening: dict[str, Listening],
     report: Callable[[str], None],
@@ -55,22 +55,22 @@ def connect_message(
     configurations: Mapping[str, Configure], listening: Mapping[str, Listening], worker: str
 ) -> Connect:
     """What a worker is told of where all listen."""
-    lead = configurations[worker].stages[0].workers[0]
+    driver = configurations[worker].stages[0].workers[0]
     return Connect(
         peers={worker: (configurations[worker].host, news.port) for worker, news in listening.items()},
         replicas={each.replica: each.stages for each in configurations.values()},
-        store_port=listening[lead].store_port,
+        store_port=listening[driver].store_port,
     )
 
 
 async def _from_all(
-    links: Mapping[str, Link],
+    links: Mapping[str, WorkerLink],
     expected: type[MessageType],
     arrived: Callable[[MessageType], None] = lambda _: None,
 ) -> dict[str, MessageType]:
     """The next message of every worker; the first failure ends the wait for the others."""
 
-    async def one(worker: str, link: Link) -> MessageType:
+    async def one(worker: str, link: WorkerLink) -> MessageType:
         message = await _next(worker, link, expected)
         arrived(message)
         return message
@@ -84,7 +84,7 @@ async def _from_all(
     return {worker: task.result() for worker, task in tasks.items()}
 
 
-async def _next(worker: str, link: Link, expected: type[MessageType]) -> MessageType:
+async def _next(worker: str, link: WorkerLink, expected: type[MessageType]) -> MessageType:
     message = await link.receive()
     if isinstance(message, expected):
         return message

@@ -1,4 +1,4 @@
-"""A link: the two-way stream of messages between the front end and one worker."""
+"""Links between the front end and its workers: one two-way stream of messages for each worker."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from runtime.protocol.codec import decode, encode
 from runtime.protocol.message import Message
 
 
-class Link(ABC):
-    """Messages to and from one worker, wherever it runs; heard counts those received."""
+class WorkerLink(ABC):
+    """Messages to and from one worker, wherever it runs; `heard` counts those received."""
 
     heard: int = 0
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Queue a message; a worker that is gone shows in `receive`, never here."""
+        """Queue a message. Never fails: that a worker is gone shows in `receive`."""
 
     @abstractmethod
     async def receive(self) -> Message | None:
@@ -27,7 +27,7 @@ class Link(ABC):
 
         Raises
         ------
-        HexGen2Error : it sent something that is not one of our messages
+        HexGen2Error : the worker sent something that is no message
         """
 
     @abstractmethod
@@ -35,10 +35,10 @@ class Link(ABC):
         """Close both directions; what was sent before is still delivered."""
 
 
-class StreamLink(Link):
+class StreamLink(WorkerLink):
     """Messages over a byte stream, in frames (see runtime/frames.py).
 
-    What is sent in one round of the event loop leaves in one write: each wakes the worker up.
+    Everything sent in one turn of the event loop leaves in one write, since each write wakes the worker up.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -47,7 +47,7 @@ class StreamLink(Link):
 
     @classmethod
     async def over(cls, connected: socket.socket) -> StreamLink:
-        """A link over a connected socket, which it owns from now on."""
+        """A link over a connected socket, which the link owns from now on."""
         connected.setblocking(False)
         return cls(*await asyncio.open_connection(sock=connected))
 

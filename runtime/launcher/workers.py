@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cost_model.errors import HexGen2Error
 from runtime.launcher.base import Launcher
-from runtime.launcher.startup import connect_message, handshake
-from runtime.launcher.worker_link import Link
+from runtime.launcher.startup import bring_to_ready, connect_message
+from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.from_workers import Listening
 from runtime.protocol.to_workers import Configure
 
@@ -27,23 +27,23 @@ class WorkersLauncher(Launcher):
 
     def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._start_timeout_s = start_timeout_s
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, WorkerLink] = {}
         self._configurations: dict[str, Configure] = {}
         self._listening: dict[str, Listening] = {}
         self._ready: set[str] = set()
 
-    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, WorkerLink]:
         return await self.change(workers, {each: self._configurations[each] for each in workers}, report)
 
     async def change(
         self, ended: Sequence[str], started: Mapping[str, Configure], report: Callable[[str], None]
-    ) -> dict[str, Link]:
+    ) -> dict[str, WorkerLink]:
         self._forget(ended)
         await self._until_ended(ended)
         for worker in ended:
             self._configurations.pop(worker, None)
         self._configurations |= started
-        links: dict[str, Link] = {}
+        links: dict[str, WorkerLink] = {}
         try:
             if started:
                 links = await self._start(list(started), report)
@@ -56,14 +56,14 @@ class WorkersLauncher(Launcher):
             self._links[worker].send(connect_message(self._configurations, self._listening, worker))
         return links
 
-    async def _start(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+    async def _start(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, WorkerLink]:
         """Start workers that are configured, and take them to Ready."""
         report(f"starting {len(workers)} workers")
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await self._connect(workers)
                 links = {worker: self._links[worker] for worker in workers}
-                await handshake(links, self._configurations, self._listening, report)
+                await bring_to_ready(links, self._configurations, self._listening, report)
         except TimeoutError:
             raise HexGen2Error(f"the workers were not ready after {self._start_timeout_s:.0f} s") from None
         self._ready.update(workers)

@@ -1,12 +1,12 @@
-"""How two processes of one launch meet: each proves that it knows the launch's secret, which never travels.
+"""The handshake between two processes of one launch: each proves that it knows the launch's secret.
 
-Who connects sends a Hello with a random nonce. The listener answers with a nonce of its own and an
-HMAC-SHA256, keyed with the secret, over all that both have said; who connects checks that, and answers with
-another. Each side has a word of its own in what it signs, so that no answer can be sent back to where it came
-from, and no nonce comes twice, so that what was recorded is of no use later (as in SKID3, Handbook of Applied
+The secret never travels. The connecting side sends a Hello with a random nonce. The listener answers with a
+nonce of its own and an HMAC-SHA256, keyed with the secret, over everything both have said; the connecting
+side checks it and answers with its own. Each side signs a different word, so no answer can be reflected,
+and nonces never repeat, so a recorded handshake cannot be replayed (as in SKID3, Handbook of Applied
 Cryptography, section 10.3).
 
-What follows on the connection is neither encrypted nor signed: who sits in the way can read and change it.
+What follows on the connection is neither encrypted nor signed: anybody on the path can read and change it.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from runtime.protocol.message import PROTOCOL_VERSION
 
 LIMIT_BYTES = 4096
 TIMEOUT_S = 5.0
-MOST_NEWCOMERS = 64
-_CONTEXT = b"hexgen2 introduction 1\n"
+MOST_PENDING = 64
+_CONTEXT = b"hexgen2 handshake 1\n"
 _CONNECTS, _LISTENS = b"connects\n", b"listens\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Introduction:
-    """Who a worker says it is, and for what it connects (see Hello), with the secret that proves it."""
+class Credentials:
+    """Who a worker is and what it connects for (see Hello), with the secret that proves it."""
 
     worker: str
     purpose: str
     secret: str = field(repr=False)
 
 
-def connect(address: tuple[str, int], introduction: Introduction, timeout_s: float) -> Connection:
-    """Connect to a worker, introduce this one, and see that the other knows the secret, too; the stream keeps
-    `timeout_s` as its timeout.
+def connect(address: tuple[str, int], credentials: Credentials, timeout_s: float) -> Connection:
+    """Connect to a worker and complete the handshake; the stream keeps `timeout_s` as its timeout.
 
     Raises
     ------
-    OSError : nobody answers in time, or (ConnectionError) somebody else does, or does not let this one in
+    OSError : nobody answers in time, or (ConnectionError) the other end does not know the secret or refuses
     """
     connection = Connection(socket.create_connection(address, timeout=timeout_s))
     try:
-        _introduce(connection, introduction)
+        _initiate(connection, credentials)
     except BaseException:
         connection.close()
         raise
@@ -58,30 +57,33 @@ def connect(address: tuple[str, int], introduction: Introduction, timeout_s: flo
 
 
 def accept(stream: socket.socket, secret: str) -> tuple[Connection, Hello] | None:
-    """The introduced connection; None, and the stream closed, unless who connects speaks this protocol and
-    proves that it knows the secret, without a silence of more than TIMEOUT_S."""
+    """Complete the handshake on an accepted stream.
+
+    Returns None, with the stream closed, unless the other end speaks this protocol and proves that it knows
+    the secret, and never is silent for more than TIMEOUT_S.
+    """
     stream.settimeout(TIMEOUT_S)
     connection = Connection(stream)
     with contextlib.suppress(OSError):
-        if (hello := _admit(connection, secret)) is not None:
+        if (hello := _respond(connection, secret)) is not None:
             stream.settimeout(None)
             return connection, hello
     connection.close()
     return None
 
 
-class Newcomers:
-    """Connections that have proved nothing yet, MOST_NEWCOMERS at a time: where there are more, the one that
-    has been here longest is sent away. A worker of the launch proves itself at once."""
+class PendingHandshakes:
+    """Handshakes under way, at most MOST_PENDING: one more closes the oldest, since a worker of this launch
+    completes its handshake at once."""
 
     def __init__(self) -> None:
         self._here: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
 
     def accept(self, stream: socket.socket, secret: str) -> tuple[Connection, Hello] | None:
-        """See `accept`; this may be called from many threads."""
+        """As the function `accept`; may be called from many threads."""
         with self._lock:
-            oldest = next(iter(self._here)) if len(self._here) >= MOST_NEWCOMERS else None
+            oldest = next(iter(self._here)) if len(self._here) >= MOST_PENDING else None
             if oldest is not None:
                 del self._here[oldest]
                 with contextlib.suppress(OSError):
@@ -94,23 +96,23 @@ class Newcomers:
                 self._here.pop(stream, None)
 
 
-def _introduce(connection: Connection, introduction: Introduction) -> None:
+def _initiate(connection: Connection, credentials: Credentials) -> None:
     hello = Hello(
         protocol=PROTOCOL_VERSION,
-        worker=introduction.worker,
-        purpose=introduction.purpose,
+        worker=credentials.worker,
+        purpose=credentials.purpose,
         nonce=secrets.token_bytes(NONCE_BYTES),
     )
     connection.send(hello)
     answer = connection.receive(LIMIT_BYTES)
     if not isinstance(answer, Challenge):
-        raise ConnectionError("the listener has not let this worker in")
-    if not _is_proof(answer.proof, introduction.secret, _LISTENS, hello, answer.nonce):
+        raise ConnectionError("the listener did not let this worker in")
+    if not _is_proof(answer.proof, credentials.secret, _LISTENS, hello, answer.nonce):
         raise ConnectionError("the listener does not know the secret of this launch")
-    connection.send(Proof(proof=_proof(introduction.secret, _CONNECTS, hello, answer.nonce)))
+    connection.send(Proof(proof=_proof(credentials.secret, _CONNECTS, hello, answer.nonce)))
 
 
-def _admit(connection: Connection, secret: str) -> Hello | None:
+def _respond(connection: Connection, secret: str) -> Hello | None:
     hello = connection.receive(LIMIT_BYTES)
     if not isinstance(hello, Hello) or hello.protocol != PROTOCOL_VERSION:
         return None
@@ -123,8 +125,8 @@ def _admit(connection: Connection, secret: str) -> Hello | None:
 
 
 def _proof(secret: str, side: bytes, hello: Hello, nonce: bytes) -> bytes:
-    """The HMAC of one side over both nonces and all that the Hello says. A frame begins with its length, and
-    nonces have one length, so that no two conversations make the same bytes."""
+    """The HMAC of one side over the Hello and both nonces. Frames begin with their length and nonces have a
+    fixed one, so no two conversations give the same bytes."""
     return hmac.digest(secret.encode(), _CONTEXT + side + encode(hello) + nonce, hashlib.sha256)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from runtime.routing.fair_queue import Queue
-from runtime.routing.kv_budget import Room
+from runtime.routing.kv_budget import KvBudget
 from runtime.routing.refusals import TooLong, Unavailable
 from runtime.routing.replica_state import ReplicaEvent, ReplicaStates
 from runtime.routing.router import Route, Router, routes_without
@@ -44,7 +44,7 @@ class Admission(Generic[Request]):
     def __init__(
         self,
         router: Router,
-        replicas: Mapping[str, Room],
+        replicas: Mapping[str, KvBudget],
         queue: Queue[Request],
         routes_left: RoutesLeft | None = None,
     ) -> None:

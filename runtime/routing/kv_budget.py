@@ -48,7 +48,7 @@ def _useful_tokens(replica: Replica, placement: Placement) -> int:
 
 
 @dataclass(slots=True)
-class Room:
+class KvBudget:
     """A replica's room, and what requests hold of it.
 
     `held` has the tokens of KV cache per request, up to now: a request takes more as it goes on, and another
@@ -71,8 +71,8 @@ class Room:
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
         """Whether a request of that many KV tokens, which could be served here, may be sent now.
 
-        Where requests decode: within the KV budget with what all of them will take, and one batch in work
-        with one on its way. Where they are only prefilled, within the KV budget.
+        Where requests decode: within the KV budget with what all of them will take, and one batch in
+        flight and one to follow. Where they are only prefilled, within the KV budget.
         """
         if self.refused:
             return False

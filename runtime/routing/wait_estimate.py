@@ -9,7 +9,7 @@ STARTS_NEEDED = 8
 RETRY_AT_LEAST_S, RETRY_AT_MOST_S = 1, 120
 
 
-class Pace:
+class WaitEstimate:
     """The rate of starts while requests wait; what happens while none does says nothing about it.
 
     Times are seconds on any one clock.

@@ -19,7 +19,7 @@ from runtime.protocol.from_workers import Load
 from runtime.vllm.requests import probe
 
 HEALTH_TIMEOUT_S = 5.0
-PATIENCE_S = 30.0
+SILENCE_S = 30.0
 """An API on a busy machine may be silent for so long; a process that ends is seen at once."""
 PROBE_AFTER_S, PROBE_IDLE_AFTER_S = 10.0, 60.0
 """An engine, with work and without, of which nothing has come for so long is asked for a token, ..."""
@@ -39,7 +39,7 @@ class Health:
     ----------
     http : to its API
     model : what it calls the model
-    busy : whether requests are in work there
+    busy : whether requests are in flight there
     on_load, on_death : told of its load whenever that changes, and once that it can compute no more, and why
     """
 
@@ -64,7 +64,7 @@ class Health:
     def good(self) -> bool:
         """Whether it has answered lately, and computes."""
         hangs = self._owes_a_token and self._still_s > STALL_S
-        return time.monotonic() - self._answered_s < PATIENCE_S and not hangs
+        return time.monotonic() - self._answered_s < SILENCE_S and not hangs
 
     def moved(self) -> None:
         """Something came out of the engine."""

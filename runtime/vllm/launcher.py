@@ -23,11 +23,11 @@ from hexgen2.placement import Placement
 from runtime.launcher.base import Launcher
 from runtime.launcher.configure import device_of
 from runtime.launcher.local import LocalLauncher
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.options import DEFAULTS, EngineOptions
 from runtime.protocol.to_workers import Configure
 from runtime.vllm.guard import kill_rest
-from runtime.vllm.link import Exchange, QuietLink, VllmLink
+from runtime.vllm.link import QuietLink, VllmFleet, VllmLink
 
 START_TIMEOUT_S = 1200.0
 STOP_GRACE_S = 10.0
@@ -43,10 +43,10 @@ class VllmLauncher(Launcher):
     def __init__(self, options: EngineOptions = DEFAULTS, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._options, self._start_timeout_s = options, start_timeout_s
         self._placement: Placement | None = None
-        self._exchange: Exchange | None = None
+        self._fleet: VllmFleet | None = None
         self._folder = ""
         self._replica_of: dict[str, str] = {}
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, WorkerLink] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ends: dict[str, asyncio.Event] = {}
         self._watchers: set[asyncio.Task[None]] = set()
@@ -68,11 +68,11 @@ class VllmLauncher(Launcher):
             raise InputError("--engine", "vllm", "there is no command vllm", "pip install 'hexgen2[vllm]'")
         self._placement = placement
         key = secrets.token_hex(16)
-        self._exchange = Exchange(placement.model.name, placement.model.kv_bytes_per_token, key)
+        self._fleet = VllmFleet(placement.model.name, placement.model.kv_bytes_per_token, key)
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
-    ) -> dict[str, Link]:
+    ) -> dict[str, WorkerLink]:
         told = next(iter(configurations.values()))
         self._folder = told.checkpoint
         self._replica_of = {worker: each.replica for worker, each in configurations.items()}
@@ -81,7 +81,7 @@ class VllmLauncher(Launcher):
         report(f"starting vLLM for {len(replicas)} replicas; their output goes to {self._logs}")
         return await self._start(replicas, report)
 
-    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
+    async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, WorkerLink]:
         replicas = list(dict.fromkeys(self._replica_of[worker] for worker in workers))
         await asyncio.to_thread(self._end, replicas)
         try:
@@ -105,19 +105,19 @@ class VllmLauncher(Launcher):
                 assert process.stdin is not None
                 process.stdin.close()
 
-    async def _start(self, replicas: Sequence[str], report: Callable[[str], None]) -> dict[str, Link]:
-        assert self._placement is not None and self._exchange is not None
+    async def _start(self, replicas: Sequence[str], report: Callable[[str], None]) -> dict[str, WorkerLink]:
+        assert self._placement is not None and self._fleet is not None
         placement = self._placement
         around = Surroundings(
             self._folder, lambda _: HERE, lambda gpu: _number(placement, gpu), lambda _: _free_port()
         )
         processes = {each.replica: each for each in vllm_processes(placement, around)}
-        links: dict[str, Link] = {}
+        links: dict[str, WorkerLink] = {}
         for name in replicas:
             self._spawn(processes[name])
             workers = [worker for worker, replica in self._replica_of.items() if replica == name]
             url = f"http://{HERE}:{processes[name].port}"
-            links[workers[0]] = VllmLink(workers[0], name, url, self._exchange, self._ends[name])
+            links[workers[0]] = VllmLink(workers[0], name, url, self._fleet, self._ends[name])
             links |= {worker: QuietLink(self._ends[name]) for worker in workers[1:]}
         self._links |= links
         ready = 0
@@ -139,9 +139,9 @@ class VllmLauncher(Launcher):
         return links
 
     def _spawn(self, process: VllmProcess) -> None:
-        command, exchange = vllm_command(), self._exchange
-        assert command is not None and exchange is not None
-        environment = {**process.environment, "VLLM_API_KEY": exchange.key, "PYTHONUNBUFFERED": "1"}
+        command, fleet = vllm_command(), self._fleet
+        assert command is not None and fleet is not None
+        environment = {**process.environment, "VLLM_API_KEY": fleet.key, "PYTHONUNBUFFERED": "1"}
         dtype = [] if self._options.dtype == "auto" else ["--dtype", self._options.dtype]
         cache = [] if self._options.reuse_prefixes else ["--no-enable-prefix-caching"]
         guard = [sys.executable, "-m", "runtime.vllm.guard"]

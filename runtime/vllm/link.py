@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.logs import about
 from runtime.protocol.from_workers import (
     Failed,
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 
 
-class Exchange:
+class VllmFleet:
     """What the links of a fleet have in common: who is there, what a token of KV cache weighs, and the key
     that each vLLM asks for: others on this machine have no business with them."""
 
@@ -51,16 +51,16 @@ class Exchange:
 
 
 @dataclass(slots=True)
-class _Handed:
-    """What a decode side is handed once a prompt is prefilled."""
+class _Prefilled:
+    """What a decode side is prefilled once a prompt is prefilled."""
 
     message: Prefill
     kv: dict[str, Any] | None
     release: Callable[[], None]
 
 
-class VllmLink(Link):
-    """To the lead of a replica; its other workers have `QuietLink`s.
+class VllmLink(WorkerLink):
+    """To the driver of a replica; its other workers have `QuietLink`s.
 
     Parameters
     ----------
@@ -68,22 +68,22 @@ class VllmLink(Link):
     ended : done once its process has ended
     """
 
-    def __init__(self, worker: str, replica: str, url: str, exchange: Exchange, ended: asyncio.Event) -> None:
+    def __init__(self, worker: str, replica: str, url: str, fleet: VllmFleet, ended: asyncio.Event) -> None:
         self.heard = 0
-        self._worker, self._replica, self._exchange, self._ended = worker, replica, exchange, ended
+        self._worker, self._replica, self._fleet, self._ended = worker, replica, fleet, ended
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        headers = {"Authorization": f"Bearer {exchange.key}"} if exchange.key else {}
+        headers = {"Authorization": f"Bearer {fleet.key}"} if fleet.key else {}
         self._http = httpx.AsyncClient(
             base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False
         )
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
-        self._handed: dict[str, _Handed] = {}
+        self._prefilled: dict[str, _Prefilled] = {}
         self._closing: asyncio.Task[None] | None = None
-        self._health = Health(self._http, exchange.model, lambda: bool(self._tasks), self._say, self._fail)
-        exchange.links[replica] = self
+        self._health = Health(self._http, fleet.model, lambda: bool(self._tasks), self._say, self._fail)
+        fleet.links[replica] = self
 
     def send(self, message: Message) -> None:
         match message:
@@ -129,14 +129,14 @@ class VllmLink(Link):
         if self._closing is None:
             self._closing = asyncio.create_task(self._http.aclose())
 
-    def take_over(self, handed: _Handed) -> None:
+    def take_over(self, prefilled: _Prefilled) -> None:
         """Decode a request whose KV cache another replica has."""
-        request_id = handed.message.request_id
+        request_id = prefilled.message.request_id
         if request_id not in self._held:
-            handed.release()  # cancelled here meanwhile
+            prefilled.release()  # cancelled here meanwhile
             return
-        self._handed[request_id] = handed
-        self._begin(request_id, self._generate(handed.message, handed))
+        self._prefilled[request_id] = prefilled
+        self._begin(request_id, self._generate(prefilled.message, prefilled))
 
     def _say(self, message: Message) -> None:
         if not isinstance(message, Load):  # which an engine that hangs may have, too
@@ -145,8 +145,8 @@ class VllmLink(Link):
 
     def _leave_the_other_side(self, request_id: str) -> None:
         """The prefill side of a request need not hold its cache any more."""
-        if handed := self._handed.pop(request_id, None):
-            handed.release()
+        if prefilled := self._prefilled.pop(request_id, None):
+            prefilled.release()
 
     def _release(self, request_id: str) -> None:
         if request_id in self._held:
@@ -178,27 +178,27 @@ class VllmLink(Link):
 
     async def _prefill(self, message: Prefill) -> None:
         request_id = message.request_id
-        body = prefill(self._exchange.model, message.prompt, message.sampling)
+        body = prefill(self._fleet.model, message.prompt, message.sampling)
         response = await self._http.post("/v1/completions", json=body)
         _check(response.status_code, response.content)
         kv = response.json().get("kv_transfer_params")
         self._health.moved()
         self._tasks.pop(request_id, None)
-        target = self._exchange.links.get(message.target)
+        target = self._fleet.links.get(message.target)
         if target is None:
             raise EngineError(f"there is no replica {message.target}", fault=True)
-        target.take_over(_Handed(message, kv, lambda: self._release(request_id)))
+        target.take_over(_Prefilled(message, kv, lambda: self._release(request_id)))
 
-    async def _generate(self, message: Prefill, handed: _Handed | None) -> None:
+    async def _generate(self, message: Prefill, prefilled: _Prefilled | None) -> None:
         request_id, sampling, index = message.request_id, message.sampling, message.index
-        kv = handed.kv if handed else None
-        body = completion(self._exchange.model, message.prompt, sampling, index, kv)
+        kv = prefilled.kv if prefilled else None
+        body = completion(self._fleet.model, message.prompt, sampling, index, kv)
         begun_s = time.monotonic()
         async for chunk in self._stream(body):
             outputs = outputs_of(chunk, request_id, index, sampling.logprobs)
             if not outputs:
                 continue
-            if handed is not None and index == message.index:
+            if prefilled is not None and index == message.index:
                 self._say(self._moved(message, kv, begun_s))
             self._health.moved()
             index += len(outputs)
@@ -211,7 +211,7 @@ class VllmLink(Link):
 
     def _moved(self, message: Prefill, kv: dict[str, Any] | None, begun_s: float) -> KvMoved:
         """The bytes are counted from the model's shape; the time includes the first decode step."""
-        size = len(message.prompt) * self._exchange.kv_bytes_per_token if kv else 0
+        size = len(message.prompt) * self._fleet.kv_bytes_per_token if kv else 0
         taken_s = time.monotonic() - begun_s
         return KvMoved(request_id=message.request_id, bytes_received=int(size), seconds=taken_s)
 
@@ -227,7 +227,7 @@ class VllmLink(Link):
         self._say(Failed(worker=self._worker, kind="fault", text=problem))
 
 
-class QuietLink(Link):
+class QuietLink(WorkerLink):
     """To a worker that vLLM itself looks after: it is there as long as the process is."""
 
     def __init__(self, ended: asyncio.Event) -> None:

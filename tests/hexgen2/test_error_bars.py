@@ -47,7 +47,7 @@ def test_the_error_is_that_of_the_cards_in_use(placement):
 
 def test_a_rival_inside_the_error_is_named(placement):
     best, error = placement.throughput.req_s, placement.cost_model.error
-    assert "7 prefill and 2 decode replicas make" in printed(with_rival(placement, best / (1 + 0.9 * error)))
+    assert "7 prefill and 2 decode replicas reach" in printed(with_rival(placement, best / (1 + 0.9 * error)))
     assert "caution" not in printed(with_rival(placement, best / (1 + 1.1 * error)))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
+import os
 import subprocess
 import sys
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
 from unittest import mock
@@ -24,7 +27,7 @@ def hexgen2(*arguments: object) -> CompletedProcess[str]:
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
     err = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
     code = 0
-    with warnings.catch_warnings(), redirect_stdout(out), redirect_stderr(err):
+    with warnings.catch_warnings(), redirect_stdout(out), redirect_stderr(err), _as_it_was():
         warnings.simplefilter("error", RuntimeWarning)
         with mock.patch.object(sys, "argv", words):
             try:
@@ -32,6 +35,18 @@ def hexgen2(*arguments: object) -> CompletedProcess[str]:
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return CompletedProcess(words, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Whatever a command changes in this process for good: variables of the environment, and logging."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    with mock.patch.dict(os.environ):
+        try:
+            yield
+        finally:
+            root.handlers[:], root.level = handlers, level
 
 
 def installed(*arguments: object) -> CompletedProcess[str]:

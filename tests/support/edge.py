@@ -8,7 +8,7 @@ from fastapi.responses import StreamingResponse
 from instant import limited_server
 
 from runtime.api import errors
-from runtime.api.gate import Gate
+from runtime.api.access import AccessControl
 from runtime.options import FrontOptions
 from runtime.routing.refusals import Overloaded
 
@@ -24,7 +24,7 @@ def check_place(client):
 def app(options, endless):
     app = FastAPI()
     errors.install(app)
-    app.add_middleware(Gate, options=options, check_place=check_place)
+    app.add_middleware(AccessControl, options=options, check_place=check_place)
 
     @app.post("/v1/completions")
     @app.post("/v1/echo")

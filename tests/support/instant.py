@@ -71,7 +71,7 @@ def instant_server(folder, options=FRONT_DEFAULTS, **coordination):
     replica = Replica("c", "colocated", "box/0", {"box/0": link}, 512, 4)
     coordinator = Coordinator(Router([Route("c", "c", 1.0)]), {"c": replica}, metrics, **coordination)
     metrics.watch(coordinator)
-    link.answer = partial(coordinator._in_work.handle, replica)
+    link.answer = partial(coordinator._in_flight.handle, replica)
     service = Service(make_placement(folder), coordinator, ModelTokenizer.load(folder), metrics, options)
     server = limited_server(create_app(service), options)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -55,14 +55,14 @@ def ask(coordinator, route, max_tokens=32):
     return coordinator.submit(PROMPT, Sampling(max_tokens=max_tokens, ignore_eos=True), route)
 
 
-async def tokens_of(generation):
-    return [output.token async for output in generation]
+async def tokens_of(request):
+    return [output.token async for output in request]
 
 
 async def settle(coordinator):
     while any(replica.held for replica in coordinator.replicas.values()):
         await asyncio.sleep(0.01)
-    assert not coordinator._in_work.requests
+    assert not coordinator._in_flight.requests
 
 
 def tell_addresses(cluster, links, **moved):

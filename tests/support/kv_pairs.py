@@ -25,7 +25,7 @@ from runtime.kv_transfer import KvReceiver, KvSender
 from runtime.kv_transfer.memory import shared_cache
 from runtime.protocol.between_workers import KvLanded, KvOpen
 from runtime.protocol.framing import Connection, listen
-from runtime.protocol.handshake import Introduction, accept
+from runtime.protocol.handshake import Credentials, accept
 
 SECRET, DIM = "secret", 4
 TIMEOUT_S = 20.0
@@ -48,8 +48,8 @@ class Pool:
         return shared_cache(shape, self.blocks, self.block_tokens)
 
 
-def introduction(worker: str) -> Introduction:
-    return Introduction(worker, "kv", SECRET)
+def credentials(worker: str) -> Credentials:
+    return Credentials(worker, "kv", SECRET)
 
 
 def cell_value(request: int, layer: int, side: int, token: int, head: int) -> int:
@@ -136,7 +136,7 @@ class Sending:
         self.cache, self.shared = pool.allocate()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self.sender = KvSender(
-            introduction(worker),
+            credentials(worker),
             self.cache,
             peers,
             self.events.put,

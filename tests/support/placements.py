@@ -8,7 +8,7 @@ from cluster_specs.schema import AcceleratorSpec, ClusterSpec
 from cost_model.architecture import ModelArchitecture
 from hexgen2.network.shared_links import Links
 from hexgen2.placement import (
-    Bound,
+    BoundRecord,
     CostModelName,
     Latency,
     Placement,
@@ -74,7 +74,7 @@ def placement_of(
         throughput=Throughput(req_s=carried, output_tok_s=carried * workload.osl),
         latency=Latency(ttft_ms=10.0, tpot_ms=10.0),
         price_per_hour=0.0,
-        bound=Bound(req_s=carried, gap=0.0, assumptions=[]),
+        bound=BoundRecord(req_s=carried, gap=0.0, assumptions=[]),
         bottlenecks=[],
         search=SearchRecord(seconds=0.0, seed=0, evaluations=0),
     )

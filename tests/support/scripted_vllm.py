@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replica import Replica
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.routing.router import Route, Router
-from runtime.vllm.link import Exchange, QuietLink, VllmLink
+from runtime.vllm.link import QuietLink, VllmFleet, VllmLink
 
 PROMPT = [5, 6, 7]
 
@@ -27,7 +27,7 @@ def following(tokens: list[int], count: int) -> list[int]:
 class FakeVllm:
     """An HTTP server with the two paths of vLLM's that a link asks.
 
-    `kv` has what a decode must be given back, by prompt; `open` counts the requests in work. `script` says
+    `kv` has what a decode must be given back, by prompt; `open` counts the in-flight requests. `script` says
     what happens to the next completions: "500", "cut" after two tokens, "error" in the stream, "hang".
     `health` is the status of /health, `figures` the text of /metrics; `stuck` hangs all that the engine does.
     """
@@ -94,25 +94,25 @@ class FakeVllm:
 
 async def begin(
     name: str,
-    exchange: Exchange,
+    fleet: VllmFleet,
     kv: set[str],
     servers: dict[str, FakeVllm],
     ends: dict[str, asyncio.Event],
-) -> dict[str, Link]:
+) -> dict[str, WorkerLink]:
     """Start a replica's vLLM, in the place of one that it may have had; the links to it."""
     servers[name], ends[name] = FakeVllm(kv), asyncio.Event()
     lead, url = f"n/{name}", await servers[name].start()
-    return {lead: VllmLink(lead, name, url, exchange, ends[name]), f"{lead}-1": QuietLink(ends[name])}
+    return {lead: VllmLink(lead, name, url, fleet, ends[name]), f"{lead}-1": QuietLink(ends[name])}
 
 
 @asynccontextmanager
 async def serving(routes: list[Route], revives: bool = False):
     """A coordinator over links to a scripted vLLM for every replica of the routes, these servers, and the
     events of their ends; `revives`: lost replicas are to come back."""
-    exchange, kv = Exchange("m", 10.0), set()
+    fleet, kv = VllmFleet("m", 10.0), set()
     servers, replicas, ends = {}, {}, {}
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
-        lead, links = f"n/{name}", await begin(name, exchange, kv, servers, ends)
+        lead, links = f"n/{name}", await begin(name, fleet, kv, servers, ends)
         replicas[name] = Replica(name, "decode" if name.startswith("d") else "prefill", lead, links, 1000, 4)
     coordinator = Coordinator(Router(routes), replicas, ping_every_s=0.2)
     coordinator.start(lambda _: revives)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from runtime.kv_cache.layout import held
 from runtime.protocol.message import StageShape
 
 
@@ -15,3 +16,9 @@ def stages(name: str, shape: list[tuple[int, int, int]]) -> tuple[StageShape, ..
         )
         for number, (degree, first, end) in enumerate(shape)
     )
+
+
+def replica_cells(replica: tuple[StageShape, ...], kv_heads: int) -> int:
+    """(layer, head) cells that all workers of a replica hold together, replicated heads counted each
+    time: what one request's transfer to it carries, in cells."""
+    return sum(held(replica, worker, kv_heads).cells for stage in replica for worker in stage.workers)

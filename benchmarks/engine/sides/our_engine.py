@@ -13,13 +13,13 @@ from pathlib import Path
 from benchmarks.engine.sides.protocol import Channel
 from hexgen2.placement import Placement
 from runtime.frontend.coordinator import Coordinator
-from runtime.frontend.request import Generation
+from runtime.frontend.replica import make_replicas
+from runtime.frontend.request import Request
 from runtime.launcher.configure import configurations
 from runtime.launcher.local import LocalLauncher
 from runtime.options import EngineOptions
 from runtime.protocol.message import Sampling
 from runtime.routing.router import Router, routes_of
-from runtime.serve import make_replicas
 
 
 async def main(checkpoint: str, dtype: str, path: str) -> None:
@@ -43,7 +43,7 @@ async def main(checkpoint: str, dtype: str, path: str) -> None:
         await launcher.stop()
 
 
-async def watch(request: Generation, begun: float) -> list[float]:
+async def watch(request: Request, begun: float) -> list[float]:
     """When each token came, in seconds since `begun`."""
     return [time.perf_counter() - begun async for _ in request]
 

@@ -1,4 +1,4 @@
-"""Columns of the master problem: patterns of GPUs in a role, each worth the capacity of its best plan."""
+"""Columns of the configuration LP: groups of GPUs in a role, each worth the capacity of its best plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Column:
-    """A pattern in a role, and the requests/s of its best plan."""
+    """A pattern of GPUs in a role, with the capacity of its best plan in requests/s."""
 
     role: str
     pattern: Pattern
@@ -23,7 +23,7 @@ class Column:
 
     @cached_property
     def gpus(self) -> tuple[tuple[int, int], ...]:
-        """(class, GPUs of it in all) for each class in the pattern."""
+        """(node class, GPUs of that class in total) for each class in the pattern."""
         used: dict[int, int] = {}
         for which, count in self.pattern:
             used[which] = used.get(which, 0) + count
@@ -31,7 +31,7 @@ class Column:
 
 
 def list_columns(planner: Planner) -> list[Column]:
-    """Every pattern of up to `widest_span` nodes, in both roles, where the model fits."""
+    """All patterns of up to `widest_span` nodes in which the model fits, in both roles."""
     classes, columns = planner.classes, []
     for nodes in range(1, widest_span(planner.problem) + 1):
         for pattern in classes.patterns(nodes):
@@ -42,8 +42,9 @@ def list_columns(planner: Planner) -> list[Column]:
 
 
 def undominated(columns: Sequence[Column]) -> list[Column]:
-    """The columns that no two smaller ones (or more, taken off one by one) match on the same GPUs, all of
-    them in use: a GPU that idles instead would bring no KV cache in or out."""
+    """The columns that are worth more than any division of their GPUs into two smaller columns (or more,
+    taken off one by one). The division must use all the GPUs: an idle one would bring no KV cache in or
+    out."""
     best: dict[tuple[str, Pattern], float] = {}
     kept = []
     for column in sorted(columns, key=lambda c: sum(n for _, n in c.pattern)):
@@ -62,7 +63,7 @@ def undominated(columns: Sequence[Column]) -> list[Column]:
 
 
 def _divisions(pattern: Pattern) -> Iterator[tuple[Pattern, Pattern]]:
-    """Some GPUs of one node, or all of them, and the rest."""
+    """All divisions into some or all GPUs of one node, and the rest."""
     for k, (which, count) in enumerate(pattern):
         others = pattern[:k] + pattern[k + 1 :]
         for taken in range(1, count):

@@ -1,38 +1,38 @@
-"""The linear program over columns, with KV transfers between the nodes they stand on.
+"""The configuration LP: which groups of GPUs to form, with KV transfers between the nodes they stand on.
 
-The variable z of a column is how many such groups there are, F the throughput:
+A linear program over columns (see columns.py), as in cutting stock (Gilmore & Gomory, 1961). The variable z
+of a column is how many such groups there are, F the throughput in requests/s:
 
     max F   with   F <= sum of capacity z over prefill columns, and over decode columns,
                    sum of GPUs z <= GPUs of each class,
                    sum of price z <= the budget, if there is one.
 
-Every request's KV cache moves, layer by layer, from where it was computed to where it is read. Let
+The KV cache of every request moves, layer by layer, from where it was computed to where it is read. Let
 y[a, b] be the requests/s, times the share of their layers, that move from class a to class b:
 
     sum of y = F,    KV bytes y <= what the links, cards and uplinks in between carry,
     sum over b of y[a, b] <= what the GPUs in prefill columns on class a can do; likewise for decode.
 
-Every placement is a solution, whichever routes and orders of stages it has; so the value is an upper
-bound (search/bound.py), with z integer a tighter one. Columns laid out on nodes are a start for the
-search (search/dive.py). Where links are counted pairwise, transfers are left aside, since there two
-routes over one link each have it whole.
+Every placement is a solution, whatever its routes and the order of its stages. So the value is an upper
+bound (upper_bounds.py), and with whole z a tighter one. Rounded to whole groups on nodes it is a start for
+the search (rounding.py). Under links "pairwise" transfers are left out: two routes over one link then have
+all of it each.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.linear_solver.python import model_builder_helper as linear
 from scipy.sparse import csr_array
 
 from hexgen2.placement import OPTIMAL
 from hexgen2.search.bounds.columns import ROLES, Column
 from hexgen2.search.bounds.upper_bounds import node_rates
+from hexgen2.search.linear_program import LinearProgram, Optimum
 from hexgen2.search.partition.coarsen import sums_by
 from hexgen2.search.planning.classes import NodeClasses
 from hexgen2.search.ties import spread
@@ -46,16 +46,21 @@ Entries = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Relaxation:
-    """A solution: its value, an upper limit that is proven (the same, unless an integer solution was cut
-    short), and how many groups of each column."""
+    """A solution: its value and a proven upper bound, both in requests/s (and equal, unless an integer
+    program was cut short), and how many groups of each column it has."""
 
     value: float
-    limit: float
+    upper_bound: float
     amounts: np.ndarray
 
+    @classmethod
+    def of(cls, found: Optimum, first: int) -> Relaxation:
+        """From the solution of a program whose columns begin at this variable."""
+        return cls(found.value, found.bound, found.x[first:])
 
-class Master:
-    """The rows, which depend on the cluster only; columns come with each solve."""
+
+class ConfigurationLP:
+    """The rows of the program, which depend only on the cluster; columns come with each solve."""
 
     def __init__(self, classes: NodeClasses, with_kv: bool = True) -> None:
         self._classes = classes
@@ -74,6 +79,7 @@ class Master:
             self._lay_kv_rows()
 
     def _row(self, low: float, high: float) -> int:
+        """Add a row with these limits; its number."""
         self._rows.append((low, high))
         return len(self._rows) - 1
 
@@ -111,6 +117,8 @@ class Master:
             self._moves.append(ends + crossed)
 
     def _entries(self, column: Column) -> Entries:
+        """The entries of a column: its capacity, price, GPUs and, negated, the KV caches that its GPUs can
+        handle."""
         entries = [(ROLES.index(column.role), column.capacity_req_s)]
         entries.append((self._price_row, self.price_of(column)))
         for which, count in column.gpus:
@@ -120,15 +128,13 @@ class Master:
                 entries.append((self._rate_row[column.role][which], -rate * count))
         return entries
 
-    def program(self, columns: Sequence[Column], budget: float = INFINITY) -> Program:
-        """The linear program over these columns, within a budget (US dollars per hour)."""
-        model, first = self._model(columns)
-        model.set_constraint_upper_bound(self._price_row, budget)
-        return Program(model, first)
+    def relaxed_groups(self, columns: Sequence[Column], budget: float = INFINITY) -> RelaxedGroups:
+        """The program over these columns, within a budget (US dollars per hour)."""
+        return RelaxedGroups(*self._program(columns, budget))
 
     def solve(self, columns: Sequence[Column], budget: float = INFINITY) -> Relaxation:
-        """The linear program, solved."""
-        return self.program(columns, budget).solve()
+        """The optimum over these columns, within a budget (US dollars per hour)."""
+        return self.relaxed_groups(columns, budget).solve()
 
     def solve_whole(
         self,
@@ -137,43 +143,26 @@ class Master:
         branches: int | None = None,
         time_s: float | None = None,
     ) -> Relaxation:
-        """With whole groups only, until optimal or so many branches or seconds are spent."""
-        model, first = self._model(columns)
-        model.set_constraint_upper_bound(self._price_row, budget)
+        """The same with whole groups only, until optimal or so many branches or seconds are spent."""
+        program, first = self._program(columns, budget)
         for k, column in enumerate(columns, first):
-            model.set_var_integrality(k, True)
-            model.set_var_upper_bound(k, min(self._classes.gpus[c] // n for c, n in column.gpus))
-        solver = linear.ModelSolverHelper("scip")
-        parameters = [f"limits/gap = {OPTIMAL}", "misc/catchctrlc = FALSE"]
-        if branches is not None:
-            parameters.append(f"limits/nodes = {branches}")
-        solver.set_solver_specific_parameters("\n".join(parameters))
-        if time_s is not None:
-            solver.set_time_limit_in_seconds(time_s)
-        _solve_in_thread(solver, model)
-        if not solver.has_solution():
-            return Relaxation(0.0, solver.best_objective_bound(), np.zeros(len(columns)))
-        amounts = np.array(solver.variable_values())[first:]
-        return Relaxation(solver.objective_value(), solver.best_objective_bound(), amounts)
+            program.at_most(k, min(self._classes.gpus[c] // n for c, n in column.gpus))
+        return Relaxation.of(program.solve_integer(first, OPTIMAL, branches, time_s), first)
 
     def least_price(self, columns: Sequence[Column], req_s: float) -> float:
-        """$ per hour below which no placement carries req_s; infinity if none does."""
-        model, first = self._model(columns)
-        model.set_var_objective_coefficient(0, 0.0)
-        for k, column in enumerate(columns):
-            model.set_var_objective_coefficient(first + k, self.price_of(column))
-        model.set_maximize(False)
-        model.set_var_lower_bound(0, req_s)
-        solver = linear.ModelSolverHelper("glop")
-        solver.solve(model)
-        return solver.objective_value() if solver.has_solution() else INFINITY
+        """US dollars per hour below which no placement carries req_s; infinity if none does."""
+        program, first = self._program(columns)
+        program.minimise([0.0] * first + [self.price_of(column) for column in columns])
+        program.at_least(0, req_s)
+        found = program.solve()
+        return found.value if found else INFINITY
 
     def price_of(self, column: Column) -> float:
         """US dollars per hour for the GPUs of one group."""
         return math.fsum(self._price[which] * count for which, count in column.gpus)
 
-    def _model(self, columns: Sequence[Column]) -> tuple[linear.ModelBuilderHelper, int]:
-        """The linear program, and where its columns z begin."""
+    def _program(self, columns: Sequence[Column], budget: float = INFINITY) -> tuple[LinearProgram, int]:
+        """The linear program, and the number of the variable with which its columns z begin."""
         fixed = [self._flow, *self._moves]
         matrix = [*fixed, *(self._entries(column) for column in columns)]
         first, size = len(fixed), len(matrix)
@@ -181,20 +170,18 @@ class Master:
         gain[0] = 1.0
         row, value = np.array([entry for entries in matrix for entry in entries]).T
         column = np.repeat(np.arange(size), [len(entries) for entries in matrix])
-        row_low, row_high = np.array(self._rows).T
         coefficients = csr_array((value, (row.astype(int), column)), shape=(len(self._rows), size))
-        model = linear.ModelBuilderHelper()
-        bounds = (np.zeros(size), np.full(size, INFINITY), gain, row_low.copy(), row_high.copy())
-        model.fill_model_from_sparse_data(*bounds, coefficients)  # type: ignore[arg-type]
-        model.set_maximize(True)
-        return model, first
+        row_least, row_most = (np.array(limits) for limits in zip(*self._rows, strict=True))
+        program = LinearProgram(gain, coefficients, row_least, row_most)
+        program.row_at_most(self._price_row, budget)
+        return program, first
 
 
-class Program:
-    """A linear program whose columns can be held to whole numbers, one after the other."""
+class RelaxedGroups:
+    """The program, with columns that can be held to whole numbers of groups, one after the other."""
 
-    def __init__(self, model: linear.ModelBuilderHelper, first: int) -> None:
-        self._model, self._first = model, first
+    def __init__(self, program: LinearProgram, first: int) -> None:
+        self._program, self._first = program, first
 
     def break_ties(self, capacities: Sequence[float]) -> None:
         """From now on, of the solutions within TIE of the optimum take the one that weighs least, by weights
@@ -205,34 +192,19 @@ class Program:
         capacities : requests/s of each column
         """
         for k, weight in enumerate(spread(len(capacities)).tolist()):
-            self._model.set_var_objective_coefficient(self._first + k, -TIE * weight * capacities[k])
+            self._program.set_gain(self._first + k, -TIE * weight * capacities[k])
 
     def at_least(self, column: int, groups: int) -> None:
         """From now on, no fewer groups of the column."""
-        self._model.set_var_lower_bound(self._first + column, float(groups))
+        self._program.at_least(self._first + column, groups)
 
     def at_most(self, column: int, groups: int) -> None:
         """From now on, no more groups of the column."""
-        self._model.set_var_upper_bound(self._first + column, float(groups))
+        self._program.at_most(self._first + column, groups)
 
     def solve(self) -> Relaxation:
-        """Its optimum; nothing if there is none."""
-        solver = linear.ModelSolverHelper("glop")
-        solver.solve(self._model)
-        if not solver.has_solution():
-            return Relaxation(0.0, 0.0, np.zeros(self._model.num_variables() - self._first))
-        value = solver.objective_value()
-        return Relaxation(value, value, np.array(solver.variable_values())[self._first :])
-
-
-def _solve_in_thread(solver: linear.ModelSolverHelper, model: linear.ModelBuilderHelper) -> None:
-    """Solve so that Ctrl-C is heard: the solver then stops, and the interrupt goes on."""
-    thread = threading.Thread(target=solver.solve, args=(model,), daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.1)
-    except KeyboardInterrupt:
-        solver.interrupt_solve()
-        thread.join()
-        raise
+        """The optimum; a value of 0 and no groups if there is none."""
+        found = self._program.solve()
+        if found is None:
+            return Relaxation(0.0, 0.0, np.zeros(self._program.size - self._first))
+        return Relaxation.of(found, self._first)

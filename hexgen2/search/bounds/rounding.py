@@ -1,7 +1,8 @@
-"""A start from above: the master's linear program, rounded and laid out on nodes.
+"""Rounding of the configuration LP to whole groups, laid out on nodes: a start for the search.
 
-Whole groups are fixed at once, then one by one the column that the program, solved again, takes most of;
-a column for which no node has room any more is left out. The refinement does the rest.
+All whole groups of the linear program are fixed at once. Then one group at a time: of the column of which the
+program, solved again, takes most. A column for which no node has room is left out. (In integer programming
+this is a diving heuristic; Berthold, Primal Heuristics for Mixed Integer Programs, 2006.)
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hexgen2.search.bounds.columns import Column
-from hexgen2.search.bounds.configuration_lp import Master
+from hexgen2.search.bounds.configuration_lp import ConfigurationLP
 from hexgen2.search.planning.classes import NodeClasses
 from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
 from hexgen2.search.ties import first_largest, greatest, least
@@ -20,16 +21,21 @@ from hexgen2.search.ties import first_largest, greatest, least
 ROUNDING = 1e-6
 
 
-def dive(
-    master: Master,
+def rounded(
+    lp: ConfigurationLP,
     classes: NodeClasses,
     columns: Sequence[Column],
     budget: float = math.inf,
     pair_roles: bool = False,
 ) -> Solution:
-    """The solution that rounding the linear program gives, within the budget (US dollars per hour); empty
-    if there are no columns."""
-    layout, program = Layout(classes, pair_roles), master.program(columns, budget)
+    """The solution that rounding the linear program gives; empty if there are no columns.
+
+    Parameters
+    ----------
+    budget : US dollars per hour for the GPUs in use
+    pair_roles : see Layout
+    """
+    layout, program = Layout(classes, pair_roles), lp.relaxed_groups(columns, budget)
     program.break_ties([column.capacity_req_s for column in columns])
     placed, spent, reached = np.zeros(len(columns)), 0.0, False
     while len(columns):
@@ -42,7 +48,7 @@ def dive(
         if not whole.any():
             whole[first_largest(ahead)] = 1
         for k in _largest_first(columns, whole):
-            price = master.price_of(columns[k])
+            price = lp.price_of(columns[k])
             for _ in range(whole[k]):
                 if spent + price > budget * (1 + ROUNDING) or not layout.place(columns[k]):
                     program.at_most(k, int(placed[k]))
@@ -55,7 +61,8 @@ def dive(
 
 
 def lay_out(classes: NodeClasses, columns: Sequence[Column], amounts: np.ndarray) -> Solution:
-    """So many groups of each column on nodes, the largest first, as far as there is room."""
+    """So many groups of each column (amounts [columns], rounded) on nodes: the largest first, as far as there
+    is room."""
     layout = Layout(classes)
     whole = np.round(amounts).astype(int)
     for k in _largest_first(columns, whole):
@@ -65,13 +72,13 @@ def lay_out(classes: NodeClasses, columns: Sequence[Column], amounts: np.ndarray
 
 
 def _largest_first(columns: Sequence[Column], amounts: np.ndarray) -> list[int]:
-    """The columns of which there are any, those of most GPUs first."""
+    """The columns whose amount is not 0, those of most GPUs first."""
     return sorted(np.flatnonzero(amounts).tolist(), key=lambda k: -sum(n for _, n in columns[k].pattern))
 
 
 class Layout:
-    """Nodes being filled with groups. With pair_roles a group goes where the other role has most to spare, so
-    that KV caches need not leave the node."""
+    """Nodes that are being filled with groups. With pair_roles, a group goes where the other role has most
+    capacity to spare, so that KV caches need not leave the node."""
 
     def __init__(self, classes: NodeClasses, pair_roles: bool = False) -> None:
         self._classes, self._pair_roles = classes, pair_roles
@@ -81,11 +88,12 @@ class Layout:
 
     @property
     def solution(self) -> Solution:
+        """The groups placed so far."""
         return Solution(tuple(self._groups))
 
     def place(self, column: Column) -> bool:
-        """Give the column the nodes that it fills most nearly (several: joined by the fastest links); False
-        if there is no room."""
+        """Put a group of the column on the nodes that it fills most nearly (if it needs several: on nodes
+        joined by the fastest links); False if there is no room."""
         counts = self._room(column)
         if counts is None:
             return False
@@ -97,6 +105,7 @@ class Layout:
         return True
 
     def _room(self, column: Column) -> NodeCounts | None:
+        """GPUs for a group of the column on nodes with room for it; None if there are none."""
         links = self._classes.problem.node_links
         sign = (1 if column.role == "prefill" else -1) if self._pair_roles else 0
         taken: list[int] = []

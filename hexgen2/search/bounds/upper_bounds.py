@@ -9,7 +9,7 @@ GPU alone, and all layers pass every request; so the throughput F of any placeme
 The largest such F is a fractional knapsack: GPUs prefill in the order of p_d / q_d. A colocated replica
 divides the time of its GPUs between the phases instead: the same x_d.
 
-The bounds by programs (search/master.py) know what replicas really do, and where KV caches have to go.
+The bounds by programs (configuration_lp.py) know what replicas really do, and where KV caches have to go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from cost_model.base import TensorGroup
 from cost_model.hardware import NO_LINK
-from hexgen2.placement import Bound
+from hexgen2.placement import BoundRecord
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import greatest_first
 
@@ -29,18 +29,24 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Limit:
-    """Requests/s that no placement exceeds, given the assumptions; method says how it was found."""
+class UpperBound:
+    """Requests/s that no placement exceeds, under the assumptions.
+
+    Attributes
+    ----------
+    method : how it was found (see BoundRecord)
+    kv_free_req_s : what the linear program gives if KV transfers take no time; None if it was not solved
+    """
 
     req_s: float
     method: str
     assumptions: tuple[str, ...]
     kv_free_req_s: float | None = None
 
-    def bound(self, req_s: float) -> Bound:
-        """As a placement of so many requests/s states it."""
+    def record(self, req_s: float) -> BoundRecord:
+        """The `bound` of a placement that carries so many requests/s."""
         gap = 1 - req_s / self.req_s if self.req_s > 0 else 0.0
-        return Bound(
+        return BoundRecord(
             req_s=self.req_s,
             gap=gap if gap > ROUNDING else 0.0,
             method=self.method,  # type: ignore[arg-type]
@@ -49,8 +55,8 @@ class Limit:
         )
 
 
-def rates_limit(problem: Problem) -> Limit:
-    """The bound by rates, which holds for replicas of every kind."""
+def rates_bound(problem: Problem) -> UpperBound:
+    """The bound by rates (see above), which holds for replicas of every kind."""
     batch = decode_batch_limit(problem)
     assumptions = (
         "KV transfers take no time",
@@ -59,13 +65,13 @@ def rates_limit(problem: Problem) -> Limit:
         f"every decode step runs {batch} requests (the batch cap, or what all memory together holds)",
     )
     rates = zip(node_rates(problem), problem.node_gpus, strict=True)
-    limit = best_split((p * len(g), q * len(g)) for (p, q), g in rates if g) if batch >= 1 else 0.0
-    return Limit(limit, "rates", assumptions)
+    req_s = best_split((p * len(g), q * len(g)) for (p, q), g in rates if g) if batch >= 1 else 0.0
+    return UpperBound(req_s, "rates", assumptions)
 
 
 def node_rates(problem: Problem) -> list[tuple[float, float]]:
-    """For each node, requests/s that one GPU of it can prefill, or decode, alone and at its best: no group's
-    capacity exceeds the sum over its GPUs."""
+    """For each node, requests/s that one of its GPUs can prefill, and decode, if it worked alone at its best.
+    The capacity of a group never exceeds the sum over its GPUs."""
     costs, layers = problem.costs, problem.model.layers
     prefill_batch, decode_batch = costs.prefill_batch(), max(1, decode_batch_limit(problem))
     rates = []
@@ -78,7 +84,7 @@ def node_rates(problem: Problem) -> list[tuple[float, float]]:
 
 
 def decode_batch_limit(problem: Problem) -> int:
-    """More requests than this fit in no decode replica: the cap, or the memory of all GPUs together."""
+    """The most requests that any decode replica holds: the batch cap, or what fits in all GPUs together."""
     costs, layers = problem.costs, problem.model.layers
     room, per_request = 0.0, float("inf")
     for node, gpus in enumerate(problem.node_gpus):
@@ -91,7 +97,15 @@ def decode_batch_limit(problem: Problem) -> int:
 
 
 def best_split(rates: Iterable[tuple[float, float]], prefill: float = 0.0, decode: float = 0.0) -> float:
-    """max over x in [0, 1]^n of min(prefill + sum x p, decode + sum (1 - x) q), for rates (p, q)."""
+    """max over x in [0, 1]^n of min(prefill + sum x p, decode + sum (1 - x) q), in requests/s.
+
+    A fractional knapsack (Dantzig, 1957): at most one GPU is divided.
+
+    Parameters
+    ----------
+    rates : (p, q) of each GPU, in requests/s
+    prefill, decode : what others carry already, in requests/s
+    """
     order = greatest_first(rates, lambda rate: rate[0] / rate[1])
     before, after = prefill, decode + math.fsum(q for _, q in order)
     best = min(before, after)

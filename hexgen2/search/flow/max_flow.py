@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from ortools.graph.python import max_flow
-from ortools.linear_solver.python import model_builder_helper as linear
 from scipy.sparse import csr_array, vstack
 
 from hexgen2.search.flow.shared_use import SharedUse
+from hexgen2.search.linear_program import LinearProgram, Optimum
 from hexgen2.search.ties import TOLERANCE, spread
 
 SCALE = 1e12
@@ -161,14 +161,14 @@ def settled(network: FlowNetwork, flow: Flow) -> Flow:
         )
     except RuntimeError:
         return flow
-    least = _within(network, np.asarray(found.variable_values()))
+    least = _within(network, found.x)
     return least if least.value >= flow.value * (1 - TOLERANCE) else flow
 
 
 def _with_sharing(network: FlowNetwork) -> Flow:
     """max sum f under the capacities of replicas and routes, and sum busy_s f <= 1 for all they share."""
-    solver = _solved(network.routes.ravel(), *_constraints(network))
-    return _within(network, np.asarray(solver.variable_values()))
+    found = _solved(network.routes.ravel(), *_constraints(network))
+    return _within(network, found.x)
 
 
 def _constraints(network: FlowNetwork) -> tuple[csr_array, np.ndarray]:
@@ -190,22 +190,21 @@ def _constraints(network: FlowNetwork) -> tuple[csr_array, np.ndarray]:
 
 def _solved(
     most: np.ndarray, matrix: csr_array, limits: np.ndarray, weights: np.ndarray | None = None
-) -> linear.ModelSolverHelper:
-    """max sum weights x (1 each by default) over 0 <= x <= most and matrix x <= limits, by the simplex method
-    (GLOP), with its duals."""
-    model, solver = linear.ModelBuilderHelper(), linear.ModelSolverHelper("GLOP")
-    solver.set_solver_specific_parameters(GLOP_PARAMETERS)
+) -> Optimum:
+    """max sum weights x (1 each by default) over 0 <= x <= most and matrix x <= limits.
+
+    Raises
+    ------
+    RuntimeError : the solver found nothing, although x = 0 is feasible
+    """
     gain = np.ones(len(most)) if weights is None else weights
-    none, free = np.zeros(len(most)), np.full(len(limits), -np.inf)
-    model.fill_model_from_sparse_data(none, most, gain, free, limits, matrix)  # type: ignore[arg-type]
-    model.set_maximize(True)
-    solver.solve(model)
-    if solver.status() != linear.SolveStatus.OPTIMAL:
-        raise RuntimeError(f"linear program ended with status {solver.status()}")
-    return solver
+    found = LinearProgram(gain, matrix, np.full(len(limits), -np.inf), limits, most).solve(GLOP_PARAMETERS)
+    if found is None:
+        raise RuntimeError("the flow's linear program has no solution")
+    return found
 
 
-def shadow_prices(network: FlowNetwork) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def capacity_duals(network: FlowNetwork) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Duals of the linear program: what one more unit of capacity is worth, of each prefill replica [P], each
     decode replica [D] (both in requests/s per request/s), and each shared resource [R] (in requests/s)."""
     p, d = network.routes.shape
@@ -218,11 +217,10 @@ def shadow_prices(network: FlowNetwork) -> tuple[np.ndarray, np.ndarray, np.ndar
     values = np.concatenate([np.ones(2 * p * d), busy_s])
     limits = np.concatenate([network.prefill, network.decode, np.ones(len(used))])
     matrix = csr_array((values, (rows, np.concatenate([route, route, user]))), shape=(len(limits), p * d))
-    solver = _solved(network.routes.ravel(), matrix, limits)
-    duals = np.maximum(0.0, np.asarray(solver.dual_values()))
-    prices = np.zeros(shared.count if shared else 0)
-    prices[used] = duals[p + d :]
-    return duals[:p], duals[p : p + d], prices
+    duals = np.maximum(0.0, _solved(network.routes.ravel(), matrix, limits).duals)
+    of_resources = np.zeros(shared.count if shared else 0)
+    of_resources[used] = duals[p + d :]
+    return duals[:p], duals[p : p + d], of_resources
 
 
 def _within(network: FlowNetwork, routes: np.ndarray) -> Flow:

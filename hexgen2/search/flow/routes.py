@@ -73,4 +73,5 @@ def _activations(problem: Problem, stages: Sequence[PlannedStage], tokens: float
 
 
 def _arrays(busy_s: dict[Resource, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Resources and seconds as arrays [k]."""
     return np.array(list(busy_s), dtype=np.int64), np.array(list(busy_s.values()))

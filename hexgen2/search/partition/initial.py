@@ -1,8 +1,7 @@
-"""Phase one of HexGen-2 (section 3.2): partition the GPUs into groups, coarsen, assign phases.
+"""The initial solution, phase one of HexGen-2 (section 3.2): partition the GPUs, coarsen, assign phases.
 
-Large clusters are partitioned by parts of nodes, which keeps a thousand GPUs under a second: a part is
-a whole node, or an even share of it where a node holds the memory of several groups.
-"""
+Large clusters are partitioned by parts of nodes, which takes less than a second for a thousand GPUs: a part
+is a whole node, or an even share of a node that has the memory of several groups."""
 
 from __future__ import annotations
 
@@ -21,20 +20,20 @@ from hexgen2.search.problem import Problem, Solution
 from hexgen2.search.ties import first_largest, greatest
 
 BATCH_PER_REPLICA = 32
-"""Concurrent requests assumed when the number of groups is estimated (Appendix A)."""
+"""Concurrent requests per replica in the estimate of the number of groups (Appendix A)."""
 
 MAX_STARTS = 4
 
 LARGE = 48
-"""Clusters of more GPUs are partitioned by parts of nodes: faster, and from 64 GPUs on a better start too."""
+"""Clusters of more GPUs are partitioned by parts of nodes: faster, and from 64 GPUs on also better."""
 
 Partitioner = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 """From bandwidths [n, n], memories [n] and a number of groups to labels [n], every group non-empty."""
 
 
 def estimated_groups(problem: Problem) -> int:
-    """K of section 3.2: the cluster's memory over that of one replica (parameters and the KV cache of 32
-    requests, Appendix A), at least 2 and at most one group per GPU."""
+    """K of section 3.2: the memory of the cluster divided by that of one replica (weights and the KV cache of
+    32 requests, Appendix A); at least 2, and at most one group per GPU."""
     costs, available = problem.costs, problem.cluster.memory_bytes[problem.usable]
     memory = costs.stage_memory(
         "decode", TensorGroup(problem.node_accelerator[0], 1, NO_LINK), first=True, last=True
@@ -44,22 +43,22 @@ def estimated_groups(problem: Problem) -> int:
 
 
 def start_sizes(problem: Problem) -> list[int]:
-    """Numbers of groups to start from: the estimate first, then fewer, evenly down to 2."""
+    """The numbers of groups to start from: the estimate first, then evenly fewer, down to 2."""
     estimate = estimated_groups(problem)
     sizes = np.unique(np.linspace(2, estimate, min(MAX_STARTS, estimate - 1)).round().astype(int))
     return [int(size) for size in sizes[::-1]]
 
 
 def spectral_and_swaps(weights: np.ndarray, memory: np.ndarray, groups: int) -> np.ndarray:
-    """The paper's partitioner: spectral, then refined by Kernighan and Lin's swaps."""
+    """The partitioner of the paper: spectral, then refined by Kernighan-Lin swaps (labels as Partitioner)."""
     return kernighan_lin(weights, memory, spectral_partition(weights, memory, groups))
 
 
 def initial_solution(
     evaluator: Evaluator, groups: int, partitioner: Partitioner = spectral_and_swaps
 ) -> Solution:
-    """The partition into `groups` groups, with phases. The secondary partition does not say which side
-    prefills; the flow does."""
+    """The partition into `groups` groups with roles. Which side of the secondary partition prefills is
+    decided by the flow."""
     problem = evaluator.problem
     graph = group_graph(problem, groups, partitioner)
     side = secondary_partition(graph)
@@ -71,7 +70,7 @@ def initial_solution(
 
 
 def group_graph(problem: Problem, groups: int, partitioner: Partitioner) -> CoarseGraph:
-    """The usable GPUs in `groups` groups; cut by parts of nodes on large clusters."""
+    """The usable GPUs divided into `groups` groups; on large clusters by parts of nodes."""
     weights, memory = gpu_graph(problem)
     if len(memory) <= LARGE:
         return coarsen(weights, memory, partitioner(weights, memory, groups))
@@ -83,8 +82,9 @@ def group_graph(problem: Problem, groups: int, partitioner: Partitioner) -> Coar
 
 
 def node_parts(node_of: np.ndarray, memory: np.ndarray, groups: int) -> np.ndarray:
-    """[n] the part of a node that each GPU belongs to: every node in even shares, as many as the groups
-    whose memory it holds, but at least one, and in all at least `groups` (at most one per GPU).
+    """[n] the part of a node that each GPU belongs to. Every node is divided evenly into as many parts as it
+    has memory for groups, but at least one; in total there are at least `groups` parts, and at most one per
+    GPU.
 
     Parameters
     ----------

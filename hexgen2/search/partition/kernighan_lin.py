@@ -1,7 +1,7 @@
 """Kernighan-Lin refinement of the initial partition: swaps that cut less bandwidth or balance memory.
 
-HexGen-2, section 3.2, step (i); Kernighan & Lin, 1970. Each pass over a pair of groups swaps the best
-pair of unlocked vertices again and again, gains and losses alike, and keeps the best prefix.
+HexGen-2, section 3.2, step (i); Kernighan & Lin, 1970. A pass over two groups keeps swapping the best pair of
+vertices that has not been swapped yet, even at a loss, and then keeps the best prefix of these swaps.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from hexgen2.search.partition.coarsen import sums_by
 from hexgen2.search.ties import first_largest, order
 
 MAX_PAIRS = 1000
-"""Most pairs of groups that are refined: all of up to 45 groups."""
+"""The most pairs of groups that are refined: all pairs of up to 45 groups."""
 
 
 def kernighan_lin(weights: np.ndarray, memory: np.ndarray, labels: np.ndarray, passes: int = 4) -> np.ndarray:
-    """Refined labels; group sizes stay as they are.
+    """Refined labels [n]; the sizes of the groups stay the same.
 
-    The objective of a pair of groups is the share of all bandwidth cut between them plus the share of
-    all memory by which they differ.
+    The objective of a pair of groups, to be minimised, is the share of all bandwidth that is cut between them
+    plus the share of all memory by which they differ.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def kernighan_lin(weights: np.ndarray, memory: np.ndarray, labels: np.ndarray, p
     for _ in range(passes):
         before = turn
         for a, b in pairs:
-            # Nothing is new to a pair that found no swap and has not changed since.
+            # A pair that found no swap is tried again only after it has changed.
             if tried[a, b] >= max(changed[a], changed[b]):
                 continue
             tried[a, b] = turn
@@ -49,8 +49,8 @@ def kernighan_lin(weights: np.ndarray, memory: np.ndarray, labels: np.ndarray, p
 
 
 def _most_to_gain(edges: np.ndarray, shares: np.ndarray, labels: np.ndarray) -> list[tuple[int, int]]:
-    """The pairs of groups to refine: all, or the MAX_PAIRS with the largest objective, which no swap can
-    make less than zero."""
+    """The pairs of groups to refine: all, or the MAX_PAIRS with the largest objective, since none can become
+    less than zero."""
     groups = np.unique(labels)
     a, b = np.triu_indices(len(groups), 1)
     held = sums_by(shares, labels)
@@ -60,9 +60,9 @@ def _most_to_gain(edges: np.ndarray, shares: np.ndarray, labels: np.ndarray) -> 
 
 
 def _refine_pair(edges: np.ndarray, shares: np.ndarray, labels: np.ndarray, a: int, b: int) -> bool:
-    """One Kernighan-Lin pass between groups a and b, in place; True if it swapped anything."""
+    """Do one Kernighan-Lin pass between groups a and b, in place; True if it swapped anything."""
     left, right = np.flatnonzero(labels == a), np.flatnonzero(labels == b)
-    # What each vertex would save by changing sides: edges to the other side less edges to its own.
+    # What each vertex would save by changing sides: its edges to the other side less those to its own.
     save_left = edges[np.ix_(left, right)].sum(axis=1) - edges[np.ix_(left, left)].sum(axis=1)
     save_right = edges[np.ix_(right, left)].sum(axis=1) - edges[np.ix_(right, right)].sum(axis=1)
     between, within_left, within_right = (

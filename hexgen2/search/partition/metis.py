@@ -1,7 +1,7 @@
 """Initial partition by METIS: multilevel cuts instead of the spectrum.
 
 Karypis & Kumar, 1998: the graph is coarsened by matching, cut when small, and the cut is refined on the
-way back. Beyond the paper, whose partition is spectral (search/spectral.py).
+way back. Beyond the paper, whose partition is spectral (spectral.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import pymetis
 from hexgen2.search.ties import first_largest
 
 RECURSIVE_LIMIT = 8
-"""Up to so many groups by recursive bisection, which cuts better there; more at once (METIS manual, 4.1)."""
+"""Up to this many groups, METIS bisects recursively, which cuts less; beyond, it makes all at once (manual,
+4.1)."""
 
 LARGEST_SUM = 2**30
-"""METIS may be built with 32-bit integers; no sum of its weights reaches them."""
+"""Sums of weights stay below this, since METIS may be built with 32-bit integers."""
 
 LARGEST_WEIGHT = 10**6
 
@@ -61,8 +62,8 @@ def _whole(values: np.ndarray) -> np.ndarray:
 
 
 def _filled(edges: np.ndarray, labels: np.ndarray, groups: int) -> np.ndarray:
-    """The labels with a vertex in each group that METIS left empty: the one least bound to its own group,
-    from the group with most vertices."""
+    """The labels with one vertex in each group that METIS left empty: from the largest group, the vertex with
+    the least bandwidth to its own group."""
     labels = labels.copy()
     for empty in np.setdiff1d(np.arange(groups), labels):
         members = np.flatnonzero(labels == np.argmax(np.bincount(labels, minlength=groups)))

@@ -1,7 +1,7 @@
 """Secondary partition: which super nodes prefill and which decode.
 
-HexGen-2, section 3.2, step (ii): the opposite of the first one, it maximises the bandwidth between
-the two sides, since every KV cache crosses it.
+HexGen-2, section 3.2, step (ii): unlike the first partition it maximises the bandwidth between the two sides,
+since every KV cache crosses from one to the other.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from hexgen2.search.partition.spectral import RESOLUTION, first_eigenvector, lap
 from hexgen2.search.ties import first_largest
 
 EXHAUSTIVE_LIMIT = 12
-"""Up to so many super nodes every bipartition is tried (2^11 at most)."""
+"""Up to this many super nodes, every bipartition is tried (at most 2^11)."""
 
 
 def secondary_partition(graph: CoarseGraph) -> np.ndarray:
-    """[k] booleans, the side of each super node: a maximum cut, the most balanced in memory of equals."""
+    """[k] the side of each super node, as booleans: a maximum cut, of equal ones the most balanced in
+    memory."""
     count = len(graph.members)
     if count < 2:
         return np.zeros(count, dtype=bool)
@@ -31,7 +32,7 @@ def secondary_partition(graph: CoarseGraph) -> np.ndarray:
 
 
 def _best(graph: CoarseGraph, sides: np.ndarray) -> int:
-    """Index of the best of several bipartitions [m, k]."""
+    """The index of the best of m bipartitions [m, k]."""
     signs = np.where(sides, 1.0, -1.0)
     cut = np.zeros(len(signs))
     for k, m in itertools.combinations(range(len(graph.members)), 2):
@@ -42,8 +43,8 @@ def _best(graph: CoarseGraph, sides: np.ndarray) -> int:
 
 
 def _local_search(graph: CoarseGraph) -> np.ndarray:
-    """From the sign of the Laplacian's last eigenvector (largest cut of the relaxation), flip single
-    super nodes while the cut grows."""
+    """[k] a bipartition by local search: start with the signs of the Laplacian's last eigenvector (the
+    largest cut of the relaxation), and flip single super nodes while the cut grows."""
     weights = graph.weights / max(float(graph.weights.max()), 1e-30)
     side = first_eigenvector(-laplacian(weights)) > RESOLUTION
     for _ in range(10 * len(side)):

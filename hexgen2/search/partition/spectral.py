@@ -4,9 +4,8 @@ HexGen-2, section 3.2, step (i). Nodes weigh their memory, edges their bandwidth
 GPUs along the Fiedler vector of the Laplacian (the eigenvector of its second smallest eigenvalue;
 Alpert & Yao, 1995) and splits the order where memory is in proportion to the groups on either side.
 
-Where nodes are alike, many vectors answer, and a solver returns whichever its rounding leads to. The one
-taken here does not depend on the solver: of all answers, the one nearest to the order of the cluster's file.
-"""
+Where nodes are alike there are many such vectors, and rounding decides which of them a solver returns. The
+one taken here does not depend on the solver: it is the nearest to the order of the cluster's file."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ import numpy as np
 from hexgen2.search.ties import first_largest, order
 
 ALIKE = 1e-4
-"""Eigenvalues within this share of the smallest count as equal: their vectors are found together, since
-rounding mixes those of eigenvalues that nearly meet."""
+"""Eigenvalues that differ by less than this share of the smallest count as equal: rounding mixes the vectors
+of eigenvalues that nearly meet."""
 
 RESOLUTION = 1e-6
-"""Places along an eigenvector (of length 1) that lie closer are the same: rounding moves them by 1e-8."""
+"""Entries of an eigenvector (of length 1) that are closer count as equal: rounding moves them by 1e-8."""
 
 
 def spectral_partition(weights: np.ndarray, memory: np.ndarray, groups: int) -> np.ndarray:
@@ -45,6 +44,7 @@ def spectral_partition(weights: np.ndarray, memory: np.ndarray, groups: int) -> 
 def _bisect(
     weights: np.ndarray, memory: np.ndarray, vertices: np.ndarray, groups: int, first: int, labels: np.ndarray
 ) -> None:
+    """Label these vertices with `groups` groups, numbered from `first`, in place."""
     if groups == 1:
         labels[vertices] = first
         return
@@ -66,22 +66,25 @@ def laplacian(weights: np.ndarray) -> np.ndarray:
 
 
 def fiedler_vector(weights: np.ndarray) -> np.ndarray:
-    """[n] places of the vertices along the second eigenvector of the graph's Laplacian; those closer than
-    RESOLUTION are the same."""
+    """[n] the second eigenvector of the graph's Laplacian; entries closer than RESOLUTION count as equal.
+
+    Parameters
+    ----------
+    weights : [n, n] symmetric, bytes/s; the diagonal is ignored
+    """
     matrix = laplacian(weights)
-    # The constant vector, of eigenvalue 0, is moved behind all others: eigenvalues are at most twice the
-    # largest degree (Gershgorin). So the second eigenvector comes first, in a graph of several parts too.
+    # The constant vector, of eigenvalue 0, moves behind all others, since eigenvalues are at most twice the
+    # largest degree (Gershgorin). So the second eigenvector comes first, also in a graph of several parts.
     apart = 4 * float(np.diag(matrix).max()) + 1.0
     return first_eigenvector(matrix + apart / len(matrix))
 
 
 def first_eigenvector(matrix: np.ndarray) -> np.ndarray:
-    """[n] the eigenvector of a symmetric matrix's smallest eigenvalue; where that has several, the one that
-    points along 0, 1, ..., n-1 (or if none does, the one of which some vertex has most).
+    """[n] the eigenvector of the smallest eigenvalue of a symmetric matrix [n, n]; of several, the one
+    nearest to 0, 1, ..., n-1 (if all are orthogonal to that, the one with the largest entry).
 
-    It is the projection of that ramp onto the eigenvectors, and so the same for every basis that a solver
-    may return, sign included.
-    """
+    It is the projection of that ramp onto the eigenvectors, and therefore the same for every basis that a
+    solver may return, sign included."""
     values, vectors = np.linalg.eigh(matrix)
     near = values - values[0] <= ALIKE * abs(values[0]) + 1e-9 * np.abs(values).max()
     basis = vectors[:, near]

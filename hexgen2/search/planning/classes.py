@@ -1,9 +1,8 @@
-"""Nodes that take each other's place, and patterns of GPUs over them.
+"""Classes of interchangeable nodes, and patterns of GPUs over them.
 
-Many nodes of a large cluster are alike: equal devices, equal links to everybody. A pattern says how many
-GPUs of which classes of nodes a group takes, without naming the nodes, so that a thousand GPUs have no
-more patterns than a dozen.
-"""
+Many nodes of a large cluster are alike: equal devices, equal links to everybody. A pattern says how many GPUs
+of which classes of nodes a group takes, without naming the nodes, so that a thousand GPUs have no more
+patterns than a dozen. Beyond the paper, which names GPUs."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from cost_model.hardware import Link
 from hexgen2.search.problem import NodeCounts, Problem, counts_of
 
 PATTERNS_PLANNED = 3600
-"""Most patterns for which plans are made, each counted once for every node in it."""
+"""The most patterns for which plans are made, each counted once per node in it."""
 
 SINGLE_NODES = 12
-"""Up to so many nodes each is a class of its own."""
+"""In clusters of up to this many nodes, each node is a class of its own."""
 
 Pattern = tuple[tuple[int, int], ...]
 """(class, GPUs of one node of that class) for each node of a group, in rising order."""
@@ -51,7 +50,7 @@ class NodeClasses:
         return tuple(found[node] for node in range(len(found)))
 
     def count_patterns(self, nodes: int) -> int:
-        """How many patterns of exactly so many nodes there are."""
+        """The number of patterns of exactly this many nodes."""
         ways = [1] + [0] * nodes
         for size, members in zip(self.node_size, self.nodes, strict=True):
             here = [
@@ -62,10 +61,11 @@ class NodeClasses:
         return ways[nodes]
 
     def patterns(self, nodes: int) -> Iterator[Pattern]:
-        """All patterns of exactly so many nodes."""
+        """All patterns of exactly this many nodes."""
         yield from self._patterns(nodes, 0)
 
     def _patterns(self, nodes: int, first: int) -> Iterator[Pattern]:
+        """Patterns of so many nodes of the classes from `first` on."""
         if nodes == 0:
             yield ()
             return
@@ -79,8 +79,8 @@ class NodeClasses:
                         yield head + tail
 
     def counts(self, pattern: Pattern) -> NodeCounts:
-        """Nodes for a group of this pattern, those with the fastest links among them: one by one, each
-        the nearest to those already taken."""
+        """Nodes for a group of this pattern, with fast links among them: one node at a time, each the nearest
+        to those already taken."""
         taken: list[int] = []
         for which, _ in pattern:
             free = [node for node in self.nodes[which] if node not in taken]
@@ -90,13 +90,16 @@ class NodeClasses:
         return counts_of({node: count for node, (_, count) in zip(taken, pattern, strict=True)})
 
     def _alone(self, pattern: Pattern) -> bool:
+        """Whether every class in the pattern has only one node, so that there is nothing to choose."""
         return all(len(self.nodes[which]) == 1 for which, _ in pattern)
 
     def _slowest(self, node: int, others: Sequence[int]) -> float:
+        """Bytes/s of the slowest link from a node to others; infinity if there are none."""
         links = self.problem.node_links[node]
         return min((links[other].bandwidth_bytes_s for other in others), default=math.inf)
 
     def _fastest_pair(self, a: int, b: int) -> tuple[int, int]:
+        """A node of each class, joined by the fastest link."""
         if (a, b) not in self._fastest:
             pairs = ((m, n) for m in self.nodes[a] for n in self.nodes[b] if m != n)
             links = self.problem.node_links
@@ -107,18 +110,20 @@ class NodeClasses:
 
     @cached_property
     def _fastest(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """The pairs of `_fastest_pair` found so far."""
         return {}
 
 
 def node_classes(problem: Problem) -> NodeClasses:
-    """Each node alone where there are few, else those that are alike together."""
+    """The node classes of a problem: where there are few nodes each alone, else those that are alike
+    together."""
     count = len(problem.node_gpus)
     return _each_node(problem) if count <= SINGLE_NODES else _like_nodes(problem)
 
 
 def widest_span(problem: Problem) -> int:
-    """Nodes that a replica may span: as many as leave few enough kinds of replicas to plan them all, so that
-    the bound and the search speak of the same ones; more where the model would not fit otherwise."""
+    """The number of nodes that a replica may span: few enough to plan every kind of replica, so that the
+    bound and the search consider the same ones; more only where the model would not fit otherwise."""
     kinds: dict[tuple, list[int]] = {}
     for node, gpus in enumerate(problem.node_gpus):
         kinds.setdefault((problem.node_kind[node], len(gpus)), []).append(node)
@@ -133,7 +138,7 @@ def widest_span(problem: Problem) -> int:
 
 
 def _nodes_to_fit(problem: Problem) -> int:
-    """Fewest nodes whose memory holds the model twice: room for its KV caches too."""
+    """The fewest nodes whose memory holds the weights twice, which leaves room for KV caches."""
     memory = sorted(
         (float(problem.cluster.memory_bytes[list(gpus)].sum()) for gpus in problem.node_gpus), reverse=True
     )
@@ -148,11 +153,10 @@ def _each_node(problem: Problem) -> NodeClasses:
 
 
 def _like_nodes(problem: Problem) -> NodeClasses:
-    """Nodes of one kind, size, price and uplinks whose links lead alike to alike nodes are one class.
+    """Classes of nodes of one kind, size, price and uplinks, with equal links to equal nodes.
 
-    Classes split while two nodes of one see different links or classes around them (colour refinement:
-    Weisfeiler and Leman, 1968).
-    """
+    A class is split as long as two of its nodes see different links or classes around them (colour
+    refinement; Weisfeiler and Leman, 1968)."""
     count = len(problem.node_gpus)
     uplinks = problem.cluster.uplinks
     link_kinds: dict[Link, int] = {}
@@ -179,7 +183,7 @@ def _like_nodes(problem: Problem) -> NodeClasses:
 
 
 def _around(node: int, links: Sequence[int], colour: Sequence[int]) -> list[tuple]:
-    """How many other nodes of each colour there are behind each kind of link."""
+    """How many other nodes of each colour are behind each kind of link."""
     seen = Counter((links[other], colour[other]) for other in range(len(colour)) if other != node)
     return sorted(seen.items())
 

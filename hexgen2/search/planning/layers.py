@@ -1,4 +1,4 @@
-"""Splitting a model's layers over the stages of a pipeline, unevenly, within memory."""
+"""Division of a model's layers over the stages of a pipeline, uneven and within memory (Appendix A)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def balance_layers(
     stages = len(layer_s)
     if layers < stages or min(limit) < 1 or sum(limit) < layers:
         return None
-    # Continuous water level first; only its rounding (and the stages that hit a limit) is left over.
+    # First as if layers could be divided; what rounding and the limits leave is then moved layer by layer.
     edges = math.fsum(e / a for a, e in zip(layer_s, edge_s, strict=True))
     level = (layers + edges) / math.fsum(1 / a for a in layer_s)
     split = [max(1, min(limit[j], int((level - edge_s[j]) / layer_s[j] + 1e-9))) for j in range(stages)]
@@ -45,7 +45,10 @@ def balance_layers(
 
 
 def fastest_layers(layers: int, layer_s: Sequence[float], limit: Sequence[int]) -> list[int] | None:
-    """Layers per stage that minimise the sum of the stage times: the fastest stages are filled first."""
+    """Layers per stage that minimise the sum of the stage times: the fastest stages are filled first.
+
+    Parameters and result are those of balance_layers.
+    """
     stages = len(layer_s)
     if layers < stages or min(limit) < 1 or sum(limit) < layers:
         return None

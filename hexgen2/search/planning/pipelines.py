@@ -1,8 +1,7 @@
-"""A group's stages in one order, and what is known of them before and after the layers are divided.
+"""Pipelines: a group's stages in one order, and their times by the cost model (HexGen-2, Table 1).
 
-Times of a stage are affine in its layers, and nothing but the batch changes their slope: so slopes are
-remembered by kind of stage and batch.
-"""
+The time of a stage is affine in its layers, and its slope depends only on the batch; so slopes are remembered
+by kind of stage and batch."""
 
 from __future__ import annotations
 
@@ -38,8 +37,14 @@ class StageKind:
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """Stages in order, the largest batch that fits (for prefill: the one to run), and an upper limit on
-    the capacity of any split of the layers."""
+    """Stages in order, whose layers are not divided yet.
+
+    Attributes
+    ----------
+    shape : (node, tensor-parallel degree) of each stage
+    batch : the largest that fits; for prefill, the one to run
+    limit_req_s : an upper limit on the capacity, however the layers are divided
+    """
 
     role: str
     shape: tuple[tuple[int, int], ...]
@@ -75,7 +80,7 @@ class Timing:
 
 
 class Pipelines:
-    """Makes and times pipelines of one problem. prefill_batches are those to run, the first that fits."""
+    """Makes pipelines of one problem, and times them. Of prefill_batches the first that fits is run."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -83,7 +88,7 @@ class Pipelines:
         self._stage_kinds: dict[tuple[int, int], StageKind] = {}
 
     def of(self, role: str, shape: Sequence[tuple[int, int]]) -> Pipeline | None:
-        """What the shape says before any layer is placed, or None if the model cannot fit."""
+        """The pipeline of this shape, stages of (node, degree); None if the model does not fit."""
         problem, costs = self.problem, self.problem.costs
         layers, last = problem.model.layers, len(shape) - 1
         if len(shape) > layers:
@@ -102,12 +107,13 @@ class Pipelines:
         if batch < 1:
             return None
         pipeline = Pipeline(role, tuple(shape), kinds, hops, memory, batch, 0.0)
-        # All L layers pass every request, so L requests/s is at most the sum of the stages' layers/s.
+        # Every request passes all L layers, so L times the requests/s is at most the layers/s of all stages.
         timing = self.timing(pipeline, phase, running) if role == "prefill" else self.turn(pipeline, batch)
         rate = math.fsum(running / layer_s for layer_s in timing.layer_s)
         return replace(pipeline, limit_req_s=rate / (layers * outputs))
 
     def _stage_kind(self, node: int, degree: int) -> StageKind:
+        """The kind of a stage of `degree` GPUs of a node, remembered by kind of node."""
         key = (self.problem.node_kind[node], degree)
         if key not in self._stage_kinds:
             group = TensorGroup(
@@ -119,11 +125,12 @@ class Pipelines:
         return self._stage_kinds[key]
 
     def at_once(self, split: list[int]) -> int:
-        """Requests under way for each one in the batch."""
+        """How many batches of requests the pipeline holds at once."""
         return int(under_way(self.problem.pipeline, 1, len(split)))
 
     def decode_pace(self, pipeline: Pipeline, split: list[int], batch: float) -> Pace:
-        """Pace with these layers while `batch` requests are held; of a colocated replica, both phases'."""
+        """The pace with these layers while `batch` requests are held; in a colocated replica, of both
+        phases."""
         semantics, osl = self.problem.pipeline, self.problem.costs.osl
         decode = self._decode_timing(pipeline, batch)
         if pipeline.role == "decode":
@@ -138,8 +145,9 @@ class Pipelines:
         )
 
     def turn(self, pipeline: Pipeline, batch: int) -> Timing:
-        """What the split of the layers balances: a decode step, and in a colocated replica the prefills
-        that fall to one: a micro-batch ends micro / osl requests per step, and as many begin."""
+        """The times that the division of the layers balances: those of a decode step, and in a colocated
+        replica of the prefills between two steps. A micro-batch ends micro / osl requests per step, and as
+        many begin."""
         decode = self._decode_timing(pipeline, batch)
         if pipeline.role == "decode":
             return decode
@@ -150,6 +158,7 @@ class Pipelines:
         )
 
     def _decode_timing(self, pipeline: Pipeline, batch: float) -> Timing:
+        """Seconds of a decode step while `batch` requests are held."""
         return self.timing(pipeline, "decode", micro_batch(self.problem.pipeline, batch, len(pipeline.kinds)))
 
     def _prompts(self, batch: float) -> int:
@@ -157,7 +166,7 @@ class Pipelines:
         return int(min(batch, self.problem.costs.prefill_batch()))
 
     def _largest_batch(self, memory: list[StageMemory]) -> int:
-        """Most requests for which the layers still fit, at most the cap; 0 if not even one."""
+        """The most requests, up to the cap, for which the layers still fit; 0 if not even one does."""
         layers = self.problem.model.layers
         low, high = 0, self.problem.costs.batch_cap
         if _fits(memory, high, layers):
@@ -183,8 +192,8 @@ class Pipelines:
         return Timing(layer_s, edge_s, [costs.hop_s(phase, hop, batch) for hop in pipeline.hops])
 
     def split(self, timing: Timing, limits: list[int], by_sum: bool) -> list[int] | None:
-        """Layers of each stage, at most limits: of the least total time, or of the least for the slowest
-        stage; None if they do not all fit."""
+        """Layers of each stage, at most `limits`: with the least total time (by_sum), or the least time of
+        the slowest stage; None if they do not all fit."""
         layers = self.problem.model.layers
         if by_sum:
             return fastest_layers(layers, timing.layer_s, limits)

@@ -1,7 +1,7 @@
 """The best parallel plan of one group: tensor degree per stage, layers per stage, largest batch.
 
-HexGen-2, section 3.3 and Appendix A: prefill and decode plans are chosen apart, since they want
-different shapes. A colocated replica runs both phases on one shape and one split of the layers.
+HexGen-2, section 3.3 and Appendix A: prefill and decode replicas are planned separately, since they want
+different shapes. A colocated replica runs both phases with the same shape and the same layers per stage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds, greatest, greatest_first
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
-"""Shares of the largest batch tried: a smaller one leaves room for layers on the faster stages."""
+"""The batches tried, as shares of the largest: a smaller one leaves room for layers on faster stages."""
 
 
 class PlannedStage(NamedTuple):
@@ -34,9 +34,9 @@ class PlannedStage(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Stages in order, requests held at once, and the pace that follows (see Pace).
+    """A group's stages in order, the requests that it holds at once, and its pace (see Pace).
 
-    capacity_req_s is what the replica serves within the goal's targets; without any, at full load.
+    capacity_req_s is what the replica serves within the goal's targets, or at full load if there are none.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -48,7 +48,8 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class _Division:
-    """Layers of each stage, requests held at once, the pace, and the requests/s within the targets."""
+    """A division of the layers over the stages, with the batch, the pace and the requests/s within the
+    targets."""
 
     split: list[int]
     batch: int
@@ -57,23 +58,25 @@ class _Division:
 
 
 def _plan_of(stages: tuple[PlannedStage, ...], division: _Division) -> GroupPlan:
+    """The plan of these stages with this division."""
     pace = division.pace
     return GroupPlan(stages, division.batch, division.req_s, pace.latency_s, pace.token_s)
 
 
 class Planner:
-    """Best plans, memoised by what they depend on: kinds of nodes, counts, and the links between.
+    """Finds the best plan of each group; remembered by kinds of nodes, counts, and the links in between.
 
     Attributes
     ----------
-    classes : nodes that take each other's place
-    span : nodes that a replica spans at most
+    classes : classes of interchangeable nodes
+    span : the most nodes that a replica spans
+    computed : how many plans were made, rather than remembered
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.classes = node_classes(problem)
-        # Tight targets are met by many GPUs at few requests each; no bound but that by rates speaks of them.
+        # Tight targets may need many GPUs for few requests. Only the bound by rates covers such replicas.
         self.span = len(problem.node_gpus) if problem.targets.given else widest_span(problem)
         self.computed = 0
         self._pipelines = Pipelines(problem)
@@ -86,8 +89,8 @@ class Planner:
         self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
 
     def plan(self, role: str, counts: NodeCounts) -> GroupPlan | None:
-        """The plan of greatest capacity, or None if the model does not fit in the group, the group spans too
-        many nodes, or no shape meets the targets."""
+        """The plan with the greatest capacity; None if the model does not fit in the group, the group spans
+        too many nodes, or no shape meets the targets."""
         if len(counts) > self.span:
             return None
         key = (role, counts)
@@ -96,7 +99,8 @@ class Planner:
         return self._planned[key]
 
     def _from_memo(self, role: str, counts: NodeCounts) -> GroupPlan | None:
-        # By kind, so that a plan serves every group of the same kinds, whichever nodes come first.
+        """The plan of a group: that of a group of the same kinds of nodes and links, if one was made."""
+        # Sorted by kind, so that all groups of the same kinds share a plan, whichever nodes come first.
         counts = tuple(sorted(counts, key=lambda part: (self.problem.node_kind[part[0]], -part[1])))
         nodes = [node for node, _ in counts]
         kinds = tuple((self.problem.node_kind[node], count) for node, count in counts)
@@ -109,20 +113,20 @@ class Planner:
         planned_on, plan = self._memo[key]
         if plan is None or planned_on == nodes:
             return plan
-        # Planned for like nodes: the stages move over, node by node.
+        # Planned for equal nodes: each stage moves to the node that corresponds.
         at = dict(zip(planned_on, nodes, strict=True))
         stages = tuple(PlannedStage(at[s.node], s.degree, s.layers) for s in plan.stages)
         return replace(plan, stages=stages)
 
     def _shapes_of(self, role: str, counts: NodeCounts) -> Iterator[list[tuple[int, int]]]:
-        """The shapes that the engine runs."""
+        """The shapes that the engine can run."""
         shapes = self._shapes.of(counts)
         if self.problem.engine == "vllm":
             return (shape for shape in shapes if vllm_runs(role, shape))
         return shapes
 
     def _best(self, role: str, counts: NodeCounts) -> GroupPlan | None:
-        """The best of all shapes, the most promising first, until no other can be better."""
+        """The best plan over all shapes: the most promising first, until no other can be better."""
         pipelines = [
             p for p in (self._pipelines.of(role, shape) for shape in self._shapes_of(role, counts)) if p
         ]
@@ -136,13 +140,13 @@ class Planner:
         return best
 
     def plan_shape(self, role: str, shape: Sequence[tuple[int, int]]) -> GroupPlan | None:
-        """The best layers and batch for stages (node, degree) in this order, or None if none fits."""
+        """The best layers and batch for stages (node, degree) in this order; None if nothing fits."""
         pipeline = self._pipelines.of(role, shape)
         return self._plan(pipeline) if pipeline else None
 
     def quickest_s(self, role: str, counts: NodeCounts) -> float:
-        """Seconds to the first token, or per output token, of one request alone, at best; infinite if the
-        model does not fit. A prompt takes as long as the mean one."""
+        """The least seconds to the first token (role "prefill"), or per output token, of a single request
+        with a mean prompt; infinity if the model does not fit."""
         semantics, best = self.problem.pipeline, float("inf")
         for pipeline in filter(
             None, (self._pipelines.of(role, shape) for shape in self._shapes_of(role, counts))
@@ -162,8 +166,8 @@ class Planner:
     def plan_layers(
         self, role: str, stages: tuple[PlannedStage, ...], batch: int | None = None
     ) -> GroupPlan | None:
-        """The plan that keeps these stages, layers included, for `batch` requests or for as many as a plan
-        would take; None if that does not fit or misses the targets."""
+        """The plan with exactly these stages and layers, for `batch` requests or as many as a plan would
+        hold; None if that does not fit or misses the targets."""
         pipeline = self._pipelines.of(role, [(s.node, s.degree) for s in stages])
         if pipeline is None:
             return None
@@ -185,6 +189,7 @@ class Planner:
         return _plan_of(stages, found) if found and found.req_s > 0 else None
 
     def _plan(self, pipeline: Pipeline) -> GroupPlan | None:
+        """The best division of the layers of a pipeline; None if none fits or meets the targets."""
         found = self._prefill(pipeline) if pipeline.role == "prefill" else self._decode(pipeline)
         best = next(iter(greatest(found, lambda one: one.req_s)), None)
         if best is None or best.req_s <= 0:
@@ -196,6 +201,7 @@ class Planner:
         return _plan_of(stages, best)
 
     def _prefill(self, pipeline: Pipeline) -> Iterator[_Division]:
+        """Divisions of a prefill replica, for each batch worth trying."""
         semantics, targets = self.problem.pipeline, self.problem.targets
         ways = {semantics != "pipelined"} | ({True} if targets.ttft_s is not None else set())
         for batch in targets.prefill_batches(pipeline.batch):
@@ -206,26 +212,29 @@ class Planner:
                     yield self._prefill_within_targets(timing, split, batch)
 
     def _batches_held(self, pipeline: Pipeline) -> int:
+        """Batches for whose KV caches each stage of a prefill replica needs memory."""
         return prefill_batches_held(self.problem.pipeline, len(pipeline.shape))
 
     def _prefill_within_targets(self, timing: Timing, split: list[int], batch: int) -> _Division:
+        """A division of a prefill replica, with the requests/s that it serves within the targets."""
         pace = prefill_pace(self.problem.pipeline, timing.stage_s(split), timing.hop_s, batch)
         return _Division(split, batch, pace, self.problem.targets.prefill_req_s(pace, batch))
 
     def _decode(self, pipeline: Pipeline) -> list[_Division]:
-        """Divisions of a replica that decodes, and prefills too if it is colocated."""
+        """Divisions of a decode or colocated replica."""
         found = list(self._decode_up_to(pipeline, pipeline.batch))
         within = max((one.batch for one in found), default=0)
         if self.problem.targets.tpot_s is not None and 0 < within < pipeline.batch:
-            # The targets leave fewer requests than the memory: the layers are divided anew for those.
+            # The targets allow fewer requests than the memory does: divide the layers again for these.
             found += self._decode_up_to(pipeline, within)
         return found
 
     def _decode_up_to(self, pipeline: Pipeline, most: int) -> Iterator[_Division]:
-        """Divisions of the layers for at most so many requests, each with the most that then fit."""
+        """Divisions chosen for at most so many requests, each with the most requests that it has memory
+        for."""
         ways: tuple[bool, ...] = (True,) if self.problem.pipeline == "literal" else (False,)
         if pipeline.role == "colocated" and self.problem.pipeline == "paper_optimistic":
-            ways = (False, True)  # Its prefills go by the sum of the stages, its decode steps by the slowest.
+            ways = (False, True)  # Its prefills take the sum of the stages, its decode steps the slowest.
         for batch in dict.fromkeys(max(1, int(most * share)) for share in BATCH_SHARES):
             limits = [m.max_layers(batch) for m in pipeline.memory]
             turn = self._pipelines.turn(pipeline, batch)
@@ -234,11 +243,12 @@ class Planner:
                 # The layers chosen may leave room for more requests than they were chosen for.
                 room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
                 yield from self._within_targets(pipeline, split, min(self.problem.costs.batch_cap, *room))
-            # Where memory binds no stage, a smaller batch changes nothing for the better.
+            # If memory limits no stage, a smaller batch is no better.
             if all(n < limit for split in splits for n, limit in zip(split, limits, strict=True)):
                 break
 
     def _within_targets(self, pipeline: Pipeline, split: list[int], most: int) -> Iterator[_Division]:
+        """The division with the most requests, up to `most`, that meet the targets; nothing if none do."""
         targets = self.problem.targets
         places = self._decode_queue(pipeline, split, most).places_within(targets.tpot_s)
         batch = places // self._pipelines.at_once(split)
@@ -260,11 +270,13 @@ class Planner:
         return self._decode_queue(pipeline, split, plan.batch)
 
     def _planned_pipeline(self, role: str, plan: GroupPlan) -> tuple[Pipeline, list[int]]:
+        """The pipeline of a plan, and the layers of its stages."""
         pipeline = self._pipelines.of(role, [(s.node, s.degree) for s in plan.stages])
         assert pipeline is not None, "a plan fits in its own stages"
         return pipeline, [s.layers for s in plan.stages]
 
     def _decode_queue(self, pipeline: Pipeline, split: list[int], batch: int) -> DecodeQueue:
+        """How a decode replica with these layers and this batch fares under any load."""
         at_once = self._pipelines.at_once(split)
         return DecodeQueue(
             batch * at_once,

@@ -1,4 +1,4 @@
-"""The shapes that a group can take: which tensor-parallel stages, in which order.
+"""The shapes that a group can take: which tensor-parallel stages, in which order (HexGen-2, Appendix A).
 
 Tensor-parallel groups stay inside a node; a pipeline crosses nodes along fast links.
 """
@@ -16,7 +16,7 @@ from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import least
 
 MAX_SHAPES = 64
-"""Most combinations of tensor degrees tried per group; beyond it one degree per node."""
+"""The most combinations of tensor degrees tried per group; beyond it, one degree per node."""
 
 
 @lru_cache(maxsize=4096)
@@ -32,13 +32,14 @@ def partitions(count: int, degrees: tuple[int, ...]) -> tuple[tuple[int, ...], .
 
 
 def _even(choices: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Those of one degree, or of one degree and its remainder's largest."""
+    """The partitions into equal degrees, except for the last."""
     return tuple(p for p in choices if len(set(p[:-1])) <= 1)
 
 
 def vllm_runs(role: str, shape: Sequence[tuple[int, int]]) -> bool:
-    """Whether vLLM runs a replica of these stages (node, degree): one tensor-parallel degree, nodes with
-    equal shares, and, as its NixlConnector has it, one stage where KV caches come or go."""
+    """Whether vLLM can run a replica of these stages (node, degree): they need the same tensor-parallel
+    degree and equal shares of every node. Where KV caches come or go its NixlConnector allows only one
+    stage."""
     stages = Counter(node for node, _ in shape)
     uniform = len({degree for _, degree in shape}) == 1 and len(set(stages.values())) == 1
     return uniform and (role == "colocated" or len(shape) == 1)
@@ -54,15 +55,15 @@ class Shapes:
         self._paths: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def of(self, counts: NodeCounts) -> Iterator[list[tuple[int, int]]]:
-        """Stage lists (node, degree): every combination of the partitions of each node's count, or
-        of the even ones where that would be too many."""
+        """The shapes of a group, as stages (node, degree): all combinations of the partitions of each node's
+        GPUs, or of the even partitions where that would be too many."""
         counts = self.along_fast_links(counts)
         choices = [partitions(count, self.degrees) for _, count in counts]
         if math.prod(len(c) for c in choices) > MAX_SHAPES:
             choices = [_even(c) for c in choices]
         if math.prod(len(c) for c in choices) > MAX_SHAPES:
             choices = [c if len(c) == 1 else (c[0], c[-1]) for c in choices]
-        # Two nodes that are alike need only be tried one way around.
+        # Of two nodes that are alike, only one order is tried.
         like = [self.problem.node_kind[node] for node, _ in counts]
         twins = [k for k in range(1, len(counts)) if like[k] == like[k - 1] and choices[k] == choices[k - 1]]
         for combination in itertools.islice(itertools.product(*choices), 4 * MAX_SHAPES):
@@ -75,10 +76,12 @@ class Shapes:
             ]
 
     def along_fast_links(self, counts: NodeCounts) -> NodeCounts:
-        """The nodes in the order whose hops take least time (exact up to 5 nodes, else nearest next)."""
+        """The nodes in the order with the fastest links between neighbours: exact up to 5 nodes, else
+        greedy."""
         links = self.problem.node_links
 
         def hop(a: int, b: int) -> float:
+            """Seconds per byte."""
             return 1 / links[a][b].bandwidth_bytes_s
 
         nodes = tuple(node for node, _ in counts)

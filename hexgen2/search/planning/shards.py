@@ -1,4 +1,4 @@
-"""Weights on one GPU, in bytes: what a stage puts there, and what two stages have in common."""
+"""Shards: the weights that one GPU holds, and how many bytes of them two shards have in common."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from cost_model.architecture import ModelArchitecture
 class Shard:
     """Rank `rank` of `degree` tensor-parallel ranks over layers [first, end) of a model.
 
-    It holds the share [rank / degree, (rank + 1) / degree) of each layer, and of the token table and the LM
-    head where it is at that end of the pipeline. A KV head that several ranks copy counts once.
-    """
+    It holds the share [rank / degree, (rank + 1) / degree) of each layer, and of the token table or the LM
+    head if it is at that end of the pipeline. A KV head that several ranks copy counts once."""
 
     first: int
     end: int
@@ -40,7 +39,7 @@ def shard_bytes(model: ModelArchitecture, shard: Shard) -> float:
 
 
 def shared_bytes(model: ModelArchitecture, wanted: Shard, held: Shard) -> float:
-    """Bytes of the wanted shard's weights that the held one has as well."""
+    """Bytes of weights that a GPU with one shard does not have to load for another."""
     low = max(wanted.rank / wanted.degree, held.rank / held.degree)
     high = min((wanted.rank + 1) / wanted.degree, (held.rank + 1) / held.degree)
     if high - low <= 1e-12:

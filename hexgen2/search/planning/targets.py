@@ -1,8 +1,8 @@
-"""What a goal's targets leave of a plan: the requests/s at which enough of them are in time.
+"""Latency targets: the requests/s that a plan serves while enough of them are in time.
 
-Where both targets are given, a request must be in time in both phases. The phases are taken as
-independent, so each is asked for the square root of the attainment. A request waits for a place in a
-decode replica before it prefills, so a target for the first token asks for places, too.
+Where both targets are given, a request must be in time in both phases. The phases are taken as independent,
+so each must reach the square root of the attainment. Since a request waits for a place in a decode replica
+before its prefill, a target for the first token asks for places, too. Beyond the paper, which has no targets.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hexgen2.goal import Goal
 
 @dataclass(frozen=True)
 class Targets:
-    """Seconds to the first token and per output token within which `attainment` of the requests must stay;
-    None where nothing is asked for. mix and osl are the workload's."""
+    """The targets that a share `attainment` of the requests must meet: seconds to the first token, and per
+    output token; None where there is no target. mix and osl are the workload's."""
 
     ttft_s: float | None
     tpot_s: float | None
@@ -41,16 +41,16 @@ class Targets:
 
     @property
     def given(self) -> bool:
-        """True if there is any target."""
+        """Whether there is any target."""
         return self.ttft_s is not None or self.tpot_s is not None
 
     @property
     def share(self) -> float:
-        """Share of the requests that each phase must serve in time."""
+        """The share of requests that each phase must serve in time."""
         return self.attainment if self.ttft_s is None else math.sqrt(self.attainment)
 
     def prefill_batches(self, largest: int) -> Iterator[int]:
-        """Batches worth trying: with a target, smaller ones too, which are sooner done."""
+        """Batches worth trying: with a target also smaller ones, which end sooner."""
         yield largest
         while self.ttft_s is not None and largest > 1:
             largest //= 2

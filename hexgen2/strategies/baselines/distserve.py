@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hexgen2.placement import Placement
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.problem import Problem
+from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.baselines.paper import require_found
@@ -52,11 +52,10 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
     """The best pair of types, shapes and numbers of replicas, by enumeration. The seed changes nothing."""
 
     def explore(state: SearchState) -> None:
-        state.evaluator.planner = UniformPlanner(problem)
         keep_best(state, _candidates(state))
         require_found(state, f"no pools of one type, with the uniform shapes of {NAME},")
 
-    return run_search(NAME, problem, options, explore)
+    return run_search(NAME, problem, options, explore, evaluator=UniformPlanner.evaluator)
 
 
 def _candidates(state: SearchState) -> Iterator[Candidate]:
@@ -92,7 +91,7 @@ def _divisions(
     total = sum(len(problem.node_gpus[node]) for node in nodes)
     for count in range(1, len(p.replicas) + 1):
         left = (total - count * p.size) // d.size
-        best = state.best.req_s if state.best else 0.0
+        best = state.incumbent.best.req_s if state.incumbent.best else 0.0
         if not exceeds(min(count * p.capacity_req_s, left * d.capacity_req_s), best):
             continue
         for spread in (False, True):

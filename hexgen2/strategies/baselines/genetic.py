@@ -12,12 +12,12 @@ import numpy as np
 
 from hexgen2.placement import Placement
 from hexgen2.search.evaluator import Evaluation
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.operators import merges, moves, splits, swaps
 from hexgen2.search.partition.coarsen import coarsen, gpu_graph, project
 from hexgen2.search.partition.initial import estimated_groups
 from hexgen2.search.partition.secondary import secondary_partition
 from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.state import SearchState
 from hexgen2.search.ties import greatest_first
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.baselines.paper import require_found
@@ -43,22 +43,23 @@ def evolve(state: SearchState, rng: np.random.Generator, population: list[Soluti
     """Generations of mutated partitions: each survivor has one child, and the fittest of all live on."""
     for generation in range(GENERATIONS):
         population = _survivors(state, population, f"generation {generation}")
-        if state.out_of_time():
+        if state.stopping.out_of_time():
             break
-        population += [_mutated(rng, parent) for parent in population if not state.out_of_time()]
+        population += [_mutated(rng, parent) for parent in population if not state.stopping.out_of_time()]
 
 
 def _survivors(state: SearchState, population: list[Solution], step: str) -> list[Solution]:
     """The best of the population, no two alike; only they have their stages ordered for the KV routes."""
     evaluated: dict[tuple, Evaluation] = {}
     for solution in population:
-        if evaluated and state.out_of_time():
+        if evaluated and state.stopping.out_of_time():
             break
         evaluated.setdefault(solution.key, state.evaluator.evaluate(solution))
     best = greatest_first(evaluated.values(), lambda evaluation: evaluation.score)[:POPULATION]
     for evaluation in best:
         # Unordered if that is all there is time for.
-        state.offer(evaluation if state.out_of_time() else state.evaluator.reordered(evaluation), step)
+        late = state.stopping.out_of_time()
+        state.offer(evaluation if late else state.evaluator.reordered(evaluation), step)
     return [evaluation.solution for evaluation in best]
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from hexgen2.placement import Placement
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.partition.initial import estimated_groups
 from hexgen2.search.problem import Group, Problem, Solution, counts_of
+from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.baselines.genetic import POPULATION, evolve
 

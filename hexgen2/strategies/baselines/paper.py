@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from cost_model.errors import InfeasibleError
 from hexgen2.placement import Placement
 from hexgen2.search.evaluator import Evaluation, Evaluator
-from hexgen2.search.local_search import SearchState, guided_steps
+from hexgen2.search.local_search import guided_steps
 from hexgen2.search.partition.initial import estimated_groups, initial_solution
 from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.state import SearchState
 from hexgen2.search.steps import MoveGpus, Neighbour, Step, SwapGpus
 from hexgen2.search.ties import exceeds
 from hexgen2.strategies.base import SearchOptions, run_search
@@ -28,7 +29,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
 
     def explore(state: SearchState) -> None:
         current = paper_start(state)
-        while not state.out_of_time():
+        while not state.stopping.out_of_time():
             better = _best_guided_swap(state, current)
             if better is None:
                 break
@@ -59,10 +60,10 @@ def require_found(state: SearchState, why: str, other: str = "hexgen2") -> None:
     ------
     InfeasibleError : no solution so far carries a request
     """
-    if state.best is not None and state.best.req_s > 0:
+    if state.incumbent.best is not None and state.incumbent.best.req_s > 0:
         return
     problem = state.evaluator.problem
-    if state.cut:
+    if state.stopping.cut:
         raise InfeasibleError(
             f"no feasible placement found within the time limit on {problem.cluster.name}; raise --time-limit"
         )
@@ -81,7 +82,7 @@ def _best_guided_swap(state: SearchState, current: Evaluation) -> tuple[Step, Ev
         tried = valued(state.evaluator, solution)
         if exceeds(tried.score, threshold):
             best, threshold = (step, tried), tried.score
-        if state.out_of_time():
+        if state.stopping.out_of_time():
             break
     return best
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from hexgen2.placement import Placement
-from hexgen2.search.local_search import SearchState
 from hexgen2.search.operators import swaps
 from hexgen2.search.partition.initial import estimated_groups
 from hexgen2.search.problem import Problem
+from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.baselines.paper import paper_start, require_found, valued
@@ -29,7 +29,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
         current = paper_start(state)
         rng = np.random.default_rng(options.seed)
         for _ in range(MAX_SWAPS):
-            if state.out_of_time():
+            if state.stopping.out_of_time():
                 break
             pair = rng.permutation(len(current.solution.groups))[:2].tolist()
             steps = list(swaps(current.solution, pair[:1], pair[1:]))

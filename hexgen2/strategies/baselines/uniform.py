@@ -1,4 +1,4 @@
-"""What planners for like GPUs share: one tensor degree per replica, and copies that fill a pool of nodes."""
+"""What baselines with uniform replicas share: one tensor degree per replica, and copies that fill a pool."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from cost_model.hardware import Accelerator
-from hexgen2.search.local_search import SearchState
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.params import Params
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.shapes import Shapes
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
+from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds
 from hexgen2.strategies.baselines.paper import valued
 
@@ -23,11 +25,21 @@ Candidate = tuple[str, Solution]
 
 
 class UniformPlanner(Planner):
-    """Plans with one tensor degree in all stages, TP x PP; for some GPU types it may be given."""
+    """Plans with one tensor degree in all stages, TP x PP."""
 
-    def __init__(self, problem: Problem, degree_of: Mapping[Accelerator, int] | None = None) -> None:
+    def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._shapes = _UniformShapes(problem, degree_of or {})
+        self._degree_of: dict[Accelerator, int] = {}
+        self._shapes = _UniformShapes(problem, self._degree_of)
+
+    def fix_degree(self, accelerator: Accelerator, degree: int) -> None:
+        """From now on, groups of this type have no other tensor degree; call it before any is planned."""
+        self._degree_of[accelerator] = degree
+
+    @classmethod
+    def evaluator(cls, problem: Problem, params: Params) -> Evaluator:
+        """An evaluator whose groups have such plans."""
+        return Evaluator(problem, params, cls(problem))
 
 
 class _UniformShapes(Shapes):
@@ -54,9 +66,9 @@ def nodes_by_type(problem: Problem) -> dict[Accelerator, list[int]]:
 def keep_best(state: SearchState, candidates: Iterator[Candidate]) -> None:
     """Value the candidates in turn, those whose replicas alone could beat the best so far."""
     for name, solution in candidates:
-        if state.out_of_time():
+        if state.stopping.out_of_time():
             return
-        best = state.best.req_s if state.best else 0.0
+        best = state.incumbent.best.req_s if state.incumbent.best else 0.0
         if exceeds(state.evaluator.score_limit(solution, best), best):
             state.offer(valued(state.evaluator, solution), name)
 

@@ -1,11 +1,10 @@
-"""Products with weight matrices: as F.linear gives them, from a copy laid out for the processor where
-that is faster.
+"""Products with weight matrices: the same as F.linear, from a packed copy of the weight where that is faster.
 
-In float32 on a CPU the compiled kernels of `native` serve where there are some: for up to 32 rows 1.2 to
-1.6 times as fast as oneDNN's packed layout (AVX-512, one thread), about as fast for more. Otherwise that
-layout makes products up to two and a half times as fast as the plain one in float32, and up to 1.7 times in
-bfloat16. A call costs some 10 us more, so small matrices stay plain, and the first product of each shape
-and number of rows 1 ms more.
+In float32 on a CPU the compiled kernels of `native` are used if they are built: for up to 32 rows 1.2 to 1.6
+times as fast as oneDNN's packed layout (AVX-512, one thread), for more rows about as fast. Otherwise oneDNN's
+layout makes products up to 2.5 times as fast as the plain one in float32, and up to 1.7 times in bfloat16.
+Each call then costs about 10 us more, so small matrices stay plain, and the first product of each shape and
+number of rows costs 1 ms more.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ import torch
 import torch.nn.functional as F
 
 from runtime import native
+from runtime.torch_private import linear_onednn, pack_onednn
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 _PACKABLE = (torch.float32, torch.bfloat16)  # float16 needs instructions that few processors have
-_SMALL = 1 << 16  # values; about here both take the same time for a few rows
+_SMALL = 1 << 16  # values; at about this size both take the same time for a few rows
 
 
 class Linear:
-    """x [n, in] -> x @ weight^T + bias [n, out]. Give up the plain weight for it: packing makes a copy.
+    """x [n, in] -> x @ weight^T + bias [n, out]. Drop the plain weight afterwards: packing copies it.
 
     Parameters
     ----------
@@ -47,21 +47,21 @@ class Linear:
 
 
 def in_panels(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-    """By our own kernel; `native` must serve."""
+    """By our own kernel, which `native.serves` must allow."""
     outputs, packed = len(weight), native.pack(weight)
     added = None if bias is None else native.pack_bias(bias)
     return lambda x: native.linear(x.contiguous(), packed, added, outputs)
 
 
 def by_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-    """From oneDNN's packed layout, by operators of torch's compiler that are not public."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    """By oneDNN, from its packed layout."""
+    packed = pack_onednn(weight)
+    return lambda x: linear_onednn(x, packed, bias)
 
 
 @cache
 def _onednn_works(dtype: torch.dtype) -> bool:
-    """Whether this build and processor multiply whole numbers with packed weights, without an error."""
+    """Whether this torch and processor multiply whole numbers by packed weights exactly and without error."""
     weight = (torch.arange(33 * 17) % 7 - 3).view(33, 17).to(dtype)
     x = (torch.arange(3 * 17) % 5 - 2).view(3, 17).to(dtype)
     bias = torch.arange(33).to(dtype)

@@ -27,6 +27,7 @@ from runtime.kv_transfer.transports.base import (
 )
 from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
+from runtime.torch_private import map_cuda, share_cuda
 
 _PIECE_BYTES = 16 * 1024 * 1024
 
@@ -40,7 +41,7 @@ class CudaIpc(Transport):
         """Share the pool's memory."""
         if self.cache.pool.device.type != "cuda":
             raise Unavailable("the sender's pool is not on a GPU")
-        shared = self.cache.pool.untyped_storage()._share_cuda_()
+        shared = share_cuda(self.cache.pool)
         return HeaderOnly(connection, base64.b64encode(msgspec.msgpack.encode(shared)).decode())
 
     def incoming(self, connection: Connection, opening: KvOpen, handle: str) -> Incoming:
@@ -50,8 +51,7 @@ class CudaIpc(Transport):
         if self.cache.pool.device.type != "cuda":
             raise Unavailable("the receiver's pool is not on a GPU")
         try:
-            shared = msgspec.msgpack.decode(base64.b64decode(handle))
-            storage = torch.UntypedStorage._new_shared_cuda(*shared)
+            storage = map_cuda(msgspec.msgpack.decode(base64.b64decode(handle)))
         except (RuntimeError, TypeError, ValueError) as error:
             raise Unavailable(f"the sender's memory can't be opened: {error}") from error
         size = (

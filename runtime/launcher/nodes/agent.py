@@ -15,7 +15,7 @@ from runtime.launcher.nodes.agent_messages import (
     AGENT_PROTOCOL,
     NODE_SERVICE,
     WORKERS_SERVICE,
-    Problem,
+    StartFailed,
     StartWorkers,
     Welcome,
     decode,
@@ -26,7 +26,7 @@ from runtime.launcher.nodes.session import WorkerSession
 from runtime.launcher.processes import WorkerProcesses
 from runtime.options import EMULATED, TORCH
 from runtime.p2p.host import Peers
-from runtime.p2p.membership.record import Accelerator
+from runtime.p2p.membership.record import Device
 from runtime.p2p.transport.channel import Channel
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class _Refused(Exception):
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
-        self.problem = Problem(kind=kind, text=text)
+        self.problem = StartFailed(kind=kind, text=text)
 
 
 class NodeAgent:
@@ -64,7 +64,7 @@ class NodeAgent:
         peers: Peers,
         address: str,
         model_path: Path | None,
-        gpus: tuple[Accelerator, ...],
+        gpus: tuple[Device, ...],
         on_workers: Callable[[int], None],
         report: Callable[[str], None],
     ) -> None:

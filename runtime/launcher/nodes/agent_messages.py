@@ -15,10 +15,10 @@ from msgspec import Meta
 
 from cost_model.printable import one_line
 from runtime.frames import BadFrame
-from runtime.p2p.membership.record import Accelerator, NodeName, is_node_name
+from runtime.p2p.membership.record import Device, NodeName, is_node_name
 from runtime.protocol.message import PROTOCOL_VERSION
 
-AGENT_PROTOCOL = 2
+AGENT_PROTOCOL = 3
 NODE_PROTOCOL = f"{AGENT_PROTOCOL}.{PROTOCOL_VERSION}"
 """Versions of what a head exchanges with agents and with workers; its nodes must have the same."""
 NODE_SERVICE, WORKERS_SERVICE = "node", "workers"
@@ -38,7 +38,7 @@ class Welcome(AgentMessage, frozen=True):
     address: str
     model_path: str
     cores: tuple[int, ...]
-    gpus: Annotated[tuple[Accelerator, ...], Meta(max_length=64)] = ()
+    gpus: Annotated[tuple[Device, ...], Meta(max_length=64)] = ()
 
 
 class StartWorkers(AgentMessage, frozen=True):
@@ -74,7 +74,7 @@ class WorkersEnded(AgentMessage, frozen=True):
     """Agent to head: no process of this channel is left."""
 
 
-class Problem(AgentMessage, frozen=True):
+class StartFailed(AgentMessage, frozen=True):
     """Agent to head: the workers can't be started. kind "input" is the user's ("problem; remedy"), "fault" is
     ours, "busy": another head has them."""
 
@@ -84,7 +84,7 @@ class Problem(AgentMessage, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(
-    Welcome | StartWorkers | WorkerFrame | WorkerEnded | StopWorkers | WorkersEnded | Problem
+    Welcome | StartWorkers | WorkerFrame | WorkerEnded | StopWorkers | WorkersEnded | StartFailed
 )
 
 
@@ -105,7 +105,7 @@ def decode(frame: bytes) -> AgentMessage:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"not a message between head and agent: {error}") from error
     match message:
-        case Problem():
+        case StartFailed():
             return msgspec.structs.replace(message, text=one_line(message.text))
         case Welcome():
             if not is_node_name(message.node):

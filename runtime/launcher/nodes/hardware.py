@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cluster_specs.loader import parse_accelerators
 from cost_model.errors import InputError
 from cost_model.hardware import find_accelerator
-from runtime.p2p.membership.record import Accelerator
+from runtime.p2p.membership.record import Device
 
 QUERY = ("nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits")
 TIMEOUT_S = 10.0
@@ -28,10 +28,10 @@ class Gpu:
     """A GPU as the driver reports it."""
 
     uuid: str
-    accelerator: Accelerator
+    accelerator: Device
 
 
-def local_gpus(declared: str | None = None) -> tuple[Accelerator, ...]:
+def local_gpus(declared: str | None = None) -> tuple[Device, ...]:
     """The GPUs of this machine that workers may use, by their index.
 
     Parameters
@@ -48,13 +48,13 @@ def local_gpus(declared: str | None = None) -> tuple[Accelerator, ...]:
     return found if declared is None else as_declared(declared, found)
 
 
-def hardware_of(gpus: Sequence[Accelerator]) -> tuple[Accelerator, ...]:
+def hardware_of(gpus: Sequence[Device]) -> tuple[Device, ...]:
     """For the node's record: its GPUs, or else its CPU with all of the machine's memory."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return tuple(gpus) or (Accelerator("CPU", memory_bytes),)
+    return tuple(gpus) or (Device("CPU", memory_bytes),)
 
 
-def as_declared(declared: str, found: Sequence[Accelerator]) -> tuple[Accelerator, ...]:
+def as_declared(declared: str, found: Sequence[Device]) -> tuple[Device, ...]:
     """GPUs as the operator declares them, beside those that the driver shows, if it shows any.
 
     Raises
@@ -74,10 +74,10 @@ def as_declared(declared: str, found: Sequence[Accelerator]) -> tuple[Accelerato
     if found and count > len(found):
         problem = f"the driver shows {len(found)} GPUs here ({VISIBLE} counts), not {count}"
         raise InputError(OPTION, declared, problem, "declare those that are there, or leave it out")
-    return (Accelerator(name, memory_bytes),) * count
+    return (Device(name, memory_bytes),) * count
 
 
-def visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Accelerator, ...]:
+def visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Device, ...]:
     """Those that CUDA shows a process with this CUDA_VISIBLE_DEVICES (None: not set), in its order.
 
     As in the CUDA programming guide: indices or beginnings of UUIDs; what follows one that is not there is
@@ -86,10 +86,10 @@ def visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Accelerator, ...
     if variable is None:
         return tuple(gpu.accelerator for gpu in gpus)
     chosen: list[str] = []
-    shown: list[Accelerator] = []
+    shown: list[Device] = []
     for word in (word.strip() for word in variable.split(",")):
         if word.startswith("MIG-"):
-            uuid, accelerator = word, Accelerator("MIG", 0)
+            uuid, accelerator = word, Device("MIG", 0)
         else:
             matches = _named(gpus, word)
             if len(matches) != 1:
@@ -127,5 +127,5 @@ def gpus_in(report: str) -> tuple[Gpu, ...]:
     for line in report.splitlines():
         if line.strip():
             uuid, name, mebibytes = (part.strip() for part in line.split(","))
-            gpus.append(Gpu(uuid, Accelerator(name, int(mebibytes) * MEBIBYTE)))
+            gpus.append(Gpu(uuid, Device(name, int(mebibytes) * MEBIBYTE)))
     return tuple(gpus)

@@ -14,7 +14,7 @@ from runtime.launcher.nodes.hardware import hardware_of, local_gpus
 from runtime.operator import report, stop_signals
 from runtime.p2p.membership.member import Member
 from runtime.p2p.membership.membership import Membership, host_of
-from runtime.p2p.membership.record import MAX_NAME, Accelerator, is_node_name
+from runtime.p2p.membership.record import MAX_NAME, Device, is_node_name
 from runtime.p2p.membership.table import NodeView
 
 ANY_HOST = ("0.0.0.0", "::")
@@ -61,7 +61,7 @@ def run_node(
 
 
 async def _run(
-    name: str, member: Member, address: str, model_path: Path | None, gpus: tuple[Accelerator, ...]
+    name: str, member: Member, address: str, model_path: Path | None, gpus: tuple[Device, ...]
 ) -> int:
     def on_workers(count: int) -> None:
         member.announce(load=min(count / len(hardware_of(gpus)), 1.0))

@@ -20,7 +20,7 @@ WELCOME_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class JoinedNode:
     """A node that is there: the peer that it is, and what its agent says of it."""
 
     peer_id: str
@@ -55,7 +55,7 @@ class Roster:
         self.departures = 0
         self._peers, self._report, self._cluster = peers, report, cluster
         self._addresses = {address.rpartition("/p2p/")[2]: address for address in addresses}
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, JoinedNode] = {}
         self._owners: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._suspects: set[str] = set()
@@ -64,7 +64,7 @@ class Roster:
         self._looking: asyncio.Task[None] | None = None
 
     @property
-    def nodes(self) -> dict[str, Node]:
+    def nodes(self) -> dict[str, JoinedNode]:
         """The nodes that are there, by name."""
         return dict(self._nodes)
 
@@ -105,7 +105,7 @@ class Roster:
                 async with asyncio.timeout(WELCOME_S):
                     welcome = await self._welcome(channel)
                 if welcome is not None and self._admits(peer_id, welcome):
-                    await self._while_there(Node(peer_id, target, welcome), channel)
+                    await self._while_there(JoinedNode(peer_id, target, welcome), channel)
             finally:
                 channel.close()
         except BadFrame as error:
@@ -142,7 +142,7 @@ class Roster:
             self._suspects.add(peer_id)
             log.warning("refused peer %s as a node: %s (logged once)", peer_id, why)
 
-    async def _while_there(self, node: Node, channel: Channel) -> None:
+    async def _while_there(self, node: JoinedNode, channel: Channel) -> None:
         name = node.welcome.node
         self._nodes[name] = node
         self._changed.set()

@@ -9,7 +9,7 @@ import socket
 
 from runtime.frames import HEAD_BYTES, MAX_FRAME_BYTES, BadFrame, body_length
 from runtime.launcher.nodes.agent_messages import (
-    Problem,
+    StartFailed,
     StartWorkers,
     StopWorkers,
     WorkerEnded,
@@ -74,7 +74,7 @@ class WorkerSession:
             await self._processes.spawn(sockets, self._request.engine)
         except Exception as error:
             log.exception("the workers of replica %s cannot be started", self._request.replica)
-            self._channel.send(encode(Problem(kind="fault", text=f"cannot start workers: {error}")))
+            self._channel.send(encode(StartFailed(kind="fault", text=f"cannot start workers: {error}")))
             self._channel.close()
 
     async def _carry(self) -> bool:

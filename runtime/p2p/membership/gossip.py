@@ -40,8 +40,8 @@ CHANNELS_A_PEER = 8
 LEAVE_S = 0.3  # for the tombstone to go out before the connections end
 
 
-class Records(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Records that the other end may lack."""
+class RecordBatch(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """RecordBatch that the other end may lack."""
 
     records: Annotated[tuple[SignedRecord, ...], Meta(max_length=RECORDS_A_FRAME)]
 
@@ -53,7 +53,7 @@ class Digest(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Records | Digest)
+_decoder = msgspec.msgpack.Decoder(RecordBatch | Digest)
 
 
 class Gossip:
@@ -188,7 +188,7 @@ class Gossip:
 
     def _send(self, channel: Channel, records: list[SignedRecord]) -> int:
         for start in range(0, len(records), RECORDS_A_FRAME):
-            channel.send(_encoder.encode(Records(tuple(records[start : start + RECORDS_A_FRAME]))))
+            channel.send(_encoder.encode(RecordBatch(tuple(records[start : start + RECORDS_A_FRAME]))))
         return len(records)
 
     def _send_to_all(self, records: list[SignedRecord], but: str = "") -> None:

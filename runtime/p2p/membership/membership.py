@@ -12,7 +12,7 @@ from cost_model.errors import InputError
 
 if TYPE_CHECKING:
     from runtime.p2p.membership.member import Member
-    from runtime.p2p.membership.record import Accelerator, Role
+    from runtime.p2p.membership.record import Device, Role
 
 LOOPBACK_LISTEN = "/ip4/127.0.0.1/tcp/0"
 IDENTITIES = Path.home() / ".hexgen2"
@@ -44,7 +44,7 @@ class Membership:
         name: str,
         role: Role,
         services: Iterable[str] = (),
-        hardware: Iterable[Accelerator] = (),
+        hardware: Iterable[Device] = (),
         protocol: str = "",
     ) -> Member:
         """This process as a member of the network, not started yet; `protocol` as in Peers.

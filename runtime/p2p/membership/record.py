@@ -42,7 +42,7 @@ class BadRecord(ValueError):
         super().__init__(f"{reason}: {detail}" if detail else reason)
 
 
-class Accelerator(msgspec.Struct, frozen=True, array_like=True):
+class Device(msgspec.Struct, frozen=True, array_like=True):
     """One GPU, or what stands for it, and its memory (0: not known)."""
 
     name: CardName
@@ -60,7 +60,7 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, for
     name: NodeName
     addresses: Annotated[tuple[Address, ...], Meta(max_length=32)] = ()
     services: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
-    hardware: Annotated[tuple[Accelerator, ...], Meta(max_length=64)] = ()
+    hardware: Annotated[tuple[Device, ...], Meta(max_length=64)] = ()
     role: Role = "worker"
     status: Status = "joining"
     load: Annotated[float, Meta(ge=0, le=1)] = 0.0

@@ -24,7 +24,7 @@ from msgspec import Meta
 from runtime.p2p.transport.gate import Cause, Gate, Refused, not_allowed_here, not_allowed_there
 from runtime.p2p.transport.opening import HEADER
 
-NETWORK_PROTOCOL = 1  # of connections and the node table
+NETWORK_PROTOCOL = 2  # of connections and the node table
 PREFIX = b"/hexgen2/greeting/1 "
 MAX_GREETING_BYTES = 1024
 FAREWELL_S = 1.0

@@ -1,4 +1,4 @@
-"""Finding peers that live but do not answer: a frozen peer closes no socket, and libp2p would wait 10 s."""
+"""Finding peers that are connected but frozen: they close no socket, and libp2p alone would wait 10 s."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable
 import trio
 from libp2p.network.stream.net_stream import NetStream
 
-from runtime.liveness import LOOKS_A_PERIOD, PING_EVERY_S, Patience
+from runtime.liveness import LOOKS_A_PERIOD, PING_EVERY_S, SilenceTimer
 from runtime.p2p.transport.network import ContainedYamux
 
 STAMP = struct.Struct("<d")
 
 
 async def silence(muxer: ContainedYamux, every_s: float = PING_EVERY_S) -> None:
-    """Return once nothing has come from the peer for longer than there is patience. Anything that comes
-    counts; to be pinged for it is another's task."""
-    patience = Patience()
-    while not patience.is_over(muxer.heard):
+    """Return once the peer has been silent for too long. Whatever arrives counts; the pings that it answers
+    are sent elsewhere (`ping`)."""
+    timer = SilenceTimer()
+    while not timer.has_expired(muxer.heard):
         await trio.sleep(every_s / LOOKS_A_PERIOD)
 
 
 async def ping(stream: NetStream, answered: Callable[[float], None], every_s: float = PING_EVERY_S) -> None:
-    """Send the time for ever, and tell the milliseconds that each echo took."""
+    """Send timestamps for ever; `answered` gets the milliseconds until each echo."""
 
     async def send() -> None:
         while True:
@@ -44,17 +44,17 @@ async def echo(stream: NetStream) -> None:
 
 
 async def cancel_at(event: trio.Event, scope: trio.CancelScope) -> None:
-    """Cancel the scope once the event is there."""
+    """Cancel the scope once the event is set."""
     await event.wait()
     scope.cancel()
 
 
 async def read_exactly(stream: NetStream, size_bytes: int) -> bytes:
-    """So many bytes.
+    """Exactly this many bytes.
 
     Raises
     ------
-    EOFError : the stream ended before
+    EOFError : the stream ended first
     """
     data = b""
     while len(data) < size_bytes:

@@ -157,7 +157,7 @@ def test_servers_that_take_less_are_asked_for_less(takes):
     [
         ("busy", "503: too many requests"),
         ("error", "a worker is gone"),
-        ("strange", "an event of the stream is not as OpenAI's are"),
+        ("strange", "a stream event does not follow the OpenAI API"),
         ("cut", "the connection was closed before the answer was complete"),
     ],
 )

@@ -12,7 +12,7 @@ from problems import MODELS, problem_from, problems
 from cost_model.errors import InfeasibleError
 from hexgen2.checks import violations
 from hexgen2.placement import Placement
-from hexgen2.search.bounds.upper_bounds import rates_limit
+from hexgen2.search.bounds.upper_bounds import rates_bound
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Group, Problem, Solution, counts_of, make_problem
@@ -57,7 +57,7 @@ def optimum(problem: Problem) -> float:
 @given(problems(max_gpus=6))
 def test_hexgen_finds_the_best_partition_and_the_bound_holds_for_it(problem):
     best = optimum(problem)
-    assert best <= rates_limit(problem).req_s * (1 + 1e-9)
+    assert best <= rates_bound(problem).req_s * (1 + 1e-9)
     if best == 0:
         for strategy in ("hexgen", "vllm"):
             with pytest.raises(InfeasibleError):

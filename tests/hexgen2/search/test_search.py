@@ -20,7 +20,7 @@ from hexgen2.checks import violations
 from hexgen2.cluster import Cluster
 from hexgen2.export.vllm_command import check_vllm
 from hexgen2.placement import Placement, json_schema
-from hexgen2.search.bounds.upper_bounds import rates_limit
+from hexgen2.search.bounds.upper_bounds import rates_bound
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.problem import Group, Problem, Solution, counts_of, make_problem
 from hexgen2.strategies.base import SearchOptions
@@ -59,7 +59,7 @@ def brute_force(problem: Problem) -> float:
 @given(problems(max_gpus=5))
 def test_exact_equals_brute_force_and_stays_below_the_bound(problem):
     best = brute_force(problem)
-    bound = rates_limit(problem).req_s
+    bound = rates_bound(problem).req_s
     assert best <= bound * (1 + 1e-9)
     if best == 0:
         with pytest.raises(InfeasibleError):
@@ -202,7 +202,7 @@ def test_interrupted_search_keeps_the_best_so_far():
     seen = []
 
     def interrupt(state):
-        seen.append(state.best.req_s)
+        seen.append(state.incumbent.best.req_s)
         if len(seen) == 3:
             raise KeyboardInterrupt
 

@@ -13,7 +13,7 @@ from hexgen2.simulator.batching import Policy
 from hexgen2.simulator.decode_replica import DecodeReplica
 from hexgen2.simulator.records import Records, ReplicaRecord
 from hexgen2.workload.requests import Requests
-from runtime.routing.kv_budget import Room
+from runtime.routing.kv_budget import KvBudget
 
 STEP_S, TOKEN_S, HOP_S = 0.01, 1e-3, 0.002
 
@@ -58,9 +58,9 @@ def engine_of(rows, kv_tokens: int, places: int, policy: Policy = "mixed", stage
     """An engine with its clock and records, for requests (arrival_s, isl, osl)."""
     arrival_s, isl, osl = (np.array(column) for column in zip(*rows, strict=True))
     records, clock = Records(Requests(arrival_s, isl, osl, "by hand")), Clock()
-    room, record = Room(kv_tokens, places), ReplicaRecord()
+    budget, record = KvBudget(kv_tokens, places), ReplicaRecord()
     lengths = isl.tolist(), osl.tolist()
     engine = DecodeReplica(
-        policy, Times(stages), *lengths, room, records, record, clock.schedule, records.ended
+        policy, Times(stages), *lengths, budget, records, record, clock.schedule, records.ended
     )
     return engine, clock, records, record

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from pytest import approx
 
+import hexgen2
 from cluster_specs.loader import resolve
 from cost_model.base import PREFILL_TOKENS, Work
 from cost_model.calibrated import Calibrated
@@ -13,13 +14,11 @@ from cost_model.errors import InputError
 from cost_model.lengths import attended_tokens
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
-from hexgen2.goal import Goal
 from hexgen2.moves import Move
 from hexgen2.placement import Placement
 from hexgen2.prediction.step_times import StepTimes
-from hexgen2.replan.request import replanned
 from hexgen2.search.problem import make_problem
-from hexgen2.simulator.fleet import LiveRoom
+from hexgen2.simulator.fleet import LiveKvBudget
 from hexgen2.simulator.options import Failure, Options, Replan
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.run import simulate
@@ -71,7 +70,7 @@ def test_nothing_is_held_and_nothing_is_lost_at_the_end(setting):
     simulation = run(setting, online(LengthSource(setting.workload), 8.0, 600, seed=1))
     records = simulation.records
     assert not np.isnan(records.end_s).any() and not records.failed
-    assert all(room.held_tokens == 0 and not room.held for room in simulation.rooms.values())
+    assert all(budget.held_tokens == 0 and not budget.held for budget in simulation.kv_budgets.values())
     assert (records.first_s > records.requests.arrival_s).all()
     assert (records.end_s > records.first_s).all()
     # Every token but a request's first has a gap before it.
@@ -161,8 +160,8 @@ def test_a_request_is_let_in_by_what_those_who_decode_hold_at_that_time(pair):
     for early_s, at_once in ((1e-4, True), (-1e-4, False)):
         asked = requests_of(long, (hundredth - early_s, 700, 2))
         simulation = Simulation(alone, cluster, Records(asked))
-        room = simulation.rooms[decode]
-        room.kv_budget_tokens = 700 + 99 + 700 + 2 * room.growth_tokens
+        budget = simulation.kv_budgets[decode]
+        budget.kv_budget_tokens = 700 + 99 + 700 + 2 * budget.growth_tokens
         simulation.run()
         begun_s = simulation.records.first_s[1] - lone.first_s[0]
         assert begun_s == approx(asked.arrival_s[1] if at_once else lone.end_s[0])
@@ -177,10 +176,10 @@ def test_where_answers_outgrow_their_room_requests_start_over_and_none_is_lost(s
     for _ in range(2):
         simulation = Simulation(setting, cluster, Records(asked))
         for replica in setting.replicas:
-            room = simulation.rooms[replica.id]
-            room.growth_tokens = 0
+            budget = simulation.kv_budgets[replica.id]
+            budget.growth_tokens = 0
             if replica.role == "decode":
-                room.kv_budget_tokens = max(1600, int(share * room.kv_budget_tokens))
+                budget.kv_budget_tokens = max(1600, int(share * budget.kv_budget_tokens))
         simulation.run()
         found.append(simulation)
     records = found[0].records
@@ -189,9 +188,9 @@ def test_where_answers_outgrow_their_room_requests_start_over_and_none_is_lost(s
     assert sum(records.gaps) == asked.osl.sum() - len(asked)
     spans = (records.end_s - records.first_s).sum()
     assert np.dot(records.gap_s, records.gaps) == approx(spans)
-    for room in found[0].rooms.values():
-        assert not room.held and room.held_tokens == 0
-        assert not isinstance(room, LiveRoom) or room.grown() == 0
+    for budget in found[0].kv_budgets.values():
+        assert not budget.held and budget.held_tokens == 0
+        assert not isinstance(budget, LiveKvBudget) or budget.grown() == 0
     assert records.end_s.tolist() == found[1].records.end_s.tolist()
 
 
@@ -248,7 +247,7 @@ def test_a_lost_replica_fails_its_requests_or_has_them_start_over(setting):
     lost = run(setting, asked, failures=failure, recover=False)
     failed = set(lost.records.failed)
     assert failed and all(asked.arrival_s[k] <= 40.0 for k in failed)
-    assert all(room.held_tokens == 0 for room in lost.rooms.values())
+    assert all(budget.held_tokens == 0 for budget in lost.kv_budgets.values())
     after = [name for name, at in zip(lost.records.decode, asked.arrival_s, strict=True) if at > 40.0]
     assert decode not in after
     recovered = run(setting, asked, failures=failure)
@@ -256,7 +255,7 @@ def test_a_lost_replica_fails_its_requests_or_has_them_start_over(setting):
     whole = recovered.records
     assert sum(whole.gaps) == asked.osl.sum() - len(asked)
     assert np.dot(whole.gap_s, whole.gaps) == approx((whole.end_s - whole.first_s).sum(), rel=1e-3)
-    assert all(room.held_tokens == 0 for room in recovered.rooms.values())
+    assert all(budget.held_tokens == 0 for budget in recovered.kv_budgets.values())
 
 
 @pytest.mark.parametrize("policy", ["mixed", "prefill-first", "chunked"])
@@ -268,7 +267,7 @@ def test_a_lost_colocated_replica_has_its_requests_start_over(colocated, policy)
         simulation = run(colocated, asked, policy=policy, failures=failures, recover=recover)
         records = simulation.records
         assert bool(records.failed) != recover
-        assert all(room.held_tokens == 0 for room in simulation.rooms.values())
+        assert all(budget.held_tokens == 0 for budget in simulation.kv_budgets.values())
     whole = run(colocated, asked, policy=policy, failures=failures, recover=True).records
     assert sum(whole.gaps) == asked.osl.sum() - len(asked)
     assert np.dot(whole.gap_s, whole.gaps) == approx((whole.end_s - whole.first_s).sum(), rel=3e-2)
@@ -308,7 +307,7 @@ def test_when_kv_cache_runs_out_the_youngest_start_over_and_all_end(colocated):
     tight = Simulation(
         small, cluster, Records(requests_of(*((0.0, 60, 400) for _ in range(8)))), Options("chunked")
     )
-    tight.rooms[one.id].kv_budget_tokens = 1500
+    tight.kv_budgets[one.id].kv_budget_tokens = 1500
     tight.run()
     assert tight.records.replicas[one.id].preemptions > 0
     assert not np.isnan(tight.records.end_s).any()
@@ -319,14 +318,14 @@ def test_the_fleet_changes_over_to_another_placement_without_losing_anything(set
     path = tmp_path / "placement.json"
     setting.save(path)
     lost = setting.replicas[-1].gpus[0]
-    following = replanned(path, {"lost": lost}, "hexgen2", Goal(), SearchOptions(), None, None)
+    following = hexgen2.replan(path, lost=lost)
     asked = online(LengthSource(setting.workload), 4.0, 800, seed=5)
     events = {"failures": [Failure(60.0, setting.replicas[-1].id)], "replans": [Replan(70.0, following)]}
     simulation = run(setting, asked, recover=True, **events)
     records = simulation.records
     assert not records.failed and not np.isnan(records.end_s).any()
     assert sum(records.gaps) == asked.osl.sum() - len(asked)
-    assert all(room.held_tokens == 0 for room in simulation.rooms.values())
+    assert all(budget.held_tokens == 0 for budget in simulation.kv_budgets.values())
     kept = {move.replica for move in following.moves if move.action == "keep"}
     gone = {replica.id for replica in setting.replicas} - kept
     loading = max(move.load_s + move.drain_s for move in following.moves)

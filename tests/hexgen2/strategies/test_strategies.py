@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from hexgen2.placement import Placement, Replica
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.operators import swaps
 from hexgen2.search.partition.initial import estimated_groups
-from hexgen2.search.problem import Problem, make_problem
+from hexgen2.search.problem import Problem, Solution, make_problem
+from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.baselines.paper import valued
 from hexgen2.strategies.registry import STRATEGIES, find_strategy
@@ -32,6 +34,11 @@ def run(strategy: str, problem: Problem, options: SearchOptions | None = None) -
     assert placement.strategy == strategy
     assert 0 < placement.throughput.req_s <= placement.bound.req_s * (1 + 1e-9)
     return placement
+
+
+def _solutions_in(seen: list[Solution]) -> Callable[[SearchState], None]:
+    """A progress function that lists the best solution at every improvement."""
+    return lambda state: seen.append(state.incumbent.best.solution)
 
 
 def types_of(problem: Problem, replica: Replica) -> set[str]:
@@ -101,7 +108,7 @@ def test_time_limit_keeps_the_best(strategy):
 @pytest.mark.parametrize("strategy", ALL)
 def test_interrupted_search_keeps_the_best_so_far(strategy):
     def interrupt(state):
-        if state.best.req_s > 0:
+        if state.incumbent.best.req_s > 0:
             raise KeyboardInterrupt
 
     placement = run(strategy, make("hexgen2-setting-1", "opt-30b", "HPHD"), SearchOptions(progress=interrupt))
@@ -119,7 +126,7 @@ def test_what_cannot_fit_raises(strategy):
 def test_swaps_keep_the_number_of_groups(strategy, cluster):
     """The paper's K is never revised; random swaps keep even the size of every group."""
     problem, seen = make(cluster, "llama-2-70b", "HPLD"), []
-    run(strategy, problem, SearchOptions(progress=lambda state: seen.append(state.best.solution)))
+    run(strategy, problem, SearchOptions(progress=_solutions_in(seen)))
     assert {len(solution.groups) for solution in seen} == {estimated_groups(problem)}
     if strategy == "random-swap":
         assert len({tuple(sorted(g.size for g in solution.groups)) for solution in seen}) == 1
@@ -130,7 +137,11 @@ def test_swaps_keep_the_number_of_groups(strategy, cluster):
 def test_random_swaps_end_where_no_swap_improves(model, seed):
     """On eight GPUs, 2,000 draws come across every swap of two groups again and again."""
     problem, seen = make("hexgen2-case-study", model, "HPHD"), []
-    run("random-swap", problem, SearchOptions(seed, progress=lambda state: seen.append(state.best.solution)))
+    run(
+        "random-swap",
+        problem,
+        SearchOptions(seed, progress=lambda state: seen.append(state.incumbent.best.solution)),
+    )
     evaluator, everyone = Evaluator(problem), list(range(len(seen[-1].groups)))
     reached = valued(evaluator, seen[-1]).score
     neighbours = [solution for _, solution in swaps(seen[-1], everyone, everyone)]
@@ -142,7 +153,9 @@ def test_paper_starts_as_in_appendix_e():
     """E.1: four groups of two, one of each type for each phase. E.3: for LPHD, GPUs then go to decode."""
     problem, seen = make("hexgen2-case-study", "llama-2-70b", "LPHD"), []
     placement = run(
-        "hexgen2-paper", problem, SearchOptions(progress=lambda state: seen.append(state.best.solution))
+        "hexgen2-paper",
+        problem,
+        SearchOptions(progress=_solutions_in(seen)),
     )
     start = sorted((g.role, g.counts) for g in seen[0].groups)
     assert start == [(role, ((node, 2),)) for role in ("decode", "prefill") for node in (0, 1)]

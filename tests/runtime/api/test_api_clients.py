@@ -8,6 +8,7 @@ from functools import partial
 import httpx
 import openai
 import pytest
+from api_requests import CHAT, COMPLETION, JSON, check_error
 from served import MODEL, SECONDS, gauge, make_placement, until_idle
 from tokenizer_files import CONTEXT, write_model
 
@@ -23,8 +24,6 @@ from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Prefill
 from runtime.routing.router import Route, Router
 
-JSON = {"Content-Type": "application/json"}
-MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "which route?"}]
 # clients that leave
 
 
@@ -78,8 +77,6 @@ def test_a_storm_of_clients_of_whom_many_leave_leaves_nothing_behind(server, htt
 
 # errors
 
-COMPLETION = {"model": MODEL, "prompt": "the", "max_tokens": 4}
-CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
 WRONG = {
     "unknown model": ("/v1/completions", COMPLETION | {"model": "gpt-4"}, 404, "model_not_found"),
     "answer too long": (
@@ -156,13 +153,6 @@ REFUSED_COMPLETIONS = [
 ]
 
 
-def check_error(response, status, code):
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"] and error["code"] == code
-
-
 @pytest.mark.parametrize("option", REFUSED + REFUSED_COMPLETIONS, ids=str)
 def test_an_option_that_is_wrong_or_not_served_is_named(http, option):
     bodies = [("/v1/completions", COMPLETION)]
@@ -224,7 +214,7 @@ def in_process(folder, queue_limit=256, link=None):
         Router([Route("c", "c", 1.0)]), {"c": replica}, metrics, queue_limit=queue_limit
     )
     metrics.watch(coordinator)
-    link.answer = partial(coordinator._in_work.handle, replica)
+    link.answer = partial(coordinator._in_flight.handle, replica)
     service = Service(placement, coordinator, ModelTokenizer.load(folder), metrics)
     transport = httpx.ASGITransport(create_app(service))
     return httpx.AsyncClient(transport=transport, base_url="http://app")

@@ -7,9 +7,9 @@ import pytest
 from edge import POST, answer, refused, talk
 from instant import instant_server
 
+from runtime.api.access import hosts_of
 from runtime.api.connection import site_of
 from runtime.options import FrontOptions
-from runtime.serve import hosts_of
 
 OPEN = {"api_keys": {}}
 SHOWN = b"GET /shown HTTP/1.1\r\nhost: here\r\n"

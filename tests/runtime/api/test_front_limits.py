@@ -290,7 +290,7 @@ def test_silence_after_connecting_or_between_requests_is_cut():
     talk(scenario, read_timeout_s=0.3)
 
 
-def test_a_request_in_work_is_not_cut_by_the_read_timeout():
+def test_an_in_flight_request_is_not_cut_by_the_read_timeout():
     async def scenario(connect, endless):
         reader, writer = await connect()
         writer.write(POST.replace(b"POST /v1/echo", b"GET /endless") + b"\r\n")

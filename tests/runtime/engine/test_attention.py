@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from runtime import native
-from runtime.engine.torch.attention.cpu import Batch, attend, store
+from runtime.engine.torch.attention import make_attention
+from runtime.engine.torch.attention.base import Batch
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import CacheShape, PagedCache
 from runtime.kv_transfer.slices import Runs
@@ -63,6 +64,7 @@ def test_ragged_batches_attend_to_all_before_them(seed: int, window: int | None)
     shape = CacheShape(Part(2, 4, 0, kv_heads), dim, torch.float32, torch.device("cpu"))
     cache = PagedCache(shape, BLOCKS, BLOCK)
     cache.pool.fill_(torch.nan)
+    attention = make_attention(cache)
     requests = list(random_batches(seed))
     data = [(torch.randn(sum(parts), 3, heads, dim)) for parts, _ in requests]
     done = [0] * len(requests)
@@ -71,7 +73,7 @@ def test_ragged_batches_attend_to_all_before_them(seed: int, window: int | None)
         random.Random(seed).shuffle(live)
         counts = [requests[n][0][turn] for n in live]
         batch = Batch.make(
-            cache,
+            attention,
             [[7] * count for count in counts],
             [done[n] for n in live],
             [requests[n][1] for n in live],
@@ -79,8 +81,8 @@ def test_ragged_batches_attend_to_all_before_them(seed: int, window: int | None)
         )
         rows = torch.cat([data[n][done[n] : done[n] + count] for n, count in zip(live, counts, strict=True)])
         query, key, value = rows[:, 0], rows[:, 1, :kv_heads], rows[:, 2, :kv_heads]
-        store(key, value, 3, batch)
-        answer = attend(query, key, value, 3, batch, window)
+        attention.store(key, value, 3, batch)
+        answer = attention.attend(query, key, value, 3, batch, window)
         row = 0
         for n, count in zip(live, counts, strict=True):
             for token in range(done[n], done[n] + count):

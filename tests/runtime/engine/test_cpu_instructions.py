@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB, WRITERS
-from instructions import kernels, needs_avx512
-from served import Launched, make_placement
+from instructions import needs_avx512
 
 from runtime.engine.torch.sampling.noise import draw_keys, gumbel, token_hashes
 from runtime.launcher.processes import AVX2_ONLY
@@ -66,14 +65,3 @@ def test_streams_are_equal_up_to_near_ties(family: str, tmp_path: Path) -> None:
             found = scores(one["logprobs"][same], heat, seed, same)
             assert abs(found[pairs[same][0]] - found[pairs[same][1]]) < NEAR
     assert whole > 0.9 * len(requests)
-
-
-@needs_avx512
-def test_launch_takes_the_instructions_to_its_workers(model_folder: Path, tmp_path: Path) -> None:
-    server = Launched(make_placement(model_folder), model_folder, tmp_path, "--cpu-instructions", "avx2")
-    try:
-        server.until_serving()
-        loaded = {kernel for process in server.family() for kernel in kernels(process)}
-        assert loaded == {"avx2"}
-    finally:
-        server.close()

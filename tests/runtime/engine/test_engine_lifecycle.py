@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from checkpoints import LAYERS, VOCAB, greedy, write_llama
 from engine_harness import TIMEOUT_S, Cluster, Shape
+from stage_shapes import replica_cells
 
 from runtime.frames import MAX_FRAME_BYTES
-from runtime.kv_cache.layout import replica_cells
 from runtime.protocol.between_workers import NONCE_BYTES, Hello
 from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import Failed
-from runtime.protocol.handshake import Introduction, connect
+from runtime.protocol.handshake import Credentials, connect
 from runtime.protocol.message import PROTOCOL_VERSION, Sampling
 from runtime.protocol.to_workers import Connect, Decode
 
@@ -104,8 +104,8 @@ def test_a_target_that_nobody_knows_fails_the_request(cluster: Cluster) -> None:
 def test_who_does_not_know_the_secret_is_refused(cluster: Cluster, answer: list[int], purpose: str) -> None:
     for worker in ("p/0", "p/2", "d/0"):
         with pytest.raises(ConnectionError):
-            introduction = Introduction("p/1", purpose, "wrong")
-            connect(("127.0.0.1", cluster.ports[worker]), introduction, TIMEOUT_S)
+            credentials = Credentials("p/1", purpose, "wrong")
+            connect(("127.0.0.1", cluster.ports[worker]), credentials, TIMEOUT_S)
     serves(cluster, f"after {purpose}", "p", "d", answer)
 
 
@@ -162,7 +162,7 @@ def test_a_follower_that_has_lost_sight_of_the_target_fails_the_request(folder: 
         time.sleep(0.2)
         cluster.submit("blind", PROMPT, Sampling(max_tokens=9), "p", "d")
         outcome = cluster.wait("blind", lambda o: "p" in o.released)
-        assert "no way to the replica d" in outcome.failures[0].text
+        assert "can't go to replica d" in outcome.failures[0].text
         cluster.connect()
         time.sleep(0.2)
         cluster.submit("seeing", PROMPT, Sampling(max_tokens=9, ignore_eos=True), "p", "d")

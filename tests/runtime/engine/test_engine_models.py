@@ -25,10 +25,11 @@ from transformers import AutoModelForCausalLM
 
 from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
-from runtime.engine.rank import Place
+from runtime.engine.rank import Rank
 from runtime.engine.torch import linear
-from runtime.engine.torch.attention.cpu import Batch
-from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.attention import make_attention
+from runtime.engine.torch.attention.base import Batch
+from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.kv_cache.layout import Part
@@ -97,20 +98,19 @@ def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def whole_model(folder: Path, dtype: str = "auto") -> DecoderStage:
     stages = (StageShape(workers=("w",), first_layer=0, end_layer=LAYERS),)
-    return load_stage(str(folder), dtype, CPU, Links(Place.find(stages, "w"), CPU))
+    return load_stage(str(folder), dtype, CPU, Collectives(Rank.find(stages, "w"), CPU))
 
 
 def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Tensor:
     """Last-token logits [prompts, vocab], each prompt in two steps: before and from token `cut` on."""
     blocks = -(-max(map(len, prompts)) // 4)
-    cache = PagedCache(
-        CacheShape(stage.part, stage.spec.head_dim, stage.dtype, CPU), blocks * len(prompts), 4
-    )
+    shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, CPU)
+    attention = make_attention(PagedCache(shape, blocks * len(prompts), 4))
     tables = [list(range(n, blocks * len(prompts), len(prompts))) for n in range(len(prompts))]
     logits = None
     for first, end in ((0, cut), (cut, None)) if cut else ((0, None),):
         parts = [prompt[first:end] for prompt in prompts]
-        batch = Batch.make(cache, parts, [first] * len(parts), tables, [True] * len(parts))
+        batch = Batch.make(attention, parts, [first] * len(parts), tables, [True] * len(parts))
         logits = stage.logits(stage.forward(batch, None, lambda layer: None), batch)
     assert logits is not None
     return logits
@@ -299,6 +299,6 @@ def test_a_cache_holds_its_part_only() -> None:
     cache = PagedCache(CacheShape(Part(3, 5, 2, 4), 8, torch.float32, CPU), 3, 4)
     assert cache.layer(4).shape == (2, 12, 2, 8)
     cache.pool.fill_(0.0)
-    cache.heads(3, 3, 4).fill_(1.0)
-    assert cache.layer(3)[:, :, 1].eq(1).all()
+    cache.layer(3)[:, :, 1].fill_(1.0)
+    assert cache.pool[0, :, :, 1].eq(1).all()
     assert cache.pool.sum() == 2 * 12 * 8

@@ -13,9 +13,9 @@ from runtime.routing.router import Route
 def test_a_request_goes_through_prefill_and_decode_in_order():
     async def scenario():
         async with serving(PAIR) as (coordinator, leads):
-            generation = coordinator.submit(PROMPT, sampling(5))
-            assert await tokens_of(generation) == [300, 301, 302, 303, 304]
-            assert generation.route == PAIR[0]
+            request = coordinator.submit(PROMPT, sampling(5))
+            assert await tokens_of(request) == [300, 301, 302, 303, 304]
+            assert request.route == PAIR[0]
             assert leads["p0"].kinds() == ["Prefill"] and leads["p0"].received[0].target == "d0"
             assert leads["d0"].kinds() == ["ReserveKv", "Decode"]
             assert leads["d0"].received[0].capacity_tokens == 8
@@ -49,10 +49,10 @@ def test_a_colocated_replica_does_both_phases():
 def test_one_token_needs_no_decode_replica():
     async def scenario():
         async with serving(PAIR) as (coordinator, leads):
-            generation = coordinator.submit(PROMPT, sampling(1))
-            assert await tokens_of(generation) == [300]
+            request = coordinator.submit(PROMPT, sampling(1))
+            assert await tokens_of(request) == [300]
             assert leads["p0"].received[0].target == "" and leads["d0"].received == []
-            assert generation.record.decode_replica == "p0"
+            assert request.record.decode_replica == "p0"
             await settle(coordinator)
 
     run(scenario)
@@ -76,11 +76,11 @@ def test_cancel_frees_both_sides_and_only_once_they_say_so(stuck):
     async def scenario():
         async with serving(PAIR) as (coordinator, leads):
             leads[stuck].gate.clear()
-            generation = coordinator.submit(PROMPT, sampling())
+            request = coordinator.submit(PROMPT, sampling())
             await asyncio.sleep(0.05)
-            coordinator.cancel(generation)
-            coordinator.cancel(generation)
-            assert [output async for output in generation] == []
+            coordinator.cancel(request)
+            coordinator.cancel(request)
+            assert [output async for output in request] == []
             await asyncio.sleep(0.05)
             assert coordinator.replicas["d0"].held or coordinator.replicas["p0"].held
             leads[stuck].gate.set()
@@ -141,7 +141,7 @@ def test_many_requests_follow_the_weights_and_leave_nothing_behind():
             await settle(coordinator)
             assert not any(lead.held for lead in leads.values())
             assert all(replica.held_tokens == 0 for replica in coordinator.replicas.values())
-            assert not coordinator._in_work.requests
+            assert not coordinator._in_flight.requests
 
     run(scenario)
 

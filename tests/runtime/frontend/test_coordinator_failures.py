@@ -52,11 +52,11 @@ def test_a_refusal_that_crosses_a_cancel_frees_the_room():
             lead = leads["d0"]
             lead.refusals, lead.release = 1, lambda _: None  # it says Released of nothing it never held
             lead.gate.clear()
-            generation = coordinator.submit(PROMPT, sampling())
-            coordinator.cancel(generation)
+            request = coordinator.submit(PROMPT, sampling())
+            coordinator.cancel(request)
             lead.gate.set()
             await settle(coordinator)
-            assert not coordinator._in_work.requests
+            assert not coordinator._in_flight.requests
 
     run(scenario)
 
@@ -106,7 +106,7 @@ def test_a_request_that_a_replica_gives_up_fails_alone(name, when, caplog):
             assert f"replica {name} gave up request r0: sending KV cache" in caplog.text
             assert await tokens_of(beside) == [300, 301, 302, 303]
             await settle(coordinator)
-            assert not any(lead.held for lead in leads.values()) and not coordinator._in_work.requests
+            assert not any(lead.held for lead in leads.values()) and not coordinator._in_flight.requests
             assert [record.outcome for record in coordinator.records] == ["failed", "length"]
             if name == "p0":
                 assert Cancel(request_id="r0") in leads["d0"].received
@@ -123,10 +123,10 @@ def test_a_request_that_a_fault_struck_is_resumed_where_it_was(name, when):
         routes = [Route("c0", "c0", 1.0)] if name == "c0" else PAIR
         async with serving(routes, lead=Failing) as (coordinator, leads):
             leads[name].gives_up, leads[name].fault = {"r0": when}, True
-            generation = coordinator.submit(PROMPT, sampling())
-            assert await tokens_of(generation) == [300, 301, 302, 303]
+            request = coordinator.submit(PROMPT, sampling())
+            assert await tokens_of(request) == [300, 301, 302, 303]
             await settle(coordinator)
-            assert not any(lead.held for lead in leads.values()) and not coordinator._in_work.requests
+            assert not any(lead.held for lead in leads.values()) and not coordinator._in_flight.requests
             (record,) = coordinator.records
             assert (record.outcome, record.resumes, record.output_tokens) == ("length", 1, 4)
             again = [m for m in leads[routes[0].prefill].received if isinstance(m, Prefill)][-1]
@@ -145,10 +145,10 @@ def test_what_fails_everywhere_is_an_error_in_the_end():
         ):
             for lead in leads.values():
                 lead.gives_up, lead.fault = {f"r{number}": Prefill for number in range(9)}, True
-            generation = coordinator.submit(PROMPT, sampling())
+            request = coordinator.submit(PROMPT, sampling())
             with pytest.raises(Unavailable, match="gave up request r3: sending KV cache"):
-                await tokens_of(generation)
-            assert generation.record.resumes == 3
+                await tokens_of(request)
+            assert request.record.resumes == 3
             await settle(coordinator)
 
     run(scenario)
@@ -157,8 +157,8 @@ def test_what_fails_everywhere_is_an_error_in_the_end():
 def test_a_failure_after_the_end_changes_nothing():
     async def scenario():
         async with serving(PAIR) as (coordinator, leads):
-            generation = coordinator.submit(PROMPT, sampling())
-            assert len(await tokens_of(generation)) == 4
+            request = coordinator.submit(PROMPT, sampling())
+            assert len(await tokens_of(request)) == 4
             await settle(coordinator)
             for lead in leads.values():
                 lead.link.send(
@@ -203,9 +203,9 @@ def test_a_lost_replica_fails_a_request_that_was_resumed_often_and_the_others_se
                 await tokens_of(on_lost)
             assert lost in coordinator.lost[lost]
             for _ in range(3):
-                generation = coordinator.submit(PROMPT, sampling())
-                assert len(await tokens_of(generation)) == 4
-                assert generation.route == routes[1]
+                request = coordinator.submit(PROMPT, sampling())
+                assert len(await tokens_of(request)) == 4
+                assert request.route == routes[1]
             await settle(coordinator)
 
     run(scenario)
@@ -244,7 +244,7 @@ def test_requests_of_a_lost_replica_go_on_elsewhere(lost, phase):
                 for request_id in list(d0.held):
                     d0.release(request_id)
                 await settle(coordinator)
-                assert not coordinator._in_work.requests
+                assert not coordinator._in_flight.requests
                 order = [request.record.routed_s for request in doomed]
                 assert order == sorted(order)
 
@@ -302,7 +302,7 @@ def test_whatever_fails_every_token_comes_once(seed):
                 else:
                     assert tokens == list(range(300, 300 + length))
             await settle(coordinator)
-            assert not coordinator._in_work.requests and coordinator.waiting == 0
+            assert not coordinator._in_flight.requests and coordinator.waiting == 0
             assert all(replica.held_tokens == 0 for replica in coordinator.replicas.values())
 
     run(scenario)
@@ -336,10 +336,10 @@ def test_a_prefill_replica_may_go_once_its_request_decodes():
                 sent.set()
 
             leads["d0"].emit, leads["d0"].release = slowly, lambda _: None
-            generation = coordinator.submit(PROMPT, sampling())
+            request = coordinator.submit(PROMPT, sampling())
             await sent.wait()
             leads["p0"].link.close()
-            assert await tokens_of(generation) == [300, 301, 302, 303]
+            assert await tokens_of(request) == [300, 301, 302, 303]
 
     run(scenario)
 

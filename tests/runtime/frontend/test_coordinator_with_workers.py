@@ -70,13 +70,13 @@ def test_a_decode_worker_killed_while_kv_is_on_its_way_is_an_error_and_others_se
     async def scenario():
         async with joined(folder) as (coordinator, cluster, _):
             doomed = [ask(coordinator, TO_D) for _ in range(8)]
-            while not any(generation.state.value == "prefilling" for generation in doomed):
+            while not any(request.state.value == "prefilling" for request in doomed):
                 await asyncio.sleep(0)
             cluster.processes["d/1"].kill()
             beside = ask(coordinator, TO_E)
-            for generation in doomed:
+            for request in doomed:
                 with pytest.raises(Unavailable, match=r"replica d is lost|replica p gave up"):
-                    await tokens_of(generation)
+                    await tokens_of(request)
             assert await tokens_of(beside) == answer
             await settle(coordinator)
             assert list(coordinator.lost) == ["d"]

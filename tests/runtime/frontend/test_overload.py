@@ -71,8 +71,8 @@ def test_who_would_wait_too_long_is_refused_at_once():
     async def scenario():
         async with serving(PAIR, budget=7) as (coordinator, leads):
             done = [coordinator.submit(PROMPT, sampling(), origin=Origin("a")) for _ in range(30)]
-            for generation in done:
-                await tokens_of(generation)
+            for request in done:
+                await tokens_of(request)
             busy(coordinator, leads)
             waiting = [coordinator.submit(PROMPT, sampling(), origin=Origin("a")) for _ in range(20)]
             await asyncio.sleep(0.2)
@@ -81,8 +81,8 @@ def test_who_would_wait_too_long_is_refused_at_once():
             assert "would wait" in str(caught.value) and caught.value.retry_after_s >= 1
             patient = coordinator.submit(PROMPT, sampling(), origin=Origin("a"))
             free(leads)
-            for generation in [*waiting, patient]:
-                assert len(await tokens_of(generation)) == 4
+            for request in [*waiting, patient]:
+                assert len(await tokens_of(request)) == 4
             await settle(coordinator)
 
     run(scenario)
@@ -99,8 +99,8 @@ def test_clients_take_turns_and_the_greedy_one_makes_way():
             with pytest.raises(Overloaded):
                 coordinator.submit(PROMPT, sampling(), origin=Origin("greedy"))
             free(leads)
-            for generation in [first, *greedy[:3], modest]:
-                assert len(await tokens_of(generation)) == 4
+            for request in [first, *greedy[:3], modest]:
+                assert len(await tokens_of(request)) == 4
             starts = [each.record.routed_s for each in (greedy[0], modest, greedy[1])]
             assert starts == sorted(starts)
             await settle(coordinator)
@@ -116,8 +116,8 @@ def test_a_limit_for_each_client():
             with pytest.raises(TooMany):
                 coordinator.submit(PROMPT, sampling(), origin=Origin("a"))
             free(leads)
-            for generation in running:
-                assert len(await tokens_of(generation)) == 4
+            for request in running:
+                assert len(await tokens_of(request)) == 4
 
     run(scenario)
 

@@ -57,7 +57,7 @@ def test_a_request_that_kills_two_replicas_is_not_resumed_again(after, caplog):
             assert "it was on board when replicas died" in caplog.text
             assert await tokens_of(coordinator.submit(PROMPT, sampling())) == [300, 301, 302, 303]
             await settle(coordinator)
-            assert not coordinator._in_work.requests
+            assert not coordinator._in_flight.requests
 
     run(scenario)
 
@@ -127,7 +127,7 @@ def test_a_message_that_cannot_be_made_ends_its_request_and_no_other(kind):
                 await tokens_of(poison)
             assert await tokens_of(sound) == [300, 301, 302, 303]
             await settle(coordinator)
-            assert not coordinator.lost and not coordinator._in_work.requests
+            assert not coordinator.lost and not coordinator._in_flight.requests
             assert not any(lead.held for lead in leads.values())
 
     run(scenario)

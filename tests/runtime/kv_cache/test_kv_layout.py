@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_shapes import stages
+from stage_shapes import replica_cells, stages
 
 from runtime.kv_cache.layout import (
     KvTransfer,
@@ -17,7 +17,6 @@ from runtime.kv_cache.layout import (
     head_range,
     held,
     outgoing,
-    replica_cells,
     transfers,
 )
 from runtime.protocol.message import StageShape

@@ -15,8 +15,8 @@ from kv_pairs import (
     Pool,
     Receiving,
     Sending,
+    credentials,
     holds,
-    introduction,
     landed,
     met,
     next_event,
@@ -32,7 +32,7 @@ from runtime.protocol.handshake import connect
 
 def opened(receiving: Receiving, transport: str = "tcp") -> Connection:
     """A connection by hand."""
-    connection = connect(receiving.address, introduction("x/0"), TIMEOUT_S)
+    connection = connect(receiving.address, credentials("x/0"), TIMEOUT_S)
     connection.send(opening(KvOffer(transport=transport, handle="")))
     answer = connection.receive()
     assert isinstance(answer, KvOpened) and answer.transport == transport, answer
@@ -142,7 +142,7 @@ def test_a_sender_that_falls_silent_in_a_slice_fails_its_request() -> None:
     ids=str,
 )
 def test_a_stranger_is_turned_away(first: object, receiving: Receiving) -> None:
-    connection = connect(receiving.address, introduction("x/0"), TIMEOUT_S)
+    connection = connect(receiving.address, credentials("x/0"), TIMEOUT_S)
     connection.send(first)  # type: ignore[arg-type]
     answer = connection.receive()
     if answer is not None:
@@ -153,7 +153,7 @@ def test_a_stranger_is_turned_away(first: object, receiving: Receiving) -> None:
 @pytest.mark.parametrize("handle", ["", "x", "1:2", "-1:0:x", "1:2:3:4", f"{os.getpid()}:0:hexgen2-kv-0"])
 def test_memory_that_is_no_pool_is_not_mapped(handle: str, receiving: Receiving) -> None:
     offer = opening(KvOffer(transport="shm", handle=handle))
-    connection = connect(receiving.address, introduction("x/0"), TIMEOUT_S)
+    connection = connect(receiving.address, credentials("x/0"), TIMEOUT_S)
     connection.send(msgspec.structs.replace(offer, host=host_identity()))
     answer = connection.receive()
     assert isinstance(answer, KvOpened) and not answer.transport and "opened" in answer.problem

@@ -1,23 +1,22 @@
 """What a user can get wrong at `hexgen2 launch`: one line that says where and what to do, exit code 2."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
+from commands import hexgen2, installed
 from served import make_placement
 
 from cost_model.errors import InputError
 from runtime.serve import serve
 
-COMMAND = Path(sys.executable).with_name("hexgen2")
-LIMIT_S = 120
+RUN = "HEXGEN2_TEST_RUN"
+"""In the environment of all processes that a launch in a process of its own starts."""
 PROGRESS = re.compile(r"starting \d+ workers|\d+/\d+ workers ready")
 
 
@@ -36,21 +35,12 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def refusal(*arguments):
+def refusal(*arguments, run=hexgen2):
     """Launch with these arguments: the lines of progress, and the one line of the refusal."""
-    command = [COMMAND, "launch", *map(str, arguments)]
     if "--port" not in arguments:
-        command += ["--port", str(free_port())]
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env={**os.environ, "HEXGEN2_TEST_RUN": str(os.getpid())},
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
+        arguments += ("--port", free_port())
+    done = run("launch", *arguments)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
     *progress, line = done.stderr.splitlines()
     assert all(PROGRESS.fullmatch(each) for each in progress), done.stderr
     assert line.startswith("hexgen2: ") and ("; " in line or "--help" in line), line
@@ -60,10 +50,12 @@ def refusal(*arguments):
 
 def left_over():
     """Processes that a launch of this test run has left behind."""
-    found = []
+    found = [each for each in multiprocessing.active_children() if each.is_alive()]
+    if found:
+        return found
     for process in psutil.process_iter():
         try:
-            if process.environ().get("HEXGEN2_TEST_RUN") == str(os.getpid()):
+            if process.environ().get(RUN) == str(os.getpid()):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -83,7 +75,7 @@ def edited(path, edit):
 def test_a_placement_file_that_is_missing(files):
     path, model = files
     path.unlink()
-    progress, line = refusal(path, "--model-path", model)
+    progress, line = refusal(path, "--model-path", model, run=installed)
     assert not progress and str(path) in line and "hexgen2 search" in line
 
 
@@ -202,18 +194,21 @@ def with_a_broken_generation_config(model):
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "words", "run"),
     [
-        (truncated, ["worker box/", "model.safetensors", "truncated", "download the checkpoint again"]),
-        (with_a_broken_tokenizer, ["tokenizer", "restore the model's tokenizer files"]),
-        (with_a_broken_generation_config, ["generation_config.json", "restore the file"]),
+        (truncated, ["worker box/", "model.safetensors", "truncated", "checkpoint again"], installed),
+        (with_a_broken_tokenizer, ["tokenizer", "restore the model's tokenizer files"], hexgen2),
+        (with_a_broken_generation_config, ["generation_config.json", "restore the file"], hexgen2),
     ],
 )
-def test_a_checkpoint_that_cannot_be_loaded_leaves_no_process_and_no_port(files, damage, words):
+def test_a_checkpoint_that_cannot_be_loaded_leaves_no_process_and_no_port(
+    files, damage, words, run, monkeypatch
+):
     path, model = files
     damage(model)
     port = free_port()
-    progress, line = refusal(path, "--model-path", model, "--port", port)
+    monkeypatch.setenv(RUN, str(os.getpid()))
+    progress, line = refusal(path, "--model-path", model, "--port", port, run=run)
     assert progress[0] == "starting 6 workers" and all(word in line for word in [str(model), *words]), line
     with socket.create_server(("127.0.0.1", port)):
         pass

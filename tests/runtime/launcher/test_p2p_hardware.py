@@ -11,15 +11,15 @@ from hexgen2.placement import Stage
 from runtime.launcher.configure import configurations
 from runtime.launcher.nodes.agent_messages import AGENT_PROTOCOL, Welcome
 from runtime.launcher.nodes.hardware import Gpu, as_declared, gpus_in, hardware_of, visible
-from runtime.launcher.nodes.on_node import check_hardware, settled
-from runtime.p2p.membership.record import Accelerator
+from runtime.launcher.nodes.node_configuration import check_hardware, on_node
+from runtime.p2p.membership.record import Device
 
 REPORT = """GPU-aaaa1111-0, NVIDIA H100 80GB HBM3, 81559
 GPU-aaaa2222-0, NVIDIA H100 80GB HBM3, 81559
 GPU-bbbb3333-0, NVIDIA A100-SXM4-40GB, 40960
 """
-H100 = Accelerator("NVIDIA H100 80GB HBM3", 81559 * 2**20)
-A100 = Accelerator("NVIDIA A100-SXM4-40GB", 40 * 2**30)
+H100 = Device("NVIDIA H100 80GB HBM3", 81559 * 2**20)
+A100 = Device("NVIDIA A100-SXM4-40GB", 40 * 2**30)
 
 
 def test_gpus_are_read_from_the_report_of_the_driver():
@@ -50,7 +50,7 @@ def test_gpus_are_read_from_the_report_of_the_driver():
         ("0,0", ()),
         ("0,GPU-aaaa1", ()),
         ("none", ()),
-        ("MIG-12ab,MIG-34cd", (Accelerator("MIG", 0),) * 2),
+        ("MIG-12ab,MIG-34cd", (Device("MIG", 0),) * 2),
     ],
 )
 def test_gpus_are_those_that_cuda_shows_in_its_order(variable, expected):
@@ -63,8 +63,8 @@ def test_without_gpus_a_node_has_a_cpu():
 
 
 def test_declared_gpus_are_named_as_the_catalogue_does():
-    assert as_declared("h100:2", ()) == (Accelerator("H100", 80 * 2**30),) * 2
-    assert as_declared("Homemade:3", ()) == (Accelerator("Homemade", 0),) * 3
+    assert as_declared("h100:2", ()) == (Device("H100", 80 * 2**30),) * 2
+    assert as_declared("Homemade:3", ()) == (Device("Homemade", 0),) * 3
     assert as_declared("CPU:8", [H100]) == ()
     assert len(as_declared("H100:1", [H100, H100])) == 1
     with pytest.raises(InputError, match=r"--accelerators: H100:3: the driver shows 2 GPUs here .*; "):
@@ -116,20 +116,20 @@ def test_each_node_numbers_its_gpus_from_nought_whatever_the_replica(model_folde
         "right/1": "cuda:3",
     }
     right = {worker: each for worker, each in told.items() if worker.startswith("right/")}
-    here = settled(right, welcome(H100, H100, model_path="/models/m"), "/elsewhere")
+    here = on_node(right, welcome(H100, H100, model_path="/models/m"), "/elsewhere")
     assert {worker: each.device for worker, each in here.items()} == {
         "right/0": "cuda:0",
         "right/1": "cuda:1",
     }
     assert {each.checkpoint for each in here.values()} == {"/models/m"}
     assert {each.host for each in here.values()} == {"10.0.0.4"}
-    assert {each.checkpoint for each in settled(right, welcome(), "/elsewhere").values()} == {"/elsewhere"}
+    assert {each.checkpoint for each in on_node(right, welcome(), "/elsewhere").values()} == {"/elsewhere"}
 
 
 def test_workers_on_cpus_share_the_cores_of_their_node(model_folder):
     told = configurations(fleet_placement(model_folder), model_folder, "float32")
     left = {worker: each for worker, each in told.items() if worker.startswith("left/")}
-    here = settled(left, welcome(cores=(4, 5, 6, 7)), "/m")
+    here = on_node(left, welcome(cores=(4, 5, 6, 7)), "/m")
     assert [(each.device, each.cores, each.threads) for each in here.values()] == [
         ("cpu", (4, 5), 2),
         ("cpu", (6, 7), 2),
@@ -142,8 +142,8 @@ def test_workers_on_cpus_share_the_cores_of_their_node(model_folder):
         ("H100", [0, 1], [H100, H100]),
         ("H100", [0, 1, 2, 3], [H100] * 4),
         ("H100", [2, 3], [A100, A100, H100, H100]),
-        ("H100", [0, 1], [Accelerator("Some new card", 80 * 2**30)] * 2),
-        ("H100", [0, 1], [Accelerator("MIG", 0)] * 2),
+        ("H100", [0, 1], [Device("Some new card", 80 * 2**30)] * 2),
+        ("H100", [0, 1], [Device("MIG", 0)] * 2),
         ("h100", [0, 1], [H100, H100]),
         ("A100-40GB", [0, 1], [A100, A100]),
     ],
@@ -161,7 +161,7 @@ def test_a_node_that_has_what_the_placement_says_is_taken(model_folder, card, in
         ("H100", [0, 1], [], "uses 2 H100 there, and the node has no GPU"),
         ("H100", [0, 1], [H100, A100], "has H100 as number 1, and it is NVIDIA A100-SXM4-40GB"),
         ("A100-80GB", [0, 1], [A100, A100], "has A100-80GB as number 0, and it is NVIDIA A100-SXM4-40GB"),
-        ("H100", [0, 1], [Accelerator("New", 8 * 2**30)] * 2, "it is New with 8 GiB, not 80"),
+        ("H100", [0, 1], [Device("New", 8 * 2**30)] * 2, "it is New with 8 GiB, not 80"),
     ],
 )
 def test_a_node_that_has_not_is_refused_in_one_line(model_folder, card, indices, gpus, words):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from cost_model.errors import HexGen2Error, InputError
 from runtime.frames import HEAD_BYTES, BadFrame
 from runtime.launcher.nodes.agent_messages import (
-    Problem,
+    AGENT_PROTOCOL,
+    StartFailed,
     StopWorkers,
     Welcome,
     WorkerEnded,
@@ -18,7 +19,7 @@ from runtime.launcher.nodes.agent_messages import (
     decode,
     encode,
 )
-from runtime.launcher.nodes.channel import WorkersChannel
+from runtime.launcher.nodes.workers_channel import WorkersChannel
 from runtime.p2p.transport.channel import Channel
 from runtime.protocol.codec import decode as decode_message
 from runtime.protocol.codec import encode as encode_message
@@ -98,7 +99,7 @@ def test_a_worker_may_end_before_the_others_and_all_end_with_the_channel():
 )
 def test_a_problem_of_the_agent_is_every_link_s(kind, error, words):
     async def test(ends, channel):
-        ends.coming.put_nowait(encode(Problem(kind=kind, text="a digest; give another")))
+        ends.coming.put_nowait(encode(StartFailed(kind=kind, text="a digest; give another")))
         for link in channel.links.values():
             with pytest.raises(error, match=words):
                 await link.receive()
@@ -149,7 +150,9 @@ def test_any_bytes_are_a_message_or_a_bad_frame(frame):
 
 
 WHOLE = (
-    encode(Welcome(protocol=2, node="left", address="10.0.0.4", model_path="/models", cores=(0, 1))),
+    encode(
+        Welcome(protocol=AGENT_PROTOCOL, node="left", address="10.0.0.4", model_path="/models", cores=(0, 1))
+    ),
     from_worker("left/0", Pong(worker="left/0")),
     encode_message(Released(request_id="r1", replica="decode-0"))[HEAD_BYTES:],
 )

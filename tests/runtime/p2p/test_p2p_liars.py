@@ -19,12 +19,25 @@ from p2p_fleet import Head, Node, fleet_placement, network_key
 from p2p_peer import LOCAL
 from served import SECONDS
 
-from runtime.launcher.nodes.agent_messages import AGENT_PROTOCOL, NODE_SERVICE, Welcome, encode
+from runtime.launcher.nodes.agent_messages import (
+    AGENT_PROTOCOL,
+    NODE_PROTOCOL,
+    NODE_SERVICE,
+    Welcome,
+    encode,
+)
 from runtime.p2p.host import Peers
 from runtime.p2p.membership import gossip as gossiping
-from runtime.p2p.membership.gossip import CHANNELS_A_PEER, RECORDS_A_FRAME, SERVICE, Digest, Gossip, Records
+from runtime.p2p.membership.gossip import (
+    CHANNELS_A_PEER,
+    RECORDS_A_FRAME,
+    SERVICE,
+    Digest,
+    Gossip,
+    RecordBatch,
+)
 from runtime.p2p.membership.identity import load_network_key, new_identity, new_network_key
-from runtime.p2p.membership.record import Accelerator, NodeRecord, sign
+from runtime.p2p.membership.record import Device, NodeRecord, sign
 from runtime.p2p.membership.table import MAX_NODES, NodeTable
 from runtime.p2p.transport.allowance import Allowance
 
@@ -33,7 +46,7 @@ TOKENS = 24
 LIES = [
     {"load": 0.0},
     {"load": 1.0, "status": "draining"},
-    {"hardware": (Accelerator("NVIDIA H200", 2**62),) * 64, "services": ("node", "workers", "api")},
+    {"hardware": (Device("NVIDIA H200", 2**62),) * 64, "services": ("node", "workers", "api")},
     {"role": "head", "name": "head"},
     {"role": "worker", "name": "left", "status": "left"},
     {"addresses": ("/ip4/192.0.2.1/tcp/1", "nonsense")},
@@ -42,7 +55,7 @@ NONSENSE = [
     {"load": load} for load in (-1.0, 1.5, 1e308, -1e308, math.inf, -math.inf, math.nan, 5e-324 - 1.0)
 ]
 NONSENSE += [{"latency_ms": {"x": math.nan}}, {"name": "a b"}, {"name": "\x1b[2J"}, {"name": ""}]
-NONSENSE += [{"hardware": (Accelerator("GPU", -1),)}, {"hardware": (Accelerator("a\nb", 1),)}]
+NONSENSE += [{"hardware": (Device("GPU", -1),)}, {"hardware": (Device("a\nb", 1),)}]
 
 
 def run(coroutine):
@@ -59,7 +72,7 @@ class Liar:
 
     def __init__(self, key):
         self.identity, self.sequence = new_identity(), 0
-        self.peers = Peers(self.identity, [LOCAL], key, None, [])
+        self.peers = Peers(self.identity, [LOCAL], key, None, [], protocol=NODE_PROTOCOL)
         self.heard = {}
 
     def record(self, identity=None, **facts):
@@ -72,21 +85,21 @@ class Liar:
     async def listen(self, channel):
         """Keep the records of others as they come."""
         while (frame := await channel.receive()) is not None:
-            said = msgspec.msgpack.decode(frame, type=Records | Digest)
-            for signed in said.records if isinstance(said, Records) else ():
+            said = msgspec.msgpack.decode(frame, type=RecordBatch | Digest)
+            for signed in said.records if isinstance(said, RecordBatch) else ():
                 self.heard.setdefault(msgspec.msgpack.decode(signed.content)[0], []).append(signed)
 
     @staticmethod
     def say(channel, records):
         for start in range(0, len(records), RECORDS_A_FRAME):
-            channel.send(msgspec.msgpack.encode(Records(tuple(records[start : start + RECORDS_A_FRAME]))))
+            channel.send(msgspec.msgpack.encode(RecordBatch(tuple(records[start : start + RECORDS_A_FRAME]))))
 
 
 @asynccontextmanager
 async def member(key, bootstrap=()):
     """An honest one, with a table."""
     identity = new_identity()
-    peers = Peers(identity, [LOCAL], key, None, bootstrap)
+    peers = Peers(identity, [LOCAL], key, None, bootstrap, protocol=NODE_PROTOCOL)
     gossip = Gossip(peers, identity, NodeTable(), NodeRecord(peer_id=identity.peer_id, name="honest"))
     await peers.start()
     await gossip.start()
@@ -181,7 +194,7 @@ def test_frames_with_too_much_in_them_and_too_many_channels_are_refused(caplog):
             await liar.peers.start()
             signed = sign(liar.record(), liar.identity)
             channel = await liar.peers.open(peers.addresses[0], SERVICE)
-            channel.send(msgspec.msgpack.encode(["Records", [signed] * (RECORDS_A_FRAME + 1)]))
+            channel.send(msgspec.msgpack.encode(["RecordBatch", [signed] * (RECORDS_A_FRAME + 1)]))
             while await channel.receive() is not None:
                 pass
             assert gossip.table.get(liar.identity.peer_id) is None

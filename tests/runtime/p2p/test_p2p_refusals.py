@@ -14,19 +14,20 @@ import msgspec
 import psutil
 import pytest
 import trio
+from commands import hexgen2
 from Crypto.Cipher import Salsa20
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libp2p.utils import encode_delim
 from p2p_fleet import MAIN, fleet_placement
 from p2p_peer import LOCAL, echo
-from served import SECONDS, Process
+from served import Process
 
 from cost_model.errors import InputError
 from runtime.frames import BadFrame
 from runtime.launcher.nodes.agent_messages import (
     AGENT_PROTOCOL,
-    Problem,
+    StartFailed,
     StartWorkers,
     Welcome,
     decode,
@@ -165,13 +166,15 @@ def test_both_ends_say_why_and_a_head_ends(case, net, placement):
     node.wait_for(f"not joined yet, trying on: {address}: {said}" if not other else said)
     listener.wait_for(heard)
     assert node.interrupt() == 0  # it has tried on until then
-    launch = ["launch", str(placement), "--launcher", "p2p", "--engine", "emulated", "--port", "0", *options]
-    head = net.start("joiner", *launch, main=main)
-    assert head.process.wait(SECONDS) == 2, head.log.read_text()
-    last = head.log.read_text().splitlines()[-1]
-    assert last.startswith("hexgen2: --join: /ip4/127.0.0.1/") and "; " in last
-    assert re.search(said, last), last
-    assert "Traceback" not in listener.log.read_text() + head.log.read_text() + node.log.read_text()
+    if main is MAIN:
+        where = ("--launcher", "p2p", "--engine", "emulated", "--port", "0")
+        identity = ("--identity", net.folder / "joiner.identity")
+        ended = hexgen2("launch", placement, *where, *options, *identity)
+        assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+        last = ended.stderr.splitlines()[-1]
+        assert last.startswith("hexgen2: --join: /ip4/127.0.0.1/") and "; " in last
+        assert re.search(said, last), last
+    assert "Traceback" not in listener.log.read_text() + node.log.read_text()
 
 
 def test_a_node_joins_once_the_other_side_is_mended(net):
@@ -502,4 +505,4 @@ def test_other_texts_of_members_that_do_not_print_are_refused_too():
     )
     with pytest.raises(BadFrame):
         decode(encode(request))
-    assert decode(encode(Problem(kind="fault", text="a\n\x1bb"))).text == "a \\x1bb"
+    assert decode(encode(StartFailed(kind="fault", text="a\n\x1bb"))).text == "a \\x1bb"

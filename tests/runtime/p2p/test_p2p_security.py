@@ -18,7 +18,7 @@ from p2p_peer import LOCAL, echo
 
 from runtime.frames import MAX_FRAME_BYTES
 from runtime.p2p.host import Peers
-from runtime.p2p.membership.gossip import SERVICE, Digest, Gossip, Records
+from runtime.p2p.membership.gossip import SERVICE, Digest, Gossip, RecordBatch
 from runtime.p2p.membership.identity import new_identity, new_network_key
 from runtime.p2p.membership.record import NodeRecord, sign
 from runtime.p2p.membership.table import NodeTable
@@ -228,14 +228,14 @@ def test_bad_table_frames_and_records_change_nothing(caplog):
         forged = sign(record(9, status="left"), liar)
         lie = sign(record(10, load=7.0), honest)
         own = sign(msgspec.structs.replace(record(2**61), peer_id=peers.peer_id), liar)
-        channel.send(msgspec.msgpack.encode(Records((new, old, forged, lie, own, new))))
+        channel.send(msgspec.msgpack.encode(RecordBatch((new, old, forged, lie, own, new))))
         channel.send(msgspec.msgpack.encode(Digest({"nobody": 3})))
         while sum(table.rejected.values()) < 4:
             await asyncio.sleep(0.02)
         assert table.get(honest.peer_id).record.status == "ready"
         assert table.get(peers.peer_id).record.name == "a"
         assert table.rejected == {"older": 1, "signature": 2, "malformed": 1}
-        for frame in (b"", b"\xc1", os.urandom(1000), msgspec.msgpack.encode({"type": "Records"})):
+        for frame in (b"", b"\xc1", os.urandom(1000), msgspec.msgpack.encode({"type": "RecordBatch"})):
             channel = await client.open(peers.addresses[0], SERVICE)
             channel.send(frame)
             while await channel.receive() is not None:

@@ -17,8 +17,8 @@ from runtime.p2p.membership.identity import new_identity, new_network_key
 from runtime.p2p.membership.record import (
     CLOCK_BOUND_S,
     MAX_RECORD_BYTES,
-    Accelerator,
     BadRecord,
+    Device,
     NodeRecord,
     SignedRecord,
     sign,
@@ -54,7 +54,7 @@ def signed_records(draw):
         "status": draw(st.sampled_from(STATUSES)),
         "load": draw(st.floats(0, 1)),
         "services": tuple(draw(st.lists(st.text(PRINTABLE, max_size=5), max_size=3))),
-        "hardware": tuple(Accelerator("gpu", size) for size in draw(st.lists(st.integers(0, 9), max_size=2))),
+        "hardware": tuple(Device("gpu", size) for size in draw(st.lists(st.integers(0, 9), max_size=2))),
     }
     return sign(record_of(identity, draw(st.integers(0, 5)), **facts), identity)
 

@@ -19,7 +19,7 @@ from runtime.routing.refusals import Unavailable
 from runtime.routing.router import Route
 from runtime.vllm import health
 from runtime.vllm.guard import kill_rest
-from runtime.vllm.link import Exchange
+from runtime.vllm.link import VllmFleet
 
 PAIR = [Route("p0", "d0", 1.0)]
 TWO = [Route("p0", "d0", 1.0), Route("p1", "d1", 1.0)]
@@ -34,9 +34,9 @@ vllm:num_preemptions_total{{engine="0",model_name="m"}} 7.0
 """
 
 
-@pytest.mark.parametrize("patience_s", [0.5, 30.0])
-def test_a_server_that_answers_nobody_is_lost_once_patience_ends(monkeypatch, patience_s):
-    monkeypatch.setattr(health, "PATIENCE_S", patience_s)
+@pytest.mark.parametrize("silence_s", [0.5, 30.0])
+def test_a_server_that_answers_nobody_is_lost_once_patience_ends(monkeypatch, silence_s):
+    monkeypatch.setattr(health, "SILENCE_S", silence_s)
 
     async def scenario():
         async with serving(PAIR) as (coordinator, servers, _):
@@ -44,7 +44,7 @@ def test_a_server_that_answers_nobody_is_lost_once_patience_ends(monkeypatch, pa
             request = coordinator.submit(PROMPT, Sampling(max_tokens=6))
             await servers["d0"].hung.wait()
             servers["d0"].server.close()
-            if patience_s > 10:
+            if silence_s > 10:
                 await asyncio.sleep(2)
                 assert not coordinator.lost
                 return
@@ -66,7 +66,7 @@ def test_a_vllm_that_dies_costs_a_request_one_attempt():
             ends["p0"].set()
             while "p0" not in coordinator.lost:
                 await asyncio.sleep(0.005)
-            anew = await begin("p0", _exchange(coordinator), servers["d0"].kv, servers, ends)
+            anew = await begin("p0", _fleet(coordinator), servers["d0"].kv, servers, ends)
             coordinator.revive("p0", anew)
             assert await tokens_of(request) == following(PROMPT, 6)
             assert request.record.resumes == 1
@@ -75,8 +75,8 @@ def test_a_vllm_that_dies_costs_a_request_one_attempt():
     run(scenario)
 
 
-def _exchange(coordinator) -> Exchange:
-    return coordinator.replicas["d0"].links["n/d0"]._exchange
+def _fleet(coordinator) -> VllmFleet:
+    return coordinator.replicas["d0"].links["n/d0"]._fleet
 
 
 @pytest.mark.parametrize("busy", [False, True])

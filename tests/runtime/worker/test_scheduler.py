@@ -11,7 +11,8 @@ from runtime.kv_cache.blocks import BlockPool, prefix_digests
 from runtime.protocol.between_workers import Step
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Decode, Prefill
-from runtime.worker.scheduler import Completed, Reservation, Scheduler
+from runtime.worker.scheduled_request import Reservation
+from runtime.worker.scheduler import Completed, Scheduler
 
 SIZE = 4
 
@@ -303,7 +304,7 @@ class Workers:
             self.slots[table[token // SIZE] * SIZE + token % SIZE] = text[: token + 1]
 
     def run(self, step: Step) -> list[int]:
-        for name in step.drops:
+        for name in step.preempted:
             del self.tables[name]
         for start in step.starts:
             assert start.request_id not in self.tables

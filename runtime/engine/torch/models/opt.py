@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from runtime.engine.torch.attention.cpu import Batch, attend, store
+from runtime.engine.torch.attention.base import Batch
 from runtime.engine.torch.models.base import DecoderStage, ModelSpec
 
 _POSITION_OFFSET = 2  # the first rows of OPT's position table are never used
@@ -62,11 +62,11 @@ class OptStage(DecoderStage):
         def run(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             fused = qkv(self._layer_norm(hidden, attention_norm)).unflatten(1, (-1, self.spec.head_dim))
             query, key, value = fused.split((self.local_heads, *(2 * [self.local_kv_heads])), dim=1)
-            store(key, value, layer, batch)
-            attended = attend(query, key, value, layer, batch)
-            hidden = self.links.all_reduce(out(attended)).add_(hidden)
+            batch.attention.store(key, value, layer, batch)
+            attended = batch.attention.attend(query, key, value, layer, batch)
+            hidden = self.collectives.all_reduce(out(attended)).add_(hidden)
             inner = up(self._layer_norm(hidden, final_norm)).relu_()
-            return self.links.all_reduce(down(inner)).add_(hidden)
+            return self.collectives.all_reduce(down(inner)).add_(hidden)
 
         return run
 

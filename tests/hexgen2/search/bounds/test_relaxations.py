@@ -9,12 +9,13 @@ from problems import MODELS, clusters, problem_from, problems
 
 from cost_model.errors import InfeasibleError
 from hexgen2.search.bounds.columns import list_columns, undominated
-from hexgen2.search.bounds.configuration_lp import Master
-from hexgen2.search.bounds.upper_bounds import rates_limit
+from hexgen2.search.bounds.configuration_lp import ConfigurationLP
+from hexgen2.search.bounds.upper_bounds import rates_bound
 from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.local_search import SearchState, refine
+from hexgen2.search.local_search import refine
 from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
@@ -46,12 +47,12 @@ def test_every_bound_holds_against_exhaustive_search(problem):
         return
     evaluator = Evaluator(problem)
     relaxed = evaluator.relaxed
-    limit = relaxed.limit()
+    limit = relaxed.upper_bound()
     solution, whole = relaxed.whole()
     assert best <= whole.req_s * (1 + 1e-6)
     assert whole.req_s <= limit.req_s * (1 + 1e-6)
     assert limit.req_s <= limit.kv_free_req_s * (1 + 1e-6)
-    assert limit.kv_free_req_s <= rates_limit(problem).req_s * (1 + 1e-6)
+    assert limit.kv_free_req_s <= rates_bound(problem).req_s * (1 + 1e-6)
     check_layout(problem, evaluator, solution)
     check_layout(problem, evaluator, relaxed.start())
 
@@ -62,7 +63,7 @@ def test_a_slow_link_between_two_gpus_bounds_the_throughput(bandwidth_gbit_s):
     problem = problem_from(spec, "opt-13b", "HPLD")
     kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers
     link = bandwidth_gbit_s * 1e9 / 8 / kv_bytes
-    limit = Evaluator(problem).relaxed.limit()
+    limit = Evaluator(problem).relaxed.upper_bound()
     # Both GPUs may prefill or decode, but no node can do both in whole groups; the link carries both ways.
     _, whole = Evaluator(problem).relaxed.whole()
     fast = problem_from(many_nodes(["H100:1", "H100:1"], 1e6), "opt-13b", "HPLD")
@@ -82,7 +83,7 @@ def test_patterns_are_counted_and_no_dominated_column_matters(spec, model):
     columns = list_columns(Evaluator(problem).planner)
     assume(columns)
     for with_kv in (True, False):
-        master = Master(classes, with_kv)
+        master = ConfigurationLP(classes, with_kv)
         assert master.solve(undominated(columns)).value == pytest.approx(master.solve(columns).value)
 
 
@@ -124,5 +125,5 @@ def test_many_gpus_come_close_to_the_bound(model, workload):
     check_layout(problem, evaluator, start)
     state = SearchState(evaluator)
     refine(state, start, "start")
-    assert state.best is not None
-    assert state.best.req_s >= 0.9 * relaxed.limit().req_s
+    assert state.incumbent.best is not None
+    assert state.incumbent.best.req_s >= 0.9 * relaxed.upper_bound().req_s

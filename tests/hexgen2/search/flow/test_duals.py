@@ -1,4 +1,4 @@
-"""What rules steps out: prices by duality, and one step for all that are alike."""
+"""What rules steps out: bounds by duality, and one step for all that are alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from problems import clusters, problem_from
 
 from hexgen2.search.evaluator import Evaluation, Evaluator
-from hexgen2.search.flow.max_flow import Flow, FlowNetwork, few_routes, shadow_prices, solve
+from hexgen2.search.flow.max_flow import Flow, FlowNetwork, capacity_duals, few_routes, solve
 from hexgen2.search.local_search import all_steps
 from hexgen2.search.operators import flips, merges, moves, splits, swaps
 from hexgen2.search.partition.initial import initial_solution
@@ -24,7 +24,7 @@ def kv_bound(draw: st.DrawFn) -> tuple[Evaluator, Evaluation]:
     evaluator = Evaluator(problem)
     groups = draw(st.integers(2, min(5, len(problem.cluster))))
     evaluation = evaluator.reordered(evaluator.evaluate(initial_solution(evaluator, groups)))
-    assume(evaluator.prices(evaluation) is not None)
+    assume(evaluator.duals(evaluation) is not None)
     return evaluator, evaluation
 
 
@@ -32,10 +32,12 @@ def kv_bound(draw: st.DrawFn) -> tuple[Evaluator, Evaluation]:
 @given(kv_bound())
 def test_no_step_gains_more_than_its_prices_promise(case):
     evaluator, current = case
-    prices = evaluator.prices(current)
-    assert evaluator.priced_limit(current.solution, current, prices) == pytest.approx(current.score, rel=1e-6)
+    duals = evaluator.duals(current)
+    assert evaluator.limit_by_duals(current.solution, current, duals) == pytest.approx(
+        current.score, rel=1e-6
+    )
     for _, solution in list(all_steps(evaluator, current))[:60]:
-        limit = evaluator.priced_limit(solution, current, prices)
+        limit = evaluator.limit_by_duals(solution, current, duals)
         # Valued anew, for the memo may know the solution with other stage orders.
         sides = [evaluator._replicas(solution, role, current.plans) for role in ("prefill", "decode")]
         assert evaluator.with_plans(solution, *sides).score <= limit * (1 + 1e-6) + 1e-9
@@ -46,7 +48,7 @@ def test_no_step_gains_more_than_its_prices_promise(case):
 def test_prices_without_sharing_are_a_minimum_cut(seed, p, d):
     draw = np.random.default_rng(seed)
     network = FlowNetwork(draw.uniform(1, 9, p), draw.uniform(1, 9, d), draw.uniform(0.1, 3, (p, d)))
-    y_prefill, y_decode, _ = shadow_prices(network)
+    y_prefill, y_decode, _ = capacity_duals(network)
     unpaid = np.maximum(0.0, 1 - y_prefill[:, None] - y_decode[None, :])
     value = y_prefill @ network.prefill + y_decode @ network.decode + (unpaid * network.routes).sum()
     graph = nx.DiGraph()

@@ -10,7 +10,7 @@ from cost_model.errors import HexGen2Error, InputError
 from runtime.frames import HEAD_BYTES, BadFrame
 from runtime.launcher.nodes.agent_messages import (
     AgentMessage,
-    Problem,
+    StartFailed,
     StopWorkers,
     WorkerEnded,
     WorkerFrame,
@@ -18,7 +18,7 @@ from runtime.launcher.nodes.agent_messages import (
     decode,
     encode,
 )
-from runtime.launcher.worker_link import Link
+from runtime.launcher.worker_link import WorkerLink
 from runtime.p2p.transport.channel import Channel
 from runtime.protocol.codec import decode as decode_message
 from runtime.protocol.codec import encode as encode_message
@@ -27,7 +27,7 @@ from runtime.protocol.message import Message
 log = logging.getLogger(__name__)
 
 
-class ChannelLink(Link):
+class ChannelLink(WorkerLink):
     """The messages of one worker among those of a channel."""
 
     def __init__(self, worker: str, shared: WorkersChannel) -> None:
@@ -107,7 +107,7 @@ class WorkersChannel:
                         self.links[worker].put(body)
                     case WorkerEnded(worker=worker) if worker in self.links:
                         self.links[worker].put(None)
-                    case Problem() as problem:
+                    case StartFailed() as problem:
                         reason = self._error(problem)
                         break
                     case WorkersEnded():
@@ -125,7 +125,7 @@ class WorkersChannel:
             for link in self.links.values():
                 link.put(reason)
 
-    def _error(self, problem: Problem) -> HexGen2Error:
+    def _error(self, problem: StartFailed) -> HexGen2Error:
         if problem.kind == "input":
             text, _, remedy = problem.text.rpartition("; ")
             return InputError(f"node {self._node}", "", text or remedy, remedy if text else "see its log")

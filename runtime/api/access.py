@@ -33,7 +33,7 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 OPERATOR, ANY = "operator", "*"
 
 
-class Gate:
+class AccessControl:
     """ASGI middleware: gives each request an Origin (`request.state.origin`), or refuses it.
 
     Refused are requests under another name than `allowed_hosts` (403), without a key (401; health is open),
@@ -158,7 +158,7 @@ class Gate:
         self._body_bytes += size
         most = self.options.max_total_body_bytes
         if self._body_bytes > most:
-            full = f"the bodies of all requests in work have {most} bytes already (--max-total-body-bytes)"
+            full = f"the bodies of the in-flight requests already take {most} bytes (--max-total-body-bytes)"
             raise ApiError(503, full, "service_unavailable", None, "overloaded", 1)
 
     def too_slow(self) -> str:
@@ -173,10 +173,10 @@ class Gate:
 class _Body:
     """The body of a request on its way: no larger and no slower than it may be."""
 
-    def __init__(self, receive: Receive, gate: Gate) -> None:
-        self._receive, self._gate = receive, gate
+    def __init__(self, receive: Receive, access: AccessControl) -> None:
+        self._receive, self._access = receive, access
         self.received, self._reading = 0, True
-        self._ends_s = asyncio.get_running_loop().time() + gate.options.read_timeout_s
+        self._ends_s = asyncio.get_running_loop().time() + access.options.read_timeout_s
 
     async def receive(self) -> Message:
         """The next message; raises HTTPException once the body is too slow or too large."""
@@ -186,13 +186,13 @@ class _Body:
             async with asyncio.timeout_at(self._ends_s):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(408, self._gate.too_slow()) from None
+            raise HTTPException(408, self._access.too_slow()) from None
         self._reading = message.get("more_body", False)
         size = len(message.get("body", b""))
         self.received += size
-        self._gate.take(size)
-        if self.received > self._gate.options.max_body_bytes:
-            raise HTTPException(413, self._gate.too_large())
+        self._access.take(size)
+        if self.received > self._access.options.max_body_bytes:
+            raise HTTPException(413, self._access.too_large())
         return message
 
 
@@ -210,6 +210,15 @@ def is_loopback(name: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+def hosts_of(front: FrontOptions, host: str) -> tuple[str, ...] | None:
+    """The names under which a server on an address may be asked; None: any. Without keys, and on this machine
+    alone, what comes under another name is from a web page that should not be here."""
+    given = front.allowed_hosts or ()
+    if given or (not front.api_keys and is_loopback(host)):
+        return given
+    return None
 
 
 def _request_id(headers: Headers) -> str:

@@ -13,12 +13,12 @@ from runtime.frames import HEAD_BYTES
 from runtime.protocol.between_workers import NONCE_BYTES, Challenge, Hello, KvTaken, Proof
 from runtime.protocol.codec import decode
 from runtime.protocol.framing import Connection, listen
-from runtime.protocol.handshake import MOST_NEWCOMERS, Introduction, Newcomers, accept, connect
+from runtime.protocol.handshake import MOST_PENDING, Credentials, PendingHandshakes, accept, connect
 from runtime.protocol.message import PROTOCOL_VERSION, Message
 
 SECRET = "5a" * 32
 TIMEOUT_S = 20.0
-WORKER = Introduction("p/0", "kv", SECRET)
+WORKER = Credentials("p/0", "kv", SECRET)
 
 
 class Door:
@@ -121,7 +121,7 @@ def message(frame: bytes) -> Message:
 
 
 def overheard(door: Door) -> tuple[list[bytes], list[bytes]]:
-    """The frames of a good introduction, to the listener and from it, and of one message after it."""
+    """The frames of a good handshake, to the listener and from it, and of one message after it."""
     with wire_tap(door.address) as (address, there, back):
         connection = connect(address, WORKER, TIMEOUT_S)
         connection.send(KvTaken(slices=7))
@@ -249,13 +249,13 @@ def test_a_listener_that_says_something_else_is_left() -> None:
 
 
 def test_silent_strangers_make_room_for_one_another_and_keep_no_worker_out() -> None:
-    newcomers = Newcomers()
+    pending = PendingHandshakes()
     outcomes: list[tuple[Connection, Hello] | None] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
 
         def take(stream: socket.socket) -> None:
-            outcomes.append(newcomers.accept(stream, SECRET))
+            outcomes.append(pending.accept(stream, SECRET))
 
         def welcome() -> None:
             while True:
@@ -266,9 +266,9 @@ def test_silent_strangers_make_room_for_one_another_and_keep_no_worker_out() -> 
                 threading.Thread(target=take, args=(stream,)).start()
 
         threading.Thread(target=welcome, daemon=True).start()
-        silent = [socket.create_connection(address) for _ in range(3 * MOST_NEWCOMERS)]
+        silent = [socket.create_connection(address) for _ in range(3 * MOST_PENDING)]
         connect(address, WORKER, TIMEOUT_S).close()
-        assert all(stream.recv(1) == b"" for stream in silent[:MOST_NEWCOMERS])
+        assert all(stream.recv(1) == b"" for stream in silent[:MOST_PENDING])
         for stream in silent:
             stream.close()
         server.shutdown(socket.SHUT_RDWR)

@@ -12,7 +12,7 @@ from hexgen2.devices import accelerators_of, is_cpu, split
 from hexgen2.placement import Placement
 from runtime.launcher.configure import shares_of
 from runtime.launcher.nodes.agent_messages import Welcome
-from runtime.p2p.membership.record import Accelerator
+from runtime.p2p.membership.record import Device
 from runtime.protocol.to_workers import Configure
 
 ENOUGH = 0.9  # of a card's nominal memory: drivers report up to 6 % less
@@ -24,7 +24,7 @@ def device_on_node(device: str, worker: str) -> str:
     return device if device == "cpu" else f"cuda:{split(worker)[1]}"
 
 
-def settled(told: Mapping[str, Configure], welcome: Welcome, checkpoint: str) -> dict[str, Configure]:
+def on_node(told: Mapping[str, Configure], welcome: Welcome, checkpoint: str) -> dict[str, Configure]:
     """The configurations of all workers of a node, with what is so there: folder, address, devices and cores.
 
     Parameters
@@ -65,7 +65,7 @@ def check_hardware(placement: Placement, workers: Collection[str], welcome: Welc
         raise InputError("placement", f"node {welcome.node}", problem, remedy)
 
 
-def _misfit(card: str, memory_bytes: float, used: Sequence[int], gpus: Sequence[Accelerator]) -> str:
+def _misfit(card: str, memory_bytes: float, used: Sequence[int], gpus: Sequence[Device]) -> str:
     if not gpus:
         return f"the placement uses {len(used)} {card} there, and the node has no GPU"
     if used[-1] >= len(gpus):

@@ -13,7 +13,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from runtime.frontend import worker_watch as heartbeat
+from runtime.frontend.listeners import until_silent
 from runtime.p2p.transport import watch
 
 LIMIT_S = 2.4  # 4 periods of 0.6 s
@@ -77,7 +77,7 @@ def found_at_s(
         loop.call_at(held_up_at_s, hold_up)
         try:
             async with asyncio.timeout(ENOUGH_S + held_up_s):
-                await heartbeat.silence(worker_of(loop))
+                await until_silent(worker_of(loop))
         except TimeoutError:
             return float("inf")
         return loop.time()

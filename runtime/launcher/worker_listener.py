@@ -1,4 +1,4 @@
-"""Workers that come over the network: each connects to the head and says who it is."""
+"""Accepts connections of workers that another system starts: each connects to the head, with a handshake."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from runtime.protocol.framing import listen
 from runtime.protocol.handshake import accept
 
 
-class Welcome:
-    """A listener at the head that hands out connections by worker; strangers are sent away.
+class WorkerListener:
+    """Listens at the head and hands out connections by worker; strangers are turned away.
 
     Parameters
     ----------
     host : address of this machine, as the workers reach it
-    secret : what a worker must prove to know
+    secret : what a worker must prove that it knows
+    purpose : what a worker must say that it connects for (see Hello)
     """
 
     def __init__(self, host: str, secret: str, purpose: str) -> None:
@@ -26,7 +27,7 @@ class Welcome:
         self._secret, self._purpose = secret, purpose
         self._loop = asyncio.get_running_loop()
         self._expected: dict[str, asyncio.Future[socket.socket]] = {}
-        threading.Thread(target=self._accept, name="welcome", daemon=True).start()
+        threading.Thread(target=self._accept, name="worker listener", daemon=True).start()
 
     def expect(self, worker: str) -> asyncio.Future[socket.socket]:
         """The next connection of that worker."""
@@ -34,7 +35,7 @@ class Welcome:
         return future
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop listening."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -45,9 +46,9 @@ class Welcome:
                 stream, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._greet, args=(stream,), daemon=True).start()
+            threading.Thread(target=self._shake_hands, args=(stream,), daemon=True).start()
 
-    def _greet(self, stream: socket.socket) -> None:
+    def _shake_hands(self, stream: socket.socket) -> None:
         accepted = accept(stream, self._secret)
         if accepted is None:
             return

@@ -1,0 +1,77 @@
+"""What one search works with: the evaluator, the best so far, and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hexgen2.search.bounds.upper_bounds import UpperBound
+from hexgen2.search.budget import Budget
+from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.incumbent import Incumbent
+from hexgen2.search.steps import Step
+from hexgen2.search.stopping import Stopping
+
+
+@dataclass
+class SearchState:
+    """A search under way. With a budget, only solutions that keep to it count.
+
+    progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the best
+    stays in the incumbent.
+    """
+
+    evaluator: Evaluator
+    stopping: Stopping = field(default_factory=Stopping)
+    incumbent: Incumbent = field(default_factory=Incumbent)
+    budget: Budget | None = None
+    progress: Callable[[SearchState], None] | None = None
+    groups_looked_at: int = 0
+
+    def offer(self, evaluation: Evaluation, step: Step | str) -> None:
+        """Keep the evaluation if it is affordable and ranks above the best."""
+        if self.budget and not self.budget.affordable(evaluation.solution):
+            return
+        if self.incumbent.offer(evaluation):
+            self.note(step)
+
+    def note(self, step: Step | str) -> None:
+        """Write down how the best was reached, and report it."""
+        self.incumbent.note(step, self.evaluator.evaluations)
+        if self.progress:
+            self.progress(self)
+
+    def bounded_by(self, bound: UpperBound) -> None:
+        """Keep the upper bound if it is the tightest."""
+        if self.incumbent.tighten(bound) and self.progress and self.incumbent.best:
+            self.progress(self)
+
+    def reached(self) -> bool:
+        """Whether the best carries the target."""
+        best = self.incumbent.best
+        return best is not None and best.req_s >= self.stopping.target_req_s
+
+    @property
+    def effort(self) -> float:
+        """Work done so far (see Params)."""
+        evaluator, params = self.evaluator, self.evaluator.params
+        return (
+            evaluator.evaluations
+            + params.effort_per_route * evaluator.routes
+            + params.effort_per_plan * evaluator.planner.computed
+            + params.effort_per_group * self.groups_looked_at
+        )
+
+    def spend(self, effort: float, close_gap: float | None = None) -> None:
+        """Stop after so much more effort, or within that gap to the upper bound."""
+        self.stopping.effort_limit = self.effort + effort
+        if close_gap is not None:
+            self.stopping.close_gap = close_gap
+
+    def finished(self) -> bool:
+        """Whether the best is proved, close enough or at the target, or time or effort is spent; only a time
+        limit cuts a search."""
+        incumbent, stopping = self.incumbent, self.stopping
+        if incumbent.proved or stopping.out_of_time() or self.reached():
+            return True
+        return incumbent.within(stopping.close_gap) or self.effort >= stopping.effort_limit

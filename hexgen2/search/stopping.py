@@ -1,0 +1,56 @@
+"""When a search stops: at a time limit, on Ctrl-C, after an effort, or once the result is good enough."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+
+
+@dataclass
+class Stopping:
+    """The one clock of a search and its limits.
+
+    Attributes
+    ----------
+    time_limit_s : seconds from the start
+    effort_limit : effort (see Params) at which the search ends
+    close_gap : gap to the upper bound that is good enough
+    target_req_s : throughput that is good enough, requests/s
+    cut : why the search ended before it was done, if it did; then the same seed may give another placement
+    """
+
+    time_limit_s: float | None = None
+    effort_limit: float = math.inf
+    close_gap: float = 0.0
+    target_req_s: float = math.inf
+    cut: str | None = None
+    _started_s: float = field(default_factory=time.monotonic)
+
+    def again(self) -> Stopping:
+        """For a search within this one: the same clock and time limit, nothing else."""
+        return Stopping(self.time_limit_s, _started_s=self._started_s)
+
+    def with_target(self, req_s: float = math.inf) -> Stopping:
+        """The same limits with another target."""
+        return replace(self, target_req_s=req_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started_s
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Seconds until the time limit, if there is one."""
+        return None if self.time_limit_s is None else max(0.0, self.time_limit_s - self.elapsed_s)
+
+    def out_of_time(self) -> bool:
+        """Whether the time limit has passed or the search was cut otherwise."""
+        if self.time_limit_s is not None and self.elapsed_s > self.time_limit_s:
+            self.cut = "time limit"
+        return self.cut is not None
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.cut = "interrupted"

@@ -1,0 +1,59 @@
+"""The front end's account of KV cache: what requests hold now, and what those that decode will take."""
+
+import random
+
+import pytest
+
+from runtime.routing.kv_budget import KvBudget
+
+
+def test_what_requests_hold_grows_and_comes_back():
+    budget = KvBudget(kv_budget_tokens=100, max_batch=4)
+    budget.hold("a", 10)
+    budget.grow("a")
+    budget.grow("a", 4)
+    budget.grow("unknown", 50)
+    assert budget.held_tokens == budget.held["a"] == 15
+    budget.release("a")
+    budget.release("a")
+    assert (budget.held, budget.held_tokens) == ({}, 0)
+
+
+def test_a_request_is_let_in_if_all_can_still_grow():
+    budget = KvBudget(kv_budget_tokens=100, max_batch=4, growth_tokens=20)
+    budget.hold("a", 10)
+    assert budget.has_room(50, prefill_only=False)  # 10 + 50 + 2 x 20
+    assert not budget.has_room(51, prefill_only=False)
+    assert budget.has_room(90, prefill_only=True)
+    assert not budget.has_room(91, prefill_only=True)
+    budget.grow("a", 10)
+    assert not budget.has_room(50, prefill_only=False)
+
+
+def test_an_empty_replica_takes_what_could_be_held_at_all():
+    budget = KvBudget(kv_budget_tokens=100, max_batch=4, growth_tokens=90)
+    assert budget.has_room(95, prefill_only=False)
+
+
+def test_two_batches_at_most_and_none_while_it_refuses():
+    budget = KvBudget(kv_budget_tokens=1000, max_batch=2)
+    for name in range(4):
+        assert budget.has_room(1, prefill_only=False)
+        budget.hold(name, 1)
+    assert not budget.has_room(1, prefill_only=False)
+    assert budget.has_room(1, prefill_only=True)
+    budget.refused = True
+    assert not budget.has_room(1, prefill_only=True)
+    budget.release(0)
+    assert budget.has_room(1, prefill_only=False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_sum_is_that_of_the_parts(seed):
+    rng, budget = random.Random(seed), KvBudget(kv_budget_tokens=500, max_batch=9)
+    for _ in range(300):
+        name = rng.randrange(12)
+        rng.choice(
+            [budget.grow, budget.release, lambda n: n in budget.held or budget.hold(n, rng.randrange(9))]
+        )(name)
+        assert budget.held_tokens == sum(budget.held.values())
