@@ -1,6 +1,6 @@
 """What a budget rents: HexGen-2's budgets spent on the four GPU types of its evaluation.
 
-    python -m benchmarks.search.budget [--csv FILE]
+    python -m benchmarks.search.budget [--workloads HPLD,HPHD,LPHD,LPLD] [--csv FILE]
 
 Both budgets of the paper (8 H100, and 70 % of that), both of its models, its four offline workloads. Prints
 what `hexgen2 search --cluster hexgen2-offers --budget` rents and its requests/s; these against 8 H100 and
@@ -63,12 +63,13 @@ def measure(budget: float, model: str, workload: str) -> dict:
 def main() -> None:
     """Run the grid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     rows = []
     for budget in BUDGETS:
         for model in MODELS:
-            for workload in WORKLOADS:
+            for workload in arguments.workloads.split(","):
                 rows.append(measure(budget, model, workload))
                 print(*rows[-1].values(), sep="\t", flush=True)
     for budget in BUDGETS:

@@ -1,6 +1,7 @@
 """Convergence of the search and of what HexGen-2 compares it with: Figures 10 and 11 of the paper.
 
-    python -m benchmarks.search.convergence [--seeds 15] [--time-limit S] [--csv FILE] [--plot FILE]
+    python -m benchmarks.search.convergence [--seeds 15] [--workloads HPLD,...] [--time-limit S]
+        [--csv FILE] [--plot FILE]
 
 Setting 1, both models, the four offline workloads. For each strategy: the best requests/s after so many
 evaluations and so many seconds (mean over seeds), the end (mean, least, most, and its ratio to hexgen2),
@@ -103,11 +104,11 @@ def summary(runs: list[Run], ratio: float) -> list[str]:
     ]
 
 
-def plot(cells: dict[tuple[str, str], dict[str, list[Run]]], path: Path) -> None:
+def plot(cells: dict[tuple[str, str], dict[str, list[Run]]], workloads: list[str], path: Path) -> None:
     """One panel per cell: requests/s by seconds, the mean over seeds and the range between them."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(MODELS), len(WORKLOADS), figsize=(18, 8), squeeze=False)
+    figure, axes = pyplot.subplots(len(MODELS), len(workloads), figsize=(18, 8), squeeze=False)
     for axis, ((model, workload), by_strategy) in zip(axes.flat, cells.items(), strict=True):
         for strategy, runs in by_strategy.items():
             begun = max(run[0].seconds for run in runs)
@@ -127,9 +128,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, default=15)
     parser.add_argument("--time-limit", type=float)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
+    workloads = arguments.workloads.split(",")
     cells: dict[tuple[str, str], dict[str, list[Run]]] = {}
     ratios: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
     at = [f"{n} ev" for n in AT_EVALUATIONS] + [f"{s} s" for s in AT_SECONDS]
@@ -147,7 +150,7 @@ def main() -> None:
         "s",
         sep="\t",
     )
-    for model, workload in itertools.product(MODELS, WORKLOADS):
+    for model, workload in itertools.product(MODELS, workloads):
         cell = cells[model, workload] = {
             strategy: [
                 measure(model, workload, strategy, seed, arguments.time_limit)
@@ -166,7 +169,7 @@ def main() -> None:
         points = [asdict(p) for cell in cells.values() for runs in cell.values() for run in runs for p in run]
         write_csv(arguments.csv, points)
     if arguments.plot:
-        plot(cells, arguments.plot)
+        plot(cells, workloads, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The same command with the same seed on every kind of machine that this one can pass for.
 
     python -m benchmarks.search.same_answer [--clusters 6] [--seed N] [--disturb 2]
+        [--strategies NAME ...]
 
 For shipped clusters and for random ones (drawn by --seed, a fresh one by default), one row for each command:
 a digest of the bytes with each machine's libraries (OpenBLAS's kernels, threads, orders of hashes, without
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument("--clusters", type=int, default=6)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--disturb", type=int, default=2)
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     options = parser.parse_args()
     seed = secrets.randbits(16) if options.seed is None else options.seed
     draw = random.Random(seed)
@@ -56,7 +58,7 @@ def main() -> int:
         for number in range(options.clusters):
             cluster = random_cluster(draw, Path(folder), number)
             loads.append((cluster, draw.choice(MODELS), draw.choice(("HPLD", "LPHD", "online"))))
-        rows = [(*load, strategy) for load in loads for strategy in STRATEGIES]
+        rows = [(*load, strategy) for load in loads for strategy in options.strategies]
         keys = ("--cluster", "--model", "--workload", "--strategy")
         commands = [
             [

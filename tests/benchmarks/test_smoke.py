@@ -1,0 +1,93 @@
+"""Every benchmark runs from a clean checkout: each script once, as small as it goes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+SMALL = {
+    "engine.engine_speed": "--dtypes float32 --rounds 1 --batches 1",
+    "engine.engine_start": "--hidden 256 --ffn 512 --layers 2 --vocab 2000 --dtype float32 --repeats 1",
+    "engine.kernel_speed": "--rounds 1",
+    "engine.kv_transfer": "shapes --rounds 1",
+    "engine.sampler_speed": "--steps 1",
+    "search.against_exact": "--clusters 2",
+    "search.budget": "--workloads HPLD",
+    "search.convergence": "--seeds 1 --workloads HPLD",
+    "search.paper_figures": "--parts table4 --seconds 5",
+    "search.replan": "--runs 1",
+    "search.same_answer": "--clusters 1 --disturb 1 --strategies vllm",
+    "search.same_placements": f"--before {ROOT} --sample 2 --seed 1",
+    "search.scale": "--gpus 64 --workloads HPHD --runs 1",
+    "search.settings": "--runs 1 --settings homogeneous",
+    "search.strategies": "--settings hexgen2-case-study --strategies vllm distserve",
+    "serving.chaos": "--fleet emulated --requests 20 --seconds 5 --front-end-deaths 0",
+    "serving.coordination_cost": "--repeats 1 --steps 5",
+    "serving.disaggregation": "--seconds 3 --rounds 1",
+    "serving.front_end_saturation": "--repeats 1 --seconds 0.5 --cases stream-1 --clients 4 --overload",
+    "serving.reflow_speed": "--runs 2",
+    "serving.soak": "--seconds 15",
+    "serving.three_machines": "--requests 2",
+    "simulator.against_fleet": "--seconds 3",
+    "simulator.simulator_speed": "--requests 100",
+}
+"""Script to options. Those that measure what has to be fetched first are in ELSEWHERE."""
+ELSEWHERE = {
+    "engine.sides.limits": "engine.engine_speed runs it",
+    "engine.sides.our_engine": "engine.engine_speed runs it",
+    "engine.sides.transformers_generate": "engine.engine_speed runs it",
+    "engine.sides.vllm_offline": "needs vLLM: test_engine_speed_beside_vllm",
+    "search.answers": "search.same_answer runs it",
+    "serving.scripted_fleet": "serving.front_end_saturation runs it",
+    "serving.vllm_bench": "needs vLLM: tests/runtime/vllm",
+    "serving.web_stack": "serving.front_end_saturation runs it",
+    "simulator.cost_model_accuracy": "test_accuracy_benchmark.py",
+    "simulator.distserve_cross_check": "test_distserve_cross_check.py",
+}
+
+
+def scripts() -> set[str]:
+    """All files under benchmarks/ that can be run, as module names."""
+    files = (path for path in BENCHMARKS.rglob("*.py") if "__main__" in path.read_text())
+    return {".".join(path.relative_to(BENCHMARKS).with_suffix("").parts) for path in files}
+
+
+def test_every_script_is_run_by_a_test():
+    assert scripts() == SMALL.keys() | ELSEWHERE.keys()
+
+
+def test_the_index_names_every_script():
+    index = (BENCHMARKS / "README.md").read_text()
+    shown = SMALL.keys() | {
+        script for script, why in ELSEWHERE.items() if "runs it" not in why and "sides" not in script
+    }
+    assert not {script for script in shown if f"`{script}`" not in index}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SMALL)
+def test_it_runs(script: str, tmp_path: Path):
+    command = [sys.executable, "-m", f"benchmarks.{script}", *SMALL[script].split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.strip() and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_engine_speed_beside_vllm():
+    """vLLM's python sees the benchmarks, and nothing there hides a package that vLLM imports."""
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no environment with vLLM: `make environments`")
+    options = f"--dtypes float32 --rounds 1 --batches 1 --vllm-python {python}"
+    command = [sys.executable, "-m", "benchmarks.engine.engine_speed", *options.split()]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "vllm eager" in done.stdout and "vllm compiled" in done.stdout
