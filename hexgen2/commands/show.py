@@ -7,19 +7,34 @@ from pathlib import Path
 import click
 
 import hexgen2
-from hexgen2.commands.options import PATH, Command
+from hexgen2.commands.options import PATH, Command, check_folder, options
 from hexgen2.terminal import echo
+
+_output = options("Output")
 
 
 @click.command(
-    cls=Command, examples=("hexgen2 show placement.json", "hexgen2 show placement.json | grep bottleneck")
+    cls=Command,
+    examples=("hexgen2 show placement.json", "hexgen2 show placement.json --svg placement.svg"),
 )
 @click.argument("placement", type=PATH)
-def show(placement: Path) -> None:
-    """Check a placement and print it as tables."""
+@_output("--svg", type=PATH, metavar="FILE", help="Draw the placement: replicas, GPUs, KV routes.")
+@_output("--html", type=PATH, metavar="FILE", help="Write a page with the picture and the tables.")
+def show(placement: Path, svg: Path | None, html: Path | None) -> None:
+    """Check a placement, and print it as tables, or write it as a picture or a page."""
+    from cost_model.files import write_text
+    from hexgen2.report import picture
     from hexgen2.report.placement import make_console, print_placement
 
-    print_placement(hexgen2.load_placement(placement), make_console())
+    for path in (svg, html):
+        check_folder(path)
+    loaded = hexgen2.load_placement(placement)
+    if svg is not None:
+        write_text(svg, picture.svg(loaded))
+    if html is not None:
+        write_text(html, picture.html(loaded))
+    if svg is None and html is None:
+        print_placement(loaded, make_console())
 
 
 @click.command("list", cls=Command, examples=("hexgen2 list clusters", "hexgen2 list models"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from commands import hexgen2, refused
 
 from hexgen2.placement import Placement
 from hexgen2.report.picture import html, svg
@@ -62,3 +64,19 @@ def test_names_are_text_and_nothing_else() -> None:
     parser.handle_starttag = lambda tag, attributes: seen.append(tag)  # type: ignore[method-assign]
     parser.feed(html(placement))
     assert "script" not in seen and {"svg", "pre", "title"} <= set(seen)
+
+
+def test_the_command_writes_both(tmp_path: Path) -> None:
+    file, drawn, page = tmp_path / "placement.json", tmp_path / "p.svg", tmp_path / "p.html"
+    placement = placed("hexgen2")
+    placement.save(file)
+    done = hexgen2("show", str(file), "--svg", str(drawn), "--html", str(page))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert drawn.read_text() == svg(placement) and svg(placement) in page.read_text()
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "placement.json"
+    placed("vllm").save(file)
+    done = hexgen2("show", file, "--svg", tmp_path / "none" / "p.svg")
+    assert "none" in refused(done)
