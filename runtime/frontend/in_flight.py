@@ -1,6 +1,6 @@
 """The requests in work: what replicas are asked to do for them, and what becomes of each by their answers.
 
-One state machine per request, driven by the messages of the replicas' lead workers:
+One state machine per request, driven by the messages of the replicas' drivers:
 
     waiting -> reserving (ReserveKv) -> prefilling (Prefill) -> decoding (Decode) -> ended
 

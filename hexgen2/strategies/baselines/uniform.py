@@ -1,4 +1,4 @@
-"""What planners for like GPUs share: one tensor degree per replica, and copies that fill a pool of nodes."""
+"""What baselines with uniform replicas share: one tensor degree per replica, and copies that fill a pool."""
 
 from __future__ import annotations
 

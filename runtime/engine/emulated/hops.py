@@ -1,11 +1,11 @@
-"""From one emulated pipeline stage to the next: a small frame per step, in place of activations."""
+"""Connections between emulated pipeline stages: a small frame per step stands for the activations."""
 
 from __future__ import annotations
 
 import queue
 import time
 
-from runtime.engine.rank import Place
+from runtime.engine.rank import Rank
 from runtime.protocol.between_workers import Passed
 from runtime.protocol.framing import Connection
 from runtime.protocol.handshake import Credentials, connect
@@ -16,20 +16,20 @@ _CONNECT_S = 30.0
 
 
 class Hops:
-    """Connections of one worker to those of the next stage that take their activations from it, and from the
-    one of the stage before. Who is connected to whom is as with torch (`parallel.py`)."""
+    """One worker's connections to the workers of the next stage that take its activations, and from a worker
+    of the previous stage. Who is connected to whom is the same as with torch (`torch/collectives.py`)."""
 
-    def __init__(self, config: Configure, place: Place) -> None:
-        self._config, self._place = config, place
+    def __init__(self, config: Configure, rank: Rank) -> None:
+        self._config, self._rank = config, rank
         self._next: list[Connection] = []
         self._arrived: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
 
     def join(self, addresses: Connect) -> None:
         """Connect to the next stage."""
-        place = self._place
-        if place.is_last:
+        rank = self._rank
+        if rank.is_last:
             return
-        targets = place.stages[place.stage_index + 1].workers[place.tp_rank :: place.tp]
+        targets = rank.stages[rank.stage_index + 1].workers[rank.tp_rank :: rank.tp]
         credentials = Credentials(self._config.worker, PURPOSE, self._config.secret)
         for target in targets:
             connection = connect(addresses.peers[target], credentials, _CONNECT_S)
@@ -37,24 +37,24 @@ class Hops:
             self._next.append(connection)
 
     def serve(self, connection: Connection) -> None:
-        """Take what the stage before sends.
+        """Receive the frames of the previous stage.
 
         Raises
         ------
-        ConnectionError : it is gone, and the replica with it
+        ConnectionError : that stage is gone, which ends the replica
         """
         while isinstance(message := connection.receive(), Passed):
             self._arrived.put((message.step, time.monotonic()))
-        raise ConnectionError("the pipeline stage before is gone")
+        raise ConnectionError("the previous pipeline stage is gone")
 
     def wait(self, step: int) -> float:
-        """When a step's activations came from the stage before (time.monotonic); waits for them."""
+        """Wait for a step's activations; returns when they came (time.monotonic)."""
         found, arrived_s = self._arrived.get()
         if found != step:
-            raise ConnectionError(f"step {found} came from the stage before, not {step}")
+            raise ConnectionError(f"the previous pipeline stage sent step {found}, not {step}")
         return arrived_s
 
     def pass_on(self, step: int) -> None:
-        """A step's activations leave for the next stage."""
+        """Send a step's activations to the next stage."""
         for connection in self._next:
             connection.send(Passed(step=step))

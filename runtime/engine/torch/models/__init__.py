@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.loader import Checkpoint, CheckpointConfig
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.engine.torch.models.llama import LlamaStage
@@ -23,12 +23,12 @@ FAMILIES: dict[str, type[DecoderStage]] = {
 }
 
 
-def load_stage(folder: str, dtype: str, device: torch.device, links: Links) -> DecoderStage:
+def load_stage(folder: str, dtype: str, device: torch.device, collectives: Collectives) -> DecoderStage:
     """Load a worker's part of a checkpoint.
 
     Raises
     ------
-    InputError : the checkpoint is of an unknown family, quantised, incomplete or damaged
+    InputError : the checkpoint's family is unknown, or it is quantised, incomplete or damaged
     """
     config = CheckpointConfig.load(folder)
     name = config.get("model_type", "")
@@ -37,6 +37,6 @@ def load_stage(folder: str, dtype: str, device: torch.device, links: Links) -> D
             "model_type", f"{name!r} is unknown", f"choose one of {', '.join(sorted(FAMILIES))}"
         )
     if config.get("quantization_config") is not None:
-        raise config.error("quantization_config", "is not computed", "choose weights of 16 or 32 bits")
+        raise config.error("quantization_config", "is not supported", "choose weights of 16 or 32 bits")
     family = FAMILIES[name]
-    return family(Checkpoint(folder, dtype, device, family.prefixes), links)
+    return family(Checkpoint(folder, dtype, device, family.prefixes), collectives)

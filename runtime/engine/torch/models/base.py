@@ -1,4 +1,4 @@
-"""What all decoder-only families share: a pipeline stage cut by layers, heads and vocabulary."""
+"""What all decoder-only model families share: a pipeline stage, cut by layers, heads and vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.engine.torch.attention.base import Batch
-from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import Checkpoint, Cut
 from runtime.kv_cache.layout import even_share, held
@@ -20,7 +20,7 @@ from runtime.kv_cache.layout import even_share, held
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Sizes of the whole model. position_limit is None where positions may go on for ever."""
+    """Sizes of the whole model. position_limit is the longest sequence in tokens; None: no limit."""
 
     layers: int
     hidden: int
@@ -35,58 +35,58 @@ class ModelSpec:
 
 
 class DecoderStage(ABC):
-    """One worker's part of a model: layers of its stage, heads and columns of its rank.
+    """One worker's part of a model: the layers of its stage, the heads and columns of its rank.
 
-    The first stage has the embedding, the last one the final norm and the LM head, both cut by
-    vocabulary. Activations [tokens, hidden] are whole on every rank.
+    The first stage has the embedding, the last one the final norm and the LM head; embedding and head are cut
+    by vocabulary. Activations [tokens, hidden] are whole on every rank.
     """
 
     prefixes: ClassVar[tuple[str, ...]]
 
-    def __init__(self, checkpoint: Checkpoint, links: Links) -> None:
-        self.checkpoint, self.links, self.place = checkpoint, links, links.place
+    def __init__(self, checkpoint: Checkpoint, collectives: Collectives) -> None:
+        self.checkpoint, self.collectives, self.rank = checkpoint, collectives, collectives.rank
         self.dtype, self.device = checkpoint.dtype, checkpoint.device
         self.spec = self._parse()
         self._check_split()
-        self.part = held(self.place.stages, self.place.stage.workers[self.place.tp_rank], self.spec.kv_heads)
-        self.local_heads = self.spec.heads // self.place.tp
+        self.part = held(self.rank.stages, self.rank.stage.workers[self.rank.tp_rank], self.spec.kv_heads)
+        self.local_heads = self.spec.heads // self.rank.tp
         self.local_kv_heads = self.part.end_head - self.part.first_head
-        self._embedding = self._vocabulary(self._embedding_name) if self.place.is_first else None
-        if self.place.is_first:
+        self._embedding = self._vocabulary(self._embedding_name) if self.rank.is_first else None
+        if self.rank.is_first:
             self._load_first()
-        if self.place.is_last:
+        if self.rank.is_last:
             self._load_last()
             self._head = self._load_head()
-        # Layers come last: packing the head needs room for two of it, a layer's matrices are smaller.
+        # Layers come last: packing needs memory for two copies, and the head is the largest matrix.
         self.layers = {
             layer: self._load_layer(layer) for layer in range(self.part.first_layer, self.part.end_layer)
         }
 
     @abstractmethod
     def _parse(self) -> ModelSpec:
-        """Sizes from config.json; refuses variants that the family doesn't compute."""
+        """Read the sizes from config.json; InputError for variants that are not supported."""
 
     @abstractmethod
     def _load_layer(self, layer: int) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
-        """A layer: (hidden [tokens, hidden], batch) -> hidden [tokens, hidden]."""
+        """Load a layer: a function (hidden [tokens, hidden], batch) -> hidden [tokens, hidden]."""
 
     @abstractmethod
     def _load_last(self) -> None:
-        """Weights of the final norm."""
+        """Load the weights of the final norm."""
 
     @abstractmethod
     def _final_norm(self, x: torch.Tensor) -> torch.Tensor:
-        """[sequences, hidden] before the LM head."""
+        """The final norm of [samples, hidden], before the LM head."""
 
     def _load_first(self) -> None:  # noqa: B027
-        """What the embedding needs beside the token table."""
+        """Load what the embedding needs besides the token table."""
 
     def _add_positions(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[tokens, hidden] with learned positions, where the family has them."""
+        """Add learned positions to [tokens, hidden], if the family has them."""
         return x
 
     def _begin(self, batch: Batch) -> None:  # noqa: B027
-        """What all layers of a step share."""
+        """Prepare what all layers of a step share."""
 
     _embedding_name: ClassVar[str] = "embed_tokens.weight"
 
@@ -109,20 +109,20 @@ class DecoderStage(ABC):
         return hidden
 
     def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
-        """[samples, vocab] of the rows after which a token is chosen, on rank 0 of the last stage; None
-        elsewhere."""
+        """Logits [samples, vocab] of the rows after which a token is sampled, on rank 0 of the last stage;
+        None elsewhere."""
         local = self._head(self._final_norm(hidden[batch.sampled]))
-        whole = self.links.gather_columns(local)
+        whole = self.collectives.gather_columns(local)
         return None if whole is None else whole[:, : self.spec.vocab]
 
     # -- slices of weights
 
     def cut(self, size: int) -> Cut:
         """This rank's part of a dimension: its whole size, first and end."""
-        return (size, *even_share(self.place.tp_rank, self.place.tp, size))
+        return (size, *even_share(self.rank.tp_rank, self.rank.tp, size))
 
     def fused_columns(self, names: Sequence[str], rows: Sequence[Cut], bias: bool) -> Linear:
-        """Matrices cut by output rows, stacked into one."""
+        """Load matrices cut by output rows, stacked into one."""
         ends = list(accumulate(end - first for _, first, end in rows))
         weight = self.checkpoint.empty(ends[-1], self.spec.hidden)
         added = self.checkpoint.empty(ends[-1]) if bias else None
@@ -134,21 +134,22 @@ class DecoderStage(ABC):
         return Linear(weight, added)
 
     def row_parallel(self, name: str, columns: Cut, bias: bool) -> Linear:
-        """A matrix cut by input columns; its products are summed over ranks, so rank 0 has the bias."""
+        """Load a matrix cut by input columns; its products are summed over ranks, so only rank 0 adds the
+        bias."""
         whole = (self.spec.hidden, columns[0])
         added = None
-        if bias and self.place.tp_rank == 0:
+        if bias and self.rank.tp_rank == 0:
             added = self.checkpoint.read(f"{name}.bias", whole[:1])
         return Linear(self.checkpoint.read(f"{name}.weight", whole, columns=columns[1:]), added)
 
     def qkv(self, names: tuple[str, str, str], bias: bool) -> Linear:
-        """Query, key and value projections of this rank's heads in one matrix."""
+        """Load the query, key and value projections of this rank's heads as one matrix."""
         dim = self.spec.head_dim
         key = (self.spec.kv_heads * dim, self.part.first_head * dim, self.part.end_head * dim)
         return self.fused_columns(names, (self.cut(self.spec.heads * dim), key, key), bias)
 
     def _check_split(self) -> None:
-        tp, spec, config = self.place.tp, self.spec, self.checkpoint.config
+        tp, spec, config = self.rank.tp, self.spec, self.checkpoint.config
         remedy = f"choose another tensor-parallel degree than {tp}"
         if spec.heads % tp:
             raise config.error(
@@ -163,14 +164,14 @@ class DecoderStage(ABC):
             raise config.error("num_key_value_heads", problem, "download the checkpoint again")
         if spec.ffn % tp and spec.experts % tp:
             raise config.error("intermediate_size", f"{spec.ffn} columns don't split over {tp} GPUs", remedy)
-        if self.place.stages[-1].end_layer != spec.layers:
-            problem = f"is {spec.layers}, the placement has {self.place.stages[-1].end_layer} layers"
+        if self.rank.stages[-1].end_layer != spec.layers:
+            problem = f"is {spec.layers}, the placement has {self.rank.stages[-1].end_layer} layers"
             raise config.error("num_hidden_layers", problem, "search a placement for this model")
 
     def _vocabulary(self, name: str) -> torch.Tensor:
         """This rank's rows of a [vocab, hidden] table, padded with zeros to equal size on all ranks."""
         vocab, first, end = self.cut(self.spec.vocab)
-        table = self.checkpoint.empty(even_share(0, self.place.tp, vocab)[1], self.spec.hidden)
+        table = self.checkpoint.empty(even_share(0, self.rank.tp, vocab)[1], self.spec.hidden)
         self.checkpoint.read_into(table[: end - first], name, (vocab, self.spec.hidden), rows=(first, end))
         table[end - first :].zero_()
         return table
@@ -185,9 +186,9 @@ class DecoderStage(ABC):
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         table = self._embedding
         assert table is not None
-        if self.place.tp == 1:
+        if self.rank.tp == 1:
             return F.embedding(tokens, table)
-        local = tokens - self.place.tp_rank * len(table)
+        local = tokens - self.rank.tp_rank * len(table)
         mine = (local >= 0) & (local < len(table))
         rows = F.embedding(local.clamp(0, len(table) - 1), table) * mine.unsqueeze(1)
-        return self.links.all_reduce(rows)
+        return self.collectives.all_reduce(rows)
