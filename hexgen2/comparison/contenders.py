@@ -59,7 +59,7 @@ def parse_contenders(text: str, cluster: str | Path | ClusterSpec) -> list[Conte
         on = (own, None) if own else (usual_cluster, spec)
         found.append(Contender(strategy, policy or usual, *on))  # type: ignore[arg-type]
     if not found:
-        raise InputError("--strategies", "", "is empty", "name some, as in hexgen2,hexgen,vllm")
+        raise InputError("--strategies", "", "is empty", "name strategies, as in hexgen2,hexgen,vllm")
     if len({one.name for one in found}) < len(found):
-        raise InputError("--strategies", text[:100], "names one twice", "name each once")
+        raise InputError("--strategies", text[:100], "names a contender twice", "name each one once")
     return found

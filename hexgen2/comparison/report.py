@@ -94,7 +94,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
             written.append(path)
     except OSError as error:
         raise InputError(
-            str(folder), "", f"cannot be written ({error.strerror})", "choose another"
+            str(folder), "", f"cannot be written ({error.strerror})", "choose a writable folder"
         ) from error
     return written + plot(entries, comparison.settings, folder)
 

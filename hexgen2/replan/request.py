@@ -49,7 +49,7 @@ def replan_problem(
     if model is not None and find_model(model) != previous.model:
         problem = f"differs from {previous.model.name}, which the placement serves"
         raise InputError(
-            "--model", find_model(model).name, problem, "search anew without --from, for all weights change"
+            "--model", find_model(model).name, problem, "new weights need a new search, without --from"
         )
     now = Cluster.from_spec(previous.cluster if cluster is None else load_cluster(cluster))
     before = set(Cluster.from_spec(previous.cluster).gpu_ids)
@@ -58,7 +58,7 @@ def replan_problem(
     back = _gpus("--added", added, now, among=[g for g in now.gpu_ids if g in out or g not in before])
     both = sorted(leaving & back)
     if both:
-        raise InputError("--added", both[0], "is among --lost as well", "name it once")
+        raise InputError("--added", both[0], "is also in --lost", "name it in only one of them")
     fixed = workload is None and isl is None and osl is None
     load = previous.workload if fixed else load_workload(workload, isl, osl)
     costs = make_cost_model(cost_model or previous.cost_model.name, previous.model, load.lengths)
@@ -91,6 +91,6 @@ def _gpus(option: str, text: str, cluster: Cluster, among: Iterable[str] | None 
             raise InputError(option, name, f"is not in cluster {cluster.name}", hint)
         chosen = allowed & set(members)
         if not chosen:
-            raise InputError(option, name, "is in the placement's cluster and not lost", "leave it out")
+            raise InputError(option, name, "is already part of the cluster and not lost", "leave it out")
         found |= chosen
     return found

@@ -112,10 +112,15 @@ def _mixture(text: str) -> Workload:
         name, colon, share = (word.strip() for word in part.partition(":"))
         workload = _shipped(name)
         if workload is None:
-            problem = f"{name[:100]!r} is no shipped workload"
+            problem = f"{name[:100]!r} is not a shipped workload"
             raise InputError("--workload", text[:200], problem, _nearest(name))
         if workload.name in shares:
-            raise InputError("--workload", text[:200], f"names {workload.name} twice", "add up its shares")
+            raise InputError(
+                "--workload",
+                text[:200],
+                f"names {workload.name} twice",
+                "name it once, with the sum of the shares",
+            )
         shares[workload.name] = _share(share, text) if colon else 1.0
     classes = [
         c.model_copy(
@@ -135,7 +140,7 @@ def _share(text: str, mixture: str) -> float:
         share = math.nan
     if not 1 / MAX_SHARE <= share <= MAX_SHARE:
         remedy = f"give a number from {1 / MAX_SHARE:g} to {MAX_SHARE:g}, as in HPLD:2,LPHD:1"
-        raise InputError("--workload", mixture[:200], f"{text[:40]!r} is no share", remedy)
+        raise InputError("--workload", mixture[:200], f"{text[:40]!r} is not a valid share", remedy)
     return share
 
 
