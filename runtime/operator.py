@@ -1,4 +1,4 @@
-"""The operator at the terminal: lines for them, and their signals to stop."""
+"""The operator's terminal: printing lines, and SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KILLED = 130
 
 
 def report(line: str) -> None:
-    """A line on stderr, at once; control characters in it are shown as escapes."""
+    """Print a line on stderr at once, with control characters escaped."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
 def stop_signals(kill: Callable[[], None]) -> asyncio.Event:
-    """Set by the first SIGINT or SIGTERM; the second kills and ends this process at once."""
+    """An event that the first SIGINT or SIGTERM sets; the second calls `kill` and ends this process."""
     stopping = asyncio.Event()
 
     def on_signal() -> None:
