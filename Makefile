@@ -11,19 +11,26 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-fleets test-alone test-vllm test-slow environments check clean schema
+.PHONY: demo test test-fleets test-runtime test-alone test-vllm test-slow environments check clean schema
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# Fleets of several launched processes wait for deadlines and each other more than they compute, so the two
+# other parts run beside them.
 test: check
-	$(MAKE) --no-print-directory -j2 test-fleets test-alone
+	$(MAKE) --no-print-directory -j3 test-fleets test-runtime test-alone
 
-# Fleets of processes, with deadlines, one after another; they wait more than they compute.
+FLEETS := tests/runtime/launcher tests/runtime/p2p
+
 test-fleets: $(STAMP)
-	$(BIN)/python -m pytest tests/runtime --durations 15
+	$(BIN)/python -m pytest $(FLEETS) --durations 15
 
-# All that runs in one process, in the time that the fleets leave.
+# The engine, the API and the other parts of the runtime, over worker processes and scripted ones.
+test-runtime: $(STAMP)
+	$(BIN)/python -m pytest tests/runtime $(FLEETS:%=--ignore=%) --durations 15
+
+# Everything outside the runtime, in the time that the others leave.
 test-alone: $(STAMP)
 	nice -n 19 $(BIN)/python -m pytest tests --ignore=tests/runtime --durations 15
 

@@ -38,14 +38,18 @@ def list_clusters() -> list[tuple[str, str]]:
     return [(name, load_cluster(name).description) for name in _shipped()]
 
 
-def load_cluster(name_or_file: str) -> ClusterSpec:
-    """A shipped cluster by name, or the cluster that a file describes; resolved (see `resolve`).
+def load_cluster(cluster: str | Path | ClusterSpec) -> ClusterSpec:
+    """The cluster of that shipped name, or the one that a YAML file describes; resolved (see `resolve`).
+
+    A spec is taken as it is, and resolved.
 
     Raises
     ------
     InputError : with the file, a key such as `nodes[2].accelerators`, the problem and the remedy
     """
-    shipped = _shipped()
+    if isinstance(cluster, ClusterSpec):
+        return resolve(cluster, cluster.name, Path())
+    shipped, name_or_file = _shipped(), str(cluster)
     path = shipped.get(name_or_file.strip().lower())
     if path is None:
         path = Path(name_or_file)

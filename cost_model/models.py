@@ -100,17 +100,19 @@ def shipped_model(name: str) -> ModelArchitecture:
     return architecture_from_config(SHIPPED[name], name, "shipped models")
 
 
-def find_model(name_or_dir: str) -> ModelArchitecture:
-    """A folder with a config.json, or a shipped model by a loosely spelled name.
+def find_model(model: str | Path | ModelArchitecture) -> ModelArchitecture:
+    """The model of a folder with a Hugging Face config.json, or a shipped model by a loosely spelled name.
 
     Case, dashes, underscores, dots, the organisation ("meta-llama/") and the suffixes -hf, -chat,
-    -instruct, -base and -v0.1 do not matter.
+    -instruct, -base and -v0.1 do not matter. An architecture is returned as it is.
 
     Raises
     ------
     InputError : neither; with the nearest known name
     """
-    path = Path(name_or_dir)
+    if isinstance(model, ModelArchitecture):
+        return model
+    path, name_or_dir = Path(model), str(model)
     try:
         has_config = (path / "config.json").is_file() or (path.name == "config.json" and path.is_file())
         is_folder = path.is_dir()

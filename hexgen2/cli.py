@@ -1,4 +1,7 @@
-"""The command line: `hexgen2 COMMAND`. Results go to stdout, progress and errors to stderr."""
+"""The command line: `hexgen2 COMMAND`. Results go to stdout, progress and errors to stderr.
+
+Commands read options, call the functions of `import hexgen2`, and print what these return.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ for command in COMMANDS:
 
 
 def main() -> None:
-    """Entry point: one line on stderr and the exit code of the contract for every error we expect."""
+    """Entry point: every expected error is one line on stderr and an exit code (2, 3 or 130)."""
     try:
         cli.main(standalone_mode=False)
     except HexGen2Error as error:

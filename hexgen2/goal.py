@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cost_model.errors import InputError
-from cost_model.fields import between
+from cost_model.fields import between, schema_error
 
 Objective = Literal["throughput", "goodput", "cost", "latency"]
 SMALLEST, LARGEST = 1e-9, 1e12
@@ -55,26 +55,41 @@ def make_goal(
     budget_per_hour: float | None = None,
     frontier: int | None = None,
 ) -> Goal:
-    """A goal from the command line's options.
+    """A goal from options, complete and without contradictions.
 
     Raises
     ------
-    InputError : an objective without what it needs
+    InputError : a value out of range, or see check_goal
     """
-    if objective == "goodput" and ttft_ms is None and tpot_ms is None:
+    try:
+        goal = Goal(
+            objective=objective,  # type: ignore[arg-type]
+            request_rate=request_rate,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            budget_per_hour=budget_per_hour,
+            frontier=frontier,
+        )
+    except ValidationError as error:
+        raise schema_error(error, "goal", "correct it") from None
+    check_goal(goal)
+    return goal
+
+
+def check_goal(goal: Goal) -> None:
+    """Refuse an objective without what it needs, or with what it cannot consider.
+
+    Raises
+    ------
+    InputError
+    """
+    objective = goal.objective
+    if objective == "goodput" and goal.ttft_ms is None and goal.tpot_ms is None:
         raise InputError("--objective", "goodput", "needs a target", "give --ttft, --tpot or both")
-    if objective in ("cost", "latency") and request_rate is None:
+    if objective in ("cost", "latency") and goal.request_rate is None:
         raise InputError("--objective", objective, "needs a load", "give --request-rate")
-    if objective == "latency" and (budget_per_hour is not None or frontier is not None):
-        option = "--frontier" if budget_per_hour is None else "--budget"
+    if objective == "latency" and (goal.budget_per_hour is not None or goal.frontier is not None):
+        option = "--frontier" if goal.budget_per_hour is None else "--budget"
         raise InputError(option, "", "does not go with --objective latency", "leave one of them out")
-    if objective == "cost" and frontier is not None:
+    if objective == "cost" and goal.frontier is not None:
         raise InputError("--frontier", "", "does not go with --objective cost", "leave one of them out")
-    return Goal(
-        objective=objective,  # type: ignore[arg-type]
-        request_rate=request_rate,
-        ttft_ms=ttft_ms,
-        tpot_ms=tpot_ms,
-        budget_per_hour=budget_per_hour,
-        frontier=frontier,
-    )

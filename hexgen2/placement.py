@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -21,6 +21,9 @@ from hexgen2.moves import LARGEST, Figure, Migration, Move
 from hexgen2.network.kv_parts import GpuPart, gpu_parts
 from hexgen2.network.shared_links import Links
 from hexgen2.workload.lengths import Workload
+
+if TYPE_CHECKING:
+    import networkx
 
 OPTIMAL = 1e-4
 """Relative gap to the bound up to which an answer counts as optimal: that of the integer program."""
@@ -270,6 +273,23 @@ class Placement(_Strict):
     def to_json(self) -> str:
         """Canonical text: same placement, same bytes."""
         return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n"
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """The replicas as nodes and the KV routes as edges.
+
+        Nodes have `role`, `gpus`, `shape`, `capacity_req_s` and `utilisation`; edges have `flow_req_s`,
+        `capacity_req_s` and `kv_bytes_per_req`.
+        """
+        import networkx
+
+        graph = networkx.DiGraph()
+        for replica in self.replicas:
+            figures = {"capacity_req_s": replica.capacity_req_s, "utilisation": replica.utilisation}
+            graph.add_node(replica.id, role=replica.role, gpus=replica.gpus, shape=replica.shape, **figures)
+        for route in self.routes:
+            figures = route.model_dump(include={"flow_req_s", "capacity_req_s", "kv_bytes_per_req"})
+            graph.add_edge(route.from_, route.to, **figures)
+        return graph
 
     def save(self, path: str | Path) -> None:
         """Write atomically: the file is the whole placement or is not touched."""

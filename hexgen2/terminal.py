@@ -12,6 +12,21 @@ import click
 
 from cost_model.printable import one_line, printable, printable_json
 
+QUIET = f"{__name__}.quiet"
+"""Where a click context notes that --quiet was given."""
+
+
+def quiet() -> bool:
+    """Whether the command that runs was given --quiet."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(QUIET))
+
+
+def note(text: Any) -> None:
+    """Print a line of progress to stderr, unless --quiet was given."""
+    if not quiet():
+        echo(text, err=True)
+
 
 def echo(text: Any, *, err: bool = False, nl: bool = True) -> None:
     """Print text with control characters escaped."""

@@ -11,11 +11,19 @@ from collections.abc import Callable
 from cost_model.printable import printable
 
 KILLED = 130
+_quiet = False
+
+
+def be_quiet() -> None:
+    """Report nothing from now on."""
+    global _quiet
+    _quiet = True
 
 
 def report(line: str) -> None:
-    """Print a line on stderr at once, with control characters escaped."""
-    print(printable(line), file=sys.stderr, flush=True)
+    """Print a line on stderr at once, unless quiet, with control characters escaped."""
+    if not _quiet:
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 def stop_signals(kill: Callable[[], None]) -> asyncio.Event:

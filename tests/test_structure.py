@@ -167,7 +167,7 @@ def test_the_simulator_needs_nothing_that_only_a_launch_needs():
 
 def test_the_runtime_never_loads_the_search():
     loaded = loaded_by("runtime.serve, hexgen2.checks")
-    assert not {name for name in loaded if name.startswith(("hexgen2.search", "hexgen2.strategies"))}
+    assert not {name for name in loaded if name.startswith(("hexgen2.search.", "hexgen2.strategies"))}
 
 
 def test_the_command_line_starts_light():

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from runtime.engine.rank import Place
-from runtime.engine.torch.collectives import Links
+from runtime.engine.rank import Rank
+from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.loader import DTYPES
 from runtime.engine.torch.models import load_stage
 from runtime.protocol.message import StageShape
@@ -87,10 +87,10 @@ def start_engine(folder: str, dtype: str, degree: int) -> Start:
     """Load the last rank of a tensor-parallel group that holds all layers."""
     layers = json.loads(Path(folder, "config.json").read_text())["num_hidden_layers"]
     workers = tuple(f"worker-{rank}" for rank in range(degree))
-    place = Place((StageShape(workers=workers, first_layer=0, end_layer=layers),), 0, degree - 1)
+    rank = Rank((StageShape(workers=workers, first_layer=0, end_layer=layers),), 0, degree - 1)
     cpu = torch.device("cpu")
     before, began = _memory_bytes("VmRSS"), time.perf_counter()
-    stage = load_stage(folder, dtype, cpu, Links(place, cpu))
+    stage = load_stage(folder, dtype, cpu, Collectives(rank, cpu))
     seconds = time.perf_counter() - began
     return Start(seconds, stage.checkpoint.bytes_read, _memory_bytes("VmHWM") - before)
 

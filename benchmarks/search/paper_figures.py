@@ -78,10 +78,10 @@ class Grid:
         def progress(text: str) -> None:
             print(f"{name}: {text}", file=sys.stderr)
 
-        entries = compare(contenders, workloads, settings, progress)
+        comparison = compare(contenders, workloads, settings, progress)
         if self.arguments.output:
-            write_comparison(entries, settings, self.arguments.output / name)
-        return entries
+            write_comparison(comparison, self.arguments.output / name)
+        return comparison.entries
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -88,7 +88,7 @@ async def find_dialect(server: Server, model: str) -> Dialect:
         said = f"answers {response.status}: {_message(body)}"
         if response.status not in _REFUSED:
             break
-    raise InputError(server.address.url, "/v1/completions", said, "give a server that completes")
+    raise InputError(server.address.url, "/v1/completions", said, "give a server that supports completions")
 
 
 def request_body(model: str, dialect: Dialect, isl: int, osl: int, rng: random.Random | None = None) -> bytes:

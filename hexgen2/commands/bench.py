@@ -9,34 +9,62 @@ import click
 
 from cost_model.errors import InputError
 from cost_model.files import write_text
-from hexgen2.commands.arrivals import arrivals
-from hexgen2.commands.options import POSITIVE, SEED, check_folder
-from hexgen2.terminal import echo, echo_json
+from hexgen2.commands.options import (
+    POSITIVE,
+    SEED,
+    Command,
+    check_folder,
+    json_option,
+    options,
+    output_option,
+)
+from hexgen2.terminal import echo_json, note
 
 PROMPTS = 1000
+_server = options("Server")
+_load = options("Load")
+_goal = options("Targets")
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=(
+        "hexgen2 bench http://127.0.0.1:8000 --workload HPLD --request-rate 4 --num-prompts 500",
+        "hexgen2 bench http://127.0.0.1:8000 --isl 512 --osl 64 --max-concurrency 16 -o results.json",
+    ),
+)
 @click.argument("url")
-@click.option("--workload", help="As for `search`; a trace is replayed.")
-@click.option("--isl", type=float, help="Mean prompt tokens, instead of --workload.")
-@click.option("--osl", type=float, help="Mean output tokens, instead of --workload.")
-@click.option(
-    "--request-rate", type=POSITIVE, help="Requests/s that arrive, at random. [default: all at once]"
+@_load("--workload", metavar="NAME|FILE", help="As for `search`; a trace with arrival times is replayed.")
+@_load("--isl", type=float, metavar="TOKENS", help="Mean prompt length, instead of --workload.")
+@_load("--osl", type=float, metavar="TOKENS", help="Mean output length, instead of --workload.")
+@_load(
+    "--request-rate",
+    type=POSITIVE,
+    metavar="RATE",
+    help="Requests/s that are sent, at random.  [default: all at once]",
 )
-@click.option("--num-prompts", type=click.IntRange(1, 10_000_000), help="How many. [default: 1000]")
-@click.option("--duration-s", type=POSITIVE, help="Requests that arrive within so many seconds.")
-@click.option(
-    "--burstiness", type=POSITIVE, default=1.0, show_default=True, help="1 is Poisson, less is burstier."
+@_load("--num-prompts", type=click.IntRange(1, 10_000_000), metavar="N", help="How many.  [default: 1000]")
+@_load("--duration-s", type=POSITIVE, metavar="S", help="Only requests that arrive within S seconds.")
+@_load(
+    "--burstiness",
+    type=POSITIVE,
+    default=1.0,
+    show_default=True,
+    metavar="SHAPE",
+    help="Of arrivals: 1 is Poisson, less is burstier.",
 )
-@click.option("--max-concurrency", type=click.IntRange(min=1), help="Requests under way at most.")
-@click.option("--ttft", type=POSITIVE, help="Target in ms; counts requests that meet it.")
-@click.option("--tpot", type=POSITIVE, help="Target in ms; likewise.")
-@click.option("--model", help="As the server names it. [default: its first]")
-@click.option("--api-key", envvar="HEXGEN2_API_KEY", help="Sent as a bearer token.")
-@click.option("--seed", type=SEED, default=0, show_default=True)
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the results to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
+@_load(
+    "--max-concurrency", type=click.IntRange(min=1), metavar="N", help="Most requests in flight at a time."
+)
+@_load(
+    "--seed", type=SEED, default=0, show_default=True, metavar="N", help="Of lengths, arrivals and prompts."
+)
+@_goal("--ttft", type=POSITIVE, metavar="MS", help="Target for the time to first token.")
+@_goal("--tpot", type=POSITIVE, metavar="MS", help="Target for the time per output token.")
+@_server("--model", metavar="NAME", help="The model, as the server names it.  [default: the server's first]")
+@_server("--api-key", envvar="HEXGEN2_API_KEY", metavar="KEY", help="Sent as a bearer token.")
+@output_option("results")
+@json_option("results")
 def bench(
     url: str,
     workload: str | None,
@@ -55,11 +83,11 @@ def bench(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure the OpenAI endpoint at URL under load, one streamed completion per request: throughput, TTFT,
-    TPOT, ITL and E2EL, as `simulate` predicts them."""
+    """Measure the OpenAI endpoint at URL under load: throughput, TTFT, TPOT, ITL and E2EL, as `simulate`
+    predicts them. Each request is a streamed completion. Ctrl-C ends the run and keeps what was measured."""
     from hexgen2.bench.run import Load
     from hexgen2.bench.run import bench as run
-    from hexgen2.workload.arrivals import LengthSource
+    from hexgen2.workload.arrivals import LengthSource, arrivals
 
     check_folder(output)
     lengths = LengthSource.load(workload, isl, osl)
@@ -84,4 +112,4 @@ def bench(
 
 def _progress(seen) -> None:
     """Prints to stderr how far the run is."""
-    echo(f"{seen.ended} of {len(seen.requests)} requests, {len(seen.failed)} failed", err=True)
+    note(f"{seen.ended} of {len(seen.requests)} requests, {len(seen.failed)} failed")

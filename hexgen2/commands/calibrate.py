@@ -8,25 +8,32 @@ from typing import TYPE_CHECKING
 import click
 
 from cost_model.errors import InputError
-from hexgen2.commands.options import SEED
-from hexgen2.terminal import echo, echo_json
+from hexgen2.commands.options import PATH, SEED, Command, options, output_option
+from hexgen2.terminal import echo_json, note
 
 if TYPE_CHECKING:
     from cost_model.measurements import Row
 
 _RUNNING = ("http://", "https://")
+_fit, _engine = options("Fit"), options("Running engine (with a URL)")
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=(
+        "hexgen2 calibrate measured.csv -o mine.json",
+        "hexgen2 calibrate http://127.0.0.1:8000 --gpu A100-80GB --model llama-3-8b -o mine.json",
+    ),
+)
 @click.argument("measured", metavar="CSV|URL")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the coefficients to this file.")
-@click.option("--name", help="What the set is called. [default: the CSV file's name, or the URL]")
-@click.option("--seed", type=SEED, default=0, show_default=True)
-@click.option("--gpu", help="With a URL: the card that its engine runs on.")
-@click.option("--model", help="With a URL: the model, a shipped name or a folder with a config.json.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="With a URL.")
-@click.option("--api-key", envvar="HEXGEN2_API_KEY", help="With a URL: sent as a bearer token.")
-@click.option("--rows", type=click.Path(path_type=Path), help="With a URL: write what was measured there.")
+@_fit("--name", metavar="NAME", help="Name of the coefficients.  [default: the CSV file's name, or the URL]")
+@_fit("--seed", type=SEED, default=0, show_default=True, metavar="N", help="Of the split into rows held out.")
+@output_option("coefficients")
+@_engine("--gpu", metavar="NAME", help="The GPUs that the engine runs on.")
+@_engine("--model", metavar="NAME|DIR", help="Its model: shipped name, or folder with a config.json.")
+@_engine("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Its tensor-parallel degree.")
+@_engine("--api-key", envvar="HEXGEN2_API_KEY", metavar="KEY", help="Sent as a bearer token.")
+@_engine("--rows", type=PATH, metavar="FILE", help="Write the measured steps to this CSV file.")
 def calibrate(
     measured: str,
     output: Path | None,
@@ -40,12 +47,12 @@ def calibrate(
 ) -> None:
     """Fit the cost model to measured step times.
 
-    CSV has columns gpu, model, tp, phase, batch, input_len_or_context and measured_ms (and engine,
-    interconnect, has_attention where they matter). URL is an engine with OpenAI's API, one replica on --tp
-    cards, whose prefills and decode steps are timed first.
+    CSV is a file with columns gpu, model, tp, phase, batch, input_len_or_context and measured_ms (and engine,
+    interconnect and has_attention where they matter). URL is a running engine with OpenAI's API, one replica
+    on --tp GPUs; its prefills and decode steps are timed first.
 
-    The fit starts from the coefficients that ship, so that a few rows of one GPU are worth something; but
-    from priors where the file has an engine that those have seen, so that its errors stay honest.
+    The fit starts from the coefficients that ship, so that even a few rows of one GPU help. If these have
+    seen an engine of the file before, it starts from priors instead, so that its stated errors are honest.
     `hexgen2 estimate --cost-model FILE` uses the result.
     """
     from cost_model.coefficients import PRIORS, fitted
@@ -67,7 +74,7 @@ def calibrate(
         raise InputError(measured, "", f"has {len(steps)} measured steps", "give at least 2")
     seen = sorted({row.step.engine for row in steps} & set(fitted().engines))
     if seen:
-        echo(f"{', '.join(seen)}: known to the coefficients that ship, so starting from priors", err=True)
+        note(f"{', '.join(seen)}: known to the coefficients that ship, so the fit starts from priors")
     source = checked_name(measured if running else Path(measured).name, measured)
     called = checked_name(
         name or (measured if running else Path(measured).stem), measured, "name", "give another --name"
@@ -85,11 +92,11 @@ def calibrate(
         "engines": held_out.engine,
     }
     errors = ", ".join(f"{error:.1%} on {kind}" for kind, error in kinds.items() if error is not None)
-    echo(f"{len(steps)} steps; mean error where left out of the fit: {errors}", err=True)
+    note(f"{len(steps)} steps; mean error where left out of the fit: {errors}")
 
 
 def _profiled(url: str, gpu: str | None, model: str | None, tp: int, api_key: str | None) -> list[Row]:
-    """Steps of a running engine, as rows of a file would be."""
+    """Time the steps of a running engine; returns them like the rows of a file."""
     from cost_model.measurements import COLUMNS, Row
     from cost_model.models import find_model
     from hexgen2.probing.engine import EngineClient
@@ -103,6 +110,6 @@ def _profiled(url: str, gpu: str | None, model: str | None, tp: int, api_key: st
     for line, step in enumerate(client.steps(), 1):
         figures = (gpu, model, str(tp), step.phase, str(step.batch), str(step.tokens))
         cells = dict(zip(COLUMNS, figures, strict=True)) | {"measured_ms": f"{1e3 * step.seconds:.6g}"}
-        echo(f"{step.phase} of {step.batch} at {step.tokens} tokens: {1e3 * step.seconds:.4g} ms", err=True)
+        note(f"{step.phase} of {step.batch} at {step.tokens} tokens: {1e3 * step.seconds:.4g} ms")
         rows.append(Row(url, line, cells))
     return rows

@@ -4,74 +4,102 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
+import hexgen2
 from cost_model.errors import InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
-from hexgen2.commands.options import POSITIVE, SEED, Number
-from hexgen2.terminal import echo, echo_json
+from hexgen2.api import STRATEGIES
+from hexgen2.commands.options import PATH, POSITIVE, SEED, Command, Number, json_option, options
+from hexgen2.terminal import echo_json, note
 
-STRATEGIES = "hexgen2,hexgen,splitwise,vllm"
+_what = options("What to compare")
+_how = options("How to measure")
+_output = options("Output")
+_detail = options("Modelling details")
 
 
-@click.command()
-@click.option("--cluster", required=True, help="A shipped cluster or a YAML file.")
-@click.option("--model", required=True, help="A shipped model or a folder with a config.json.")
-@click.option(
-    "--workload", required=True, help="Shipped classes or traces, separated by commas: each is one row."
+@click.command(
+    cls=Command,
+    examples=(
+        "hexgen2 compare --cluster hexgen2-setting-1 --model llama-2-70b --workload HPLD,LPHD -o comparison",
+        "hexgen2 compare --cluster hexgen2-setting-1 --model opt-30b --workload online \\\n"
+        "      --strategies hexgen2,vllm@hexgen2-homogeneous",
+    ),
 )
-@click.option(
+@_what("--cluster", required=True, metavar="NAME|FILE", help="Shipped cluster, or YAML file.")
+@_what("--model", required=True, metavar="NAME|DIR", help="Shipped model, or folder with a config.json.")
+@_what(
+    "--workload",
+    required=True,
+    metavar="NAME|FILE,...",
+    help="Shipped classes or traces, separated by commas; each is compared on its own.",
+)
+@_what(
     "--strategies",
     default=STRATEGIES,
     show_default=True,
-    help="Separated by commas; NAME@CLUSTER gives one a cluster of its own (of equal price, say), "
-    "NAME:POLICY another engine (see `simulate --policy`).",
+    metavar="NAME,...",
+    help="NAME@CLUSTER gives a strategy its own cluster (of equal price, say), NAME:POLICY another engine "
+    "(see `simulate --policy`).",
 )
-@click.option(
-    "--share", type=Number(0.01, 0.99), default=0.75, show_default=True, help="Of the peak, online."
+@_how(
+    "--share",
+    type=Number(0.01, 0.99),
+    default=0.75,
+    show_default=True,
+    metavar="SHARE",
+    help="Online load, as a share of the peak throughput.",
 )
-@click.option("--seconds", type=POSITIVE, default=300.0, show_default=True, help="Of load in a simulation.")
-@click.option("--cost-model", type=click.Choice(list(COST_MODELS)), default="calibrated", show_default=True)
-@click.option("--pipeline", type=click.Choice(PIPELINE_SEMANTICS), default="pipelined", show_default=True)
-@click.option("--links", type=click.Choice(["shared", "pairwise"]), default="shared", show_default=True)
-@click.option("--time-limit", type=POSITIVE, help="Seconds of each search.")
-@click.option("--seed", type=SEED, default=0, show_default=True)
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder for CSV, JSON and plots.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def compare(
-    cluster: str,
-    model: str,
-    workload: str,
-    strategies: str,
-    share: float,
-    seconds: float,
-    cost_model: str,
-    pipeline: str,
-    links: str,
-    time_limit: float | None,
-    seed: int,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Compare strategies: plan each by its own rules, simulate all under the same requests."""
-    from hexgen2.comparison.contenders import parse_contenders
-    from hexgen2.comparison.report import print_comparison, rows, write_comparison
-    from hexgen2.comparison.run import Settings
-    from hexgen2.comparison.run import compare as run
+@_how(
+    "--seconds", type=POSITIVE, default=300.0, show_default=True, metavar="S", help="Load in each simulation."
+)
+@_how("--time-limit", "time_limit_s", type=POSITIVE, metavar="S", help="Of each search.")
+@_how("--seed", type=SEED, default=0, show_default=True, metavar="N", help="Of searches and simulations.")
+@_output(
+    "-o",
+    "--output",
+    type=PATH,
+    metavar="DIR",
+    help="Write tables (CSV), placements and results (JSON) and plots to DIR.",
+)
+@json_option("comparison")
+@_detail(
+    "--cost-model",
+    type=click.Choice(list(COST_MODELS)),
+    default="calibrated",
+    show_default=True,
+    help="How times are predicted.",
+)
+@_detail(
+    "--pipeline",
+    type=click.Choice(PIPELINE_SEMANTICS),
+    default="pipelined",
+    show_default=True,
+    help="How the times of pipeline stages add up.",
+)
+@_detail(
+    "--links",
+    type=click.Choice(["shared", "pairwise"]),
+    default="shared",
+    show_default=True,
+    help="Whether KV routes share links, or each has its links to itself.",
+)
+def compare(output: Path | None, as_json: bool, **asked: Any) -> None:
+    """Compare strategies: plan by each one's own rules, simulate all under the same requests."""
+    from hexgen2.comparison.report import print_comparison, write_comparison
     from hexgen2.report.placement import make_console
 
     if output is not None and output.exists() and not output.is_dir():
         raise InputError(str(output), "", "is a file", "name a folder")
-    settings = Settings(model, seed, share, seconds, cost_model, pipeline, links, time_limit)
-    workloads = [name.strip() for name in workload.split(",") if name.strip()]
-    contenders = parse_contenders(strategies, cluster)
-    entries = run(contenders, workloads, settings, lambda text: echo(text, err=True))
+    found = hexgen2.compare(**asked, progress=note)
     if output is not None:
-        for path in write_comparison(entries, settings, output):
-            echo(f"wrote {path}", err=True)
+        for path in write_comparison(found, output):
+            note(f"wrote {path}")
     if as_json:
-        echo_json(json.dumps(rows(entries), indent=1))
+        echo_json(json.dumps(found.rows(), indent=1))
     else:
-        print_comparison(entries, settings, make_console())
+        print_comparison(found, make_console())

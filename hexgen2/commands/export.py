@@ -6,21 +6,27 @@ from pathlib import Path
 
 import click
 
+from hexgen2.commands.options import PATH, Command, check_folder, options
 from hexgen2.terminal import echo
 
 FORMATS = ("vllm", "kubernetes", "ray")
+_what, _output, _kubernetes = options("What to export"), options("Output"), options("Kubernetes")
 
 
-@click.command()
-@click.argument("placement", type=click.Path(path_type=Path))
-@click.option("--format", "name", type=click.Choice(FORMATS), required=True)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="The folder; default: the format's name."
+@click.command(
+    cls=Command,
+    examples=(
+        "hexgen2 export placement.json --format vllm -o scripts",
+        "hexgen2 export placement.json --format kubernetes --image registry.example.org/hexgen2:1 --force",
+    ),
 )
-@click.option("--force", is_flag=True, help="Take the place of a folder that is not empty.")
-@click.option("--model-path", help="The checkpoint on the machines; default: the model's name.")
-@click.option("--image", help="kubernetes: the container image with hexgen2 in it.")
-@click.option("--accelerator-label", help="kubernetes: the label that says what GPUs a node has.")
+@click.argument("placement", type=PATH)
+@_what("--format", "name", type=click.Choice(FORMATS), required=True, help="System that runs the files.")
+@_what("--model-path", metavar="DIR", help="Checkpoint on the machines.  [default: the model's name]")
+@_output("-o", "--output", type=PATH, metavar="DIR", help="Folder to write.  [default: the format's name]")
+@_output("--force", is_flag=True, help="Replace a folder that is not empty.")
+@_kubernetes("--image", metavar="NAME", help="Container image that has hexgen2 in it.")
+@_kubernetes("--accelerator-label", metavar="NAME", help="Node label that names a node's GPUs.")
 def export(
     placement: Path,
     name: str,
@@ -30,21 +36,17 @@ def export(
     image: str | None,
     accelerator_label: str | None,
 ) -> None:
-    """Write a placement as files that other systems run."""
+    """Write a placement as files for Kubernetes, plain vLLM or Ray."""
+    import hexgen2
     from cost_model.errors import InputError
-    from hexgen2.checks import verify
-    from hexgen2.commands.options import check_folder
     from hexgen2.export.folder import write_folder
-    from hexgen2.placement import Placement
 
     folder = output or Path(name)
     check_folder(folder)
     for option, value in (("--image", image), ("--accelerator-label", accelerator_label)):
         if value is not None and name != "kubernetes":
             raise InputError(option, value, f"is not for --format {name}", "leave it out")
-    loaded = Placement.load(placement)
-    source = str(placement)
-    verify(loaded, source)
+    loaded, source = hexgen2.load_placement(placement), str(placement)
     if name == "vllm":
         from hexgen2.export.vllm import vllm_files
 

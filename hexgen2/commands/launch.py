@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cost_model.errors import InputError
-from hexgen2.commands.options import POSITIVE, Number, setting, settings_of
+from hexgen2.commands.options import PATH, POSITIVE, Command, Number, options, setting, settings_of
+from hexgen2.terminal import quiet
 from runtime.options import (
     DEFAULTS,
     DTYPES,
@@ -31,136 +32,175 @@ if TYPE_CHECKING:
     from runtime.p2p.membership.membership import Membership
 
 
-_PATH = click.Path(path_type=Path)
 _HOST = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
 _ORIGIN = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?")
 _SECONDS = Number(0, min_open=True)
-_engine, _front = partial(setting, DEFAULTS), partial(setting, FRONT_DEFAULTS)
+_what, _server, _failures = options("What to run"), options("Server"), options("When replicas are lost")
+_output, _nodes, _detail = options("Output"), options("Network of nodes (p2p)"), options("Engine details")
+_engine = partial(setting, "Engine details", DEFAULTS)
+_limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 
 
-@click.command()
-@click.argument("placement", type=_PATH)
-@click.option("--model-path", type=_PATH, help="The checkpoint's folder.")
-@click.option(
+@click.command(
+    cls=Command,
+    examples=(
+        "hexgen2 launch placement.json --model-path /models/llama-3-8b",
+        "hexgen2 launch placement.json --engine emulated --port 9000",
+        "hexgen2 launch placement.json --launcher p2p --model-path /models/llama-3-8b --mdns \\\n"
+        "      --listen /ip4/10.0.0.1/tcp/9000 --network-key network.key",
+    ),
+)
+@click.argument("placement", type=PATH)
+@_what("--model-path", type=PATH, metavar="DIR", help="Folder of the checkpoint.")
+@_what(
     "--engine",
     type=click.Choice(ENGINES),
     default=TORCH,
     show_default=True,
-    help="emulated: no model, tokens that mean nothing, in the cost model's time.",
+    help="emulated: no model; tokens without meaning, at the times of the cost model.",
 )
-@click.option("--launcher", type=click.Choice(["local", "p2p", "ray"]), default="local", show_default=True)
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
-@click.option(
+@_what(
+    "--launcher",
+    type=click.Choice(["local", "p2p", "ray"]),
+    default="local",
+    show_default=True,
+    help="Start workers on this machine, on nodes (`hexgen2 node`), or in a Ray cluster.",
+)
+@_server("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="Address to listen on.")
+@_server(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    metavar="PORT",
+    help="0: any free port.",
+)
+@_server(
     "--api-key",
     envvar="HEXGEN2_API_KEY",
     multiple=True,
-    help="Clients must send one as a bearer token. @FILE: its first line; -: asked for.",
+    metavar="KEY|@FILE|-",
+    help="Clients must send one of these as a bearer token; repeatable. @FILE: its first line; -: prompt.",
 )
-@click.option(
+@_server(
     "--api-keys",
-    type=_PATH,
-    help="A file with more: `name: key`, or a key, on each line. Logs and metrics show names only.",
+    type=PATH,
+    metavar="FILE",
+    help="File with further keys, one per line: `name: key`, or a key. Logs and metrics show names only.",
 )
-@click.option(
+@_server(
     "--operator-key",
     envvar="HEXGEN2_OPERATOR_KEY",
-    help="For /metrics, /requests, /placement and /replan; given like --api-key.  "
-    "[default: they are for this machine]",
+    metavar="KEY|@FILE|-",
+    help="Key for /metrics, /requests, /placement and /replan.  [default: only this machine may use them]",
 )
-@click.option(
+@_server(
     "--allowed-hosts",
     multiple=True,
-    metavar="NAME",
-    help="Names by which the server may be asked.  [default: this machine's own; any with --api-key, or with "
-    "a --host that others reach]",
+    metavar="NAME,...",
+    help="Host names under which clients may address the server.  [default: this machine's own; any with "
+    "--api-key, or with a --host that others reach]",
 )
-@click.option(
-    "--cors-origin", multiple=True, metavar="ORIGIN", help="A site whose pages may ask, as https://chat.here."
+@_server(
+    "--cors-origin",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Site whose pages may call the API, as https://chat.example.org; repeatable.",
 )
-@_front("--queue-limit", click.IntRange(0), "Requests that may wait for room.")
-@_front(
-    "--client-queue-limit",
-    click.IntRange(0),
-    "Requests of one client (its key, or its address) that may wait.  [default: as many]",
-)
-@_front("--queue-timeout-s", _SECONDS, "How long a request may wait before it starts.")
-@_front(
-    "--kv-high-water",
-    Number(0, 1, min_open=True),
-    "Share of the KV cache up to which requests are let in, with what they are expected to grow by.",
-)
-@_front("--max-body-bytes", click.IntRange(1), "Of one request.")
-@_front("--max-total-body-bytes", click.IntRange(1), "Of all requests in work.")
-@_front("--max-choices", click.IntRange(1), "Answers that one request asks for: prompts times n.")
-@_front("--max-prompt-tokens", click.IntRange(1), "Of all answers that one request asks for.")
-@_front("--max-messages", click.IntRange(1), "Of one chat, and so many parts of them.")
-@_front("--max-stop-strings", click.IntRange(1), "Of one request.")
-@_front("--max-stop-length", click.IntRange(1), "Characters of one stop string.")
-@_front("--max-stop-token-ids", click.IntRange(1), "Of one request.")
-@_front("--max-logit-bias", click.IntRange(1), "Tokens with a bias in one request.")
-@_front("--max-connections", click.IntRange(1), "Open at a time.")
-@_front("--max-address-connections", click.IntRange(1), "Of one address.  [default: nine in ten]")
-@_front("--read-timeout-s", _SECONDS, "How long the headers of a request may take, and then its body.")
-@_front("--write-timeout-s", _SECONDS, "How long a client may read nothing of what is sent to it.")
-@click.option(
-    "--log-format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="Of the log on stderr, one event a line. HEXGEN2_LOG=INFO shows every request's way.",
-)
-@click.option("--otlp-endpoint", default="", help="URL of an OpenTelemetry collector that takes traces.")
-@_engine(
-    "--dtype",
-    click.Choice(DTYPES),
-    "Of weights and KV cache. auto: float32 if a worker is a CPU, else the checkpoint's.",
-)
-@click.option(
-    "--cpu-instructions",
-    type=click.Choice(INSTRUCTIONS),
-    default=INSTRUCTIONS[0],
-    show_default=True,
-    help="avx2: local workers use no wider ones, so that replicas on different processors round alike.",
-)
-@_engine("--chunk-tokens", click.IntRange(1), "Prompt tokens in a step in which requests decode, too.")
-@click.option(
-    "--prefix-caching/--no-prefix-caching",
-    "reuse_prefixes",
-    default=True,
-    show_default=True,
-    help="Let prompts share the KV cache of a common beginning.",
-)
-@_engine(
-    "--kv-transport",
-    click.Choice(KV_TRANSPORTS),
-    "The way of KV caches between workers. auto: the best that both have.",
-)
-@click.option(
+@_failures(
     "--restarts",
     type=click.IntRange(0),
     default=RESTARTS,
     show_default=True,
-    help="How often in a row a lost replica is started again; 0: it stays lost.",
+    metavar="N",
+    help="How often in a row a lost replica is restarted; 0: never.",
 )
-@click.option("--replan", is_flag=True, help="Search and take up another placement without what stays lost.")
-@click.option(
+@_failures("--replan", is_flag=True, help="Switch to a new placement that does without the lost GPUs.")
+@_failures(
     "--replan-after-s",
     type=POSITIVE,
     default=REPLAN_AFTER_S,
     show_default=True,
-    help="How long --replan waits for further losses, and for a node that is gone.",
+    metavar="S",
+    help="How long --replan waits for further losses, or for a lost node to come back.",
 )
-@click.option("--join", multiple=True, metavar="MULTIADDR", help="p2p: a node that is there already.")
-@click.option(
-    "--listen", metavar="MULTIADDR", help="p2p: where members are heard.  [default: loopback, any port]"
+@_output(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Format of the log on stderr, one event per line. HEXGEN2_LOG=INFO logs every request's route.",
 )
-@click.option("--mdns", is_flag=True, help="p2p: find nodes on the local network; --listen says on which.")
-@click.option("--identity", type=_PATH, help="p2p: file of the key pair.")
-@click.option("--network-key", type=_PATH, help="p2p: file of the network's key.")
-@click.option("--allow", multiple=True, metavar="PEERID", help="p2p: let in these members only.")
-@click.option("--emulate-links", is_flag=True, help="Move KV caches no faster than the placement's links.")
-@_engine("--kv-scale", Number(1), "The emulated engine moves one byte in so many, in the time of all.")
+@_output(
+    "--otlp-endpoint", default="", metavar="URL", help="Send traces to this OpenTelemetry collector (HTTP)."
+)
+@_nodes("--join", multiple=True, metavar="MULTIADDR", help="Address of a node of the network; repeatable.")
+@_nodes("--mdns", is_flag=True, help="Find nodes on the local network; --listen says on which.")
+@_nodes("--listen", metavar="MULTIADDR", help="Address to listen on.  [default: loopback, any port]")
+@_nodes("--network-key", type=PATH, metavar="FILE", help="File of the network's key.")
+@_nodes("--identity", type=PATH, metavar="FILE", help="File of this peer's key pair; made if missing.")
+@_nodes("--allow", multiple=True, metavar="PEERID", help="Let in only these members; repeatable.")
+@_engine(
+    "--dtype",
+    click.Choice(DTYPES),
+    "Type of weights and KV caches. auto: float32 if any worker runs on a CPU, else the checkpoint's.",
+)
+@_engine("--chunk-tokens", click.IntRange(1), "Most prompt tokens in a step that also decodes.", metavar="N")
+@_detail(
+    "--prefix-caching/--no-prefix-caching",
+    "reuse_prefixes",
+    default=True,
+    show_default=True,
+    help="Share the KV cache of common prompt prefixes.",
+)
+@_engine(
+    "--kv-transport",
+    click.Choice(KV_TRANSPORTS),
+    "How KV caches travel between workers. auto: the best that both support.",
+)
+@_detail(
+    "--cpu-instructions",
+    type=click.Choice(INSTRUCTIONS),
+    default=INSTRUCTIONS[0],
+    show_default=True,
+    help="avx2: local workers use no wider instructions, so that different processors round alike.",
+)
+@_detail("--emulate-links", is_flag=True, help="Move KV caches no faster than the placement's links.")
+@_engine(
+    "--kv-scale",
+    Number(1),
+    "The emulated engine moves one byte in N, in the time that all would take.",
+    metavar="N",
+)
+@_limit("--queue-limit", click.IntRange(0), "Requests that may wait; more are rejected.")
+@_limit(
+    "--client-queue-limit",
+    click.IntRange(0),
+    "Requests of one client (its key, or its address) that may wait.  [default: same as --queue-limit]",
+)
+@_limit("--queue-timeout-s", _SECONDS, "How long a request may wait before it starts.")
+@_limit(
+    "--kv-high-water",
+    Number(0, 1, min_open=True),
+    "Share of a KV cache up to which requests are admitted, their expected growth included.",
+)
+@_limit("--max-body-bytes", click.IntRange(1), "Size of one request's body.")
+@_limit("--max-total-body-bytes", click.IntRange(1), "Size of the bodies of all in-flight requests.")
+@_limit("--max-choices", click.IntRange(1), "Answers per request: prompts times n.")
+@_limit("--max-prompt-tokens", click.IntRange(1), "Prompt tokens of all answers of one request.")
+@_limit("--max-messages", click.IntRange(1), "Messages of one chat, and parts of these messages.")
+@_limit("--max-stop-strings", click.IntRange(1), "Stop strings per request.")
+@_limit("--max-stop-length", click.IntRange(1), "Characters of one stop string.")
+@_limit("--max-stop-token-ids", click.IntRange(1), "Stop tokens per request.")
+@_limit("--max-logit-bias", click.IntRange(1), "Tokens with a bias per request.")
+@_limit("--max-connections", click.IntRange(1), "Connections open at a time.")
+@_limit(
+    "--max-address-connections",
+    click.IntRange(1),
+    "Connections of one address.  [default: nine tenths of --max-connections]",
+)
+@_limit("--read-timeout-s", _SECONDS, "How long the headers of a request may take, and then its body.")
+@_limit("--write-timeout-s", _SECONDS, "How long a client may read nothing of its answer.")
 def launch(
     placement: Path,
     model_path: Path | None,
@@ -186,7 +226,7 @@ def launch(
     allow: tuple[str, ...],
     **settings: Any,  # of EngineOptions and FrontOptions
 ) -> None:
-    """Start a placement's replicas, on this machine or on nodes, and serve the OpenAI API."""
+    """Start the replicas of a placement, on this machine or on nodes, and serve the OpenAI API."""
     from hexgen2.placement import Placement
 
     loaded = Placement.load(placement)
@@ -194,14 +234,16 @@ def launch(
         from runtime import logs
         from runtime.api.keys import check_operator_key, collect, read_key
         from runtime.launcher.processes import limit_instructions
+        from runtime.operator import be_quiet
         from runtime.serve import serve
     except ModuleNotFoundError as error:
         raise InputError(
             "hexgen2 launch", "", f"needs {error.name}", "pip install 'hexgen2[runtime]'"
         ) from error
+    if quiet():
+        be_quiet()
     keys = {"identity": identity, "network_key": network_key, "allow": allow}
     membership = _membership(launcher, join=join, listen=listen, mdns=mdns, **keys)
-    options = settings_of(EngineOptions, settings)
     clients = collect([read_key(key, "--api-key", _ask) for key in api_key], api_keys)
     operator = read_key(operator_key or "", "--operator-key", _ask)
     if operator_key is not None:
@@ -218,7 +260,7 @@ def launch(
     limit_instructions(cpu_instructions)
     code = serve(
         *(loaded, model_path, host, port, launcher, engine, str(placement)),
-        options=options,
+        options=settings_of(EngineOptions, settings),
         restarts=restarts,
         front=front,
         replan_after_s=replan_after_s if replan else None,
@@ -232,7 +274,7 @@ def _ask(what: str) -> str:
 
 
 def checked_hosts(names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Names of --allowed-hosts, several of which may stand in one with commas; None without any."""
+    """The names of --allowed-hosts, each of which may list several with commas; None if there are none."""
     found = [name.strip().lower() for each in names for name in each.split(",")]
     for name in found:
         if name != "*" and not _HOST.fullmatch(name):
@@ -246,22 +288,19 @@ def checked_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     """Origins of --cors-origin."""
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
-            problem, remedy = (
-                f"{origin!r} is no origin",
-                "write it as the browser does: https://chat.example.org",
-            )
-            raise InputError("--cors-origin", "", problem, remedy)
+            remedy = "write it as the browser does: https://chat.example.org"
+            raise InputError("--cors-origin", "", f"{origin!r} is no origin", remedy)
     return origins
 
 
-def _membership(launcher: str, **options: Any) -> Membership | None:
-    """The head's in the network of its nodes; other launchers have no use for it."""
+def _membership(launcher: str, **asked: Any) -> Membership | None:
+    """What the p2p launcher needs to join the network of its nodes; None for other launchers."""
     if launcher == "p2p":
         from runtime.p2p.membership.membership import IDENTITIES, LOOPBACK_LISTEN, Membership
 
         defaults = {"identity": IDENTITIES / "head.key", "listen": LOOPBACK_LISTEN}
-        return Membership(**options | {name: options[name] or value for name, value in defaults.items()})
-    for name, value in options.items():
+        return Membership(**asked | {name: asked[name] or value for name, value in defaults.items()})
+    for name, value in asked.items():
         if value:
             option = f"--{name.replace('_', '-')}"
             raise InputError(option, "", "is for a network of nodes", "add --launcher p2p, or leave it out")

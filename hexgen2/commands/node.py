@@ -1,4 +1,4 @@
-"""`hexgen2 node`: makes a machine a node, on which a head elsewhere starts the workers of a placement."""
+"""`hexgen2 node`: makes a machine a node, on which a launch elsewhere starts workers of its placement."""
 
 from __future__ import annotations
 
@@ -9,41 +9,53 @@ from pathlib import Path
 import click
 
 from cost_model.errors import InputError
+from hexgen2.commands.options import PATH, Command, options
+from hexgen2.terminal import quiet
 from runtime.options import INSTRUCTIONS
 
+_machine, _network = options("This machine"), options("Network of nodes")
 EXTRAS = "pip install 'hexgen2[runtime,p2p]'"
 
 
-@click.command()
-@click.option(
+@click.command(
+    cls=Command,
+    examples=(
+        "hexgen2 node --new-network-key network.key",
+        "hexgen2 node --name pod-a --listen /ip4/10.0.0.4/tcp/9000 --network-key network.key \\\n"
+        "      --model-path /models/llama-3-8b",
+        "hexgen2 node --name pod-b --mdns --listen /ip4/10.0.0.5/tcp/9000 --network-key network.key",
+    ),
+)
+@_machine(
     "--name",
     default=socket.gethostname,
     show_default="host name",
-    help="The node's name in the cluster and its placements, used by no other node.",
+    metavar="NAME",
+    help="Name of this node in the cluster spec; no other node may have it.",
 )
-@click.option("--join", multiple=True, metavar="MULTIADDR", help="A member that is there already.")
-@click.option("--listen", metavar="MULTIADDR", help="Where members are heard.  [default: loopback, any port]")
-@click.option("--identity", type=click.Path(path_type=Path), help="File of the key pair, made if missing.")
-@click.option("--network-key", type=click.Path(path_type=Path), help="File of the network's key.")
-@click.option("--allow", multiple=True, metavar="PEERID", help="Let in these members only.")
-@click.option("--mdns", is_flag=True, help="Find members on the local network, and be found there.")
-@click.option("--model-path", type=click.Path(path_type=Path), help="The checkpoint's folder here.")
-@click.option("--address", metavar="HOST", help="Where workers of other nodes reach those of this one.")
-@click.option(
+@_machine("--model-path", type=PATH, metavar="DIR", help="Folder of the checkpoint on this machine.")
+@_machine(
     "--accelerators",
     metavar="NAME:COUNT",
-    help="The GPUs here, as the cluster has them.  [default: what the driver shows]",
+    help="The GPUs here, as in the cluster spec.  [default: what the driver reports]",
 )
-@click.option(
+@_machine("--address", metavar="HOST", help="Address at which workers of other nodes reach workers here.")
+@_machine(
     "--cpu-instructions",
     type=click.Choice(INSTRUCTIONS),
     default=INSTRUCTIONS[0],
     show_default=True,
-    help="avx2: workers use no wider ones, so that replicas on different processors round alike.",
+    help="avx2: workers use no wider instructions, so that different processors round alike.",
 )
-@click.option(
-    "--new-network-key", type=click.Path(path_type=Path), help="Write a new network key, and do nothing else."
+@_network(
+    "--join", multiple=True, metavar="MULTIADDR", help="Address of a member of the network; repeatable."
 )
+@_network("--mdns", is_flag=True, help="Find members on the local network, and be found there.")
+@_network("--listen", metavar="MULTIADDR", help="Address to listen on.  [default: loopback, any port]")
+@_network("--network-key", type=PATH, metavar="FILE", help="File of the network's key.")
+@_network("--new-network-key", type=PATH, metavar="FILE", help="Write a new network key to FILE and exit.")
+@_network("--identity", type=PATH, metavar="FILE", help="File of this node's key pair; made if missing.")
+@_network("--allow", multiple=True, metavar="PEERID", help="Let in only these members; repeatable.")
 def node(
     name: str,
     join: tuple[str, ...],
@@ -58,14 +70,17 @@ def node(
     cpu_instructions: str,
     new_network_key: Path | None,
 ) -> None:
-    """Make this machine a node, until Ctrl-C: heads of its network start workers here."""
+    """Make this machine a node, until Ctrl-C: launches elsewhere (--launcher p2p) start workers here."""
     try:
         from runtime.launcher.nodes.node import run_node
         from runtime.launcher.processes import limit_instructions
+        from runtime.operator import be_quiet
         from runtime.p2p.membership import identity as keys
         from runtime.p2p.membership.membership import IDENTITIES, LOOPBACK_LISTEN, Membership
     except ModuleNotFoundError as error:
         raise InputError("hexgen2 node", "", f"needs {error.name}", EXTRAS) from error
+    if quiet():
+        be_quiet()
     if new_network_key is not None:
         keys.new_network_key(new_network_key)
         return

@@ -1,10 +1,11 @@
-"""What several commands ask for in the same way."""
+"""What commands share: help with groups of options and examples, and options that several of them have."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,12 +13,19 @@ import click
 
 from cost_model.errors import InputError
 from hexgen2.goal import LARGEST, SMALLEST
+from hexgen2.terminal import QUIET
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Settings = TypeVar("Settings", bound="DataclassInstance")
+
+PATH = click.Path(path_type=Path)
+COST_MODEL_FILE = (
+    'Coefficients: a file written by `hexgen2 calibrate`, or "zero-fit" for none fitted.  '
+    "[default: those that ship]"
+)
 
 
 class Number(click.FloatRange):
@@ -36,16 +44,91 @@ POSITIVE = Number(SMALLEST, LARGEST)
 SEED = click.IntRange(0, 2**63 - 1)
 
 
+class GroupedOption(click.Option):
+    """An option that is listed under its group's title."""
+
+    def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Defaults and ranges, without the ranges that only keep numbers finite."""
+        extra = super().get_help_extra(ctx)
+        if self.type in (POSITIVE, SEED):
+            extra.pop("range", None)
+        return extra
+
+
+def options(group: str) -> Callable[..., Callable[[Function], Function]]:
+    """`click.option` for the options of a group."""
+    return partial(click.option, cls=GroupedOption, group=group)
+
+
+class Command(click.Command):
+    """A command whose help lists its options by group, then two or more examples; it has --quiet.
+
+    Groups are listed in the order of their first option.
+    """
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+        self.params.append(
+            GroupedOption(
+                ["-q", "--quiet"],
+                is_flag=True,
+                expose_value=False,
+                callback=_be_quiet,
+                group="Output",
+                help="Print no progress on stderr.",
+            )
+        )
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One section for each group."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
+                groups.setdefault(getattr(param, "group", "Output"), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The examples, each on lines of its own that can be copied."""
+        with formatter.section("Examples"):
+            for example in self.examples:
+                formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+
+
+def _be_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    ctx.meta[QUIET] = value
+
+
+_output = options("Output")
+
+
+def output_option(what: str) -> Callable[[Function], Function]:
+    """-o FILE, where a command writes its result."""
+    return _output("-o", "--output", type=PATH, metavar="FILE", help=f"Write the {what} to FILE.")
+
+
+def json_option(what: str) -> Callable[[Function], Function]:
+    """--json, which prints the result for programs."""
+    return _output("--json", "as_json", is_flag=True, help=f"Print the {what} as one JSON object.")
+
+
 def setting(
-    defaults: DataclassInstance, flag: str, kind: click.ParamType, help: str
+    group: str, defaults: DataclassInstance, flag: str, kind: click.ParamType, help: str, **more: Any
 ) -> Callable[[Function], Function]:
-    """An option for a field of some settings: it is called like the field, and has its default."""
+    """An option for a field of some settings: it has the field's name and default."""
     default = getattr(defaults, flag.removeprefix("--").replace("-", "_"))
-    return click.option(flag, type=kind, default=default, show_default=True, help=help)
+    return options(group)(flag, type=kind, default=default, show_default=True, help=help, **more)
 
 
 def settings_of(kind: type[Settings], values: Mapping[str, Any], **others: Any) -> Settings:
-    """Settings from the values of the options that are called like their fields, and from others."""
+    """Settings from the values of the options named like their fields, and from others."""
     named = {field.name: values[field.name] for field in fields(kind) if field.name in values}
     return kind(**named, **others)
 

@@ -9,18 +9,31 @@ from pathlib import Path
 import click
 
 from cost_model.errors import InputError
+from hexgen2.commands.options import Command, options, output_option
 from hexgen2.terminal import echo
 
+_what = options("What to measure")
 
-@click.command()
-@click.option("--kind", type=click.Choice(["cuda", "cpu"]), help="[default: cuda if there are such devices]")
-@click.option("--devices", type=click.IntRange(1, 64), help="[default: all GPUs, or a CPU device per core]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the cluster to this file.")
+
+@click.command(
+    cls=Command, examples=("hexgen2 probe -o cluster.yaml", "hexgen2 probe --kind cpu --devices 4")
+)
+@_what(
+    "--kind", type=click.Choice(["cuda", "cpu"]), help="Kind of devices.  [default: cuda if there are any]"
+)
+@_what(
+    "--devices",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="How many.  [default: all GPUs, or one CPU device per core]",
+)
+@output_option("cluster")
 def probe(kind: str | None, devices: int | None, output: Path | None) -> None:
-    """Measure this machine's devices and the links between them, and write a cluster file of it.
+    """Measure this machine's devices and the links between them, and write a cluster file.
 
-    Matrix products, memory reads, pairs and all-reduces, with one process for each device: NCCL between GPUs,
-    gloo between CPU devices of one core each. `hexgen2 search --cluster FILE` reads the result.
+    Times matrix products, memory reads, transfers between pairs and all-reduces, with one process per device:
+    NCCL between GPUs, gloo between CPU devices of one core each. `hexgen2 search --cluster FILE` reads the
+    result.
     """
     from cost_model.files import write_text
 

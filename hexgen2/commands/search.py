@@ -5,160 +5,181 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import click
 
-from cost_model.errors import HexGen2Error, InputError
+import hexgen2
+from cost_model.errors import InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
-from hexgen2.commands.options import POSITIVE, SEED, check_folder
-from hexgen2.goal import OBJECTIVES, make_goal
-from hexgen2.terminal import echo, echo_json
+from hexgen2.commands.options import (
+    PATH,
+    POSITIVE,
+    SEED,
+    Command,
+    check_folder,
+    json_option,
+    options,
+    output_option,
+)
+from hexgen2.goal import OBJECTIVES, Goal, make_goal
+from hexgen2.terminal import echo_json, note
+
+_what = options("What to place")
+_goal = options("What to optimise")
+_how = options("How to search")
+_again = options("Re-planning a placement that runs")
+_detail = options("Modelling details")
 
 
-@click.command()
-@click.option("--cluster", help="A shipped cluster (`hexgen2 list clusters`) or a YAML file.")
-@click.option("--model", help="A shipped model or a folder with a Hugging Face config.json.")
-@click.option(
+@click.command(
+    cls=Command,
+    examples=(
+        "hexgen2 search --cluster hexgen2-setting-1 --model llama-2-70b --workload HPLD -o placement.json",
+        "hexgen2 search --cluster hexgen2-offers --model opt-30b --workload online --budget 12",
+        "hexgen2 search --from placement.json --lost h100-1/0 -o next.json",
+    ),
+)
+@_what("--cluster", metavar="NAME|FILE", help="Shipped cluster (`hexgen2 list clusters`), or YAML file.")
+@_what("--model", metavar="NAME|DIR", help="Shipped model, or folder with a Hugging Face config.json.")
+@_what(
     "--workload",
-    help="A shipped class, shares of several (HPLD:2,LPHD:1), or a trace (Azure CSV, Mooncake JSONL, "
+    metavar="NAME|FILE",
+    help="Shipped class, shares of several (HPLD:2,LPHD:1), or trace file (Azure CSV, Mooncake JSONL, "
     "ShareGPT JSON).",
 )
-@click.option("--isl", type=float, help="Mean prompt tokens, instead of --workload.")
-@click.option("--osl", type=float, help="Mean output tokens, instead of --workload.")
-@click.option("--strategy", default="hexgen2", show_default=True, help="See `hexgen2 list strategies`.")
-@click.option(
-    "--cost-model",
-    type=click.Choice(list(COST_MODELS)),
-    help="[default: calibrated; with --from: the placement's]",
-)
-@click.option(
-    "--pipeline",
-    type=click.Choice(PIPELINE_SEMANTICS),
-    help="How pipeline stages add up. [default: pipelined; with --from: the placement's]",
-)
-@click.option(
-    "--links",
-    type=click.Choice(["shared", "pairwise"]),
-    help="Traffic shares links, network cards and uplinks, or each KV route has its links to itself. "
-    "[default: shared; with --from: the placement's]",
-)
-@click.option(
-    "--engine",
-    type=click.Choice(["any", "vllm"]),
-    default="any",
+@_what("--isl", type=float, metavar="TOKENS", help="Mean prompt length, instead of --workload.")
+@_what("--osl", type=float, metavar="TOKENS", help="Mean output length, instead of --workload.")
+@_goal(
+    "--objective",
+    type=click.Choice(OBJECTIVES),
+    default="throughput",
     show_default=True,
-    help="vllm: only replicas that vLLM runs.",
+    help="goodput needs --ttft or --tpot; cost and latency need --request-rate.",
 )
-@click.option("--objective", type=click.Choice(OBJECTIVES), default="throughput", show_default=True)
-@click.option("--request-rate", type=POSITIVE, help="Requests/s that arrive, at random.")
-@click.option("--ttft", type=POSITIVE, help="Target for the time to first token, in ms.")
-@click.option("--tpot", type=POSITIVE, help="Target for the time per output token, in ms.")
-@click.option("--budget", type=POSITIVE, help="$ per hour that the GPUs in use may cost.")
-@click.option(
+@_goal("--request-rate", type=POSITIVE, metavar="RATE", help="Requests/s that arrive, at random.")
+@_goal("--ttft", "ttft_ms", type=POSITIVE, metavar="MS", help="Target for the time to first token.")
+@_goal("--tpot", "tpot_ms", type=POSITIVE, metavar="MS", help="Target for the time per output token.")
+@_goal(
+    "--budget",
+    "budget_per_hour",
+    type=POSITIVE,
+    metavar="DOLLARS",
+    help="Choose what to rent from the cluster's nodes and offers, for at most this price per hour.",
+)
+@_goal(
     "--frontier",
     type=click.IntRange(min=2, max=1000),
     is_flag=False,
     flag_value=8,
     metavar="[N]",
-    help="List the best rental for N (8) prices up to --budget.",
+    help="Also list the best rental at N prices up to --budget; 8 if N is not given.",
 )
-@click.option("--seed", type=SEED, default=0, show_default=True)
-@click.option("--time-limit", type=POSITIVE, help="Seconds; the best so far is kept.")
-@click.option(
-    "--from", "previous", type=click.Path(path_type=Path), help="Re-plan from this placement, with moves."
+@_how(
+    "--strategy", default="hexgen2", show_default=True, metavar="NAME", help="See `hexgen2 list strategies`."
 )
-@click.option("--lost", help="GPU ids or nodes that are out of service, with --from.")
-@click.option("--added", help="GPU ids or nodes that are back or new, with --from.")
-@click.option("--horizon", type=POSITIVE, help="Seconds that the new plan will serve. [default: 3600]")
-@click.option(
-    "--load-gbyte-s", type=POSITIVE, help="Weights that each GPU loads, GB/s. [default: 2, assumed]"
+@_how(
+    "--time-limit",
+    "time_limit_s",
+    type=POSITIVE,
+    metavar="S",
+    help="Stop after S seconds with the best placement found. Ctrl-C does the same at any time.",
 )
-@click.option("--certify", is_flag=True, help="Prove how good the answer is: some seconds more.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the placement to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the placement as one JSON object.")
-def search(
-    cluster: str | None,
-    model: str | None,
-    workload: str | None,
-    isl: float | None,
-    osl: float | None,
-    strategy: str,
-    cost_model: str | None,
-    pipeline: str | None,
-    links: str | None,
-    engine: Literal["any", "vllm"],
-    objective: str,
-    request_rate: float | None,
-    ttft: float | None,
-    tpot: float | None,
-    budget: float | None,
-    frontier: int | None,
-    seed: int,
-    time_limit: float | None,
-    previous: Path | None,
-    lost: str | None,
-    added: str | None,
-    horizon: float | None,
-    load_gbyte_s: float | None,
-    certify: bool,
-    output: Path | None,
-    as_json: bool,
-) -> None:
+@_how("--seed", type=SEED, default=0, show_default=True, metavar="N", help="Same seed, same placement.")
+@_how("--certify", is_flag=True, help="Spend some more seconds on proving how good the answer is.")
+@output_option("placement")
+@json_option("placement")
+@_again("--from", "previous", type=PATH, metavar="FILE", help="Placement that runs; what is not given stays.")
+@_again("--lost", metavar="GPU,...", help="GPUs or nodes that are out of service.")
+@_again("--added", metavar="GPU,...", help="GPUs or nodes that are back, or new.")
+@_again(
+    "--horizon",
+    "horizon_s",
+    type=POSITIVE,
+    metavar="S",
+    help="How long the new plan will serve.  [default: 3600]",
+)
+@_again(
+    "--load-gbyte-s",
+    type=POSITIVE,
+    metavar="GB/S",
+    help="Speed at which each GPU loads weights.  [default: 2, assumed]",
+)
+@_detail(
+    "--cost-model",
+    type=click.Choice(list(COST_MODELS)),
+    help="How times are predicted.  [default: calibrated; with --from: the placement's]",
+)
+@_detail(
+    "--pipeline",
+    type=click.Choice(PIPELINE_SEMANTICS),
+    help="How the times of pipeline stages add up.  [default: pipelined; with --from: the placement's]",
+)
+@_detail(
+    "--links",
+    type=click.Choice(["shared", "pairwise"]),
+    help="Whether KV routes share links, network cards and uplinks, or each has its links to itself.  "
+    "[default: shared; with --from: the placement's]",
+)
+@_detail(
+    "--engine",
+    type=click.Choice(["any", "vllm"]),
+    default="any",
+    show_default=True,
+    help="vllm: use only replicas that vLLM can run.",
+)
+def search(output: Path | None, as_json: bool, previous: Path | None, **asked: Any) -> None:
     """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow."""
-    from hexgen2.checks import violations
-    from hexgen2.export.vllm_command import check_vllm
-    from hexgen2.report.placement import make_console, print_placement
-    from hexgen2.search.problem import make_problem
-    from hexgen2.strategies.base import SearchOptions
     from hexgen2.strategies.registry import find_strategy
 
-    run, options = find_strategy(strategy), SearchOptions(seed, time_limit, certify, _progress())
+    find_strategy(asked["strategy"])
     check_folder(output)
-    goal = make_goal(objective, request_rate, ttft, tpot, budget, frontier)
-    if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency" or previous):
-        raise InputError("--certify", "", "goes with the plain search of hexgen2 alone", "leave it out here")
-    if engine != "any" and previous is not None:
-        remedy = "leave it out, or search a new placement"
-        raise InputError("--engine", engine, "does not go with --from", remedy)
-    changes = {"--lost": lost, "--added": added, "--horizon": horizon, "--load-gbyte-s": load_gbyte_s}
-    if previous is not None:
-        from hexgen2.replan.request import replanned
-
-        inputs = {"cluster": cluster, "model": model, "workload": workload, "isl": isl, "osl": osl}
-        inputs |= {
-            "cost_model": cost_model,
-            "pipeline": pipeline,
-            "links": links,
-            "lost": lost,
-            "added": added,
-        }
-        placement = replanned(previous, inputs, strategy, goal, options, horizon, load_gbyte_s)
-    else:
-        for option, value in changes.items():
-            if value is not None:
-                raise InputError(option, "", "is for re-planning", "name the placement that runs with --from")
-        if cluster is None or model is None:
-            option = "--cluster" if cluster is None else "--model"
-            raise InputError(option, "", "is missing", "name one, or re-plan a placement with --from")
-        costs = cost_model or "calibrated", pipeline or "pipelined"
-        placement = run(
-            make_problem(cluster, model, workload, isl, osl, *costs, goal, links or "shared", engine), options
-        )
-        if engine == "vllm":
-            check_vllm(placement, f"the placement of {strategy}")
-    wrong = violations(placement)
-    if wrong:
-        raise HexGen2Error(
-            f"{strategy} made a wrong placement: {wrong[0][0]}: {wrong[0][1]}; please report it"
-        )
+    asked["progress"] = _progress()
+    placement = _new(**asked) if previous is None else _next(previous, **asked)
     if output is not None:
         placement.save(output)
     if as_json:
         echo_json(placement.to_json())
     else:
+        from hexgen2.report.placement import make_console, print_placement
+
         print_placement(placement, make_console())
+
+
+def _new(lost: str, added: str, horizon_s: float, load_gbyte_s: float, **asked: Any):
+    """A placement from scratch."""
+    changes = {"--lost": lost, "--added": added, "--horizon": horizon_s, "--load-gbyte-s": load_gbyte_s}
+    for option, value in changes.items():
+        if value is not None:
+            raise InputError(option, "", "is for re-planning", "name the placement that runs with --from")
+    for name in ("cluster", "model"):
+        if asked[name] is None:
+            raise InputError(f"--{name}", "", "is missing", "name one, or re-plan a placement with --from")
+    return hexgen2.search(**_given(asked))
+
+
+def _next(previous: Path, strategy: str, certify: bool, engine: str, **asked: Any):
+    """A placement to change over to from one that runs."""
+    from hexgen2.replan.search import NAME
+
+    if certify:
+        raise InputError("--certify", "", "goes with the plain search of hexgen2 alone", "leave it out here")
+    if engine != "any":
+        remedy = "leave it out, or search a new placement"
+        raise InputError("--engine", engine, "does not go with --from", remedy)
+    if strategy != NAME:
+        raise InputError("--strategy", strategy, "cannot re-plan", f"leave it out: {NAME} does")
+    goal = ("objective", "request_rate", "ttft_ms", "tpot_ms", "budget_per_hour", "frontier")
+    if make_goal(**{name: asked.pop(name) for name in goal}) != Goal():
+        problem, remedy = "re-planning weighs throughput, and no other goal", "leave the goal out"
+        raise InputError("--objective", "", problem, f"{remedy}, or search anew without --from")
+    return hexgen2.replan(previous, **_given(asked))
+
+
+def _given(asked: dict[str, Any]) -> dict[str, Any]:
+    """Options without those that were left out: for these, the functions' defaults hold."""
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _progress():
@@ -178,6 +199,6 @@ def _progress():
         if bound is not None:
             text += f"  bound {bound.req_s:.4g} (gap {1 - best.req_s / bound.req_s:.1%})"
         text += f"  {rate:.0f} evaluations/s"
-        echo(text, err=True)
+        note(text)
 
     return show

@@ -1,4 +1,4 @@
-"""`hexgen2 show` and `hexgen2 list`: what is there, as tables."""
+"""`hexgen2 show` and `hexgen2 list`: a placement, or what ships, as tables."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from pathlib import Path
 
 import click
 
+import hexgen2
+from hexgen2.commands.options import PATH, Command
 from hexgen2.terminal import echo
 
 
-@click.command()
-@click.argument("placement", type=click.Path(path_type=Path))
+@click.command(
+    cls=Command, examples=("hexgen2 show placement.json", "hexgen2 show placement.json | grep bottleneck")
+)
+@click.argument("placement", type=PATH)
 def show(placement: Path) -> None:
-    """Print a placement as tables, after checking it."""
-    from hexgen2.checks import verify
-    from hexgen2.placement import Placement
+    """Check a placement and print it as tables."""
     from hexgen2.report.placement import make_console, print_placement
 
-    loaded = Placement.load(placement)
-    verify(loaded, str(placement))
-    print_placement(loaded, make_console())
+    print_placement(hexgen2.load_placement(placement), make_console())
 
 
-@click.command("list")
+@click.command("list", cls=Command, examples=("hexgen2 list clusters", "hexgen2 list models"))
 @click.argument("what", type=click.Choice(["clusters", "gpus", "models", "workloads", "strategies"]))
 def list_(what: str) -> None:
     """List what ships by name."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import get_args
 
+from cluster_specs.schema import ClusterSpec
 from cost_model.errors import InputError
 from hexgen2.simulator.batching import POLICIES, Policy
 from hexgen2.strategies.registry import find_strategy
@@ -16,11 +18,16 @@ ENGINES: dict[str, Policy] = {"hexgen": "prefill-first", "vllm": "chunked"}
 
 @dataclass(frozen=True)
 class Contender:
-    """Plans with `strategy` on `cluster`; its colocated replicas run with `policy`."""
+    """Plans with `strategy` on a cluster; its colocated replicas run with `policy`.
+
+    cluster : its name, or its file as the user wrote it
+    spec : the cluster itself, if the user gave an object
+    """
 
     strategy: str
     policy: Policy
     cluster: str
+    spec: ClusterSpec | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -30,7 +37,7 @@ class Contender:
         return f"{self.strategy}{policy}@{self.cluster}"
 
 
-def parse_contenders(text: str, cluster: str) -> list[Contender]:
+def parse_contenders(text: str, cluster: str | Path | ClusterSpec) -> list[Contender]:
     """Parse a list such as "hexgen2,vllm:prefill-first,distserve@hexgen2-homogeneous". A contender that names
     no cluster gets `cluster`.
 
@@ -38,6 +45,8 @@ def parse_contenders(text: str, cluster: str) -> list[Contender]:
     ------
     InputError : unknown strategy or policy, empty list, or a contender named twice
     """
+    spec = cluster if isinstance(cluster, ClusterSpec) else None
+    usual_cluster = spec.name if spec else str(cluster)
     found = []
     for part in filter(None, (word.strip() for word in text.split(","))):
         rest, _, own = part.partition("@")
@@ -47,9 +56,10 @@ def parse_contenders(text: str, cluster: str) -> list[Contender]:
             remedy = f"use one of {', '.join(get_args(Policy))}"
             raise InputError("--strategies", part[:100], f"unknown policy {policy[:40]!r}", remedy)
         usual = ENGINES.get(strategy, RUNTIME)
-        found.append(Contender(strategy, policy or usual, own or cluster))  # type: ignore[arg-type]
+        on = (own, None) if own else (usual_cluster, spec)
+        found.append(Contender(strategy, policy or usual, *on))  # type: ignore[arg-type]
     if not found:
-        raise InputError("--strategies", "", "is empty", "name some, as in hexgen2,hexgen,vllm")
+        raise InputError("--strategies", "", "is empty", "name strategies, as in hexgen2,hexgen,vllm")
     if len({one.name for one in found}) < len(found):
-        raise InputError("--strategies", text[:100], "names one twice", "name each once")
+        raise InputError("--strategies", text[:100], "names a contender twice", "name each one once")
     return found

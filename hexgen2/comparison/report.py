@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from cost_model.errors import InputError
-from hexgen2.comparison.run import ATTAINMENT, SLO_SCALES, Entry, Settings
+from hexgen2.comparison.run import ATTAINMENT, SLO_SCALES, Comparison, Entry, Settings
 
 NOTES = (
     "Peak: simulated with all requests at once. Online: random arrivals at {share:.0%} of each strategy's "
@@ -23,45 +23,13 @@ NOTES = (
 )
 
 
-def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """One flat record per contender and workload."""
-    found = []
-    for entry in entries:
-        row: dict[str, Any] = {
-            "workload": entry.workload,
-            "strategy": entry.contender.strategy,
-            "policy": entry.contender.policy,
-            "cluster": entry.contender.cluster,
-            "infeasible": entry.why,
-        }
-        if entry.placement is not None:
-            row |= {
-                "price_per_hour": entry.placement.price_per_hour,
-                "replicas": len(entry.placement.replicas),
-                "predicted_req_s": entry.placement.throughput.req_s,
-                "peak_req_s": entry.peak_req_s,
-                "peak_tok_s": entry.peak_tok_s,
-            }
-        for kind, result in (("online", entry.online), ("same_rate", entry.same_rate)):
-            if result is not None:
-                keys = ("request_throughput", "output_throughput", *_LATENCIES)
-                row |= {f"{kind}_{key}": getattr(result, key) for key in keys}
-        row["slo_scale"] = entry.scale_needed
-        found.append(row)
-    return found
-
-
-_LATENCIES = tuple(
-    f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("mean", "p90", "p99")
-)
-
-
-def print_comparison(entries: Sequence[Entry], settings: Settings, console: Console) -> None:
+def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print one table per workload; throughput ratios are relative to the first contender."""
+    settings, entries = comparison.settings, comparison.entries
     for workload, group in groupby(entries, key=lambda entry: entry.workload):
         own = list(group)
         first = own[0].peak_tok_s
-        console.print(f"{settings.model}, {workload}")
+        console.print(f"{settings.model_name}, {workload}")
         table = Table(
             Column("strategy", no_wrap=True),
             *("$/h", "peak req/s", "peak tok/s", "ratio"),
@@ -99,7 +67,7 @@ def _short(entry: Entry, first: Entry) -> str:
     return name.removesuffix(f"@{cluster}") if cluster == first.contender.cluster else name
 
 
-def write_comparison(entries: Sequence[Entry], settings: Settings, folder: Path) -> list[Path]:
+def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write tables as CSV, placements and results as JSON, and plots if matplotlib is installed; returns the
     files written.
 
@@ -107,9 +75,10 @@ def write_comparison(entries: Sequence[Entry], settings: Settings, folder: Path)
     ------
     InputError : the folder cannot be written
     """
+    entries = comparison.entries
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = [_write_csv(rows(entries), folder / "comparison.csv")]
+        written = [_write_csv(comparison.rows(), folder / "comparison.csv")]
         curves = [_curve(entry) for entry in entries if entry.attainment]
         if curves:
             written.append(_write_csv(curves, folder / "slo_attainment.csv"))
@@ -125,9 +94,9 @@ def write_comparison(entries: Sequence[Entry], settings: Settings, folder: Path)
             written.append(path)
     except OSError as error:
         raise InputError(
-            str(folder), "", f"cannot be written ({error.strerror})", "choose another"
+            str(folder), "", f"cannot be written ({error.strerror})", "choose a writable folder"
         ) from error
-    return written + plot(entries, settings, folder)
+    return written + plot(entries, comparison.settings, folder)
 
 
 def _curve(entry: Entry) -> dict[str, Any]:
@@ -160,7 +129,7 @@ def plot(entries: Sequence[Entry], settings: Settings, folder: Path) -> list[Pat
         places = [w + (k - (len(names) - 1) / 2) * 0.8 / len(names) for w in range(len(workloads))]
         axis.bar(places, heights, 0.8 / len(names), label=name)
     axis.set_xticks(range(len(workloads)), workloads)
-    axis.set(ylabel="output tokens/s", title=f"{settings.model}: simulated peak throughput")
+    axis.set(ylabel="output tokens/s", title=f"{settings.model_name}: simulated peak throughput")
     axis.legend(fontsize="small")
     curves = Figure(figsize=(4 * len(workloads), 3.5))
     for axis, workload in zip(curves.subplots(1, len(workloads), squeeze=False)[0], workloads, strict=True):

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cluster_specs.loader import resolve
+from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InfeasibleError
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
@@ -29,11 +31,16 @@ from hexgen2.simulator.simulation import Simulation
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 from hexgen2.workload.arrivals import LengthSource, offline, online
+from hexgen2.workload.lengths import Workload
 from hexgen2.workload.requests import Requests
 
 SLO_SCALES = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50)
 ATTAINMENT = 0.9
 
+_ROW_KEYS = (
+    *("request_throughput", "output_throughput"),
+    *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("mean", "p90", "p99")),
+)
 Progress = Callable[[str], None]
 
 
@@ -47,7 +54,7 @@ class Settings:
     seconds : approximate length of a simulation, which has FEWEST to MOST requests
     """
 
-    model: str
+    model: str | Path | ModelArchitecture
     seed: int = 0
     share: float = 0.75
     seconds: float = 300.0
@@ -55,6 +62,11 @@ class Settings:
     pipeline: str = "pipelined"
     links: str = "shared"
     time_limit_s: float | None = None
+
+    @property
+    def model_name(self) -> str:
+        """As the user wrote it."""
+        return self.model.name if isinstance(self.model, ModelArchitecture) else str(self.model)
 
 
 FEWEST, MOST = 1000, 20_000
@@ -88,10 +100,48 @@ class Entry:
             return 0.0
         return self.peak_req_s * self.offline.total_output_tokens / self.offline.completed
 
+    def row(self) -> dict[str, Any]:
+        """A flat record for tables."""
+        row: dict[str, Any] = {
+            "workload": self.workload,
+            "strategy": self.contender.strategy,
+            "policy": self.contender.policy,
+            "cluster": self.contender.cluster,
+            "infeasible": self.why,
+        }
+        if self.placement is not None:
+            row |= {
+                "price_per_hour": self.placement.price_per_hour,
+                "replicas": len(self.placement.replicas),
+                "predicted_req_s": self.placement.throughput.req_s,
+                "peak_req_s": self.peak_req_s,
+                "peak_tok_s": self.peak_tok_s,
+            }
+        for kind, result in (("online", self.online), ("same_rate", self.same_rate)):
+            if result is not None:
+                row |= {f"{kind}_{key}": getattr(result, key) for key in _ROW_KEYS}
+        row["slo_scale"] = self.scale_needed
+        return row
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Every contender under every workload, workload by workload."""
+
+    settings: Settings
+    entries: list[Entry]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat record for each contender and workload: the rows of the CSV file."""
+        return [entry.row() for entry in self.entries]
+
 
 def compare(
-    contenders: Sequence[Contender], workloads: Sequence[str], settings: Settings, progress: Progress
-) -> list[Entry]:
+    contenders: Sequence[Contender],
+    workloads: Sequence[str | Path | Workload],
+    settings: Settings,
+    progress: Progress,
+) -> Comparison:
     """Run every contender under every workload, workload by workload.
 
     Raises
@@ -100,8 +150,12 @@ def compare(
     """
     entries = []
     # All problems are built first, so that wrong inputs are reported before anything takes time.
-    lengths_of = {name: LengthSource.load(name) for name in workloads}
-    problems = {(c, name): _problem(c, name, settings) for c in contenders for name in workloads}
+    lengths_of = {w.name if isinstance(w, Workload) else str(w): LengthSource.load(w) for w in workloads}
+    problems = {
+        (c, name): _problem(c, lengths.workload, settings)
+        for c in contenders
+        for name, lengths in lengths_of.items()
+    }
     for name, lengths in lengths_of.items():
         row = [_offline(c, problems[c, name], name, lengths, settings, progress) for c in contenders]
         entries += row
@@ -110,12 +164,12 @@ def compare(
             if entry.peak_req_s > 0:
                 progress(f"{name}: {entry.contender.name}, online")
                 _online(entry, lengths, settings, settings.share * min(peaks))
-    return entries
+    return Comparison(settings, entries)
 
 
-def _problem(contender: Contender, workload: str, settings: Settings) -> Problem:
-    asked = contender.cluster, settings.model, workload, None, None, settings.cost_model, settings.pipeline
-    return make_problem(*asked, links=settings.links)
+def _problem(contender: Contender, workload: Workload, settings: Settings) -> Problem:
+    asked = settings.model, workload, None, None, settings.cost_model, settings.pipeline
+    return make_problem(contender.spec or contender.cluster, *asked, links=settings.links)
 
 
 def _offline(

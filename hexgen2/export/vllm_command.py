@@ -83,7 +83,7 @@ def check_vllm(placement: Placement, source: str) -> None:
     InputError : it cannot; names the replica or route, and the reason
     """
     if placement.attention_workers:
-        raise InputError(source, "attention_workers", "vLLM has none", "choose another strategy")
+        raise InputError(source, "attention_workers", "vLLM does not support them", "choose another strategy")
     for k, replica in enumerate(placement.replicas):
         degrees = {stage.tensor_parallel for stage in replica.stages}
         problem = ""
@@ -93,9 +93,9 @@ def check_vllm(placement: Placement, source: str) -> None:
             does = "reads from" if replica.role == "prefill" else "writes to"
             problem = f"{len(replica.stages)} pipeline stages, and vLLM's NixlConnector {does} one only"
         elif is_cpu(placement, replica.gpus[0]) and len(replica.stages) > 1:
-            problem = "a pipeline on CPUs, which has not been seen to serve with vLLM 0.32"
+            problem = "pipelines on CPUs are not known to work with vLLM 0.32"
         elif not _blocks_of_nodes(replica):
-            problem = "its nodes hold unequal shares of its GPUs, which vLLM cannot divide its ranks into"
+            problem = "its nodes hold unequal numbers of its GPUs, which vLLM does not support"
         if problem:
             raise InputError(source, f"replicas[{k}] ({replica.id})", problem, TORCH)
     for k, route in enumerate(placement.routes):

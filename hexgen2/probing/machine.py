@@ -38,7 +38,9 @@ def probe_machine(kind: str | None, count: int | None) -> Findings:
     there = gpus if kind == "cuda" else len(os.sched_getaffinity(0))
     count = count or (there if kind == "cuda" else min(there, MOST_CPU_DEVICES))
     if count > there:
-        raise InputError("--devices", "", f"{count} {kind} devices, and there are {there}", "give fewer")
+        raise InputError(
+            "--devices", "", f"asks for {count} {kind} devices, but there are {there}", "ask for fewer"
+        )
     if count == 0:
         raise InputError("--kind", "", "there are no CUDA devices", "probe the CPU with --kind cpu")
     return _run(kind, count, _available_bytes() / count)

@@ -33,7 +33,7 @@ def explore_cost(state: SearchState, seed: int) -> None:
     elif most is not None and state.stopping.cut is None:
         price = Budget(problem, 0.0).price(most.solution)
         raise InfeasibleError(
-            f"no rental found that carries {load:g} requests/s: the most is {most.req_s:.4g}, "
+            f"no rental found that carries {load:g} requests/s: the best carries {most.req_s:.4g} "
             f"for {price:.2f} $/h; lower --request-rate, or raise --budget or offer more GPUs"
         )
 

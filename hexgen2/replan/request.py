@@ -4,68 +4,27 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cluster_specs.loader import load_cluster
+from cluster_specs.schema import ClusterSpec
+from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InputError
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
-from hexgen2.checks import verify
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement
-from hexgen2.replan import search as replan
-from hexgen2.replan.migration import Terms
 from hexgen2.search.problem import Problem
-from hexgen2.strategies.base import SearchOptions
 from hexgen2.workload.classes import load_workload
-
-
-def replanned(
-    source: Path,
-    inputs: dict[str, Any],
-    strategy: str,
-    goal: Goal,
-    options: SearchOptions,
-    horizon_s: float | None = None,
-    load_gbyte_s: float | None = None,
-) -> Placement:
-    """Re-plan the placement in a file.
-
-    Parameters
-    ----------
-    inputs : what has changed, as keyword arguments of `replan_problem`; None means unchanged
-    horizon_s, load_gbyte_s : see hexgen2.replan.migration.Terms; None takes its default
-
-    Raises
-    ------
-    InputError : the placement is invalid, or re-planning does not support the strategy or the goal
-    InfeasibleError : the remaining GPUs cannot serve the model
-    """
-    if strategy != replan.NAME:
-        raise InputError("--strategy", strategy, "cannot re-plan", f"leave it out: {replan.NAME} does")
-    previous = Placement.load(source)
-    verify(previous, str(source))
-    if goal != Goal() or previous.goal.objective != "throughput":
-        key = "--objective" if goal != Goal() else f"{source}: goal.objective"
-        problem = "re-planning weighs throughput, and no other goal"
-        raise InputError(key, "", problem, "leave the goal out, or search anew without --from")
-    terms = Terms()
-    if horizon_s is not None:
-        terms = replace(terms, horizon_s=horizon_s)
-    if load_gbyte_s is not None:
-        terms = replace(terms, load_bytes_s=load_gbyte_s * 1e9)
-    given = {key: value for key, value in inputs.items() if value is not None}
-    return replan.replan(replan_problem(previous, **given), previous, options, terms)
+from hexgen2.workload.lengths import Workload
 
 
 def replan_problem(
     previous: Placement,
-    cluster: str | None = None,
-    model: str | None = None,
-    workload: str | None = None,
+    cluster: str | Path | ClusterSpec | None = None,
+    model: str | Path | ModelArchitecture | None = None,
+    workload: str | Path | Workload | None = None,
     isl: float | None = None,
     osl: float | None = None,
     cost_model: str | None = None,
@@ -89,15 +48,17 @@ def replan_problem(
     """
     if model is not None and find_model(model) != previous.model:
         problem = f"differs from {previous.model.name}, which the placement serves"
-        raise InputError("--model", model, problem, "search anew without --from, for all weights change")
-    now = Cluster.from_spec(load_cluster(cluster) if cluster else previous.cluster)
+        raise InputError(
+            "--model", find_model(model).name, problem, "new weights need a new search, without --from"
+        )
+    now = Cluster.from_spec(previous.cluster if cluster is None else load_cluster(cluster))
     before = set(Cluster.from_spec(previous.cluster).gpu_ids)
     out = {gpu for gpu in previous.lost if gpu in set(now.gpu_ids)}
     leaving = _gpus("--lost", lost, now)
     back = _gpus("--added", added, now, among=[g for g in now.gpu_ids if g in out or g not in before])
     both = sorted(leaving & back)
     if both:
-        raise InputError("--added", both[0], "is among --lost as well", "name it once")
+        raise InputError("--added", both[0], "is also in --lost", "name it in only one of them")
     fixed = workload is None and isl is None and osl is None
     load = previous.workload if fixed else load_workload(workload, isl, osl)
     costs = make_cost_model(cost_model or previous.cost_model.name, previous.model, load.lengths)
@@ -130,6 +91,6 @@ def _gpus(option: str, text: str, cluster: Cluster, among: Iterable[str] | None 
             raise InputError(option, name, f"is not in cluster {cluster.name}", hint)
         chosen = allowed & set(members)
         if not chosen:
-            raise InputError(option, name, "is in the placement's cluster and not lost", "leave it out")
+            raise InputError(option, name, "is already part of the cluster and not lost", "leave it out")
         found |= chosen
     return found

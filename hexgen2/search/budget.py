@@ -1,7 +1,7 @@
-"""What a search under a budget may spend, on which GPUs, and the steps that trade some for others.
+"""The budget of a search that rents its GPUs, and the steps that trade some GPUs for others.
 
-The universe is all that could be rented; GPUs in no group cost nothing. A solution over the budget is
-no candidate.
+The cluster of such a search is everything that could be rented; GPUs in no group cost nothing. Solutions over
+the budget are never accepted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Budget:
         return size if price <= 0 else min(size, int(money / price * (1 + ROUNDING)))
 
     def on_offer(self, solution: Solution) -> NodeCounts:
-        """GPUs in no group; of nodes alike in all and wholly unused, only the first."""
+        """GPUs in no group; of identical unused nodes only the first."""
         sizes = tuple(len(gpus) for gpus in self.problem.node_gpus)
         seen: set[int] = set()
         offered = []
@@ -55,7 +55,7 @@ class Budget:
 
     @cached_property
     def _twin(self) -> tuple[int, ...]:
-        """For each node the first that could stand in its place: same GPUs, price and links."""
+        """For each node the first one that is identical to it: same GPUs, price and links."""
         problem = self.problem
         nodes = range(len(problem.node_gpus))
 
@@ -130,7 +130,7 @@ def _hires(
 
 
 def _given(group: Group) -> list[NodeCounts]:
-    """Parts of a group that may be given back."""
+    """The parts of a group that a step may give back."""
     parts: list[NodeCounts] = [
         ((node, n),) for node, count in group.counts for n in sorted({1, (count + 1) // 2, count})
     ]

@@ -1,7 +1,7 @@
 """Exhaustive search: every partition of the GPUs into groups with roles, up to symmetry.
 
-GPUs of one node are alike, so groups are counted per node. Each node in turn gives its GPUs to groups
-that contain it, in non-rising order, or leaves them idle. A branch that cannot beat the best any more,
+GPUs of one node are alike, so groups are counted per node. Each node in turn gives its GPUs to groups that
+contain it, in non-increasing order, or leaves them idle. A branch that cannot beat the best any more,
 even if every GPU left worked at its own best, is cut off; so is one that costs more than the budget.
 """
 

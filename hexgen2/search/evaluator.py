@@ -1,7 +1,7 @@
 """The value of a solution: plans of its groups, KV routes between them, and the max flow.
 
-Everything is memoised by what it depends on; the flow is solved only where the sum of the replicas'
-capacities does not already decide.
+Results are memoised by what they depend on; the flow is solved only if the replicas' capacities alone do not
+decide it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,16 @@ class PlannedReplica:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A solution's replicas by role, the flow network over the first two roles, and its maximum flow.
-    Colocated replicas work by themselves, and add what they carry (alone [C], requests/s) to it; where they
-    share links with routes, they come first.
+    """What a solution is worth, and why: its replicas, the flow network between them, and the maximum flow.
 
-    cost_req_s and idle_req_s are what the way to this solution costs, averaged over time (see
-    Evaluator.way_cost). score leads a climb: the flow less its cost, plus a small share of the capacities.
+    Attributes
+    ----------
+    prefill, decode, colocated : replicas by role
+    network, flow : between prefill and decode replicas
+    score : guides the local search: throughput less cost, plus a small share of the replicas' capacities
+    alone : [C] requests/s that each colocated replica serves by itself; where colocated replicas share links
+        with KV routes, they take precedence
+    cost_req_s, idle_req_s : what it costs to get to this solution, over time (see Evaluator.way_cost)
     """
 
     solution: Solution
@@ -83,12 +87,12 @@ class Evaluation:
 
     @property
     def net_req_s(self) -> float:
-        """What is maximised."""
+        """The objective of the search: throughput less the cost of getting there."""
         return self.req_s - self.cost_req_s
 
     @property
     def rank(self) -> tuple[float, float, float]:
-        """Greater is better: the flow less its cost, of equals the one with least to change, then the
+        """Greater is better. Ties in net throughput go to the solution that changes least, then to the higher
         score."""
         return self.net_req_s, -self.idle_req_s, self.score
 
@@ -102,7 +106,7 @@ def _capacity(replicas: Sequence[PlannedReplica]) -> float:
 
 
 class Evaluator:
-    """Evaluates solutions of one problem; counts them and the routes between their replicas."""
+    """Evaluates solutions of one problem, and counts the evaluations and the routes they looked at."""
 
     def __init__(self, problem: Problem, params: Params = DEFAULT, planner: Planner | None = None) -> None:
         self.problem, self.params = problem, params
@@ -140,8 +144,8 @@ class Evaluator:
         return 0.0, 0.0
 
     def evaluate(self, solution: Solution, near: Evaluation | None = None) -> Evaluation:
-        """The solution's value. Groups in which the model does not fit stay idle; those that `near` has too
-        keep the stage orders that they have there, unless the solution is known already."""
+        """The solution's value. Groups that the model does not fit in stay idle. Groups that `near` has too
+        keep its stage orders, unless the solution was evaluated before."""
         key = solution.key
         known = self._evaluated.get(key)
         if known is None:
@@ -152,7 +156,7 @@ class Evaluator:
         return known
 
     def reordered(self, evaluation: Evaluation) -> Evaluation:
-        """The same solution with the stage orders that serve the KV routes best, if they limit it."""
+        """The same solution with the stage orders that suit its KV routes best, if the routes limit it."""
         limit = min(evaluation.network.prefill.sum(), evaluation.network.decode.sum())
         key = evaluation.solution.key
         if evaluation.flow.value >= limit * (1 - 1e-6) or key in self._reordered_keys:
@@ -162,7 +166,7 @@ class Evaluator:
         return self._evaluated[key]
 
     def at_full_load(self, evaluation: Evaluation) -> Evaluation:
-        """The same prefill and decode replicas, with what they serve when no target limits their load."""
+        """The same prefill and decode replicas at the load that they carry without latency targets."""
         planner = self.planner
 
         def full(replicas: tuple[PlannedReplica, ...], queue_of: Callable) -> tuple[PlannedReplica, ...]:
@@ -182,8 +186,8 @@ class Evaluator:
         return limit if limit <= threshold else self._limit(solution, self._plan_capacity)
 
     def limit_with_rest(self, done: dict[str, float], free: Sequence[int]) -> float:
-        """An upper limit on the flow of groups with these capacities (requests/s by role) once the GPUs
-        left over (so many of each node) join either role, each at its own best."""
+        """An upper limit on the flow of groups with these capacities (requests/s by role) once the free GPUs
+        (counted per node) have joined either role at their best rates."""
         rates = [(p * n, q * n) for (p, q), n in zip(self._node_rates, free, strict=True) if n]
         return best_split(rates, done["prefill"], done["decode"])
 

@@ -1,4 +1,4 @@
-"""How soon any replica of a cluster could answer: the least that targets can ask for."""
+"""Why no placement meets the targets: how soon the best replica of a cluster could answer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from hexgen2.search.problem import NodeCounts, Problem
 
 
 def soonest_s(problem: Problem) -> tuple[float, float]:
-    """Seconds to the first token, for the goal's share of the prompts, and seconds per output token, of
-    requests alone on the best group of one node or of two whole nodes; infinite if the model fits in none."""
+    """The tightest targets that any replica could meet.
+
+    Returns seconds to the first token (for the goal's share of the prompts) and seconds per output token, of
+    a request that is alone on the best group of one node, of two whole nodes or of all nodes; infinite if
+    the model fits in none of them.
+    """
     planner, targets = Planner(problem), Targets.of(problem.goal, problem.costs)
     groups = list(_groups(problem))
     first = min(planner.quickest_s("prefill", counts) for counts in groups)

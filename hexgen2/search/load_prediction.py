@@ -1,4 +1,4 @@
-"""What requests that arrive at random see of a placement: its queues, weighted by its flows."""
+"""Predicted latencies of a placement under random arrivals, from its queues and flows."""
 
 from __future__ import annotations
 

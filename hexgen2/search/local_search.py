@@ -1,9 +1,8 @@
 """Flow-guided refinement: the max flow says which replicas starve and which idle.
 
 HexGen-2, section 3.4. Replicas at capacity are bottlenecks, the others have GPUs to give; where a KV
-route is full, the replicas at its ends are tried against all others. The guided steps come first;
-only when none of them improves is the whole neighbourhood tried, and when that does not either, the
-search stops.
+route is full, the replicas at its ends are tried against all others. The guided steps come first; if none
+of them improves the solution, the whole neighbourhood is tried; if that fails too, the search stops.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def refine(state: SearchState, start: Solution, label: Step | str) -> Evaluation
 def _best_step(
     state: SearchState, current: Evaluation, steps: Iterable[Neighbour]
 ) -> tuple[Step, Evaluation] | None:
-    """The step of highest score, if it improves. Steps are tried in the order of what they promise at most,
-    until none left promises more than the best has."""
+    """The step with the highest score, if it improves the current one. Steps are evaluated in the order of
+    their upper limits, until no limit left exceeds the best score."""
     evaluator = state.evaluator
     threshold = current.score
     duals = evaluator.duals(current)
@@ -78,8 +77,8 @@ def _best_step(
 def guided_steps(
     evaluator: Evaluator, evaluation: Evaluation, budget: Budget | None = None
 ) -> Iterator[Neighbour]:
-    """Steps that feed the bottlenecks: from idle replicas to full ones, and around full routes; with a
-    budget, also with GPUs rented instead of others."""
+    """Steps that relieve bottlenecks: they give GPUs of idle replicas to full ones and change the ends of
+    full routes. With a budget, they also rent other GPUs."""
     solution, alike = evaluation.solution, evaluator.alike
     full, spare = _pressure(evaluation)
     if full and spare:
@@ -118,7 +117,7 @@ def _node_sizes(evaluator: Evaluator) -> tuple[int, ...]:
 
 
 def _pressure(evaluation: Evaluation) -> tuple[list[int], list[int]]:
-    """Indices of groups whose replicas are at capacity, and of those with room (or no plan at all)."""
+    """Indices of the groups whose replicas are at capacity, and of all other groups."""
     loads = evaluation.routes
     full = [
         replica.index
@@ -133,7 +132,7 @@ def _pressure(evaluation: Evaluation) -> tuple[list[int], list[int]]:
 
 
 def _full_route_ends(evaluation: Evaluation) -> list[int]:
-    """Indices of the groups at either end of a KV route that is full or takes what is full."""
+    """Indices of the groups at both ends of KV routes that are full or cross a full link."""
     network, flow = evaluation.network, evaluation.routes
     if not flow.size:
         return []

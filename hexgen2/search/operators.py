@@ -49,23 +49,23 @@ def idle_gpus(solution: Solution, node_sizes: tuple[int, ...]) -> NodeCounts:
 
 @dataclass(frozen=True)
 class Alike:
-    """Which groups and nodes take each other's place, so that of steps that differ in nothing else only one
-    is listed: a large cluster has hundreds of groups but few kinds of them.
+    """Which groups and nodes are interchangeable, so that equivalent steps are listed once: a large cluster
+    has hundreds of groups but few kinds of them.
 
     node_class : class of each node (search/planning/classes.py)
-    links : what joins each two nodes
+    links : the link between each pair of nodes
     """
 
     node_class: Sequence[int]
     links: Sequence[Sequence[Link]]
 
     def kind(self, group: Group) -> tuple:
-        """Equal for groups that take each other's place."""
+        """Equal for interchangeable groups."""
         return group.role, *((self.node_class[node], count) for node, count in group.counts)
 
     def pairs(self, solution: Solution, left: list[int], right: list[int]) -> Iterator[tuple[int, int]]:
-        """Indices of two groups, one of each list: the first pair of every kind, told apart by the nodes that
-        they share and the link between them."""
+        """Indices of two groups, one from each list: the first pair of every kind. Kinds of pairs differ in
+        the kinds of the groups, the nodes that they share and the link between them."""
         groups = solution.groups
         kinds: dict[tuple, int] = {}
         kind = [kinds.setdefault(self.kind(group), len(kinds)) for group in groups]

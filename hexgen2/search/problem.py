@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -152,9 +153,9 @@ def counts_of(counts: dict[int, int]) -> NodeCounts:
 
 
 def make_problem(
-    cluster: str,
-    model: str,
-    workload: str | None,
+    cluster: str | Path | ClusterSpec,
+    model: str | Path | ModelArchitecture,
+    workload: str | Path | Workload | None,
     isl: float | None = None,
     osl: float | None = None,
     cost_model: str = "calibrated",
@@ -163,7 +164,7 @@ def make_problem(
     links: str = "shared",
     engine: Engine = "any",
 ) -> Problem:
-    """A problem from names or files, as the command line gives them.
+    """A problem from names, files or objects.
 
     Raises
     ------
@@ -175,7 +176,10 @@ def make_problem(
         spec = with_offers(spec)
     elif not spec.nodes:
         raise InputError(
-            cluster, "nodes", "is empty, there are only offers", "say what to spend with --budget"
+            spec.name if isinstance(cluster, ClusterSpec) else str(cluster),
+            "nodes",
+            "is empty, there are only offers",
+            "say what to spend with --budget",
         )
     architecture, load = find_model(model), load_workload(workload, isl, osl)
     costs = make_cost_model(cost_model, architecture, load.lengths)

@@ -1,4 +1,4 @@
-"""Comparisons that a last bit cannot turn.
+"""Comparisons that do not depend on rounding.
 
 Clusters are full of likes: equal nodes, equal replicas, the same stages in another order. Their values are
 equal by structure and differ, if at all, by rounding, which is not the same for every processor, library

@@ -112,7 +112,9 @@ class Simulation:
         )
         for failure in options.failures:
             if failure.replica not in self.kv_budgets:
-                raise InputError("--fail", failure.replica, "is no replica of the placement", self._known())
+                raise InputError(
+                    "--fail", failure.replica, "is not a replica of the placement", self._known()
+                )
             self.schedule(failure.at_s, self._lose, failure.replica)
         for replan in options.replans:
             self.schedule(replan.at_s, self._replan, replan.placement)

@@ -22,8 +22,16 @@ from hexgen2.search.stopping import Stopping
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """seed makes the search repeatable; time_limit_s cuts it short; certify spends more on a proof of how
-    good the answer is; progress sees each improvement; params are its tuning constants."""
+    """How to search.
+
+    Attributes
+    ----------
+    seed : the same seed gives the same placement
+    time_limit_s : stop after so many seconds with the best so far
+    certify : spend more time on a proof of how good the answer is
+    progress : called with the state of the search at every improvement
+    params : tuning constants
+    """
 
     seed: int = 0
     time_limit_s: float | None = None
@@ -47,15 +55,15 @@ def run_search(
     evaluator: Callable[[Problem, Params], Evaluator] = Evaluator,
     build: Build = build_placement,
 ) -> Placement:
-    """Run `explore` until it ends, its time is up or Ctrl-C, and build the best solution it offered.
+    """Run `explore` until it ends, runs out of time or is interrupted, and build its best solution.
 
     Parameters
     ----------
-    fewest_gpus : what a placement of this strategy takes at least; one where replicas are colocated
+    fewest_gpus : GPUs that a placement of this strategy needs; one where replicas are colocated
     rents : whether `explore` chooses what to rent
-    objectives : those that `explore` answers
-    evaluator : what values the solutions
-    build : makes the placement of the best
+    objectives : which objectives `explore` searches for
+    evaluator : makes the evaluator of the solutions
+    build : makes the placement from the best solution
 
     Raises
     ------

@@ -30,7 +30,7 @@ class LengthSource:
 
     @classmethod
     def load(
-        cls, name_or_file: str | None, isl: float | None = None, osl: float | None = None
+        cls, workload: str | Path | Workload | None, isl: float | None = None, osl: float | None = None
     ) -> LengthSource:
         """Like `load_workload`, but keeps the requests of a trace file.
 
@@ -38,18 +38,12 @@ class LengthSource:
         ------
         InputError : see load_workload
         """
-        shipped = {name.lower() for name in SHIPPED}
-        by_name = name_or_file is None or name_or_file.strip().lower() in shipped
-        if (
-            name_or_file is not None
-            and not by_name
-            and isl is None
-            and osl is None
-            and _is_file(name_or_file)
-        ):
-            trace = read_trace(Path(name_or_file))
-            return cls(workload_of_trace(trace, Path(name_or_file).stem), trace)
-        return cls(load_workload(name_or_file, isl, osl))
+        if isinstance(workload, str | Path) and isl is None and osl is None:
+            name, shipped = str(workload), {name.lower() for name in SHIPPED}
+            if name.strip().lower() not in shipped and _is_file(name):
+                trace = read_trace(Path(name))
+                return cls(workload_of_trace(trace, Path(name).stem), trace)
+        return cls(load_workload(workload, isl, osl))
 
     def sample(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         """[count] prompt tokens and [count] output tokens, drawn from the classes by weight or uniformly from
@@ -117,6 +111,45 @@ def online(lengths: LengthSource, rate: float, count: int, seed: int, burstiness
     return Requests(
         np.cumsum(gaps) - gaps[0], isl, osl, f"{lengths.source}; {rate:g} requests/s, {kind}, seed {seed}"
     )
+
+
+def arrivals(
+    lengths: LengthSource,
+    request_rate: float | None,
+    at_once: bool,
+    count: int | None,
+    duration_s: float | None,
+    burstiness: float,
+    seed: int,
+    usual_count: int = 2000,
+) -> Requests:
+    """A trace at its own times, or requests of drawn lengths that arrive at a rate or all at once.
+
+    Parameters
+    ----------
+    request_rate : requests/s on average; a trace with times is replayed faster or slower to reach it
+    count, duration_s : how many requests, and how long they arrive; usual_count if neither is given
+    burstiness : 1 is Poisson, less is burstier
+
+    Raises
+    ------
+    InputError : the options contradict one another, or the rate is missing
+    """
+    if at_once:
+        if request_rate is not None:
+            raise InputError("--offline", "", "leaves no room for --request-rate", "give one of them")
+        if duration_s is not None:
+            remedy = "say how many requests instead"
+            raise InputError("--offline", "", "leaves no room for --duration-s", remedy)
+        return offline(lengths, count or usual_count, seed)
+    as_recorded = request_rate is None or (count is None and burstiness == 1)
+    if lengths.trace is not None and lengths.timed and as_recorded:
+        return replay(lengths.trace, request_rate, duration_s or float("inf"), count)
+    if request_rate is None:
+        raise InputError("--request-rate", "", "is missing", "give it, --offline, or a trace with times")
+    if count is None:
+        count = usual_count if duration_s is None else int(request_rate * duration_s * 1.5 + 100)
+    return online(lengths, request_rate, count, seed, burstiness).until(duration_s)
 
 
 def _is_file(name: str) -> bool:

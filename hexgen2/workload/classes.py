@@ -44,14 +44,14 @@ def list_workloads() -> list[tuple[str, str]]:
 
 
 def load_workload(
-    name_or_file: str | None = None, isl: float | None = None, osl: float | None = None
+    workload: str | Path | Workload | None = None, isl: float | None = None, osl: float | None = None
 ) -> Workload:
     """A shipped workload, a mixture of shipped ones, a workload of fixed lengths, or that of a trace file.
 
     Parameters
     ----------
-    name_or_file : a shipped name in any case, several names with their shares ("HPLD:2,LPHD:1"), or a trace
-        file (see `hexgen2.workload.traces.read_trace`); optional if isl and osl are given
+    workload : shipped name in any case, several names with their shares ("HPLD:2,LPHD:1"), trace file (see
+        `hexgen2.workload.traces.read_trace`), or a workload; optional if isl and osl are given
     isl, osl : prompt and output tokens, which override those of every class
 
     Raises
@@ -62,13 +62,14 @@ def load_workload(
         if value is not None and not least <= value <= MAX_TOKENS:
             remedy = f"give a number of tokens, at least {least} and at most {MAX_TOKENS}"
             raise InputError(option, "", f"is {value:g}", remedy)
-    if name_or_file is None:
+    if workload is None:
         if isl is None or osl is None:
             missing = "--isl" if isl is None else "--osl"
             raise InputError("--workload", "", "is missing", f"name one, or give {missing} as well")
         fixed = RequestClass(name="fixed", isl=isl, osl=osl)
         return Workload(name=f"{isl:g}-{osl:g}", classes=(fixed,), source="--isl and --osl")
-    workload = _named(name_or_file)
+    if not isinstance(workload, Workload):
+        workload = _named(str(workload))
     if isl is None and osl is None:
         return workload
     lengths = {key: float(value) for key, value in (("isl", isl), ("osl", osl)) if value is not None}
@@ -111,10 +112,15 @@ def _mixture(text: str) -> Workload:
         name, colon, share = (word.strip() for word in part.partition(":"))
         workload = _shipped(name)
         if workload is None:
-            problem = f"{name[:100]!r} is no shipped workload"
+            problem = f"{name[:100]!r} is not a shipped workload"
             raise InputError("--workload", text[:200], problem, _nearest(name))
         if workload.name in shares:
-            raise InputError("--workload", text[:200], f"names {workload.name} twice", "add up its shares")
+            raise InputError(
+                "--workload",
+                text[:200],
+                f"names {workload.name} twice",
+                "name it once, with the sum of the shares",
+            )
         shares[workload.name] = _share(share, text) if colon else 1.0
     classes = [
         c.model_copy(
@@ -134,7 +140,7 @@ def _share(text: str, mixture: str) -> float:
         share = math.nan
     if not 1 / MAX_SHARE <= share <= MAX_SHARE:
         remedy = f"give a number from {1 / MAX_SHARE:g} to {MAX_SHARE:g}, as in HPLD:2,LPHD:1"
-        raise InputError("--workload", mixture[:200], f"{text[:40]!r} is no share", remedy)
+        raise InputError("--workload", mixture[:200], f"{text[:40]!r} is not a valid share", remedy)
     return share
 
 

@@ -117,7 +117,9 @@ def _sharegpt(text: str, file: str) -> Iterator[_Row]:
         for position, turn in enumerate(turns):
             value = turn.get("value") if isinstance(turn, dict) else None
             if not isinstance(value, str):
-                raise InputError(file, f"{where}[{position}].value", "is not text", "give what was said")
+                raise InputError(
+                    file, f"{where}[{position}].value", "is not text", "give the text of the turn"
+                )
             if turn.get("from") in {"gpt", "assistant", "chatgpt", "bard", "bing"} and said and value.strip():
                 yield 0.0, max(1, round(said / _CHARACTERS_PER_TOKEN)), _estimate(value)
             said += len(value)
@@ -134,7 +136,7 @@ def _json(text: str, file: str, where: str) -> Any:
         line = where or f"line {error.lineno}"
         raise InputError(file, line, f"is not JSON ({error.msg})", "correct it") from None
     except (RecursionError, ValueError):
-        raise InputError(file, where, "is not a trace", "give plain numbers and few levels") from None
+        raise InputError(file, where, "is not a trace", "use shorter numbers and less nesting") from None
 
 
 def _seconds(text: str, file: str, where: str) -> float:

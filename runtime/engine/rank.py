@@ -1,4 +1,4 @@
-"""A worker's place in its replica."""
+"""A worker's position in its replica."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from runtime.protocol.message import StageShape
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a worker stands in its replica. Ranks count stage by stage, in tensor-parallel order."""
+class Rank:
+    """A worker's pipeline stage and tensor-parallel rank. Global ranks count stage by stage."""
 
     stages: tuple[StageShape, ...]
     stage_index: int
     tp_rank: int
 
     @classmethod
-    def find(cls, stages: tuple[StageShape, ...], worker: str) -> Place:
-        """The place of a worker; KeyError if no stage has it."""
+    def find(cls, stages: tuple[StageShape, ...], worker: str) -> Rank:
+        """The rank of a worker; KeyError if no stage has it."""
         for index, stage in enumerate(stages):
             if worker in stage.workers:
                 return cls(stages, index, stage.workers.index(worker))
@@ -40,19 +40,21 @@ class Place:
         return self.stage_index == len(self.stages) - 1
 
     @property
-    def is_lead(self) -> bool:
+    def is_driver(self) -> bool:
+        """Whether this worker takes the replica's requests and makes its steps."""
         return self.is_first and self.tp_rank == 0
 
     @property
     def samples(self) -> bool:
-        """Whether this worker gets the logits and chooses tokens."""
+        """Whether this worker gets the logits and samples tokens."""
         return self.is_last and self.tp_rank == 0
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """All workers of the replica by rank."""
+        """All workers of the replica, by global rank."""
         return tuple(worker for stage in self.stages for worker in stage.workers)
 
     def ranks(self, stage_index: int) -> list[int]:
+        """The global ranks of a stage's workers."""
         first = sum(len(stage.workers) for stage in self.stages[:stage_index])
         return list(range(first, first + len(self.stages[stage_index].workers)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from runtime.engine.base import Engine
-from runtime.engine.rank import Place
+from runtime.engine.rank import Rank
 from runtime.options import EMULATED, TORCH
 from runtime.protocol.to_workers import Configure
 
@@ -15,8 +15,8 @@ _CLASSES = {
 }
 
 
-def make_engine(config: Configure, place: Place) -> Engine:
+def make_engine(config: Configure, rank: Rank) -> Engine:
     """The engine that a worker was configured for; KeyError if there is no such one."""
     module, kind = _CLASSES[config.engine]
-    made: Engine = getattr(importlib.import_module(module), kind)(config, place)
+    made: Engine = getattr(importlib.import_module(module), kind)(config, rank)
     return made

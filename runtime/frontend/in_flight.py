@@ -1,6 +1,6 @@
 """In-flight requests: the messages to the replicas that serve them, and what each answer changes.
 
-Each request is a state machine (`request_state.py`), driven by the messages of the replicas' lead workers:
+Each request is a state machine (`request_state.py`), driven by the messages of the replicas' drivers:
 
     waiting -> reserving (ReserveKv) -> prefilling (Prefill) -> decoding (Decode) -> ended
 

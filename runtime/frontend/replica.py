@@ -16,19 +16,19 @@ FULL = 0.9
 
 
 class Replica(KvBudget):
-    """Links by worker, one of whom leads, and what requests hold here.
+    """Links by worker, one of whom is the driver, and what requests hold here.
 
-    free_blocks and preemptions are what the lead said last (None: nothing yet); so is load, of engines that
+    free_blocks and preemptions are what the driver said last (None: nothing yet); so is load, of engines that
     schedule for themselves.
     """
 
-    __slots__ = ("free_blocks", "lead", "links", "load", "preemptions", "replica_id", "restarts", "role")
+    __slots__ = ("driver", "free_blocks", "links", "load", "preemptions", "replica_id", "restarts", "role")
 
     def __init__(
         self,
         replica_id: str,
         role: str,
-        lead: str,
+        driver: str,
         links: Mapping[str, WorkerLink],
         kv_budget_tokens: int,
         max_batch: int,
@@ -36,7 +36,7 @@ class Replica(KvBudget):
         high_water: float = 1.0,
     ) -> None:
         super().__init__(kv_budget_tokens, max_batch, growth_tokens, high_water)
-        self.replica_id, self.role, self.lead, self.links = replica_id, role, lead, links
+        self.replica_id, self.role, self.driver, self.links = replica_id, role, driver, links
         self.free_blocks: int | None = None
         self.load: Load | None = None
         self.preemptions = self.restarts = 0
@@ -56,12 +56,12 @@ class Replica(KvBudget):
 
     @property
     def heard(self) -> int:
-        """Messages of the lead worker so far."""
-        return self.links[self.lead].heard if self.lead in self.links else 0
+        """Messages of the driver so far."""
+        return self.links[self.driver].heard if self.driver in self.links else 0
 
     def send(self, message: Message) -> None:
-        """Send to the lead worker."""
-        self.links[self.lead].send(message)
+        """Send to the driver."""
+        self.links[self.driver].send(message)
 
 
 def make_replicas(
@@ -81,7 +81,7 @@ def make_replicas(
         replica.id: Replica(
             replica_id=replica.id,
             role=replica.role,
-            lead=replica.gpus[0],
+            driver=replica.gpus[0],
             links={gpu: links[gpu] for gpu in replica.gpus if gpu in links},
             kv_budget_tokens=configurations[replica.gpus[0]].kv_budget_tokens,
             max_batch=replica.max_batch,

@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache are free, shared or worth keeping: the lead's side of paging.
+"""Which blocks of the KV cache are free, shared or worth keeping: the driver's side of paging.
 
 Full blocks are known by a digest of all tokens up to their end, so that a prompt finds what an earlier
 request computed of the same beginning (W. Kwon and others, Efficient Memory Management for Large Language

@@ -1,7 +1,7 @@
 """The blocks of a worker's KV cache, whatever they hold: where a request's tokens are, and how many bytes.
 
 All workers of a replica use the same block numbers: each block holds the same tokens everywhere, in the
-layers and heads of that worker. The lead hands blocks out (`blocks.py`).
+layers and heads of that worker. The driver hands blocks out (`blocks.py`).
 """
 
 from __future__ import annotations

@@ -55,11 +55,11 @@ def connect_message(
     configurations: Mapping[str, Configure], listening: Mapping[str, Listening], worker: str
 ) -> Connect:
     """What a worker is told of where all listen."""
-    lead = configurations[worker].stages[0].workers[0]
+    driver = configurations[worker].stages[0].workers[0]
     return Connect(
         peers={worker: (configurations[worker].host, news.port) for worker, news in listening.items()},
         replicas={each.replica: each.stages for each in configurations.values()},
-        store_port=listening[lead].store_port,
+        store_port=listening[driver].store_port,
     )
 
 

@@ -60,7 +60,7 @@ class _Prefilled:
 
 
 class VllmLink(WorkerLink):
-    """To the lead of a replica; its other workers have `QuietLink`s.
+    """To the driver of a replica; its other workers have `QuietLink`s.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The lead of a replica: takes requests, makes steps of them, tells the followers and the front end."""
+"""The driver of a replica: takes requests, makes steps of them for all executors, answers the front end."""
 
 from __future__ import annotations
 
@@ -17,32 +17,39 @@ from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import KvMoved, Released, RequestFailed, Reserved, StepOutput
 from runtime.protocol.message import Message
 from runtime.protocol.to_workers import Cancel, Decode, Prefill, ReserveKv
-from runtime.worker.executor import Member
+from runtime.worker.executor import Executor
 from runtime.worker.faults import describe, of_replica
-from runtime.worker.scheduler import Completed, Reservation, Scheduler
+from runtime.worker.scheduled_request import Reservation
+from runtime.worker.scheduler import Completed, Scheduler
 
 log = logging.getLogger(__name__)
 
 
-class Lead:
-    """Requests of one replica, from the front end's messages to its answers.
+class Driver:
+    """Handles the requests of one replica, in the first worker of its first stage.
 
-    `reserve` and `acknowledge` run in reader threads, so that a reservation never waits for a step;
-    everything else happens in `run`, in the main thread, in the order of the inbox.
+    `reserve` and `acknowledge` run in reader threads, so that a reservation never waits for a step. All else
+    happens in `run`, in the main thread, in the order of the inbox.
+
+    Parameters
+    ----------
+    executor : this worker's own
+    others : connections to the replica's other workers, by name
+    inbox : messages of the front end and the executors, and reservations
     """
 
     def __init__(
         self,
-        member: Member,
+        executor: Executor,
         front_end: Connection,
-        followers: dict[str, Connection],
+        others: dict[str, Connection],
         inbox: queue.SimpleQueue[Message | Reservation],
     ) -> None:
-        self._member, self._front_end, self._followers, self._inbox = member, front_end, followers, inbox
-        config = member.config
+        self._executor, self._front_end, self._others, self._inbox = executor, front_end, others, inbox
+        config = executor.config
         self._replica = config.replica
-        self._workers = len(followers) + 1
-        self._pool = BlockPool(member.cache.blocks, member.cache.block_tokens, config.reuse_prefixes)
+        self._workers = len(others) + 1
+        self._pool = BlockPool(executor.cache.blocks, executor.cache.block_tokens, config.reuse_prefixes)
         self._scheduler = Scheduler(
             max_batch=config.max_batch,
             max_prefill_tokens=config.max_prefill_tokens,
@@ -60,14 +67,14 @@ class Lead:
     # -- reader threads
 
     def reserve(self, message: ReserveKv) -> None:
-        """Take blocks for a request and announce it to every worker, which then acknowledges."""
+        """Take blocks for a request and announce it to every executor; each of them acknowledges."""
         request_id, prompt = message.request_id, message.prompt
         try:
             begun, digests = self._blocks_for(message)
         except Exception as error:
             if of_replica(error):
                 raise
-            log.exception("no reservation", extra=about(message.client_request_id, request_id))
+            log.exception("could not reserve a KV cache", extra=about(message.client_request_id, request_id))
             self._say_failed(request_id, describe(error), fault=False)
             self._say_released(request_id)
             return
@@ -77,21 +84,23 @@ class Lead:
         blocks, cached = begun
         self._client_request_ids[request_id] = message.client_request_id
         log.info(
-            "takes a KV cache of %d tokens", len(prompt), extra=about(message.client_request_id, request_id)
+            "reserved a KV cache of %d tokens",
+            len(prompt),
+            extra=about(message.client_request_id, request_id),
         )
         self._inbox.put(Reservation(request_id, prompt, blocks, cached, digests))
         with self._lock:
-            self._unacknowledged[request_id] = {self._member.config.worker, *self._followers}, cached
+            self._unacknowledged[request_id] = {self._executor.config.worker, *self._others}, cached
         arrival = ExpectKv(
             request_id=request_id, table=tuple(blocks), first_token=cached, end_token=len(prompt)
         )
         self._broadcast(arrival)
-        self._member.expect(arrival)
-        self.acknowledge(self._member.config.worker, request_id)
+        self._executor.expect(arrival)
+        self.acknowledge(self._executor.config.worker, request_id)
 
     def _blocks_for(self, message: ReserveKv) -> tuple[tuple[list[int], int] | None, list[Digest]]:
-        """Blocks for an expected prompt, with how much of it they have already (None: no room), and its
-        digests."""
+        """Blocks for an expected prompt and how many of its tokens they hold already (None: no room), and the
+        prompt's digests."""
         prompt = message.prompt
         digests = prefix_digests(prompt, self._pool.block_tokens) if self._pool.reuse else []
         if not 0 < len(prompt) < message.capacity_tokens or self._excess(message.capacity_tokens):
@@ -99,7 +108,7 @@ class Lead:
         return self._pool.begin(len(prompt), digests, self._scheduler.growing), digests
 
     def acknowledge(self, worker: str, request_id: str) -> None:
-        """One worker is ready for a request's KV cache; the last one's answer goes to the front end."""
+        """Note that a worker is ready for a request's KV cache; after the last one, answer the front end."""
         with self._lock:
             waiting, cached = self._unacknowledged.get(request_id, (set(), 0))
             if worker not in waiting:
@@ -113,7 +122,7 @@ class Lead:
     # -- main thread
 
     def run(self) -> NoReturn:
-        """Serve until the process ends."""
+        """Run steps until the process ends."""
         while True:
             step = self._scheduler.next_step()
             faults = self._scheduler.take_faults()
@@ -126,7 +135,7 @@ class Lead:
                     self._handle(self._inbox.get(timeout=self._leases.next_s()))
             else:
                 self._broadcast(step)
-                if result := self._member.execute(step):
+                if result := self._executor.execute(step):
                     self._complete(result)
             while not self._inbox.empty():
                 self._handle(self._inbox.get())
@@ -134,17 +143,17 @@ class Lead:
                 self._expire(request_id)
 
     def _handle(self, message: Message | Reservation) -> None:
-        """Do what a message says; if that fails, so does the request that it is about, and no other."""
+        """Handle a message; if that raises, only the request that the message is about fails."""
         try:
-            self._follow(message)
+            self._dispatch(message)
         except Exception as error:
             request_id = getattr(message, "request_id", "")
             if not request_id or of_replica(error):
                 raise
-            log.exception("a %s failed", type(message).__name__, extra=about(attempt=request_id))
+            log.exception("handling %s failed", type(message).__name__, extra=about(attempt=request_id))
             self._fail(request_id, describe(error), fault=False)
 
-    def _follow(self, message: Message | Reservation) -> None:
+    def _dispatch(self, message: Message | Reservation) -> None:
         match message:
             case Reservation():
                 self._scheduler.expect(message)
@@ -169,21 +178,21 @@ class Lead:
 
     def _prefill(self, message: Prefill) -> None:
         if message.request_id in self._scheduler:
-            log.warning("replica %s: request %s is here already", self._replica, message.request_id)
+            log.warning("replica %s: request %s exists already", self._replica, message.request_id)
             return
         self._client_request_ids[message.request_id] = message.client_request_id
         extra = about(message.client_request_id, message.request_id)
         log.info("prefills %d tokens", len(message.prompt), extra=extra)
         if problem := self._refusal(message):
             self._fail(message.request_id, problem, fault=False)
-        elif message.target and not self._member.knows(message.target):
+        elif message.target and not self._executor.knows(message.target):
             self._fail(message.request_id, f"the replica {message.target} is unknown", fault=True)
         else:
             self._scheduler.prefill(message)
 
     def _decode(self, message: Decode) -> None:
-        """Continue an expected request, or give it up."""
-        request_id, vocab = message.request_id, self._member.spec.vocab
+        """Continue an expected request, or fail it."""
+        request_id, vocab = message.request_id, self._executor.spec.vocab
         if not 0 <= message.last_token < vocab:
             self._fail(request_id, f"the last token is outside [0, {vocab})", fault=False)
         elif problem := self._scheduler.decode(message):
@@ -194,8 +203,8 @@ class Lead:
                 self._fail(request_id, problem, fault=False)
 
     def _refusal(self, message: Prefill) -> str:
-        """Why a prompt can never run here, or ""."""
-        spec, count = self._member.spec, len(message.prompt)
+        """Why a prompt can never run on this replica, or ""."""
+        spec, count = self._executor.spec, len(message.prompt)
         if not message.prompt or not all(0 <= token < spec.vocab for token in message.prompt):
             return f"the prompt is empty or has tokens outside [0, {spec.vocab})"
         here = 0 if message.target else message.sampling.max_tokens - message.index
@@ -203,8 +212,13 @@ class Lead:
         return self._excess(total, count + max(here, 0))
 
     def _excess(self, total: int, here: int | None = None) -> str:
-        """What a request of so many tokens, so many of them on this replica, is too long for, or ""."""
-        limit = self._member.spec.position_limit
+        """Which limit a request exceeds, or "".
+
+        Parameters
+        ----------
+        total, here : its tokens at most, and those that this replica holds (None: all)
+        """
+        limit = self._executor.spec.position_limit
         if limit is not None and total > limit:
             return f"{total} tokens are over the model's limit of {limit}"
         if self._pool.blocks_for(total if here is None else here) > self._pool.blocks:
@@ -212,14 +226,14 @@ class Lead:
         return ""
 
     def _expire(self, request_id: str) -> None:
-        """Free the blocks of a request whose KV cache, or Decode, has not come: its prefill replica may be
-        gone, and the Cancel with it. One whose KV cache still arrives has its time again."""
+        """Free the blocks of a request whose KV cache or Decode did not come in time: its prefill replica may
+        be lost, and the Cancel with it. A request whose KV cache is still arriving gets a new lease."""
         if not self._scheduler.is_expected(request_id):
             return
-        if self._member.receiver.silent_s(request_id) < self._leases.lease_s:
+        if self._executor.receiver.silent_s(request_id) < self._leases.lease_s:
             self._leases.begin(request_id)
         else:
-            self._fail(request_id, f"nothing came for it in {self._leases.lease_s:g} s", fault=True)
+            self._fail(request_id, f"its KV cache did not come within {self._leases.lease_s:g} s", fault=True)
 
     def _complete(self, result: StepResult) -> None:
         broken = dict(result.broken)
@@ -232,7 +246,7 @@ class Lead:
                 self._fail(request_id, why, fault=False)
 
     def _cancel(self, request_id: str) -> None:
-        """Forget a request. Its workers do so first, so that nothing is written to blocks given to others."""
+        """Forget a request, on all executors first: nothing may be written to blocks that others get."""
         if request_id not in self._scheduler:
             return
         with self._lock:
@@ -242,9 +256,9 @@ class Lead:
             self._released([request_id])
 
     def _fail(self, request_id: str, text: str, fault: bool) -> None:
-        """Give a request up; Released follows, at once if the replica has nothing of it."""
+        """Fail a request; Released follows, at once if the replica holds nothing of it."""
         client_request_id = self._client_request_ids.get(request_id, "")
-        log.warning("gives a request up: %s", text, extra=about(client_request_id, request_id))
+        log.warning("a request failed: %s", text, extra=about(client_request_id, request_id))
         self._say_failed(request_id, text, fault)
         if request_id in self._scheduler:
             self._cancel(request_id)
@@ -278,26 +292,26 @@ class Lead:
                 self._free([request_id])
 
     def _free(self, request_ids: Iterable[str]) -> None:
-        """Drop requests everywhere and say so; their blocks are back in the pool already."""
+        """Drop requests everywhere and report them released; their blocks are back in the pool already."""
         request_ids = tuple(request_ids)
         self._drop(request_ids)
         self._released(request_ids)
 
     def _drop(self, request_ids: Iterable[str]) -> None:
-        """Drop what every worker has of these requests; no later step names them."""
+        """Drop what every executor holds of these requests; no later step names them."""
         request_ids = tuple(request_ids)
         if not request_ids:
             return
         self._broadcast(Release(request_ids=request_ids))
         for request_id in request_ids:
-            self._member.release(request_id)
+            self._executor.release(request_id)
 
     def _released(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._landed.pop(request_id, None)
             self._sent.pop(request_id, None)
             client_request_id = self._client_request_ids.pop(request_id, "")
-            log.info("has freed a request's memory", extra=about(client_request_id, request_id))
+            log.info("freed a request's memory", extra=about(client_request_id, request_id))
             self._say_released(request_id)
 
     def _say_released(self, request_id: str) -> None:
@@ -310,5 +324,5 @@ class Lead:
         self._front_end.send(released)
 
     def _broadcast(self, message: ExpectKv | Step | Release) -> None:
-        for follower in self._followers.values():
-            follower.send(message)
+        for other in self._others.values():
+            other.send(message)

@@ -1,5 +1,4 @@
-"""What every worker of a replica does, lead or follower: hold its part of the KV cache, run steps, move
-KV."""
+"""The executor of a worker: holds its part of the KV cache, runs the driver's steps, moves KV caches."""
 
 from __future__ import annotations
 
@@ -22,18 +21,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Member:
-    """One worker's part of its replica.
+class Executor:
+    """Carries out on one worker what the driver of its replica says; every worker has one, the driver's too.
 
     Parameters
     ----------
-    engine : computes; it is loaded
-    report : takes what the lead must know (KvLanded, KvSent, RequestFailed), from any thread
+    engine : computes the steps; it is loaded
+    report : called with messages for the driver (KvLanded, KvSent, RequestFailed), from any thread
 
     Notes
     -----
-    `execute` and `release` belong to the main thread; `expect`, `silence` and the KV threads may run beside
-    it.
+    Only the main thread calls `execute` and `release`; `expect`, `silence` and the KV threads may run
+    at the same time.
     """
 
     def __init__(
@@ -58,24 +57,24 @@ class Member:
         self._sending: set[str] = set()
 
     def reconnect(self, connect: Connect) -> None:
-        """Other replicas have come, gone or moved; the own one is as it was."""
+        """Take new addresses and stages of other replicas; the worker's own replica has not changed."""
         self._replicas = connect.replicas
         self._sender.reconnect(connect.peers, self.config.kv_links)
 
     def knows(self, replica: str) -> bool:
-        """Whether KV can be sent to a replica."""
+        """Whether this worker can send KV caches to a replica."""
         return replica in self._replicas
 
     def expect(self, message: ExpectKv) -> None:
-        """A request's KV cache will arrive for these blocks."""
+        """Prepare for a request's KV cache, which will arrive for the blocks of the message."""
         self.receiver.expect(message.request_id, message.table, message.first_token, message.end_token)
 
     def silence(self, request_id: str) -> None:
-        """Write nothing more of a request that was to arrive: its blocks may go to others now."""
+        """Stop writing a request's KV cache as it arrives: its blocks may go to other requests now."""
         self.receiver.forget(request_id)
 
     def execute(self, step: Step) -> StepResult | None:
-        """Run this worker's share of a step; the tokens, if it is the one that samples."""
+        """Run this worker's share of a step; returns the tokens if this worker samples, otherwise None."""
         for request_id in step.preempted:
             self._forget(request_id)
         for start in step.starts:
@@ -100,8 +99,7 @@ class Member:
         return self._engine.run(step, self.tables, on_layer if sent else None)
 
     def release(self, request_id: str) -> None:
-        """Forget a request; nothing of it is written from now on, and what is still to be sent is given
-        up."""
+        """Forget a request: no more of it is written to the cache, and the rest is not sent."""
         self.silence(request_id)
         if request_id in self._sending:
             self._sending.discard(request_id)
@@ -113,13 +111,13 @@ class Member:
         self._engine.forget(request_id)
 
     def _plan(self, start: SequenceStart) -> tuple[KvTransfer, ...]:
-        """What this worker sends to the request's target; nothing, and the request fails, if the target
-        is gone since the lead accepted it."""
+        """What this worker sends to the request's target. If the target has gone since the driver accepted
+        the request: nothing, and the request fails."""
         try:
             target = self._replicas[start.target]
             return outgoing(self.config.stages, self.config.worker, target, self.spec.kv_heads)
         except (KeyError, ValueError) as error:
-            self._failed(start.request_id, f"no way to the replica {start.target}: {error}")
+            self._failed(start.request_id, f"the KV cache can't go to replica {start.target}: {error}")
             return ()
 
     def _sent(self, request_id: str) -> None:

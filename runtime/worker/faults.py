@@ -1,4 +1,4 @@
-"""Faults of single requests, kept from the others of their replica."""
+"""Faults of single requests, isolated from the other requests of their replica."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from runtime.logs import about
 log = logging.getLogger(__name__)
 
 _OF_DEVICES = frozenset({"AcceleratorError", "OutOfMemoryError", "DistBackendError"})
-"""torch's, by name: this module is read by engines without it."""
+"""Exceptions of torch, by name, because this module is also used where torch is not imported."""
 
 
 class Faults:
-    """What went wrong with requests whose replica goes on without them, by request."""
+    """The faults of requests whose replica carries on without them, by request."""
 
     def __init__(self) -> None:
         self._why: dict[str, str] = {}
@@ -25,7 +25,7 @@ class Faults:
 
     @contextmanager
     def kept(self, request_id: str) -> Iterator[None]:
-        """Do something for one request; what it raises is noted, unless it is the replica's own fault."""
+        """Note what the block raises as the request's fault, unless it is the replica's (`of_replica`)."""
         try:
             yield
         except Exception as error:
@@ -34,21 +34,21 @@ class Faults:
             self.note(request_id, error)
 
     def note(self, request_id: str, error: Exception) -> None:
-        """A request has failed."""
-        log.error("a request failed by itself", exc_info=error, extra=about(attempt=request_id))
+        """Note that a request has failed."""
+        log.error("a request failed", exc_info=error, extra=about(attempt=request_id))
         self._why[request_id] = describe(error)
 
     def take(self, request_ids: Iterable[str]) -> tuple[tuple[str, str], ...]:
-        """Those of some requests that have failed, each with the reason."""
+        """Which of these requests have failed, each with the reason."""
         return tuple((each, self._why[each]) for each in request_ids if each in self._why)
 
     def forget(self, request_id: str) -> None:
-        """The request is gone."""
+        """Drop a request that has ended."""
         self._why.pop(request_id, None)
 
 
 def of_replica(error: Exception) -> bool:
-    """Whether an exception is about the process, its memory, its device or its streams, and no request's."""
+    """Whether an exception concerns the process, its memory, device or connections, not a request."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, OSError | MemoryError) or bool(kinds & _OF_DEVICES)
 

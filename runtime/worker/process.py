@@ -1,7 +1,7 @@
-"""The process of one GPU: from its first message to its last.
+"""The worker process of one GPU, from its first message to its last.
 
-Threads: the main one computes; each socket has a reader; each KV destination a sender. The process
-ends at once on Shutdown or when the parent's end of the control socket closes, whatever runs.
+Threads: the main thread computes, each socket has a reader, each KV destination a sender. The process ends at
+once on Shutdown, or when the parent's end of the control socket closes, whatever is running.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 from cost_model.errors import InputError
 from runtime import logs
 from runtime.engine.base import Engine
-from runtime.engine.rank import Place
+from runtime.engine.rank import Rank
 from runtime.engine.registry import make_engine
 from runtime.protocol.between_workers import ExpectingKv, ExpectKv, Release, Step
 from runtime.protocol.framing import Connection, listen
@@ -31,15 +31,15 @@ from runtime.protocol.from_workers import Failed, Listening, Pong, Ready
 from runtime.protocol.handshake import PendingHandshakes, connect
 from runtime.protocol.message import PROTOCOL_VERSION, Message
 from runtime.protocol.to_workers import Configure, Connect, Ping, ReserveKv, Shutdown
-from runtime.worker.driver import Lead
-from runtime.worker.executor import Member, credentials
-from runtime.worker.scheduler import Reservation
+from runtime.worker.driver import Driver
+from runtime.worker.executor import Executor, credentials
+from runtime.worker.scheduled_request import Reservation
 
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 30.0
 _MessageType = TypeVar("_MessageType", bound=Message)
-_GRACE_S = 0.5  # for the parent's Shutdown to overtake a fault that is only a peer's exit
+_GRACE_S = 0.5  # lets the parent's Shutdown arrive before a fault is reported that is only a peer's exit
 
 
 def worker_main(control_socket: socket.socket, secret: str = "") -> None:
@@ -47,9 +47,9 @@ def worker_main(control_socket: socket.socket, secret: str = "") -> None:
 
     Parameters
     ----------
-    control_socket : stream to the supervisor; it sends Configure, then Connect once every worker has
-            answered Listening, and, to a lead, requests once every worker has answered Ready
-    secret : of the launch, where the stream is one that others may read, so that Configure has none
+    control_socket : stream to the supervisor, which sends Configure, then Connect once every worker has
+        answered Listening, and requests to the driver once every worker has answered Ready
+    secret : the launch's secret, given here if others may read the stream, so that Configure has none
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.set_up("worker")
@@ -70,31 +70,31 @@ def worker_main(control_socket: socket.socket, secret: str = "") -> None:
 
 
 class _Worker:
-    """Brings a worker up, then gives the main thread to its lead's or follower's loop."""
+    """Starts a worker, then runs the loop of its driver or executor in the main thread."""
 
     def __init__(self, config: Configure, control: Connection) -> None:
         self.config, self.control = config, control
-        self.place = Place.find(config.stages, config.worker)
+        self.rank = Rank.find(config.stages, config.worker)
         self.inbox: queue.SimpleQueue[Message | Reservation] = queue.SimpleQueue()
         self.engine: Engine | None = None
-        self.member: Member | None = None
-        self.lead: Lead | None = None
-        self.to_lead: Connection | None = None
-        self.followers: dict[str, Connection] = {}
+        self.executor: Executor | None = None
+        self.driver: Driver | None = None
+        self.to_driver: Connection | None = None
+        self.others: dict[str, Connection] = {}
         self._all_here = threading.Event()
         self._dying = threading.Lock()
         self._pending = PendingHandshakes()
 
     def run(self) -> NoReturn:
-        """Everything, in order: sockets, groups, weights, then steps until the process ends."""
-        config, place = self.config, self.place
+        """Open sockets, load weights, join the groups, then run steps until the process ends."""
+        config, rank = self.config, self.rank
         if config.protocol != PROTOCOL_VERSION:
             raise RuntimeError(f"the supervisor speaks protocol {config.protocol}, not {PROTOCOL_VERSION}")
         if not config.secret:
-            raise RuntimeError("the supervisor has given no secret: anybody could connect")
+            raise RuntimeError("the supervisor gave no secret, so anybody could connect")
         if config.cores:
             os.sched_setaffinity(0, config.cores)
-        engine = self.engine = make_engine(config, place)
+        engine = self.engine = make_engine(config, rank)
         listener = listen(config.host)
         port = listener.getsockname()[1]
         self.control.send(Listening(worker=config.worker, port=port, store_port=engine.store_port))
@@ -104,19 +104,19 @@ class _Worker:
         started = time.monotonic()
         engine.load()
         load_s = time.monotonic() - started
-        self.member = Member(config, addresses, engine, self._report)
+        self.executor = Executor(config, addresses, engine, self._report)
         self._meet(addresses)
         engine.join(addresses)
-        if place.is_lead:
-            self.lead = Lead(self.member, self.control, self.followers, self.inbox)
+        if rank.is_driver:
+            self.driver = Driver(self.executor, self.control, self.others, self.inbox)
         else:
-            self._start("lead", self._read_lead)
+            self._start("driver", self._read_driver)
         gc.collect()
-        gc.freeze()  # what is here stays: looking through it again would stop a step for a tenth of a second
+        gc.freeze()  # these objects stay; collecting them again would stop a step for a tenth of a second
         self.control.send(Ready(worker=config.worker, load_s=load_s, weight_bytes=engine.weight_bytes))
-        if self.lead is not None:
-            self.lead.run()
-        self._follow(self.member)
+        if self.driver is not None:
+            self.driver.run()
+        self._follow(self.executor)
 
     def die(self, error: Exception) -> NoReturn:
         """Tell the supervisor what went wrong and end the process."""
@@ -133,35 +133,35 @@ class _Worker:
     # -- main thread
 
     def _meet(self, addresses: Connect) -> None:
-        """Followers, who have loaded, connect to the lead, which waits for all of them."""
-        if not self.place.is_lead:
-            lead = addresses.peers[self.place.workers[0]]
-            self.to_lead = connect(lead, credentials(self.config, "control"), CONTROL_TIMEOUT_S)
-            self.to_lead.stream.settimeout(None)
-        elif len(self.place.workers) > 1:
+        """Connect the replica's other workers, once loaded, to the driver, which waits for all of them."""
+        if not self.rank.is_driver:
+            driver = addresses.peers[self.rank.workers[0]]
+            self.to_driver = connect(driver, credentials(self.config, "control"), CONTROL_TIMEOUT_S)
+            self.to_driver.stream.settimeout(None)
+        elif len(self.rank.workers) > 1:
             self._all_here.wait()
 
-    def _follow(self, member: Member) -> NoReturn:
+    def _follow(self, executor: Executor) -> NoReturn:
         while True:
             match self.inbox.get():
                 case Step() as step:
-                    if result := member.execute(step):
+                    if result := executor.execute(step):
                         self._report(result)
                 case Release(request_ids=request_ids):
                     for request_id in request_ids:
-                        member.release(request_id)
+                        executor.release(request_id)
 
     def _report(self, message: Message) -> None:
-        """To the lead: through its socket, or this worker's own inbox."""
-        if self.to_lead is None:
+        """Send a message to the driver: through its socket, or to this worker's own inbox."""
+        if self.to_driver is None:
             self.inbox.put(message)
         else:
-            self.to_lead.send(message)
+            self.to_driver.send(message)
 
     # -- reader threads
 
     def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        """Run a reader; what it raises ends the worker."""
+        """Run a reader thread; an exception in it ends the worker."""
 
         def guarded() -> None:
             try:
@@ -184,35 +184,35 @@ class _Worker:
             if isinstance(message, Ping):
                 self.control.send(Pong(worker=self.config.worker))
             elif isinstance(message, Connect):
-                if self.member is not None:
-                    self.member.reconnect(message)
-            elif self.lead is None:
-                log.warning("worker %s: %s is for a lead", self.config.worker, type(message).__name__)
+                if self.executor is not None:
+                    self.executor.reconnect(message)
+            elif self.driver is None:
+                log.warning("worker %s: %s is for a driver only", self.config.worker, type(message).__name__)
             elif isinstance(message, ReserveKv):
-                self.lead.reserve(message)
+                self.driver.reserve(message)
             else:
                 self.inbox.put(message)
 
-    def _read_lead(self) -> None:
-        assert self.to_lead is not None and self.member is not None
-        while (message := self.to_lead.receive()) is not None:
+    def _read_driver(self) -> None:
+        assert self.to_driver is not None and self.executor is not None
+        while (message := self.to_driver.receive()) is not None:
             if isinstance(message, ExpectKv):
-                self.member.expect(message)
-                self.to_lead.send(ExpectingKv(request_id=message.request_id))
+                self.executor.expect(message)
+                self.to_driver.send(ExpectingKv(request_id=message.request_id))
                 continue
             if isinstance(message, Release):
                 for request_id in message.request_ids:
-                    self.member.silence(request_id)
+                    self.executor.silence(request_id)
             self.inbox.put(message)
-        raise ConnectionError("the replica's lead is gone")
+        raise ConnectionError("the replica's driver is gone")
 
-    def _read_follower(self, name: str, connection: Connection) -> None:
+    def _read_executor(self, name: str, connection: Connection) -> None:
         while (message := connection.receive()) is not None:
-            if isinstance(message, ExpectingKv) and self.lead is not None:
-                self.lead.acknowledge(name, message.request_id)
+            if isinstance(message, ExpectingKv) and self.driver is not None:
+                self.driver.acknowledge(name, message.request_id)
             else:
                 self.inbox.put(message)
-        raise ConnectionError(f"the follower {name} is gone")
+        raise ConnectionError(f"the executor {name} is gone")
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -220,35 +220,37 @@ class _Worker:
             self._start("peer", self._welcome, stream)
 
     def _welcome(self, stream: socket.socket) -> None:
-        """Serve a connection of this launch; a stranger's only costs its own thread."""
+        """Serve a connection of this launch; a stranger's costs one thread and is closed."""
         accepted = self._pending.accept(stream, self.config.secret)
         if accepted is None:
-            log.warning("worker %s: a connection that proved nothing was closed", self.config.worker)
+            log.warning("worker %s: closed a connection that did not prove the secret", self.config.worker)
             return
         connection, introduced = accepted
         name = introduced.worker
-        if introduced.purpose == "kv" and self.member is not None:
-            self.member.receiver.serve(connection, name)
-        elif introduced.purpose == "control" and self.place.is_lead and self._is_new_follower(name):
-            self.followers[name] = connection
-            if len(self.followers) == len(self.place.workers) - 1:
+        if introduced.purpose == "kv" and self.executor is not None:
+            self.executor.receiver.serve(connection, name)
+        elif introduced.purpose == "control" and self.rank.is_driver and self._is_new_executor(name):
+            self.others[name] = connection
+            if len(self.others) == len(self.rank.workers) - 1:
                 self._all_here.set()
-            self._read_follower(name, connection)
+            self._read_executor(name, connection)
         elif self.engine is not None and self.engine.welcome(connection, introduced):
             return
         else:
-            log.warning("worker %s: no %s connection for %s", self.config.worker, introduced.purpose, name)
+            log.warning(
+                "worker %s: refused a %s connection of %s", self.config.worker, introduced.purpose, name
+            )
             connection.close()
 
-    def _is_new_follower(self, name: str) -> bool:
-        return name in self.place.workers[1:] and name not in self.followers
+    def _is_new_executor(self, name: str) -> bool:
+        return name in self.rank.workers[1:] and name not in self.others
 
 
 def _await(control: Connection, expected: type[_MessageType]) -> _MessageType:
-    """The supervisor's next message, which must be of one type; ends the process on Shutdown."""
+    """The supervisor's next message, which must have this type; ends the process on Shutdown."""
     message = control.receive()
     if isinstance(message, Shutdown):
         os._exit(0)
     if not isinstance(message, expected):
-        raise ConnectionError(f"{expected.__name__} did not come")
+        raise ConnectionError(f"expected {expected.__name__}, got {type(message).__name__}")
     return message

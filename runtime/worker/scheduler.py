@@ -1,111 +1,59 @@
-"""What a replica runs next: decodes and chunks of prompts together, over a paged KV cache and a pipeline.
+"""Which requests run in a replica's next step: decodes and chunks of prompts together, in a pipeline.
 
-Every request is a list of tokens, the first `computed` of which have their keys and values in its blocks, or
-will have once the steps in flight are done. A step runs some of the rest; the one that runs the last token
-samples the next. So a decode is a request with one token to run, a prompt one with many, and a request that
-was preempted (it gave its blocks up, and is recomputed) is a prompt again.
+Every request is a list of tokens. The first `computed` of them have their keys and values in its blocks, or
+will have once the steps in flight are done. A step runs some of the rest; the step that runs the last token
+samples the next one. So a decode is a request with one token to run, a prompt is one with many, and a request
+that was preempted (it gave its blocks up and is recomputed) is a prompt again.
 
-Pure bookkeeping, owned by the lead's main thread; only the block pool is shared with others.
+This is bookkeeping only. The driver's main thread owns it; other threads share only the block pool.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
+from runtime.kv_cache.blocks import BlockPool
 from runtime.logs import about
 from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step
 from runtime.protocol.from_workers import TokenOutput
-from runtime.protocol.message import Sampling, TokenLogprobs
+from runtime.protocol.message import TokenLogprobs
 from runtime.protocol.to_workers import Decode, Prefill
 from runtime.worker.faults import describe
+from runtime.worker.scheduled_request import Reservation, ScheduledRequest, State
 
 log = logging.getLogger(__name__)
 
 MAX_HISTORY_TOKENS = 4_000_000
-"""That requests with penalties bring along in one step, about, so that its frame is not too long."""
-
-
-class _State(enum.Enum):
-    EXPECTED = "KV cache or Decode still to come"
-    WAITING = "has no blocks yet, or gave them up"
-    JOINING = "could decode, waits for room in the batch"
-    RUNNING = "is in the steps"
-    SENDING = "prompt has run, KV cache is being sent"
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Blocks taken for a prompt whose KV cache arrives; that of the first `cached_tokens` is here."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    blocks: list[int]
-    cached_tokens: int
-    digests: list[Digest]
-
-
-@dataclass(slots=True)
-class _Request:
-    request_id: str
-    state: _State
-    tokens: list[int]
-    prompt_tokens: int
-    arrival: int
-    index: int = 0
-    sampling: Sampling = field(default_factory=Sampling)
-    target: str = ""
-    target_tokens: int = 0
-    computed: int = 0
-    cached_tokens: int = 0
-    blocks: list[int] = field(default_factory=list)
-    digests: list[Digest] = field(default_factory=list)
-    published: int = 0
-    blocks_sent: int = 0
-    introduced: bool = False
-    steps: int = 0
-    landed: bool = False
-    sent: bool = False
-    cancelled: bool = False
-
-    @property
-    def to_run(self) -> int:
-        return len(self.tokens) - self.computed
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it has tokens and takes one a step: what a long prompt beside it would slow down."""
-        return self.to_run <= 1 and not self.target and len(self.tokens) > self.prompt_tokens
+"""About how many tokens of history requests with penalties may add to one step, which bounds its frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """What a finished step leads to: tokens for the front end, requests to free everywhere."""
+    """The outcome of a step: tokens for the front end, and requests that are to be freed everywhere."""
 
     outputs: tuple[TokenOutput, ...]
     released: tuple[str, ...]
 
 
 class Scheduler:
-    """Requests of one replica, in steps.
+    """Makes the steps of one replica from its requests.
 
     Parameters
     ----------
     max_batch : requests that decode together, over all steps in flight
     max_prefill_tokens : prompt tokens in one step
-    max_mixed_tokens : prompt tokens in one step while requests decode, which wait for them
-    stages : pipeline depth; as many steps are in flight. A request decodes in one of them; chunks of a prompt
-        follow each other
-    pool : blocks of the KV cache; expected requests have taken theirs already
+    max_mixed_tokens : prompt tokens in one step while requests decode, which these delay
+    stages : pipeline depth, and so the number of steps in flight. A request decodes in one of them; chunks of
+        a prompt follow each other
+    pool : blocks of the KV cache; expected requests hold theirs already
 
     Notes
     -----
-    First come, first served: a prompt that finds no blocks holds back those behind it. When a decode finds
-    none, the request that came last gives its own up and goes to the head of the queue.
+    First come, first served: a prompt that finds no blocks holds back those behind it. When a decode finds no
+    block, the request that came last gives up its own and goes to the head of the queue.
     """
 
     def __init__(
@@ -114,11 +62,11 @@ class Scheduler:
         self._max_batch = max_batch
         self._max_prefill_tokens, self._max_mixed_tokens = max_prefill_tokens, max_mixed_tokens
         self._stages, self._pool = stages, pool
-        self._requests: dict[str, _Request] = {}
-        self._waiting: deque[_Request] = deque()
-        self._joining: deque[_Request] = deque()
-        self._running: dict[str, _Request] = {}
-        self._in_flight: dict[int, list[tuple[_Request, bool]]] = {}
+        self._requests: dict[str, ScheduledRequest] = {}
+        self._waiting: deque[ScheduledRequest] = deque()
+        self._joining: deque[ScheduledRequest] = deque()
+        self._running: dict[str, ScheduledRequest] = {}
+        self._in_flight: dict[int, list[tuple[ScheduledRequest, bool]]] = {}
         self._preempted: list[str] = []
         self._faults = dict[str, str]()
         self._next_step = self._arrivals = 0
@@ -131,28 +79,28 @@ class Scheduler:
         return request_id in self._requests
 
     def is_expected(self, request_id: str) -> bool:
-        """Whether a request's KV cache or Decode is still to come."""
+        """Whether a request still waits for its KV cache or its Decode."""
         request = self._requests.get(request_id)
-        return request is not None and request.state is _State.EXPECTED
+        return request is not None and request.state is State.EXPECTED
 
     @property
     def growing(self) -> int:
-        """Requests that take more blocks as they go on: so many should stay free. Safe from any thread."""
+        """Number of requests that will need more blocks; as many should stay free. Safe from any thread."""
         return len(self._running)
 
     # -- arrivals
 
     def expect(self, reservation: Reservation) -> None:
-        """A request whose blocks are taken and whose KV cache will arrive."""
-        request = self._add(reservation.request_id, _State.EXPECTED, reservation.prompt)
+        """Add a request whose blocks are taken and whose KV cache will arrive."""
+        request = self._add(reservation.request_id, State.EXPECTED, reservation.prompt)
         request.computed = len(reservation.prompt)
         request.cached_tokens = reservation.cached_tokens
         request.blocks, request.digests = reservation.blocks, reservation.digests
         request.published = reservation.cached_tokens // self._pool.block_tokens
 
     def prefill(self, message: Prefill) -> None:
-        """A prompt to run. Without a second token there is nothing to send to a target."""
-        request = self._add(message.request_id, _State.WAITING, message.prompt)
+        """Add a prompt to run. If it ends with its first token, nothing is sent to the target."""
+        request = self._add(message.request_id, State.WAITING, message.prompt)
         request.prompt_tokens -= message.index
         request.index, request.sampling = message.index, message.sampling
         if message.index + 1 < message.sampling.max_tokens:
@@ -160,9 +108,9 @@ class Scheduler:
         self._waiting.append(request)
 
     def decode(self, message: Decode) -> str:
-        """The rest of an expected request; why it can't be run, or ""."""
+        """Start to decode an expected request once its KV cache is here; returns why it can't run, or ""."""
         request = self._requests.get(message.request_id)
-        if request is None or request.state is not _State.EXPECTED or request.to_run:
+        if request is None or request.state is not State.EXPECTED or request.to_run:
             return "no room was reserved for its KV cache"
         request.tokens.append(message.last_token)
         request.prompt_tokens -= message.index - 1
@@ -171,29 +119,29 @@ class Scheduler:
         return ""
 
     def landed(self, request_id: str) -> None:
-        """All of an expected request's KV cache is here."""
+        """Note that all of an expected request's KV cache has arrived."""
         request = self._requests.get(request_id)
-        if request is not None and request.state is _State.EXPECTED:
+        if request is not None and request.state is State.EXPECTED:
             request.landed = True
-            self._publish(request, request.computed)
+            request.publish(self._pool, request.computed)
             self._join_if_complete(request)
 
     def sent(self, request_id: str) -> bool:
-        """All of a prefill's KV cache is out; True if the request can be freed now."""
+        """Note that all of a prefill's KV cache was sent; True if the request can be freed now."""
         request = self._requests.get(request_id)
         if request is None:
             return False
         request.sent = True
-        over = request.state is _State.SENDING or request.cancelled
+        over = request.state is State.SENDING or request.cancelled
         return over and not request.steps and self._forget(request)
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request; True if it can be freed now, else a step or a transfer still uses it."""
+        """Cancel a request; True if it can be freed now, False while a step or a transfer still uses it."""
         request = self._requests.get(request_id)
         if request is None:
             return False
         request.cancelled = True
-        sending = request.state is _State.SENDING or (request.target and request.introduced)
+        sending = request.state is State.SENDING or (request.target and request.introduced)
         if request.steps or (sending and not request.sent):
             return False
         return self._forget(request)
@@ -205,7 +153,7 @@ class Scheduler:
     # -- steps
 
     def next_step(self) -> Step | None:
-        """The next step to run, or None while the pipeline is full or nobody is ready."""
+        """The next step to run; None while the pipeline is full or no request is ready."""
         if len(self._in_flight) >= self._stages:
             return None
         self._admit_landed()
@@ -215,8 +163,8 @@ class Scheduler:
         return self._issue(batch) if batch else None
 
     def take_faults(self) -> dict[str, str]:
-        """Requests that could not be put into a step since the last call, and why: to be failed, and
-        cancelled here."""
+        """Requests that could not be put into a step since the last call, and why. The caller must fail them
+        and cancel them here."""
         faults, self._faults = self._faults, {}
         return faults
 
@@ -227,8 +175,8 @@ class Scheduler:
         logprobs: Sequence[TokenLogprobs | None] = (),
         broken: Collection[str] = (),
     ) -> Completed:
-        """Take in the tokens of a step, one per request that sampled, in its order. The broken ones have
-        none; they stay until they are cancelled."""
+        """Take the tokens of a step, one per request that sampled, in its order. Broken requests have none
+        and stay until they are cancelled."""
         outputs: list[TokenOutput] = []
         released: list[str] = []
         drawn = iter(zip(tokens, logprobs or (None,) * len(tokens), strict=True))
@@ -248,17 +196,17 @@ class Scheduler:
 
     # -- internals
 
-    def _add(self, request_id: str, state: _State, prompt: tuple[int, ...]) -> _Request:
+    def _add(self, request_id: str, state: State, prompt: tuple[int, ...]) -> ScheduledRequest:
         self._arrivals += 1
-        request = _Request(request_id, state, list(prompt), len(prompt), self._arrivals)
+        request = ScheduledRequest(request_id, state, list(prompt), len(prompt), self._arrivals)
         self._requests[request_id] = request
         return request
 
     def _take(
-        self, request: _Request, token: int, detail: TokenLogprobs | None, outputs: list[TokenOutput]
+        self, request: ScheduledRequest, token: int, detail: TokenLogprobs | None, outputs: list[TokenOutput]
     ) -> str:
-        """A request's next token, and why it is the last one, or ""."""
-        reason = _finish_reason(request, token)
+        """Add a request's next token; returns why it is the last one, or ""."""
+        reason = request.finish_reason(token)
         if not request.cancelled:
             first = len(request.tokens) == request.prompt_tokens
             output = TokenOutput(
@@ -272,15 +220,15 @@ class Scheduler:
             outputs.append(output)
         request.tokens.append(token)
         request.index += 1
-        # To the back of the queue, so that all requests go at the same pace.
+        # To the back of the queue, so that all requests progress at the same rate.
         if self._running.pop(request.request_id, None) and not request.target:
             self._running[request.request_id] = request
         return reason
 
-    def _is_over(self, request: _Request, samples: bool, reason: str) -> bool:
+    def _is_over(self, request: ScheduledRequest, samples: bool, reason: str) -> bool:
         if request.target:
             if samples:
-                request.state = _State.SENDING
+                request.state = State.SENDING
             over = samples or request.cancelled
             return over and request.sent and not request.steps
         return bool(reason) or (request.cancelled and not request.steps)
@@ -288,27 +236,27 @@ class Scheduler:
     def _admit_landed(self) -> None:
         while self._joining and self._occupied() < self._max_batch:
             request = self._joining.popleft()
-            request.state = _State.RUNNING
+            request.state = State.RUNNING
             self._running[request.request_id] = request
 
     def _occupied(self) -> int:
-        """Requests that decode here, or will as soon as their prompt has run."""
+        """Number of requests that decode here, or will once their prompt has run."""
         return sum(not request.target for request in self._running.values())
 
-    def _decodes(self) -> list[_Request]:
-        """A stage's share of the requests that have one token to run, each with a slot for it."""
+    def _decodes(self) -> list[ScheduledRequest]:
+        """The requests that decode in this step, one stage's share of all; each has a slot for its token."""
         ready = [
             r for r in self._running.values() if r.to_run == 1 and not (r.steps or r.target or r.cancelled)
         ]
         share = -(-self._occupied() // self._stages)
-        chosen: list[_Request] = []
+        chosen: list[ScheduledRequest] = []
         for request in ready[:share]:
-            if request.state is _State.RUNNING and self._grow(request):
+            if request.state is State.RUNNING and self._grow(request):
                 chosen.append(request)
-        return [request for request in chosen if request.state is _State.RUNNING]
+        return [request for request in chosen if request.state is State.RUNNING]
 
-    def _grow(self, request: _Request) -> bool:
-        """Make room for one more token; False if the request had to give way itself."""
+    def _grow(self, request: ScheduledRequest) -> bool:
+        """Make room for one more token; False if the request itself was preempted."""
         while request.computed >= len(request.blocks) * self._pool.block_tokens:
             if block := self._pool.allocate(1):
                 request.blocks += block
@@ -320,21 +268,20 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, request: _Request) -> None:
-        """A request gives its blocks up, to be recomputed when there is room again."""
+    def _preempt(self, request: ScheduledRequest) -> None:
+        """Take a request's blocks away; it is recomputed when there is room again."""
         del self._running[request.request_id]
-        self._pool.release(request.blocks)
-        request.state, request.blocks = _State.WAITING, []
-        request.computed = request.blocks_sent = request.published = 0
+        request.give_up_blocks(self._pool)
+        request.state = State.WAITING
         if request.introduced:
             request.introduced = False
             self._preempted.append(request.request_id)
         self._waiting.appendleft(request)
         self.preemptions += 1
 
-    def _chunks(self, limit: int) -> list[tuple[_Request, int]]:
-        """Prompts, or parts of them, of at most `limit` tokens together."""
-        chunks: list[tuple[_Request, int]] = []
+    def _chunks(self, limit: int) -> list[tuple[ScheduledRequest, int]]:
+        """Prompts and chunks of prompts for this step, at most `limit` tokens in all."""
+        chunks: list[tuple[ScheduledRequest, int]] = []
         for request in self._running.values():
             unfinished = request.to_run > 1 or (request.target and request.to_run)
             if unfinished and limit > 0 and not request.cancelled:
@@ -347,15 +294,15 @@ class Scheduler:
             count = min(request.to_run, limit)
             chunks.append((request, count))
             limit -= count
-            # The next one may share it: a layer stores all keys and values of a step before it reads any.
-            self._publish(request, request.computed + count)
+            # The next one may share these blocks: each layer stores all keys and values before it reads any.
+            request.publish(self._pool, request.computed + count)
             histories += len(request.tokens) * request.sampling.needs_history
             if histories > MAX_HISTORY_TOKENS:
                 break
         return chunks
 
-    def _begins(self, request: _Request) -> bool:
-        """Begin with a request; one that fails at that is left for `take_faults`."""
+    def _begins(self, request: ScheduledRequest) -> bool:
+        """`_begin`, with an exception noted for `take_faults`."""
         try:
             return self._begin(request)
         except Exception as error:
@@ -363,34 +310,24 @@ class Scheduler:
             self._faults[request.request_id] = describe(error)
             return False
 
-    def _begin(self, request: _Request) -> bool:
-        """Take blocks for all of a request's tokens, sharing those that are computed already; False if there
-        is no room for it now."""
+    def _begin(self, request: ScheduledRequest) -> bool:
+        """Let a request run; False if the batch or the KV cache has no room for it now."""
         if not request.target and self._occupied() >= self._max_batch:
             return False
-        size = self._pool.block_tokens
-        if self._pool.reuse:
-            request.digests = prefix_digests(request.tokens, size, request.digests)
-        shared = request.digests[: (len(request.tokens) - 1) // size]
-        begun = self._pool.begin(len(request.tokens), shared, self._occupied())
-        if begun is None:
+        if not request.take_blocks(self._pool, self._occupied()):
             return False
-        request.blocks, request.computed = begun
-        request.published = request.computed // size
-        if not request.index:
-            request.cached_tokens = request.computed
-        request.state = _State.RUNNING
+        request.state = State.RUNNING
         self._running[request.request_id] = request
         return True
 
-    def _issue(self, batch: list[tuple[_Request, int]]) -> Step:
+    def _issue(self, batch: list[tuple[ScheduledRequest, int]]) -> Step:
         step, self._next_step = self._next_step, self._next_step + 1
         starts: list[SequenceStart] = []
         sequences: list[SequenceStep] = []
-        flight: list[tuple[_Request, bool]] = []
+        flight: list[tuple[ScheduledRequest, bool]] = []
         for request, count in batch:
             if not request.introduced:
-                starts.append(_introduction(request))
+                starts.append(request.introduction())
                 request.introduced = True
             first, end = request.computed, request.computed + count
             samples = end == len(request.tokens)
@@ -407,51 +344,22 @@ class Scheduler:
             flight.append((request, samples))
             request.blocks_sent, request.computed = len(request.blocks), end
             request.steps += 1
-            self._publish(request, end)
+            request.publish(self._pool, end)
         preempted, self._preempted = tuple(self._preempted), []
         self._in_flight[step] = flight
         return Step(step=step, preempted=preempted, starts=tuple(starts), sequences=tuple(sequences))
 
-    def _publish(self, request: _Request, computed: int) -> None:
-        """Let others share the blocks that are full now: steps run in the order they are made."""
-        full = computed // self._pool.block_tokens
-        if not self._pool.reuse or full == request.published:
-            return
-        request.digests = prefix_digests(request.tokens, self._pool.block_tokens, request.digests)
-        for number in range(request.published, full):
-            self._pool.publish(request.blocks[number], request.digests[number])
-        request.published = full
-
-    def _join_if_complete(self, request: _Request) -> None:
+    def _join_if_complete(self, request: ScheduledRequest) -> None:
         if request.landed and request.to_run:
-            request.state = _State.JOINING
+            request.state = State.JOINING
             self._joining.append(request)
 
-    def _forget(self, request: _Request) -> bool:
-        if request.state is _State.WAITING:
+    def _forget(self, request: ScheduledRequest) -> bool:
+        if request.state is State.WAITING:
             self._waiting.remove(request)
-        elif request.state is _State.JOINING:
+        elif request.state is State.JOINING:
             self._joining.remove(request)
         self._running.pop(request.request_id, None)
         del self._requests[request.request_id]
         self._pool.release(request.blocks)
         return True
-
-
-def _introduction(request: _Request) -> SequenceStart:
-    return SequenceStart(
-        request_id=request.request_id,
-        sampling=request.sampling,
-        history=tuple(request.tokens) if request.sampling.needs_history else (),
-        prompt_tokens=request.prompt_tokens,
-        target=request.target,
-        target_tokens=request.target_tokens,
-        end_token=len(request.tokens),
-    )
-
-
-def _finish_reason(request: _Request, token: int) -> str:
-    sampling = request.sampling
-    if token in sampling.end_token_ids:
-        return "stop"
-    return "length" if request.index + 1 >= sampling.max_tokens else ""

@@ -200,7 +200,7 @@ class Cluster:
     # -- requests
 
     def send(self, replica: str, message: Message) -> None:
-        """To the lead of a replica, unless it is lost."""
+        """To the driver of a replica, unless it is lost."""
         if control := self.controls.get(self.stages[replica][0].workers[0]):
             control.send(message)
 
@@ -260,7 +260,7 @@ class Cluster:
         self.send(route.prefill, message)
 
     def _read(self, replica: str, control: Connection) -> None:
-        """Answers of one lead; token 0 of a disaggregated request goes on to its decode replica."""
+        """Answers of one driver; token 0 of a disaggregated request goes on to its decode replica."""
         while True:
             try:
                 message = control.receive()

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from contextlib import asynccontextmanager
 
+from cost_model.errors import HexGen2Error
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replica import Replica
 from runtime.launcher.worker_link import StreamLink
@@ -116,3 +117,34 @@ def sampling(max_tokens=4):
 
 
 PAIR = [Route("p0", "d0", 1.0)]
+
+
+class Starter:
+    """Starts a fake lead again once it may, or fails to."""
+
+    def __init__(self, works=True):
+        self.works, self.starts, self.leads = works, 0, []
+        self.may, self.there = asyncio.Event(), asyncio.Event()
+        self.may.set()
+        self.there.set()
+
+    def unreachable(self, workers):
+        return [] if self.there.is_set() else list(workers)
+
+    async def until_reachable(self, workers):
+        await self.there.wait()
+
+    async def restart(self, workers, report):
+        self.starts += 1
+        await self.may.wait()
+        if not self.works:
+            raise HexGen2Error("no such device")
+        ours, theirs = socket.socketpair()
+        lead = FakeLead(workers[0].removeprefix("n/"), await StreamLink.over(theirs))
+        self.leads.append((lead, asyncio.create_task(lead.run())))
+        return {workers[0]: await StreamLink.over(ours)}
+
+
+async def until(what):
+    while not what():
+        await asyncio.sleep(0.005)

@@ -52,11 +52,10 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
     """The best pair of types, shapes and numbers of replicas, by enumeration. The seed changes nothing."""
 
     def explore(state: SearchState) -> None:
-        state.evaluator.planner = UniformPlanner(problem)
         keep_best(state, _candidates(state))
         require_found(state, f"no pools of one type, with the uniform shapes of {NAME},")
 
-    return run_search(NAME, problem, options, explore)
+    return run_search(NAME, problem, options, explore, evaluator=UniformPlanner.evaluator)
 
 
 def _candidates(state: SearchState) -> Iterator[Candidate]:

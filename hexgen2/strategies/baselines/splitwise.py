@@ -32,11 +32,10 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
     """The best cut and sizes, by enumeration. The seed changes nothing."""
 
     def explore(state: SearchState) -> None:
-        state.evaluator.planner = UniformPlanner(problem)
         keep_best(state, _candidates(state, nodes_by_type(problem)))
         require_found(state, f"no two pools of one type, with replicas inside a node as {NAME} wants them,")
 
-    return run_search(NAME, problem, options, explore)
+    return run_search(NAME, problem, options, explore, evaluator=UniformPlanner.evaluator)
 
 
 def _candidates(state: SearchState, types: dict[Accelerator, list[int]]) -> Iterator[Candidate]:

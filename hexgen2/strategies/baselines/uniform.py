@@ -1,4 +1,4 @@
-"""What planners for like GPUs share: one tensor degree per replica, and copies that fill a pool of nodes."""
+"""What baselines with uniform replicas share: one tensor degree per replica, and copies that fill a pool."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from cost_model.hardware import Accelerator
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.params import Params
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.shapes import Shapes
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
@@ -23,11 +25,21 @@ Candidate = tuple[str, Solution]
 
 
 class UniformPlanner(Planner):
-    """Plans with one tensor degree in all stages, TP x PP; for some GPU types it may be given."""
+    """Plans with one tensor degree in all stages, TP x PP."""
 
-    def __init__(self, problem: Problem, degree_of: Mapping[Accelerator, int] | None = None) -> None:
+    def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._shapes = _UniformShapes(problem, degree_of or {})
+        self._degree_of: dict[Accelerator, int] = {}
+        self._shapes = _UniformShapes(problem, self._degree_of)
+
+    def fix_degree(self, accelerator: Accelerator, degree: int) -> None:
+        """From now on, groups of this type have no other tensor degree; call it before any is planned."""
+        self._degree_of[accelerator] = degree
+
+    @classmethod
+    def evaluator(cls, problem: Problem, params: Params) -> Evaluator:
+        """An evaluator whose groups have such plans."""
+        return Evaluator(problem, params, cls(problem))
 
 
 class _UniformShapes(Shapes):

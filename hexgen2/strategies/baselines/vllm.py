@@ -27,28 +27,38 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
     """The best shape for each type, by enumeration. The seed changes nothing."""
 
     def explore(state: SearchState) -> None:
-        degree_of: dict[Accelerator, int] = {}
+        planner = state.evaluator.planner
+        assert isinstance(planner, UniformPlanner)
         groups: tuple[Group, ...] = ()
         for accelerator, nodes in nodes_by_type(problem).items():
             if state.stopping.out_of_time():
                 break
-            degree_of[accelerator], replicas = _best_copies(problem, accelerator, nodes)
+            degree, replicas = _best_copies(problem, accelerator, nodes)
+            planner.fix_degree(accelerator, degree)
             groups += tuple(Group(ROLE, counts) for counts in replicas)
-            state.evaluator.planner = UniformPlanner(problem, degree_of)
             state.offer(
                 state.evaluator.evaluate(Solution(groups)),
-                f"{accelerator.name}: {len(replicas)} replicas of tensor degree {degree_of[accelerator]}",
+                f"{accelerator.name}: {len(replicas)} replicas of tensor degree {degree}",
             )
         require_found(state, f"no one type, with the uniform shapes of {NAME},", other="hexgen")
 
-    return run_search(NAME, problem, options, explore, fewest_gpus=1, objectives=("throughput",))
+    return run_search(
+        NAME,
+        problem,
+        options,
+        explore,
+        fewest_gpus=1,
+        objectives=("throughput",),
+        evaluator=UniformPlanner.evaluator,
+    )
 
 
 def _best_copies(problem: Problem, accelerator: Accelerator, nodes: list[int]) -> tuple[int, Replicas]:
     """Tensor degree and replicas of the shape that serves most; no replicas if the model fits in none."""
     best: tuple[float, int, Replicas] = (0.0, 1, [])
     for degree in problem.model.tensor_degrees(max(len(problem.node_gpus[node]) for node in nodes)):
-        planner = UniformPlanner(problem, {accelerator: degree})
+        planner = UniformPlanner(problem)
+        planner.fix_degree(accelerator, degree)
         for _, _, replicas in copies(problem, nodes):
             plans = (planner.plan(ROLE, counts) for counts in replicas)
             served = math.fsum(plan.capacity_req_s for plan in plans if plan)

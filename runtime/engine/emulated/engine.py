@@ -23,7 +23,7 @@ from runtime.engine.base import Engine, OnLayer
 from runtime.engine.emulated.cache import EmulatedCache, EmulatedShape
 from runtime.engine.emulated.hops import PURPOSE, Hops
 from runtime.engine.emulated.tokens import choose, seed_of, states
-from runtime.engine.rank import Place
+from runtime.engine.rank import Rank
 from runtime.kv_cache.layout import held
 from runtime.protocol.between_workers import Hello, Step, StepResult
 from runtime.protocol.framing import Connection
@@ -45,16 +45,16 @@ class EmulatedSpec:
 
 
 class EmulatedEngine(Engine):
-    """One GPU's place in a replica. Tensor-parallel ranks do not wait for each other: they take as long."""
+    """The engine of one GPU of a replica. Tensor-parallel ranks take equally long and don't wait."""
 
-    def __init__(self, config: Configure, place: Place) -> None:
-        self._config, self._place = config, place
-        self._hops = Hops(config, place)
+    def __init__(self, config: Configure, rank: Rank) -> None:
+        self._config, self._rank = config, rank
+        self._hops = Hops(config, rank)
         self._seeds: dict[str, tuple[int, bool]] = {}
         self._faults = Faults()
 
     def load(self) -> None:
-        config, place, emulation = self._config, self._place, self._config.emulation
+        config, rank, emulation = self._config, self._rank, self._config.emulation
         if emulation is None:
             raise RuntimeError("the emulated engine was not told what to emulate")
         placement = Placement.model_validate_json(emulation.placement)
@@ -62,7 +62,7 @@ class EmulatedEngine(Engine):
         self._window = model.sliding_window
         self.spec = EmulatedSpec(model.kv_heads, model.vocab, model.max_position)
         shape = EmulatedShape(
-            held(place.stages, config.worker, model.kv_heads), model.head_dim, model.kv_value_bytes
+            held(rank.stages, config.worker, model.kv_heads), model.head_dim, model.kv_value_bytes
         )
         blocks = config.kv_budget_tokens // config.block_tokens
         self.cache = self._pages = EmulatedCache(shape, blocks, config.block_tokens, emulation.kv_scale)
@@ -72,13 +72,13 @@ class EmulatedEngine(Engine):
         self._hops.join(addresses)
 
     def welcome(self, connection: Connection, introduced: Hello) -> bool:
-        if introduced.purpose != PURPOSE or introduced.worker not in self._place.workers:
+        if introduced.purpose != PURPOSE or introduced.worker not in self._rank.workers:
             return False
         self._hops.serve(connection)
         return True
 
     def begin(self, step: Step) -> None:
-        if self._place.samples:
+        if self._rank.samples:
             for start in step.starts:
                 with self._faults.kept(start.request_id):
                     self._seeds[start.request_id] = seed_of(start.sampling), start.sampling.logprobs >= 0
@@ -89,16 +89,16 @@ class EmulatedEngine(Engine):
 
     def run(self, step: Step, tables: Mapping[str, list[int]], on_layer: OnLayer | None) -> StepResult | None:
         stage_s, hop_s = self._times.step(work_of(step, self._window))
-        index = self._place.stage_index
+        index = self._rank.stage_index
         begun_s = time.monotonic()
-        if not self._place.is_first:
+        if not self._rank.is_first:
             begun_s = max(self._hops.wait(step.step) + hop_s[index - 1], time.monotonic())
         last = [self._write(each.tokens, each.position, tables[each.request_id]) for each in step.sequences]
         self._pass_layers(begun_s, stage_s[index], on_layer)
-        if not self._place.is_last:
+        if not self._rank.is_last:
             self._hops.pass_on(step.step)
             return None
-        if not self._place.samples:
+        if not self._rank.samples:
             return None
         return self._sample(step, last)
 

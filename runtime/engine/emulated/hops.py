@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 
-from runtime.engine.rank import Place
+from runtime.engine.rank import Rank
 from runtime.protocol.between_workers import Passed
 from runtime.protocol.framing import Connection
 from runtime.protocol.handshake import Credentials, connect
@@ -17,19 +17,19 @@ _CONNECT_S = 30.0
 
 class Hops:
     """Connections of one worker to those of the next stage that take their activations from it, and from the
-    one of the stage before. Who is connected to whom is as with torch (`parallel.py`)."""
+    one of the stage before. Who is connected to whom is as with torch (`torch/collectives.py`)."""
 
-    def __init__(self, config: Configure, place: Place) -> None:
-        self._config, self._place = config, place
+    def __init__(self, config: Configure, rank: Rank) -> None:
+        self._config, self._rank = config, rank
         self._next: list[Connection] = []
         self._arrived: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
 
     def join(self, addresses: Connect) -> None:
         """Connect to the next stage."""
-        place = self._place
-        if place.is_last:
+        rank = self._rank
+        if rank.is_last:
             return
-        targets = place.stages[place.stage_index + 1].workers[place.tp_rank :: place.tp]
+        targets = rank.stages[rank.stage_index + 1].workers[rank.tp_rank :: rank.tp]
         credentials = Credentials(self._config.worker, PURPOSE, self._config.secret)
         for target in targets:
             connection = connect(addresses.peers[target], credentials, _CONNECT_S)

@@ -1,5 +1,4 @@
-"""What a worker exchanges with the others of its replica: tensor-parallel collectives inside a stage,
-activations between stages."""
+"""Tensors that the workers of one replica exchange: collectives in a stage, activations between stages."""
 
 from __future__ import annotations
 
@@ -14,40 +13,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.engine.rank import Place
+from runtime.engine.rank import Rank
 
 _TIMEOUT = timedelta(seconds=120)
 _SIOCGIFADDR = 0x8915
 
 
-class Links:
-    """Exchange of tensors inside one replica, once joined. A replica of one worker needs no groups.
+class Collectives:
+    """Exchanges tensors inside one replica, after `join`. A replica of one worker needs no groups.
 
-    Collectives and sends happen in the order of the steps, which is the same on every worker.
+    Collectives and sends run in the order of the steps, which is the same on every worker. They raise
+    RuntimeError if another worker is lost or takes more than two minutes.
     """
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        self.place = place
+    def __init__(self, rank: Rank, device: torch.device) -> None:
+        self.rank = rank
         self.device = device
         self._tp_group: Any = None
         self._unfinished: deque[tuple[Any, torch.Tensor]] = deque()
 
     def join(self, host: str, store: dist.Store) -> None:
-        """Create the replica's process groups; every worker of it must call this at about the same time."""
-        place, device = self.place, self.device
+        """Create the replica's process groups; all its workers must call this at about the same time."""
+        rank, device = self.rank, self.device
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_of(host)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
-            rank=place.ranks(place.stage_index)[place.tp_rank],
-            world_size=len(place.workers),
+            rank=rank.ranks(rank.stage_index)[rank.tp_rank],
+            world_size=len(rank.workers),
             timeout=_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
-        for index, stage in enumerate(place.stages):
+        for index, stage in enumerate(rank.stages):
             if len(stage.workers) > 1:
-                group = dist.new_group(place.ranks(index), timeout=_TIMEOUT)
-                if index == place.stage_index:
+                group = dist.new_group(rank.ranks(index), timeout=_TIMEOUT)
+                if index == rank.stage_index:
                     self._tp_group = group
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -57,33 +57,33 @@ class Links:
         return tensor
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """[n, columns] of each rank to [n, ranks x columns] on rank 0 of the stage; None elsewhere."""
+        """Gather [n, columns] of each rank to [n, ranks x columns] on rank 0 of the stage; None elsewhere."""
         if self._tp_group is None:
             return tensor
-        root = self.place.ranks(self.place.stage_index)[0]
-        parts = [torch.empty_like(tensor) for _ in range(self.place.tp)] if self.place.tp_rank == 0 else None
+        root = self.rank.ranks(self.rank.stage_index)[0]
+        parts = [torch.empty_like(tensor) for _ in range(self.rank.tp)] if self.rank.tp_rank == 0 else None
         dist.gather(tensor.contiguous(), parts, dst=root, group=self._tp_group)
         return None if parts is None else torch.cat(parts, dim=-1)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Activations from the previous stage: from its rank (own rank modulo its degree)."""
-        sources = self.place.ranks(self.place.stage_index - 1)
+        """Receive activations from the previous stage: from its rank (own rank modulo its degree)."""
+        sources = self.rank.ranks(self.rank.stage_index - 1)
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.recv(tensor, src=sources[self.place.tp_rank % len(sources)])
+        dist.recv(tensor, src=sources[self.rank.tp_rank % len(sources)])
         return tensor
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Activations to the ranks of the next stage that receive from this one. Returns before they
-        have arrived, but keeps no more than a pipeline's worth of them."""
-        targets = self.place.ranks(self.place.stage_index + 1)
-        for target in targets[self.place.tp_rank :: self.place.tp]:
+        """Send activations to the ranks of the next stage that receive from this one. Returns before they
+        arrive, but waits once more than a pipeline's worth of them is in flight."""
+        targets = self.rank.ranks(self.rank.stage_index + 1)
+        for target in targets[self.rank.tp_rank :: self.rank.tp]:
             self._unfinished.append((dist.isend(tensor, dst=target), tensor))
-        while len(self._unfinished) > len(self.place.stages) * len(targets):
+        while len(self._unfinished) > len(self.rank.stages) * len(targets):
             self._unfinished.popleft()[0].wait()
 
 
 def open_store(host: str, world_size: int) -> dist.TCPStore:
-    """The rendezvous store of a replica, on a free port of that address only; for its lead."""
+    """The rendezvous store of a replica, on a free port of this address only; its driver opens it."""
     listener = socket.create_server((host, 0))
     return dist.TCPStore(
         host,
@@ -97,13 +97,13 @@ def open_store(host: str, world_size: int) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int, world_size: int) -> dist.TCPStore:
-    """The lead's store, from another worker."""
+    """The driver's store, from another worker."""
     return dist.TCPStore(host, port, world_size, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
 
 
 def interface_of(host: str) -> str:
-    """Name of the network interface that has an IPv4 address, so that process groups bind to it alone. All of
-    127.0.0.0/8 is the loopback interface's, which names one address only.
+    """The name of the network interface with an IPv4 address, so that process groups bind to it alone. All of
+    127.0.0.0/8 belongs to the loopback interface, which reports only one address.
 
     Raises
     ------

@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 
 from runtime.engine.base import Engine, OnLayer
-from runtime.engine.rank import Place
-from runtime.engine.torch.collectives import Links, connect_store, open_store
+from runtime.engine.rank import Rank
+from runtime.engine.torch.collectives import Collectives, connect_store, open_store
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.runner import StageRunner
 from runtime.kv_cache.pool import CacheShape
@@ -24,19 +24,19 @@ _LOAD_LIMIT = timedelta(hours=6)
 class TorchEngine(Engine):
     """A pipeline stage's layers, cut by the ranks of its tensor-parallel group."""
 
-    def __init__(self, config: Configure, place: Place) -> None:
-        self._config, self._place = config, place
+    def __init__(self, config: Configure, rank: Rank) -> None:
+        self._config, self._rank = config, rank
         torch.set_num_threads(config.threads)
-        size = len(place.workers)
-        self._store = open_store(config.host, size) if place.is_lead and size > 1 else None
+        size = len(rank.workers)
+        self._store = open_store(config.host, size) if rank.is_driver and size > 1 else None
         self.store_port = self._store.port if self._store else 0
 
     def load(self) -> None:
         config, device = self._config, torch.device(self._config.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._links = Links(self._place, device)
-        stage = load_stage(config.checkpoint, config.dtype, device, self._links)
+        self._collectives = Collectives(self._rank, device)
+        stage = load_stage(config.checkpoint, config.dtype, device, self._collectives)
         shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
         blocks = config.kv_budget_tokens // config.block_tokens
         self.spec, self.weight_bytes = stage.spec, stage.checkpoint.bytes_read
@@ -49,17 +49,17 @@ class TorchEngine(Engine):
     def join(self, addresses: Connect) -> None:
         """The replica's process groups, made once all workers have loaded, which may take each a different
         time."""
-        size = len(self._place.workers)
+        size = len(self._rank.workers)
         if size == 1:
             return
         store = self._store
         if store is not None:
             store.set(_ALL_LOADED, "")
         else:
-            lead = addresses.peers[self._place.workers[0]]
-            store = connect_store(lead[0], addresses.store_port, size)
+            driver = addresses.peers[self._rank.workers[0]]
+            store = connect_store(driver[0], addresses.store_port, size)
             store.wait([_ALL_LOADED], _LOAD_LIMIT)
-        self._links.join(self._config.host, store)
+        self._collectives.join(self._config.host, store)
 
     def begin(self, step: Step) -> None:
         self._runner.begin(step)

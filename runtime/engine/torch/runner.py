@@ -21,7 +21,7 @@ class StageRunner:
 
     def __init__(self, stage: DecoderStage, cache: PagedCache) -> None:
         self._stage, self._attention = stage, make_attention(cache)
-        self._sampler = Sampler() if stage.links.place.samples else None
+        self._sampler = Sampler() if stage.collectives.rank.samples else None
         self._faults = Faults()
 
     def begin(self, step: Step) -> None:
@@ -54,18 +54,18 @@ class StageRunner:
         the tokens, on the worker that samples; None elsewhere. A request whose own token cannot be sampled
         is broken, and no other is
         """
-        stage, links = self._stage, self._stage.links
+        stage, collectives = self._stage, self._stage.collectives
         batch = self._batch(step, tables)
         hidden = None
-        if not links.place.is_first:
-            hidden = links.receive((len(batch.tokens), stage.spec.hidden), stage.dtype)
+        if not collectives.rank.is_first:
+            hidden = collectives.receive((len(batch.tokens), stage.spec.hidden), stage.dtype)
         hidden = stage.forward(batch, hidden, on_layer)
-        if not links.place.is_last:
-            links.send(hidden)
+        if not collectives.rank.is_last:
+            collectives.send(hidden)
             return None
         chosen = [sequence for sequence in step.sequences if sequence.samples]
         if not chosen:
-            return StepResult(step=step.step, tokens=()) if links.place.samples else None
+            return StepResult(step=step.step, tokens=()) if collectives.rank.samples else None
         logits = stage.logits(hidden, batch)
         if logits is None or self._sampler is None:
             return None

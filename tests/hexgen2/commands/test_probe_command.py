@@ -57,7 +57,9 @@ def test_one_device_needs_no_link():
 
 
 def test_more_devices_than_there_are():
-    assert "--devices: 64 cpu devices" in refused(hexgen2("probe", "--kind", "cpu", "--devices", "64"))
+    assert "--devices: asks for 64 cpu devices" in refused(
+        hexgen2("probe", "--kind", "cpu", "--devices", "64")
+    )
 
 
 def test_a_card_of_the_catalogue_keeps_its_data_sheet(tmp_path):

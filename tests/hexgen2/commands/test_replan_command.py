@@ -69,7 +69,7 @@ def test_a_cluster_file_without_a_node(placement, tmp_path):
         (["--lost", "l40-3"], "l40-2"),
         (["--lost", "l40-2/1", "--added", "l40-2/1"], "not lost"),
         (["--added", "h100-1/0"], "not lost"),
-        (["--model", "opt-30b"], "anew"),
+        (["--model", "opt-30b"], "new search"),
         (["--strategy", "genetic"], "cannot re-plan"),
         (["--objective", "latency", "--request-rate", "1"], "throughput"),
         (["--horizon", "0"], "--horizon"),

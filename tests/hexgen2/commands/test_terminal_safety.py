@@ -134,7 +134,7 @@ def test_a_placement_s_names(placement, tmp_path, path, command):
         ("search", "--cluster", "hetis-12", "--model", "llama-2-7b", "--workload", HOSTILE),
         ("search", "--strategy", HOSTILE),
         ("estimate", "--gpu", HOSTILE, "--model", "llama-2-7b", "--isl", "1"),
-        ("estimate", "--engine", HOSTILE),
+        ("estimate", "--gpu", "L4", "--model", "llama-2-7b", "--isl", "1", "--engine", HOSTILE),
         ("compare", "--cluster", "hetis-12", "--strategies", HOSTILE, "--model", "m", "--workload", "w"),
     ],
     ids=lambda arguments: printable(" ".join(arguments)),

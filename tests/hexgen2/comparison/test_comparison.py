@@ -13,7 +13,7 @@ from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 from hexgen2.comparison.contenders import parse_contenders
 from hexgen2.comparison.reference import Reference
-from hexgen2.comparison.report import print_comparison, rows, write_comparison
+from hexgen2.comparison.report import print_comparison, write_comparison
 from hexgen2.comparison.run import SLO_SCALES, Settings, compare
 from hexgen2.report.placement import make_console
 from hexgen2.workload.arrivals import LengthSource
@@ -57,17 +57,17 @@ def test_a_comparison_plans_simulates_and_writes_everything(tmp_path, capsys):
     small = tmp_path / "small.yaml"
     small.write_text("name: small\nnodes: [{name: a, accelerators: 'T4:1', interconnect: pcie3}]\n")
     contenders = parse_contenders(f"hexgen2,vllm,hexgen@{small}", "hexgen2-case-study")
-    entries = compare(contenders, ["LPLD"], settings, lambda text: None)
-    hexgen2, vllm, hexgen = entries
+    comparison = compare(contenders, ["LPLD"], settings, lambda text: None)
+    hexgen2, vllm, hexgen = comparison.entries
     assert hexgen.why and not hexgen.offline
     for entry in (hexgen2, vllm):
         assert entry.peak_req_s == approx(entry.placement.throughput.req_s, rel=0.25)
         assert len(entry.attainment) == len(SLO_SCALES)
         assert entry.attainment == sorted(entry.attainment)
         assert entry.online.completed == max(1000, int(0.75 * 20 * entry.peak_req_s))
-    print_comparison(entries, settings, make_console())
+    print_comparison(comparison, make_console())
     assert "has no placement: " in capsys.readouterr().out
-    written = write_comparison(entries, settings, tmp_path / "out")
+    written = write_comparison(comparison, tmp_path / "out")
     assert all(path.exists() for path in written)
     with (tmp_path / "out" / "comparison.csv").open() as stream:
         table = list(csv.DictReader(stream))
@@ -75,7 +75,7 @@ def test_a_comparison_plans_simulates_and_writes_everything(tmp_path, capsys):
     assert float(table[0]["peak_req_s"]) == approx(hexgen2.peak_req_s)
     results = json.loads((tmp_path / "out" / "LPLD-vllm@hexgen2-case-study.results.json").read_text())
     assert results["offline"]["completed"] == vllm.offline.completed >= 1000
-    assert rows(entries)[2]["infeasible"]
+    assert comparison.rows()[2]["infeasible"]
 
 
 def test_requests_keep_the_means_of_their_class():

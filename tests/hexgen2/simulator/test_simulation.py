@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from pytest import approx
 
+import hexgen2
 from cluster_specs.loader import resolve
 from cost_model.base import PREFILL_TOKENS, Work
 from cost_model.calibrated import Calibrated
@@ -13,11 +14,9 @@ from cost_model.errors import InputError
 from cost_model.lengths import attended_tokens
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
-from hexgen2.goal import Goal
 from hexgen2.moves import Move
 from hexgen2.placement import Placement
 from hexgen2.prediction.step_times import StepTimes
-from hexgen2.replan.request import replanned
 from hexgen2.search.problem import make_problem
 from hexgen2.simulator.fleet import LiveKvBudget
 from hexgen2.simulator.options import Failure, Options, Replan
@@ -319,7 +318,7 @@ def test_the_fleet_changes_over_to_another_placement_without_losing_anything(set
     path = tmp_path / "placement.json"
     setting.save(path)
     lost = setting.replicas[-1].gpus[0]
-    following = replanned(path, {"lost": lost}, "hexgen2", Goal(), SearchOptions(), None, None)
+    following = hexgen2.replan(path, lost=lost)
     asked = online(LengthSource(setting.workload), 4.0, 800, seed=5)
     events = {"failures": [Failure(60.0, setting.replicas[-1].id)], "replans": [Replan(70.0, following)]}
     simulation = run(setting, asked, recover=True, **events)

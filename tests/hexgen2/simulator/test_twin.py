@@ -23,7 +23,8 @@ from runtime.kv_cache.blocks import BlockPool
 from runtime.protocol.between_workers import Step
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Decode, Prefill
-from runtime.worker.scheduler import Reservation, Scheduler
+from runtime.worker.scheduled_request import Reservation
+from runtime.worker.scheduler import Scheduler
 
 PREFILL, MIXED = 24, 8
 

@@ -8,6 +8,7 @@ from functools import partial
 import httpx
 import openai
 import pytest
+from api_requests import CHAT, COMPLETION, JSON, check_error
 from served import MODEL, SECONDS, gauge, make_placement, until_idle
 from tokenizer_files import CONTEXT, write_model
 
@@ -23,8 +24,6 @@ from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Prefill
 from runtime.routing.router import Route, Router
 
-JSON = {"Content-Type": "application/json"}
-MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "which route?"}]
 # clients that leave
 
 
@@ -78,8 +77,6 @@ def test_a_storm_of_clients_of_whom_many_leave_leaves_nothing_behind(server, htt
 
 # errors
 
-COMPLETION = {"model": MODEL, "prompt": "the", "max_tokens": 4}
-CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
 WRONG = {
     "unknown model": ("/v1/completions", COMPLETION | {"model": "gpt-4"}, 404, "model_not_found"),
     "answer too long": (
@@ -154,13 +151,6 @@ REFUSED_COMPLETIONS = [
     {"echo": True, "logprobs": 1},
     {"logprobs": 21},
 ]
-
-
-def check_error(response, status, code):
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"] and error["code"] == code
 
 
 @pytest.mark.parametrize("option", REFUSED + REFUSED_COMPLETIONS, ids=str)

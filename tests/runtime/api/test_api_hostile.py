@@ -6,9 +6,9 @@ import json
 
 import httpx
 import pytest
+from api_requests import CHAT, COMPLETION, JSON, check_error
 from instant import instant_server
 from served import MODEL
-from test_api_clients import CHAT, COMPLETION, JSON, check_error
 
 from runtime.api.schemas import Accepted
 from runtime.api.tokenizer import ModelTokenizer

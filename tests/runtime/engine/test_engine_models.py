@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM
 
 from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
-from runtime.engine.rank import Place
+from runtime.engine.rank import Rank
 from runtime.engine.torch import linear
 from runtime.engine.torch.attention import make_attention
 from runtime.engine.torch.attention.base import Batch
-from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.kv_cache.layout import Part
@@ -98,7 +98,7 @@ def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def whole_model(folder: Path, dtype: str = "auto") -> DecoderStage:
     stages = (StageShape(workers=("w",), first_layer=0, end_layer=LAYERS),)
-    return load_stage(str(folder), dtype, CPU, Links(Place.find(stages, "w"), CPU))
+    return load_stage(str(folder), dtype, CPU, Collectives(Rank.find(stages, "w"), CPU))
 
 
 def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Tensor:

@@ -3,9 +3,8 @@
 import asyncio
 
 import pytest
-from scripted import run, serving
+from scripted import Starter, run, serving, until
 from served import make_placement
-from test_supervisor import Starter, until
 
 import runtime.frontend.supervisor
 from cost_model.errors import HexGen2Error

@@ -1,53 +1,19 @@
 """How often a replica is started again: a row of deaths, or too many within an hour, and it stays lost."""
 
 import asyncio
-import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, tokens_of
+from scripted import PAIR, PROMPT, Starter, run, sampling, serving, tokens_of, until
 
 import runtime.frontend.supervisor
-from cost_model.errors import HexGen2Error
 from runtime.frontend.supervisor import ROWS_PER_HOUR, Supervisor
-from runtime.launcher.worker_link import StreamLink
 from runtime.routing.refusals import Overloaded, Unavailable
-
-
-class Starter:
-    """Starts a fake lead again once it may, or fails to."""
-
-    def __init__(self, works=True):
-        self.works, self.starts, self.leads = works, 0, []
-        self.may, self.there = asyncio.Event(), asyncio.Event()
-        self.may.set()
-        self.there.set()
-
-    def unreachable(self, workers):
-        return [] if self.there.is_set() else list(workers)
-
-    async def until_reachable(self, workers):
-        await self.there.wait()
-
-    async def restart(self, workers, report):
-        self.starts += 1
-        await self.may.wait()
-        if not self.works:
-            raise HexGen2Error("no such device")
-        ours, theirs = socket.socketpair()
-        lead = FakeLead(workers[0].removeprefix("n/"), await StreamLink.over(theirs))
-        self.leads.append((lead, asyncio.create_task(lead.run())))
-        return {workers[0]: await StreamLink.over(ours)}
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     monkeypatch.setattr(runtime.frontend.supervisor, "FIRST_WAIT_S", 0.001)
-
-
-async def until(what):
-    while not what():
-        await asyncio.sleep(0.005)
 
 
 class Scene:

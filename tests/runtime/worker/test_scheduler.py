@@ -11,7 +11,8 @@ from runtime.kv_cache.blocks import BlockPool, prefix_digests
 from runtime.protocol.between_workers import Step
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Decode, Prefill
-from runtime.worker.scheduler import Completed, Reservation, Scheduler
+from runtime.worker.scheduled_request import Reservation
+from runtime.worker.scheduler import Completed, Scheduler
 
 SIZE = 4
 

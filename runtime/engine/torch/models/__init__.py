@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.loader import Checkpoint, CheckpointConfig
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.engine.torch.models.llama import LlamaStage
@@ -23,7 +23,7 @@ FAMILIES: dict[str, type[DecoderStage]] = {
 }
 
 
-def load_stage(folder: str, dtype: str, device: torch.device, links: Links) -> DecoderStage:
+def load_stage(folder: str, dtype: str, device: torch.device, collectives: Collectives) -> DecoderStage:
     """Load a worker's part of a checkpoint.
 
     Raises
@@ -39,4 +39,4 @@ def load_stage(folder: str, dtype: str, device: torch.device, links: Links) -> D
     if config.get("quantization_config") is not None:
         raise config.error("quantization_config", "is not computed", "choose weights of 16 or 32 bits")
     family = FAMILIES[name]
-    return family(Checkpoint(folder, dtype, device, family.prefixes), links)
+    return family(Checkpoint(folder, dtype, device, family.prefixes), collectives)

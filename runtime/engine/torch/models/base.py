@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.engine.torch.attention.base import Batch
-from runtime.engine.torch.collectives import Links
+from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import Checkpoint, Cut
 from runtime.kv_cache.layout import even_share, held
@@ -43,18 +43,18 @@ class DecoderStage(ABC):
 
     prefixes: ClassVar[tuple[str, ...]]
 
-    def __init__(self, checkpoint: Checkpoint, links: Links) -> None:
-        self.checkpoint, self.links, self.place = checkpoint, links, links.place
+    def __init__(self, checkpoint: Checkpoint, collectives: Collectives) -> None:
+        self.checkpoint, self.collectives, self.rank = checkpoint, collectives, collectives.rank
         self.dtype, self.device = checkpoint.dtype, checkpoint.device
         self.spec = self._parse()
         self._check_split()
-        self.part = held(self.place.stages, self.place.stage.workers[self.place.tp_rank], self.spec.kv_heads)
-        self.local_heads = self.spec.heads // self.place.tp
+        self.part = held(self.rank.stages, self.rank.stage.workers[self.rank.tp_rank], self.spec.kv_heads)
+        self.local_heads = self.spec.heads // self.rank.tp
         self.local_kv_heads = self.part.end_head - self.part.first_head
-        self._embedding = self._vocabulary(self._embedding_name) if self.place.is_first else None
-        if self.place.is_first:
+        self._embedding = self._vocabulary(self._embedding_name) if self.rank.is_first else None
+        if self.rank.is_first:
             self._load_first()
-        if self.place.is_last:
+        if self.rank.is_last:
             self._load_last()
             self._head = self._load_head()
         # Layers come last: packing the head needs room for two of it, a layer's matrices are smaller.
@@ -112,14 +112,14 @@ class DecoderStage(ABC):
         """[samples, vocab] of the rows after which a token is chosen, on rank 0 of the last stage; None
         elsewhere."""
         local = self._head(self._final_norm(hidden[batch.sampled]))
-        whole = self.links.gather_columns(local)
+        whole = self.collectives.gather_columns(local)
         return None if whole is None else whole[:, : self.spec.vocab]
 
     # -- slices of weights
 
     def cut(self, size: int) -> Cut:
         """This rank's part of a dimension: its whole size, first and end."""
-        return (size, *even_share(self.place.tp_rank, self.place.tp, size))
+        return (size, *even_share(self.rank.tp_rank, self.rank.tp, size))
 
     def fused_columns(self, names: Sequence[str], rows: Sequence[Cut], bias: bool) -> Linear:
         """Matrices cut by output rows, stacked into one."""
@@ -137,7 +137,7 @@ class DecoderStage(ABC):
         """A matrix cut by input columns; its products are summed over ranks, so rank 0 has the bias."""
         whole = (self.spec.hidden, columns[0])
         added = None
-        if bias and self.place.tp_rank == 0:
+        if bias and self.rank.tp_rank == 0:
             added = self.checkpoint.read(f"{name}.bias", whole[:1])
         return Linear(self.checkpoint.read(f"{name}.weight", whole, columns=columns[1:]), added)
 
@@ -148,7 +148,7 @@ class DecoderStage(ABC):
         return self.fused_columns(names, (self.cut(self.spec.heads * dim), key, key), bias)
 
     def _check_split(self) -> None:
-        tp, spec, config = self.place.tp, self.spec, self.checkpoint.config
+        tp, spec, config = self.rank.tp, self.spec, self.checkpoint.config
         remedy = f"choose another tensor-parallel degree than {tp}"
         if spec.heads % tp:
             raise config.error(
@@ -163,14 +163,14 @@ class DecoderStage(ABC):
             raise config.error("num_key_value_heads", problem, "download the checkpoint again")
         if spec.ffn % tp and spec.experts % tp:
             raise config.error("intermediate_size", f"{spec.ffn} columns don't split over {tp} GPUs", remedy)
-        if self.place.stages[-1].end_layer != spec.layers:
-            problem = f"is {spec.layers}, the placement has {self.place.stages[-1].end_layer} layers"
+        if self.rank.stages[-1].end_layer != spec.layers:
+            problem = f"is {spec.layers}, the placement has {self.rank.stages[-1].end_layer} layers"
             raise config.error("num_hidden_layers", problem, "search a placement for this model")
 
     def _vocabulary(self, name: str) -> torch.Tensor:
         """This rank's rows of a [vocab, hidden] table, padded with zeros to equal size on all ranks."""
         vocab, first, end = self.cut(self.spec.vocab)
-        table = self.checkpoint.empty(even_share(0, self.place.tp, vocab)[1], self.spec.hidden)
+        table = self.checkpoint.empty(even_share(0, self.rank.tp, vocab)[1], self.spec.hidden)
         self.checkpoint.read_into(table[: end - first], name, (vocab, self.spec.hidden), rows=(first, end))
         table[end - first :].zero_()
         return table
@@ -185,9 +185,9 @@ class DecoderStage(ABC):
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         table = self._embedding
         assert table is not None
-        if self.place.tp == 1:
+        if self.rank.tp == 1:
             return F.embedding(tokens, table)
-        local = tokens - self.place.tp_rank * len(table)
+        local = tokens - self.rank.tp_rank * len(table)
         mine = (local >= 0) & (local < len(table))
         rows = F.embedding(local.clamp(0, len(table) - 1), table) * mine.unsqueeze(1)
-        return self.links.all_reduce(rows)
+        return self.collectives.all_reduce(rows)

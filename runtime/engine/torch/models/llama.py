@@ -91,8 +91,9 @@ class LlamaStage(DecoderStage):
 
         def run(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             attended = attention(self._rms(hidden, attention_norm), batch)
-            hidden = self.links.all_reduce(attended).add_(hidden)
-            return self.links.all_reduce(feed_forward(self._rms(hidden, feed_forward_norm))).add_(hidden)
+            hidden = self.collectives.all_reduce(attended).add_(hidden)
+            fed = feed_forward(self._rms(hidden, feed_forward_norm))
+            return self.collectives.all_reduce(fed).add_(hidden)
 
         return run
 

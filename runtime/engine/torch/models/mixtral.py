@@ -58,6 +58,6 @@ class MixtralStage(MistralStage):
     def _share_of_experts(self) -> tuple[range, Cut]:
         """The experts that this rank holds, and the part of each one's width."""
         experts, first, end = self.cut(self.spec.experts)
-        if experts % self.place.tp:
+        if experts % self.rank.tp:
             return range(experts), self.cut(self.spec.ffn)
         return range(first, end), (self.spec.ffn, 0, self.spec.ffn)

@@ -64,9 +64,9 @@ class OptStage(DecoderStage):
             query, key, value = fused.split((self.local_heads, *(2 * [self.local_kv_heads])), dim=1)
             batch.attention.store(key, value, layer, batch)
             attended = batch.attention.attend(query, key, value, layer, batch)
-            hidden = self.links.all_reduce(out(attended)).add_(hidden)
+            hidden = self.collectives.all_reduce(out(attended)).add_(hidden)
             inner = up(self._layer_norm(hidden, final_norm)).relu_()
-            return self.links.all_reduce(down(inner)).add_(hidden)
+            return self.collectives.all_reduce(down(inner)).add_(hidden)
 
         return run
 

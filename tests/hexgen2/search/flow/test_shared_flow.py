@@ -8,12 +8,12 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from flows import check_flow, networks, with_networkx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import problem_from, problems
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
-from test_flow_and_routes import check_flow, networks, with_networkx
 
 from cost_model.errors import InfeasibleError
 from hexgen2.checks import violations

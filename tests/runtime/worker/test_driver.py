@@ -1,4 +1,4 @@
-"""A lead's answers to reservations: each is answered once, and its blocks come back once."""
+"""A driver's answers to reservations: each is answered once, and its blocks come back once."""
 
 import queue
 import socket
@@ -10,7 +10,7 @@ from runtime.protocol.between_workers import ExpectKv, Release
 from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import Released, Reserved
 from runtime.protocol.to_workers import Cancel, ReserveKv
-from runtime.worker.driver import Lead
+from runtime.worker.driver import Driver
 
 BLOCKS, SIZE = 10, 4
 REQUEST = ReserveKv(request_id="r0", prompt=(1,) * 6, capacity_tokens=12)
@@ -19,11 +19,11 @@ RELEASED = Released(request_id="r0", replica="d", free_blocks=BLOCKS)
 
 
 class Side:
-    """A lead with one follower, whose threads are played by the test."""
+    """A driver with one other executor, whose threads are played by the test."""
 
     def __init__(self):
         ours, theirs = socket.socketpair()
-        self.front_end, self.told, self.inbox = Connection(ours), [], queue.SimpleQueue()
+        self.front_end, self.sent, self.inbox = Connection(ours), [], queue.SimpleQueue()
         self.silenced = []
         config = SimpleNamespace(
             replica="d",
@@ -35,25 +35,25 @@ class Side:
             stages=("one",),
             kv_lease_s=300.0,
         )
-        member = SimpleNamespace(
+        executor = SimpleNamespace(
             config=config,
             cache=SimpleNamespace(blocks=BLOCKS, block_tokens=SIZE),
             spec=SimpleNamespace(position_limit=None, vocab=50),
             expect=lambda _: None,
             release=self.silenced.append,
         )
-        follower = SimpleNamespace(send=self.told.append)
-        self.lead = Lead(member, Connection(theirs), {"d/1": follower}, self.inbox)
+        other = SimpleNamespace(send=self.sent.append)
+        self.driver = Driver(executor, Connection(theirs), {"d/1": other}, self.inbox)
 
     def handle_inbox(self):
         while not self.inbox.empty():
-            self.lead._handle(self.inbox.get())
+            self.driver._handle(self.inbox.get())
 
     def answers(self):
         """What the front end was sent; a last reservation of all blocks tells that nothing else is held."""
         self.handle_inbox()
-        self.lead.reserve(ReserveKv(request_id="last", prompt=(2,) * 39, capacity_tokens=40))
-        self.lead.acknowledge("d/1", "last")
+        self.driver.reserve(ReserveKv(request_id="last", prompt=(2,) * 39, capacity_tokens=40))
+        self.driver.acknowledge("d/1", "last")
         found = []
         while (message := self.front_end.receive()) != Reserved(request_id="last", ok=True):
             found.append(message)
@@ -61,7 +61,7 @@ class Side:
 
 
 def acknowledge(side):
-    side.lead.acknowledge("d/1", "r0")
+    side.driver.acknowledge("d/1", "r0")
 
 
 def cancel(side):
@@ -79,13 +79,13 @@ def cancel(side):
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_reservation_is_answered_once_and_gives_its_blocks_back(events, expected, at_once):
     side = Side()
-    side.lead.reserve(REQUEST)
+    side.driver.reserve(REQUEST)
     for event in events:
         event(side)
         if not at_once:
             side.handle_inbox()
     assert side.answers() == expected
-    arrival, release, *_ = side.told
+    arrival, release, *_ = side.sent
     assert isinstance(arrival, ExpectKv) and (arrival.first_token, arrival.end_token) == (0, 6)
     assert len(set(arrival.table)) == 2
     assert release == Release(request_ids=("r0",))
@@ -94,7 +94,7 @@ def test_a_reservation_is_answered_once_and_gives_its_blocks_back(events, expect
 
 def test_an_acknowledgement_after_a_cancel_says_nothing():
     side = Side()
-    side.lead.reserve(REQUEST)
+    side.driver.reserve(REQUEST)
     cancel(side)
     side.handle_inbox()
     acknowledge(side)
@@ -104,19 +104,19 @@ def test_an_acknowledgement_after_a_cancel_says_nothing():
 @pytest.mark.parametrize("capacity", [41, 6])
 def test_what_never_fits_is_refused_and_holds_nothing(capacity):
     side = Side()
-    side.lead.reserve(ReserveKv(request_id="r0", prompt=(1,) * 6, capacity_tokens=capacity))
+    side.driver.reserve(ReserveKv(request_id="r0", prompt=(1,) * 6, capacity_tokens=capacity))
     assert side.answers() == [Reserved(request_id="r0", ok=False)]
-    assert side.told[:1] != [ExpectKv]
+    assert side.sent[:1] != [ExpectKv]
 
 
 def test_without_free_blocks_a_reservation_is_refused_until_some_come_back():
     side = Side()
-    side.lead.reserve(ReserveKv(request_id="big", prompt=(3,) * 36, capacity_tokens=38))
-    side.lead.reserve(ReserveKv(request_id="r0", prompt=(1,) * 6, capacity_tokens=12))
-    side.lead.acknowledge("d/1", "big")
+    side.driver.reserve(ReserveKv(request_id="big", prompt=(3,) * 36, capacity_tokens=38))
+    side.driver.reserve(ReserveKv(request_id="r0", prompt=(1,) * 6, capacity_tokens=12))
+    side.driver.acknowledge("d/1", "big")
     side.inbox.put(Cancel(request_id="big"))
     side.handle_inbox()
-    side.lead.reserve(REQUEST)
+    side.driver.reserve(REQUEST)
     acknowledge(side)
     cancel(side)
     assert side.answers() == [

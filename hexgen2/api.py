@@ -1,0 +1,483 @@
+"""The functions of `import hexgen2`; the command line calls the same ones.
+
+Arguments have the names of the command line's options, with units. Clusters, models, workloads and placements
+are names, paths or objects. Nothing is printed. Errors are InputError and InfeasibleError, whose text is the
+line that the command line prints; it names options as the command line spells them.
+
+Heavy modules are imported inside the functions, so that `import hexgen2` is quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cost_model.errors import HexGen2Error, InputError
+
+if TYPE_CHECKING:
+    from cluster_specs.schema import ClusterSpec
+    from cost_model.architecture import ModelArchitecture
+    from cost_model.pipeline import PipelineSemantics
+    from hexgen2.comparison.run import Comparison
+    from hexgen2.estimation import StepEstimate
+    from hexgen2.goal import Goal, Objective
+    from hexgen2.network.shared_links import Links
+    from hexgen2.placement import Placement
+    from hexgen2.results import SimulationResult
+    from hexgen2.search.local_search import SearchState
+    from hexgen2.search.problem import Engine
+    from hexgen2.simulator.batching import Policy
+    from hexgen2.simulator.simulation import Simulation
+    from hexgen2.workload.lengths import Workload
+
+STRATEGIES = "hexgen2,hexgen,splitwise,vllm"
+"""What `compare` compares unless told otherwise."""
+
+
+def search(
+    *,
+    cluster: str | Path | ClusterSpec,
+    model: str | Path | ModelArchitecture,
+    workload: str | Path | Workload | None = None,
+    isl: float | None = None,
+    osl: float | None = None,
+    goal: Goal | None = None,
+    objective: Objective = "throughput",
+    request_rate: float | None = None,
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
+    budget_per_hour: float | None = None,
+    frontier: int | None = None,
+    strategy: str = "hexgen2",
+    cost_model: str = "calibrated",
+    pipeline: PipelineSemantics = "pipelined",
+    links: Links = "shared",
+    engine: Engine = "any",
+    certify: bool = False,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+    progress: Callable[[SearchState], None] | None = None,
+) -> Placement:
+    """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow.
+
+    The same arguments give the same placement, times aside, unless a time limit cuts the search short;
+    `placement.search.cut` then says so. Ctrl-C ends the search early: the best placement found so far is
+    returned, with `search.cut == "interrupted"`; before the first one, KeyboardInterrupt is raised.
+
+    Parameters
+    ----------
+    cluster : shipped name (`hexgen2 list clusters`), YAML file, or spec
+    model : shipped name, folder with a Hugging Face config.json, or architecture
+    workload : shipped class, shares of several ("HPLD:2,LPHD:1"), trace file, or workload
+    isl, osl : mean prompt and output tokens; instead of a workload, or to override the workload's
+    goal : instead of the following six options
+    objective : "throughput", "goodput" (needs a target), "cost" or "latency" (both need request_rate)
+    request_rate : requests/s that arrive, at random
+    ttft_ms, tpot_ms : targets for the time to first token and the time per output token
+    budget_per_hour : US dollars per hour that the GPUs in use may cost
+    frontier : number of prices up to the budget for which to list the best rental
+    strategy : see `hexgen2 list strategies`
+    cost_model : "calibrated", "zero-fit" or "table1"
+    pipeline : how the times of pipeline stages add up
+    links : "shared" or "pairwise": whether KV routes compete for links, network cards and uplinks
+    engine : "vllm" limits the search to replicas that vLLM can run
+    certify : spend some more seconds on proving how good the answer is
+    seed : of the search
+    time_limit_s : seconds
+    progress : called with the state of the search after each improvement
+
+    Raises
+    ------
+    InputError : an argument is wrong
+    InfeasibleError : no placement serves a single request, or none meets the goal
+
+    Examples
+    --------
+    >>> import hexgen2
+    >>> p = hexgen2.search(cluster="hexgen2-case-study", model="llama-2-13b", workload="LPLD")
+    >>> [(replica.id, replica.shape) for replica in p.replicas][:2]
+    [('prefill-0', 'tp1'), ('prefill-1', 'tp1')]
+    >>> p.replicas[0].stages[0].gpus
+    ['h100-1/0']
+    >>> p.throughput.req_s <= p.bound.req_s
+    True
+    """
+    from hexgen2.export.vllm_command import check_vllm
+    from hexgen2.goal import Goal, check_goal, make_goal
+    from hexgen2.search.problem import make_problem
+    from hexgen2.strategies.registry import find_strategy
+
+    find = find_strategy(strategy)
+    options = objective, request_rate, ttft_ms, tpot_ms, budget_per_hour, frontier
+    if goal is None:
+        goal = make_goal(*options)
+    elif make_goal(*options) != Goal():
+        raise InputError("goal", "", "is given twice, as an object and as options", "give one of them")
+    check_goal(goal)
+    _check_choices(pipeline=pipeline, links=links, engine=engine)
+    if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency"):
+        raise InputError("--certify", "", "goes with the plain search of hexgen2 alone", "leave it out here")
+    problem = make_problem(
+        cluster, model, workload, isl, osl, cost_model, pipeline, goal, links=links, engine=engine
+    )
+    placement = find(problem, _search_options(seed, time_limit_s, certify, progress))
+    if engine == "vllm":
+        check_vllm(placement, f"the placement of {strategy}")
+    return _checked(placement)
+
+
+def replan(
+    placement: Placement | str | Path,
+    *,
+    lost: str | Sequence[str] = (),
+    added: str | Sequence[str] = (),
+    cluster: str | Path | ClusterSpec | None = None,
+    model: str | Path | ModelArchitecture | None = None,
+    workload: str | Path | Workload | None = None,
+    isl: float | None = None,
+    osl: float | None = None,
+    cost_model: str | None = None,
+    pipeline: PipelineSemantics | None = None,
+    links: Links | None = None,
+    horizon_s: float | None = None,
+    load_gbyte_s: float | None = None,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+    progress: Callable[[SearchState], None] | None = None,
+) -> Placement:
+    """Find the next placement of a fleet that runs: GPUs were lost or added, or the workload changed.
+
+    The cost of the moves is weighed against their gain; `moves` and `migration` of the result say how to get
+    there. What is not given stays as it is in `placement`. Ctrl-C ends it as it ends `search`.
+
+    Parameters
+    ----------
+    placement : the one that runs, or its file
+    lost, added : ids of GPUs ("h100-1/0") or names of nodes, as a sequence or separated by commas
+    horizon_s : seconds that the new placement will serve; 3600 if not given
+    load_gbyte_s : GB/s at which a GPU loads weights; 2 if not given, which is assumed
+
+    Others : see `search`
+
+    Raises
+    ------
+    InputError : an argument is wrong, or the placement was made for another objective than throughput
+    InfeasibleError : what is left serves no request
+
+    Examples
+    --------
+    >>> import hexgen2
+    >>> p = hexgen2.search(cluster="hexgen2-case-study", model="llama-2-13b", workload="LPLD")
+    >>> q = hexgen2.replan(p, lost=["h100-1/0"])
+    >>> q.lost, q.migration.before_req_s > q.throughput.req_s
+    (['h100-1/0'], True)
+    """
+    from dataclasses import replace
+
+    from hexgen2.replan.migration import Terms
+    from hexgen2.replan.request import replan_problem
+    from hexgen2.replan.search import replan as run
+
+    previous, source = _loaded(placement)
+    if previous.goal.objective != "throughput":
+        key, problem_text = f"{source}: goal.objective", "re-planning weighs throughput, and no other goal"
+        raise InputError(key, "", problem_text, "leave the goal out, or search anew without --from")
+    terms = Terms()
+    if horizon_s is not None:
+        terms = replace(terms, horizon_s=_in_range("--horizon", horizon_s))
+    if load_gbyte_s is not None:
+        terms = replace(terms, load_bytes_s=_in_range("--load-gbyte-s", load_gbyte_s) * 1e9)
+    _check_choices(pipeline=pipeline, links=links)
+    names = (",".join([gpus] if isinstance(gpus, str) else gpus) for gpus in (lost, added))
+    problem = replan_problem(
+        previous, cluster, model, workload, isl, osl, cost_model, pipeline, links, *names
+    )
+    return _checked(run(problem, previous, _search_options(seed, time_limit_s, False, progress), terms))
+
+
+def simulate(
+    placement: Placement | str | Path,
+    *,
+    workload: str | Path | Workload | None = None,
+    isl: float | None = None,
+    osl: float | None = None,
+    request_rate: float | None = None,
+    offline: bool = False,
+    num_requests: int | None = None,
+    duration_s: float | None = None,
+    burstiness: float = 1.0,
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
+    policy: Policy = "mixed",
+    queue_limit: int | None = None,
+    failures: Sequence[tuple[str, float]] = (),
+    replans: Sequence[tuple[Placement | str | Path, float]] = (),
+    recover: bool = True,
+    seed: int = 0,
+    requests_out: str | Path | None = None,
+    progress: Callable[[Simulation], None] | None = None,
+) -> SimulationResult:
+    """Simulate a placement under load: throughput, TTFT, TPOT, queues and traffic, by the cost model.
+
+    The same arguments give the same result.
+
+    Parameters
+    ----------
+    placement : a placement or its file
+    workload, isl, osl : see `search`; the placement's own if none is given; a trace with arrival times is
+        replayed
+    request_rate : requests/s that arrive, at random
+    offline : all requests arrive at once
+    num_requests : how many; 2000 if not given
+    duration_s : only requests that arrive within so many seconds
+    burstiness : 1 is Poisson, less is burstier
+    ttft_ms, tpot_ms : targets, for `request_goodput` and `attainment`; the placement's if not given
+    policy : how colocated replicas mix the phases: "mixed" as the runtime does, "prefill-first" or "chunked"
+        as vLLM does without and with chunked prefill
+    queue_limit : requests that may wait; more fail
+    failures : (replica, seconds): replicas that are lost, and when
+    replans : (placement, seconds): placements made by `replan` to change over to, and when
+    recover : requests of a lost replica go on elsewhere, else they fail
+    seed : of lengths and arrivals
+    requests_out : CSV file to write with a line for each request
+    progress : called now and then with the simulation
+
+    Raises
+    ------
+    InputError : an argument is wrong, or the arguments do not go together
+
+    Examples
+    --------
+    >>> import hexgen2
+    >>> p = hexgen2.search(cluster="hexgen2-case-study", model="llama-2-13b", workload="LPLD")
+    >>> r = hexgen2.simulate(p, request_rate=4.0, num_requests=200, seed=1)
+    >>> r.completed, r.failed
+    (200, 0)
+    >>> r.mean_ttft_ms <= r.p99_ttft_ms
+    True
+    >>> list(r.to_dict())[:4]
+    ['placement', 'cluster', 'model', 'requests']
+    """
+    from cost_model.files import written
+    from hexgen2.simulator.options import Failure, Options, Replan
+    from hexgen2.simulator.run import simulate as run
+    from hexgen2.workload.arrivals import LengthSource, arrivals
+
+    placed, _ = _loaded(placement)
+    _check_choices(policy=policy)
+    asked = {"request_rate": request_rate, "duration_s": duration_s, "burstiness": burstiness}
+    targets = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
+    for name, value in (asked | targets).items():
+        if value is not None:
+            _in_range(f"--{name.removesuffix('_ms').replace('_', '-')}", value)
+    fixed = workload is None and isl is None and osl is None
+    lengths = LengthSource(placed.workload) if fixed else LengthSource.load(workload, isl, osl)
+    requests = arrivals(lengths, request_rate, offline, num_requests, duration_s, burstiness, seed)
+    goal = placed.goal.model_copy(update={key: value for key, value in targets.items() if value is not None})
+    placed = placed.model_copy(update={"goal": goal})
+    lost = [Failure(at_s, replica) for replica, at_s in failures]
+    following = [Replan(at_s, _following(each, placed)) for each, at_s in replans]
+    options = Options(policy, queue_limit, lost, following, recover)
+    with written(Path(requests_out)) if requests_out else nullcontext() as stream:
+        return run(placed, requests, options, stream, progress)
+
+
+def compare(
+    *,
+    cluster: str | Path | ClusterSpec,
+    model: str | Path | ModelArchitecture,
+    workload: str | Path | Workload | Sequence[str | Path | Workload],
+    strategies: str | Sequence[str] = STRATEGIES,
+    share: float = 0.75,
+    seconds: float = 300.0,
+    cost_model: str = "calibrated",
+    pipeline: PipelineSemantics = "pipelined",
+    links: Links = "shared",
+    time_limit_s: float | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Plan by several strategies, each by its own rules, and simulate all under the same requests.
+
+    Parameters
+    ----------
+    cluster, model : see `search`
+    workload : one or several, as a sequence or as names separated by commas
+    strategies : a sequence, or separated by commas; NAME@CLUSTER gives a strategy a cluster of its own, and
+        NAME:POLICY another engine (see `simulate`)
+    share : of its peak throughput at which a strategy is measured online
+    seconds : of load in each simulation
+    cost_model, pipeline, links, time_limit_s, seed : see `search`
+    progress : called with a line of text before each step
+
+    Raises
+    ------
+    InputError : an argument is wrong
+
+    Examples
+    --------
+    >>> import hexgen2
+    >>> found = hexgen2.compare(cluster="hexgen2-case-study", model="llama-2-13b", workload="LPLD",
+    ...                         strategies=["distserve", "vllm"], seconds=2)
+    >>> [row["strategy"] for row in found.rows()]
+    ['distserve', 'vllm']
+    """
+    from hexgen2.comparison.contenders import parse_contenders
+    from hexgen2.comparison.run import Settings
+    from hexgen2.comparison.run import compare as run
+
+    _check_choices(pipeline=pipeline, links=links)
+    if isinstance(workload, str):
+        workload = [name.strip() for name in workload.split(",") if name.strip()]
+    workloads = workload if isinstance(workload, Sequence) else [workload]
+    contenders = parse_contenders(
+        strategies if isinstance(strategies, str) else ",".join(strategies), cluster
+    )
+    _in_range("--share", share, 0.01, 0.99)
+    _in_range("--seconds", seconds)
+    limit_s = _search_options(seed, time_limit_s).time_limit_s
+    settings = Settings(model, seed, share, seconds, cost_model, pipeline, links, limit_s)
+    return run(contenders, workloads, settings, progress or (lambda text: None))
+
+
+def estimate(
+    *,
+    gpu: str,
+    model: str | Path | ModelArchitecture,
+    isl: int,
+    osl: int = 0,
+    tp: int | None = None,
+    pp: int = 1,
+    batch: int = 1,
+    weights: str | None = None,
+    kv: str | None = None,
+    interconnect: str | None = None,
+    engine: str | None = None,
+    cost_model: str | Path | None = None,
+) -> StepEstimate:
+    """Predict the time of a prefill and of a decode step, the memory, and the largest batch.
+
+    Parameters
+    ----------
+    gpu : NAME:COUNT, as "H100:8"
+    model : see `search`
+    isl, osl : prompt and output tokens of each request
+    tp, pp : tensor-parallel degree (all GPUs of a stage if not given) and number of pipeline stages
+    batch : requests in a step
+    weights, kv : number formats; the model's own if not given
+    interconnect : class of the links between the GPUs; the usual one of such cards if not given
+    engine : one that the coefficients know; a mean one if not given
+    cost_model : file that `hexgen2 calibrate` wrote, or "zero-fit"; the coefficients that ship if not given
+
+    Raises
+    ------
+    InputError : an argument is wrong
+
+    Examples
+    --------
+    >>> import hexgen2
+    >>> e = hexgen2.estimate(gpu="H100:8", model="llama-2-70b", tp=8, batch=16, isl=512, osl=128)
+    >>> e.fits, e.decode_ms < e.prefill_ms
+    (True, True)
+    """
+    from hexgen2.estimation import estimate_step
+
+    for option, value, least in (
+        ("--isl", isl, 1),
+        ("--osl", osl, 0),
+        ("--batch", batch, 1),
+        ("--pp", pp, 1),
+    ):
+        _in_range(option, value, least, 10**7)
+    return estimate_step(
+        *(gpu, model, isl, osl, tp, pp, batch),
+        *(weights, kv, interconnect, engine, cost_model),
+    )
+
+
+def load_placement(path: str | Path) -> Placement:
+    """Read a placement and check it.
+
+    Raises
+    ------
+    InputError : the file is unreadable or no placement, or breaks an invariant: names the key
+    """
+    return _loaded(path)[0]
+
+
+def _loaded(placement: Placement | str | Path) -> tuple[Placement, str]:
+    """A sound placement, and what errors call it."""
+    from hexgen2.checks import verify
+    from hexgen2.placement import Placement
+
+    if isinstance(placement, Placement):
+        source = "placement"
+    else:
+        source = str(placement)
+        placement = Placement.load(placement)
+    verify(placement, source)
+    return placement, source
+
+
+def _checked(placement: Placement) -> Placement:
+    """A placement that was just made; a fault of ours if it breaks an invariant."""
+    from hexgen2.checks import violations
+
+    for key, problem in violations(placement):
+        strategy = placement.strategy
+        raise HexGen2Error(f"{strategy} made a wrong placement: {key}: {problem}; please report it")
+    return placement
+
+
+def _following(placement: Placement | str | Path, before: Placement) -> Placement:
+    """A placement to change over to: of the same model, and with moves."""
+    found, source = _loaded(placement)
+    remedy = "make it with `hexgen2 search --from`"
+    if found.model != before.model:
+        raise InputError(source, "model", f"is {found.model.name}, not {before.model.name}", remedy)
+    if not found.moves:
+        raise InputError(source, "moves", "are missing, so nobody knows what has to load", remedy)
+    return found
+
+
+def _search_options(
+    seed: int, time_limit_s: float | None, certify: bool = False, progress: Any = None
+) -> Any:
+    from hexgen2.strategies.base import SearchOptions
+
+    _in_range("--seed", seed, 0, 2**63 - 1)
+    if time_limit_s is not None:
+        _in_range("--time-limit", time_limit_s)
+    return SearchOptions(seed, time_limit_s, certify, progress)
+
+
+def _in_range(option: str, value: float, least: float | None = None, most: float | None = None) -> float:
+    """The value; InputError if it is outside of [least, most] (default: that of rates, times and prices)."""
+    from hexgen2.goal import LARGEST, SMALLEST
+
+    least, most = SMALLEST if least is None else least, LARGEST if most is None else most
+    if not least <= value <= most:
+        raise InputError(option, "", f"is {value!r}", f"give a number from {least:g} to {most:g}")
+    return value
+
+
+def _check_choices(**values: str | None) -> None:
+    """Refuse unknown values of options that have a few; None was not given."""
+    from typing import get_args
+
+    from cost_model.pipeline import PIPELINE_SEMANTICS
+    from hexgen2.network.shared_links import Links
+    from hexgen2.search.problem import Engine
+    from hexgen2.simulator.batching import POLICIES
+
+    known: dict[str, Sequence[str]] = {
+        "pipeline": PIPELINE_SEMANTICS,
+        "links": get_args(Links),
+        "engine": get_args(Engine),
+        "policy": POLICIES,
+    }
+    for name, value in values.items():
+        if value is not None and value not in known[name]:
+            raise InputError(f"--{name}", "", f"is {value!r}", f"use one of {', '.join(known[name])}")

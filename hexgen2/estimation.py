@@ -1,0 +1,180 @@
+"""Estimates of single steps: one model on some GPUs, or a table of many."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster_specs.loader import parse_accelerators
+from cost_model.architecture import ModelArchitecture
+from cost_model.coefficients import ZERO_FIT, CoefficientSet, fitted, load_coefficients
+from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES, in_formats
+from cost_model.errors import InputError
+from cost_model.estimate import Shape, estimate
+from cost_model.hardware import INTERCONNECT_CLASSES, find_accelerator, interconnect_link, usual_interconnect
+from cost_model.lengths import RequestLengths
+from cost_model.measurements import read_rows, step_of
+from cost_model.models import find_model
+from hexgen2.results import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEstimate(Record):
+    """Predicted step times and memory of one model on some GPUs, with what they were asked for.
+
+    Attributes
+    ----------
+    model, weights, kv, gpu, interconnect, tp, pp, batch, isl, osl : the question, with defaults filled in
+    prefill_ms : of the whole batch of prompts, through all stages
+    decode_ms : of one decode step of the batch, at the mean context (prompt and half the output)
+    error : mean relative error to expect of these times
+    memory_bytes : on the fullest GPU, of which the KV cache of the whole batch takes kv_bytes
+    memory_limit_bytes : what the engine may use of a GPU
+    fits : whether the batch fits
+    largest_batch : most requests whose whole KV cache fits; 0 if not one does
+    cost_model : name, engine and source of the coefficients
+    assumptions : figures that were not given or not measured
+    """
+
+    model: str
+    weights: str
+    kv: str
+    gpu: str
+    interconnect: str
+    tp: int
+    pp: int
+    batch: int
+    isl: int
+    osl: int
+    prefill_ms: float
+    decode_ms: float
+    error: float
+    memory_bytes: float
+    kv_bytes: float
+    memory_limit_bytes: float
+    fits: bool
+    largest_batch: int
+    cost_model: dict[str, str | None]
+    assumptions: list[str]
+
+
+def estimate_step(
+    gpu: str,
+    model: str | Path | ModelArchitecture,
+    isl: int,
+    osl: int = 0,
+    tp: int | None = None,
+    pp: int = 1,
+    batch: int = 1,
+    weights: str | None = None,
+    kv: str | None = None,
+    interconnect: str | None = None,
+    engine: str | None = None,
+    cost_model: str | Path | None = None,
+) -> StepEstimate:
+    """The estimate for one batch; `hexgen2.estimate` describes the parameters.
+
+    Raises
+    ------
+    InputError
+    """
+    coefficients = _coefficients(cost_model, engine)
+    _check_formats(weights, kv)
+    name, count = parse_accelerators(gpu, "--gpu", "")
+    accelerator = find_accelerator(name, source="--gpu")
+    architecture = in_formats(find_model(model), weights, kv)  # type: ignore[arg-type]
+    joined = interconnect or usual_interconnect(accelerator)
+    if joined not in INTERCONNECT_CLASSES:
+        remedy = f"use one of {', '.join(INTERCONNECT_CLASSES)}"
+        raise InputError("--interconnect", "", f"is {joined[:60]!r}", remedy)
+    link, assumption = interconnect_link(joined, accelerator)
+    shape = Shape(accelerator, link, tp or max(1, count // pp), pp)
+    if shape.tp * pp > count:
+        problem = f"{shape.tp} x {pp} stages are more than {count} GPUs"
+        raise InputError("--tp", "", problem, f"give --gpu {name}:{shape.tp * pp} or smaller degrees")
+    if shape.tp not in architecture.tensor_degrees(shape.tp):
+        problem = f"{shape.tp} does not split the {architecture.heads} heads of {architecture.name} evenly"
+        raise InputError("--tp", "", problem, f"use one of {architecture.tensor_degrees(count)}")
+    if pp > architecture.layers:
+        raise InputError("--pp", "", f"{pp} stages for {architecture.layers} layers", "use fewer stages")
+    found = estimate(architecture, shape, RequestLengths.fixed(isl, osl), batch, coefficients, engine)
+    assumptions = [] if assumption is None or shape.tp * pp == 1 else [assumption]
+    if accelerator.name not in coefficients.gpus:
+        taken = "the priors" if accelerator.kind == "cpu" or not coefficients.gpus else "those of a mean GPU"
+        assumptions.append(f"no step of {accelerator.name} was measured: its coefficients are {taken}")
+    return StepEstimate(
+        model=architecture.name,
+        weights=architecture.weight_type,
+        kv=kv or architecture.weight_type,
+        gpu=accelerator.name,
+        interconnect=joined,
+        tp=shape.tp,
+        pp=pp,
+        batch=batch,
+        isl=isl,
+        osl=osl,
+        prefill_ms=1e3 * found.prefill_s,
+        decode_ms=1e3 * found.decode_s,
+        error=found.error,
+        memory_bytes=found.memory_bytes,
+        kv_bytes=found.kv_bytes,
+        memory_limit_bytes=found.limit_bytes,
+        fits=found.fits,
+        largest_batch=found.largest_batch,
+        cost_model={"name": coefficients.name, "engine": engine, "source": coefficients.source},
+        assumptions=assumptions,
+    )
+
+
+def estimate_table(
+    path: Path,
+    weights: str | None = None,
+    kv: str | None = None,
+    engine: str | None = None,
+    cost_model: str | Path | None = None,
+) -> str:
+    """The CSV file's rows with predicted_ms added, as CSV.
+
+    Without `engine`, a row's own engine (or source) counts if the coefficients know it.
+
+    Raises
+    ------
+    InputError
+    """
+    coefficients = _coefficients(cost_model, engine)
+    _check_formats(weights, kv)
+    header, rows = read_rows(path)
+    written = io.StringIO()
+    columns = [*header, *(["predicted_ms"] if "predicted_ms" not in header else [])]
+    writer = csv.DictWriter(written, columns, lineterminator="\n", restval="")
+    writer.writeheader()
+    for row in rows:
+        step = step_of(row)
+        step = replace(step, model=in_formats(step.model, weights, kv))  # type: ignore[arg-type]
+        known = step.engine if step.engine in coefficients.engines else None
+        milliseconds = 1e3 * step.seconds_by(coefficients, engine or known)
+        writer.writerow({**row.cells, "predicted_ms": f"{milliseconds:.6g}"})
+    return written.getvalue()
+
+
+def _coefficients(name: str | Path | None, engine: str | None) -> CoefficientSet:
+    """The coefficients that ship (None), the priors ("zero-fit") or those of a file; they know the engine."""
+    if name is None:
+        found = fitted()
+    else:
+        found = ZERO_FIT if str(name) == ZERO_FIT.name else load_coefficients(Path(name))
+    if engine is not None and engine not in found.engines:
+        known = ", ".join(found.engines) or "none"
+        raise InputError("--engine", "", f"{engine[:60]!r} is not in the coefficients", f"known: {known}")
+    return found
+
+
+def _check_formats(weights: str | None, kv: str | None) -> None:
+    formats: tuple[tuple[str, str | None, dict[Any, float]], ...]
+    formats = ("--weights", weights, WEIGHT_BYTES), ("--kv", kv, KV_BYTES)
+    for option, value, known in formats:
+        if value is not None and value not in known:
+            raise InputError(option, "", f"is {value[:60]!r}", f"use one of {', '.join(known)}")
