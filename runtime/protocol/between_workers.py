@@ -17,10 +17,10 @@ Hmac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Hello(Message, frozen=True):
-    """First frame on a connection between workers, from the one that connects; see handshake.py.
+    """First frame on a connection, from the side that connects (see handshake.py).
 
-    purpose is "control" (executor to driver), "kv" (prefill worker to decode worker), or "stage" (emulated
-    engine: one pipeline stage to the next).
+    purpose is "control" (executor to driver), "kv" (prefill worker to decode worker),
+    "stage" (emulated engine: one pipeline stage to the next) or "worker" (a worker to its head, with Ray).
     """
 
     protocol: int
@@ -30,15 +30,15 @@ class Hello(Message, frozen=True):
 
 
 class Challenge(Message, frozen=True):
-    """Answer to a Hello: a nonce to be signed, too, and the proof that the listener knows the secret."""
+    """Answer to a Hello: another nonce to sign, and the proof that the listener knows the secret."""
 
     nonce: Nonce
     proof: Hmac
 
 
 class Proof(Message, frozen=True):
-    """Answer to a Challenge: the proof that who connects knows the secret. Whatever the connection is for
-    follows; without it, or with a wrong one, the listener closes the connection."""
+    """Answer to a Challenge: the proof that the connecting side knows the secret. Without a right one the
+    listener closes the connection; after it comes what the connection is for."""
 
     proof: Hmac
 
@@ -47,10 +47,10 @@ class Proof(Message, frozen=True):
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a replica's workers learn of a request once, with its first step (or again after a preemption).
+    """What workers learn of a request with its first step, and again after a preemption.
 
-    With a target, the KV cache of tokens [target_tokens, end_token) is sent there. history has the tokens
-    known so far, the client's prompt_tokens first, if the sampling asks for it.
+    With a target, the KV cache of tokens [target_tokens, end_token) is sent there. If the sampling needs it,
+    history has the tokens so far, of which the first prompt_tokens are the client's.
     """
 
     request_id: str
@@ -63,8 +63,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One request in a step: the tokens to run, from which position on, and the blocks that are new in its
-    table. If `samples`, output `index` is chosen after the last of them."""
+    """One request in a step: the tokens to run, the position of the first, and the new blocks of its table.
+    If `samples`, output token `index` is chosen after the last."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -84,8 +84,8 @@ class Step(Message, frozen=True):
 
 
 class ExpectKv(Message, frozen=True):
-    """Driver to executors: the KV cache of tokens [first, end) of a request will arrive, for the blocks of
-    its table. Answered by ExpectingKv."""
+    """Driver to executors: the KV cache of a request's tokens [first, end) will arrive; the table names its
+    blocks. Answered by ExpectingKv."""
 
     request_id: str
     table: tuple[int, ...]
@@ -94,21 +94,21 @@ class ExpectKv(Message, frozen=True):
 
 
 class ExpectingKv(Message, frozen=True):
-    """An executor to its driver: ready for what an ExpectKv announced."""
+    """Executor to driver: ready for what an ExpectKv announced."""
 
     request_id: str
 
 
 class Release(Message, frozen=True):
-    """Driver to executors, in order with the steps: forget these requests; their blocks go to others."""
+    """Driver to its replica, in order with the steps: forget these requests; others get their blocks."""
 
     request_ids: tuple[str, ...]
 
 
 class StepResult(Message, frozen=True):
-    """Last stage to the driver: the sampled tokens of a step, for the sequences that sample, in their order.
+    """Last stage to the driver: the tokens of a step, in the order of its sequences that sample.
 
-    Of those in `broken` there is no token: pairs of a request that failed by itself, and why.
+    broken has pairs of a request that failed by itself and why; it has no token.
     """
 
     step: int
@@ -118,13 +118,13 @@ class StepResult(Message, frozen=True):
 
 
 class Passed(Message, frozen=True):
-    """One emulated pipeline stage to the next: this step's activations have left."""
+    """Emulated pipeline stage to the next one: the activations of this step have left."""
 
     step: int
 
 
 class KvLanded(Message, frozen=True):
-    """A decode worker to its driver: all of this request's KV that the worker holds has arrived."""
+    """Decode executor to driver: its whole share of this request's KV cache has arrived."""
 
     request_id: str
     worker: str
@@ -133,7 +133,7 @@ class KvLanded(Message, frozen=True):
 
 
 class KvSent(Message, frozen=True):
-    """A prefill worker to its driver: it holds nothing of this request any more (sent, or given up)."""
+    """Prefill executor to driver: it holds nothing of this request any more (sent, or given up)."""
 
     request_id: str
     worker: str
@@ -143,18 +143,17 @@ class KvSent(Message, frozen=True):
 
 
 class KvOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A transport that a sender has, and what a receiver must know to use it (a name of memory, say)."""
+    """A transport that the sender offers, and what the receiver needs to use it (a name of memory, say)."""
 
     transport: str
     handle: str
 
 
 class KvOpen(Message, frozen=True):
-    """First frame of a KV connection after the handshake: the sender's pool, and its transports, best
-    first.
+    """First frame of a KV connection after the handshake: the sender's pool and its transports.
 
     The pool holds layers [first, end) x global KV heads [first, end) of `slots` tokens. host is equal for
-    processes that can share memory. Answered by KvOpened.
+    processes that can share memory. The offers are best first. Answered by KvOpened.
     """
 
     host: str
@@ -169,7 +168,7 @@ class KvOpen(Message, frozen=True):
 
 
 class KvOpened(Message, frozen=True):
-    """The transport that the receiver takes; "" for none, and why."""
+    """The transport that the receiver chooses; "" for none, with the reason."""
 
     transport: str
     problem: str = ""
@@ -195,7 +194,7 @@ class KvSlice(Message, frozen=True):
 
 
 class KvTaken(Message, frozen=True):
-    """The receiver has, or has no use for, so many further slices, in the order they were sent."""
+    """The receiver has taken, or dropped, this many more slices, in the order in which they were sent."""
 
     slices: int
 

@@ -8,7 +8,7 @@ from runtime.protocol.message import Message, TokenLogprobs
 
 
 class Listening(Message, frozen=True):
-    """The worker's own port for other workers; store_port is 0 unless it drives a replica of several."""
+    """The port on which the worker listens; store_port is 0 unless it drives a replica of several workers."""
 
     worker: str
     port: int
@@ -16,7 +16,7 @@ class Listening(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Weights are loaded and the replica's communication groups stand."""
+    """The weights are loaded and the replica's communication groups are set up."""
 
     worker: str
     load_s: float
@@ -24,7 +24,7 @@ class Ready(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The worker can't go on. kind "input" is the user's (a bad checkpoint), "fault" is ours."""
+    """The worker cannot go on: kind "input" is the user's mistake (a bad checkpoint), "fault" any other."""
 
     worker: str
     kind: str
@@ -43,8 +43,8 @@ class Pong(Message, frozen=True):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One token of one request. index counts the request's output tokens from 0.
 
-    finish_reason is "" while the request goes on, else "stop" or "length". With the first token:
-    cached_tokens of the prompt were computed before, by another request.
+    finish_reason is "" while the request goes on, then "stop" or "length". cached_tokens comes with the first
+    token: how many tokens of the prompt an earlier request had computed.
     """
 
     request_id: str
@@ -56,8 +56,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Reserved(Message, frozen=True):
-    """Answer to ReserveKv: ok, or no room. Then nothing is held, and no Released comes, even after a Cancel
-    that crossed this answer. The KV cache of the first cached_tokens tokens is here: it need not be sent."""
+    """Answer to ReserveKv. Not ok means that there is no room: nothing is held, and no Released follows, even
+    after a Cancel that crossed this answer. The KV cache of the first cached_tokens is here already."""
 
     request_id: str
     ok: bool
@@ -72,7 +72,7 @@ class StepOutput(Message, frozen=True):
 
 
 class KvMoved(Message, frozen=True):
-    """The KV cache of a request is complete on the decode side: bytes received by all its workers,
+    """The KV cache of a request has arrived: the bytes received by all workers of the decode replica, and the
     seconds from the first byte to the last."""
 
     request_id: str
@@ -81,9 +81,10 @@ class KvMoved(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
-    """The replica can't go on with this one request; Released follows. Other requests go on. An executor
-    tells its driver, the driver the front end. After a fault (its KV transfer broke, say) another attempt may
-    succeed; otherwise it is the request itself that can't be run (it never fits, or what it asks for fails).
+    """The replica cannot go on with this one request; Released follows, and other requests go on.
+
+    An executor tells its driver, the driver the front end. After a fault (a broken KV transfer, say) another
+    attempt may succeed; without one, the request itself cannot run: it never fits, or its sampling fails.
     """
 
     request_id: str
@@ -93,9 +94,9 @@ class RequestFailed(Message, frozen=True):
 
 
 class Released(Message, frozen=True):
-    """The request holds no memory on this replica any more (after its end or a Cancel).
+    """The request holds no memory on this replica any more, after its end or a Cancel.
 
-    free_blocks are those that no request holds now; preemptions counts since the start.
+    free_blocks are the blocks that no request holds now; preemptions are counted since the start.
     """
 
     request_id: str

@@ -1,6 +1,6 @@
-"""What the messages of all directions are made of: their base, the protocol's version, and shared parts.
+"""The base of all messages, the protocol's version, and parts that messages of several directions share.
 
-The messages themselves stand in `to_workers`, `from_workers` and `between_workers`; nothing else crosses a
+The messages themselves are in `to_workers`, `from_workers` and `between_workers`; nothing else crosses a
 process. `codec` turns them into frames.
 """
 
@@ -12,19 +12,18 @@ PROTOCOL_VERSION = 7
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, array_like=True, kw_only=True):
-    """Base: the struct's name is its tag on the wire."""
+    """Base of all messages. A struct's name is its tag on the wire: renaming one changes the protocol."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How to choose tokens, and when to end; temperature 0 is greedy.
 
-    Off are top_k 0, top_p 1, min_p 0, presence and frequency penalty 0, repetition penalty 1 and
-    logprobs -1. logit_bias has pairs of a token id and what is added to its logit. Tokens of stop_token_ids
-    end the output, but for ignore_eos, and are ruled out for its first min_tokens.
+    Values that switch a rule off: top_k 0, top_p 1, min_p 0, presence and frequency penalty 0, repetition
+    penalty 1, logprobs -1. logit_bias has pairs of a token id and what is added to its logit. A token of
+    stop_token_ids ends the output unless ignore_eos is set, and cannot be chosen for the first min_tokens.
 
-    A token depends on (logits, seed, its position) alone, and with penalties on the tokens before it, so that
-    the same request gives the same tokens on any replica, whatever its shape and whatever else is in the
-    batch.
+    A token depends only on (logits, seed, its position) and, with penalties, on the tokens before it, so the
+    same request gives the same tokens on any replica, whatever its shape and whatever else is in the batch.
     """
 
     temperature: float = 0.0
@@ -49,20 +48,20 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def needs_history(self) -> bool:
-        """Whether a token depends on those before it (penalties)."""
+        """Whether a token depends on the tokens before it, because of penalties."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0, 0, 1)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Log probability of the chosen token and of the most likely ones (id, logprob), best first."""
+    """Log probabilities of the chosen token and of the most likely ones, (id, logprob), best first."""
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class StageShape(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Workers of one pipeline stage in tensor-parallel order, and its layers [first, end)."""
+    """One pipeline stage: its workers in tensor-parallel order, and its layers [first_layer, end_layer)."""
 
     workers: tuple[str, ...]
     first_layer: int

@@ -8,7 +8,7 @@ from runtime.protocol.message import Message, Sampling, StageShape
 
 
 class KvLink(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """An emulated link for KV caches from one worker to another: no faster, and each message so late."""
+    """An emulated link for KV caches between two workers: bandwidth, and delay of each message."""
 
     source: str
     destination: str
@@ -17,8 +17,8 @@ class KvLink(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Emulation(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What the emulated engine goes by: the placement (JSON), whose cost model says how long a step takes. Of
-    KV caches one byte in kv_scale is moved."""
+    """What the emulated engine needs: the placement (JSON), whose cost model times the steps, and which share
+    of the KV caches' bytes really moves: one in kv_scale."""
 
     placement: bytes
     kv_scale: float
@@ -27,12 +27,11 @@ class Emulation(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class Configure(Message, frozen=True):
     """First message to a new worker: who it is and what it holds. Workers are named by GPU id.
 
-    The KV cache has room for kv_budget_tokens, in whole blocks of block_tokens. A step runs at most
-    max_prefill_tokens tokens, and at most max_mixed_tokens while requests decode along. threads and cores (of
-    the CPU; none: any) are for the worker's own computation. kv_transport names the way of KV caches that
-    leave here, "auto" is the best that both sides have; kv_links are links of this worker to emulate. engine
-    is what computes; emulation is for the emulated one. Blocks are kept for a KV cache that does not come for
-    kv_lease_s.
+    The KV cache holds kv_budget_tokens, in whole blocks of block_tokens. A step runs at most
+    max_prefill_tokens prompt tokens, or max_mixed_tokens while requests decode. The worker computes with this
+    many threads, on these CPU cores (none: any). kv_transport names how KV caches leave here ("auto": the
+    best that both sides have); kv_links are the links of this worker to emulate. emulation is for the
+    emulated engine only. Blocks reserved for a KV cache that never arrives are freed after kv_lease_s.
     """
 
     protocol: int
@@ -63,8 +62,8 @@ class Configure(Message, frozen=True):
 class Connect(Message, frozen=True):
     """Where every worker listens (host, port), and every replica's stages: enough for any route.
 
-    Sent again to workers that are ready, it tells them of replicas that have come, gone or moved.
-    store_port is the port of this replica's rendezvous store on its driver.
+    Sent again to workers that are ready when replicas have come, gone or moved. store_port is the port of the
+    replica's rendezvous store, on its driver.
     """
 
     peers: dict[str, tuple[str, int]]
@@ -73,17 +72,17 @@ class Connect(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """Finish nothing, free everything, exit 0."""
+    """Drop all requests, free everything and exit with 0."""
 
 
 # to the driver of a replica
 
 
 class ReserveKv(Message, frozen=True):
-    """Take blocks for a prompt whose KV cache will arrive; answered by Reserved.
+    """Reserve blocks for a prompt whose KV cache will arrive; answered by Reserved.
 
-    capacity_tokens is prompt + output at most: what must fit if nothing else is here. The client knows the
-    request as client_request_id; logs say so.
+    capacity_tokens is the longest that prompt and output can get: it must fit when nothing else is here. Logs
+    name the request by client_request_id, the id that its client knows.
     """
 
     request_id: str
@@ -93,10 +92,10 @@ class ReserveKv(Message, frozen=True):
 
 
 class Prefill(Message, frozen=True):
-    """Run the prompt and produce token `index`. target is the replica that decodes; "" is this one.
+    """Run the prompt and produce output token `index`. target is the replica that decodes ("": this one).
 
-    index is 0 for a new request; one resumed after a failure sends its tokens so far with the prompt. The
-    target has the KV cache of the first target_tokens tokens already.
+    index is 0 for a new request; a request that is resumed after a failure has its tokens so far in the
+    prompt. The target already holds the KV cache of the first target_tokens tokens.
     """
 
     request_id: str
@@ -109,8 +108,8 @@ class Prefill(Message, frozen=True):
 
 
 class Decode(Message, frozen=True):
-    """Continue a request whose KV cache arrives here: run last_token after the prompt (of ReserveKv) and
-    produce output `index`, one more than last_token's."""
+    """Continue a request whose KV cache arrives here: run last_token after the prompt of ReserveKv, and
+    produce output token `index`, the one after last_token."""
 
     request_id: str
     last_token: int
@@ -128,7 +127,7 @@ class Cancel(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Are you there? To any worker, at any time; answered by Pong, whatever the worker computes."""
+    """Asks whether the worker is alive; answered by Pong, whatever the worker is computing."""
 
 
 ToWorker = Configure | Connect | Shutdown | ReserveKv | Prefill | Decode | Cancel | Ping

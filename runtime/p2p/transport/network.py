@@ -1,14 +1,15 @@
-"""The parts of py-libp2p that a node is made of, with what 0.8.1 lacks.
+"""The parts of py-libp2p that a node is made of, adapted; all use of its private parts stands in this file.
 
-Noise alone is offered, so that no plaintext client gets in; a stranger is refused when its handshake has
-shown who it is, before it has a say in anything, and both ends can say why; an inbound connection gives back
-its slot when it ends (libp2p keeps it until the host stops); a muxer that fails ends its connection, not the
-host. No identify, no relays, no dialling by libp2p itself.
+Tried with 0.8.1 only. What libp2p lacks there: Noise alone is offered, so that no plaintext client gets in; a
+stranger is refused as soon as its handshake shows who it is, and both ends can say why; an inbound connection
+gives back its slot when it ends (libp2p keeps it until the host stops); a muxer that fails ends its
+connection, not the host. There is no identify, no relay, and no dialling by libp2p itself.
 """
 
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from libp2p.peer.peerstore import PeerStore
 from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.noise.transport import Transport as NoiseTransport
-from libp2p.stream_muxer.yamux.yamux import Yamux
+from libp2p.stream_muxer.yamux.yamux import TYPE_DATA, YAMUX_HEADER_FORMAT, Yamux, YamuxStream
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 
@@ -40,7 +41,7 @@ for module in (
     "network.swarm",
     "security",
     "protocol_muxer",
-):  # a line for each try, of many
+):  # they log every attempt
     logging.getLogger(f"libp2p.{module}").setLevel(logging.CRITICAL)
 
 MUXER = TProtocol("/hexgen2/yamux/1")  # for its own name libp2p takes its own Yamux, whatever class is given
@@ -102,17 +103,28 @@ class MemberTcp(TCP):
 
 
 class ContainedYamux(Yamux):
-    """Yamux whose failure on what a peer sent closes that connection and nothing else.
+    """Yamux that closes only its own connection when what a peer sent makes it fail.
 
-    heard : pieces of data that came from the peer so far
+    heard : pieces of data that have come from the peer so far
     """
 
     heard: int = 0
 
-    async def _write_frame(self, data: bytes) -> None:
-        """One frame, whole: a write that is cancelled half way would leave both ciphers out of step.
+    async def send_data(self, stream: YamuxStream, data: bytes) -> None:
+        """Write to a stream that has the window for it: libp2p's own write gives up after 5 s, half done."""
+        stream.send_window -= len(data)
+        head = struct.pack(YAMUX_HEADER_FORMAT, 0, TYPE_DATA, 0, stream.stream_id, len(data))
+        await self._write_frame(head + data)
 
-        `cut` ends one that nobody reads. (libp2p's own also makes the text of a debug log of each frame.)
+    async def grant(self, stream: YamuxStream, size_bytes: int) -> None:
+        """Let the peer send more on a stream; libp2p's own reading answers every frame with a grant."""
+        stream.recv_window += size_bytes
+        await stream.send_window_update(size_bytes)
+
+    async def _write_frame(self, data: bytes) -> None:
+        """Write one frame whole: a write that is cancelled half way would leave both ciphers out of step.
+
+        `cut` ends one that nobody reads. (libp2p's own also formats a debug log line for each frame.)
         """
         with trio.CancelScope(shield=True):
             async with self._write_lock:
@@ -132,13 +144,13 @@ class ContainedYamux(Yamux):
 
 
 class NoDialling(AutoConnector):
-    """libp2p's own dialler, which would dial whatever address it knows until thousands are connected."""
+    """Switches off libp2p's own dialler, which dials every address it knows until thousands are connected."""
 
     async def start(self) -> None:
-        """Never begins."""
+        """Do nothing."""
 
     async def run_background_task(self, nursery: trio.Nursery) -> None:
-        """Never begins."""
+        """Do nothing."""
 
 
 class PeerSwarm(Swarm):
@@ -171,7 +183,7 @@ class PeerSwarm(Swarm):
 
 
 class ConnectionEvents(INotifee):
-    """Tells of connections as they come and go."""
+    """Reports connections as they come and go."""
 
     def __init__(
         self, connected: Callable[[INetConn], None], disconnected: Callable[[INetConn], None]
@@ -185,16 +197,16 @@ class ConnectionEvents(INotifee):
         self._disconnected(conn)
 
     async def opened_stream(self, network: Any, stream: Any) -> None:
-        """Of no interest."""
+        """Not used."""
 
     async def closed_stream(self, network: Any, stream: Any) -> None:
-        """Of no interest."""
+        """Not used."""
 
     async def listen(self, network: Any, multiaddr: Any) -> None:
-        """Of no interest."""
+        """Not used."""
 
     async def listen_close(self, network: Any, multiaddr: Any) -> None:
-        """Of no interest."""
+        """Not used."""
 
 
 def new_swarm(identity: Identity, network_key: bytes | None, gate: Gate) -> PeerSwarm:
@@ -223,7 +235,7 @@ def new_swarm(identity: Identity, network_key: bytes | None, gate: Gate) -> Peer
 
 
 async def cut(connection: INetConn) -> None:
-    """End a connection whose peer may not answer: the socket first, so that nothing waits to be written."""
+    """End a connection whose peer may not answer: the socket first, so that no write is waited for."""
     with trio.move_on_after(1.0) as scope:
         scope.shield = True
         try:
@@ -234,7 +246,7 @@ async def cut(connection: INetConn) -> None:
 
 
 def host_at(stream: Any) -> str:
-    """The IP address at the other end of a TCP connection; libp2p's own has none for IPv6."""
+    """The IP address at the other end of a TCP connection; libp2p has none for IPv6."""
     try:
         return str(stream.stream.socket.getpeername()[0])
     except OSError:

@@ -8,39 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 from collections import deque
 from collections.abc import Callable
 from typing import cast
 
 import trio
 from libp2p.network.stream.net_stream import NetStream
-from libp2p.stream_muxer.yamux.yamux import DEFAULT_WINDOW_SIZE, TYPE_DATA, YAMUX_HEADER_FORMAT, YamuxStream
+from libp2p.stream_muxer.yamux.yamux import DEFAULT_WINDOW_SIZE, YamuxStream
 
 from runtime.frames import HEAD_BYTES, MAX_FRAME_BYTES, BadFrame, body_length
 from runtime.p2p.transport.bridge import Bridge
 from runtime.p2p.transport.channel import MAX_UNREAD_BYTES, MAX_UNSENT_BYTES, Channel
 from runtime.p2p.transport.gate import error_line, first_of
+from runtime.p2p.transport.network import ContainedYamux
 
 log = logging.getLogger(__name__)
 
-WRITE_BYTES = (
-    32 * 1024
-)  # libp2p gives up a read in over 100 pieces: this is safe down to packets of 328 bytes
+WRITE_BYTES = 32 * 1024  # libp2p gives up a read of more than 100 pieces: safe down to packets of 328 bytes
 READ_BYTES = 256 * 1024
 WINDOW_BYTES = 1024 * 1024  # what the peer may send ahead
-GRANT_BYTES = WINDOW_BYTES // 4  # granted anew in such pieces; libp2p's own reading answers every frame
-STALL_S = 30.0  # a peer that takes nothing for so long has broken the channel
+GRANT_BYTES = WINDOW_BYTES // 4  # the window is granted anew in pieces of this size
+STALL_S = 30.0  # a peer that takes nothing for this long has broken the channel
 CREDIT_EVERY_S = 0.005
-CLOSE_S = 2.0  # what was sent before a close has so long to leave
+CLOSE_S = 2.0  # how long a close waits for what was sent before it
 
 
 class StreamChannel(Channel):
-    """Made in trio's thread, which then awaits `run`; everything public is asyncio's."""
+    """A channel made in trio's thread, which then awaits `run`; asyncio calls all other public methods."""
 
     def __init__(self, stream: NetStream, peer_id: str, service: str, bridge: Bridge) -> None:
         self.peer_id, self.service = peer_id, service
         self._stream, self._muxed, self._bridge = stream, cast(YamuxStream, stream.muxed_stream), bridge
+        self._muxer = cast(ContainedYamux, self._muxed.conn)
         # asyncio's
         self._inbox: deque[bytes] = deque()
         self._reader: asyncio.Future[None] | None = None
@@ -159,11 +158,7 @@ class StreamChannel(Channel):
                 for start in range(0, len(batch), WRITE_BYTES):
                     piece = batch[start : start + WRITE_BYTES]
                     await self._credit(len(piece))
-                    self._muxed.send_window -= len(piece)
-                    head = struct.pack(
-                        YAMUX_HEADER_FORMAT, 0, TYPE_DATA, 0, self._muxed.stream_id, len(piece)
-                    )
-                    await self._muxed.conn._write_frame(head + piece)
+                    await self._muxer.send_data(self._muxed, piece)
                 self._written_bytes += len(batch)
             if self._closing:
                 self._scope.cancel()
@@ -180,7 +175,7 @@ class StreamChannel(Channel):
         return b"".join(parts)
 
     async def _credit(self, size_bytes: int) -> None:
-        """Wait until the peer grants these bytes; libp2p's own write gives up after 5 s, half written.
+        """Wait until the peer grants these bytes.
 
         Raises
         ------
@@ -197,10 +192,9 @@ class StreamChannel(Channel):
         owed = WINDOW_BYTES - DEFAULT_WINDOW_SIZE
         while True:
             if owed >= GRANT_BYTES:
-                self._muxed.recv_window += owed
-                await self._muxed.send_window_update(owed)
+                await self._muxer.grant(self._muxed, owed)
                 owed = 0
-            data = await self._muxed.conn.read_stream(self._muxed.stream_id, READ_BYTES)
+            data = await self._muxer.read_stream(self._muxed.stream_id, READ_BYTES)
             if not data:
                 return
             owed += len(data)
