@@ -1,11 +1,11 @@
-"""Compiles the engine's CPU kernels, where there is a compiler; without them torch and numpy serve."""
+"""Compiles the engine's CPU kernels if there is a compiler; without them torch and numpy do the work."""
 
 import platform
 import sys
 
 from setuptools import Extension, setup
 
-# As torch names what processors can do: each build serves those that can as much.
+# Named as torch names CPU capabilities: a build runs on processors with at least these instructions.
 INSTRUCTIONS = {"x86_64": {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"]}}
 
 

@@ -1,4 +1,5 @@
-"""What an engine is to its worker: the part that computes steps. All else is the same whatever the engine."""
+"""The interface of an engine: the part of a worker that computes steps. All else is the same for all
+engines."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from runtime.kv_transfer.memory import SharedPool
 
 OnLayer = Callable[[int, "torch.cuda.Event | None"], None]
-"""Called with each global layer number once its keys and values are in the cache, or are after the event."""
+"""Called with each global layer number when its keys and values are in the cache, or will be after the
+event."""
 
 
 class Spec(Protocol):
-    """Sizes of the whole model. position_limit is None where positions may go on for ever."""
+    """Sizes of the whole model. position_limit is the longest sequence in tokens; None: no limit."""
 
     @property
     def kv_heads(self) -> int: ...
@@ -34,15 +36,17 @@ class Spec(Protocol):
 
 
 class Engine(ABC):
-    """One worker's share of the model. It is made, `load`ed, `join`ed with the others, and runs steps.
+    """One worker's share of a model. The worker creates it, calls `load`, then `join`, then runs steps.
 
-    Steps and `forget` belong to the main thread; `welcome` is called from others.
+    The main thread makes all calls except `welcome`. Exceptions that a method does not name are faults: they
+    end the worker, unless they concern one request only (`Faults`).
 
     Attributes
     ----------
-    store_port : where the replica's others find what they join by; 0 for nowhere
-    spec, cache, shared, weight_bytes : of the model, once it is loaded; shared is the memory of the cache,
-        if other processes can read it
+    store_port : port of the rendezvous store that this worker opened for its replica; 0 if it has none
+    spec, weight_bytes : sizes of the whole model, and bytes of the weights loaded here; set by `load`
+    cache : the KV cache of this worker's layers and heads; set by `load`
+    shared : the memory of the cache if other processes can map it, else None; set by `load`
     """
 
     store_port: int = 0
@@ -53,34 +57,39 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Load this worker's share and make its KV cache.
+        """Load this worker's share of the weights and create its KV cache.
 
         Raises
         ------
-        InputError : the model is not what the user said
+        InputError : the checkpoint is missing, damaged or not what the configuration says
         """
 
     @abstractmethod
     def join(self, addresses: Connect) -> None:
-        """Connect to the replica's other workers, who have loaded, or will soon."""
+        """Connect to the replica's other workers; waits for those that are still loading."""
 
     def welcome(self, connection: Connection, introduced: Hello) -> bool:
-        """Serve a connection of another worker until it ends; False if it is not for this engine."""
+        """Serve a connection of another worker until it ends; False if it is not for the engine."""
         return False
 
     @abstractmethod
     def begin(self, step: Step) -> None:
-        """Take note of the requests that begin with a step."""
+        """Take note of the requests that begin with a step; called before `run`."""
 
     @abstractmethod
     def forget(self, request_id: str) -> None:
-        """A request has ended, or was preempted."""
+        """Drop what is kept of a request that has ended or was preempted; unknown ids are ignored."""
 
     @abstractmethod
     def run(self, step: Step, tables: Mapping[str, list[int]], on_layer: OnLayer | None) -> StepResult | None:
-        """Run this worker's share of a step whose requests have their blocks.
+        """Run this worker's share of a step.
+
+        Parameters
+        ----------
+        tables : the blocks of each request, in the order of its tokens
+        on_layer : called after each layer; None: nobody waits for layers
 
         Returns
         -------
-        the tokens, on the worker that samples; None elsewhere
+        the tokens on the worker that samples; None on others
         """

@@ -1,9 +1,9 @@
-"""Which blocks of the KV cache are free, shared or worth keeping: the driver's side of paging.
+"""The driver's accounts of a replica's KV cache blocks: which are free, shared, or kept for reuse.
 
-Full blocks are known by a digest of all tokens up to their end, so that a prompt finds what an earlier
-request computed of the same beginning (W. Kwon and others, Efficient Memory Management for Large Language
+Full blocks are identified by a digest of all tokens up to their end, so that a prompt finds what an earlier
+request with the same beginning computed (W. Kwon and others, Efficient Memory Management for Large Language
 Model Serving with PagedAttention, SOSP 2023). A block is free when no request holds it; a free block keeps
-its content, and can be found, until it is given to somebody else, the one that was used longest ago first.
+its content, and can be found, until another request takes it, the least recently used block first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _DIGEST_BYTES = 16
 
 
 def prefix_digests(tokens: Sequence[int], block_tokens: int, known: Sequence[Digest] = ()) -> list[Digest]:
-    """One digest per full block of tokens, each of everything up to that block's end.
+    """A digest of each full block of tokens, which covers everything up to the block's end.
 
     Parameters
     ----------
-    known : digests of the first blocks, made before
+    known : digests of the first blocks, computed before
     """
     digests = list(known)
     for first in range(len(digests) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
@@ -34,11 +34,11 @@ def prefix_digests(tokens: Sequence[int], block_tokens: int, known: Sequence[Dig
 
 
 class BlockPool:
-    """Blocks [0, blocks) of a replica, counted by reference; safe between threads.
+    """Blocks [0, blocks) of a replica with reference counts; thread-safe.
 
     Parameters
     ----------
-    reuse : keep the content of freed blocks for requests with the same beginning
+    reuse : keep the content of freed blocks for prompts with the same beginning
     """
 
     def __init__(self, blocks: int, block_tokens: int, reuse: bool = True) -> None:
@@ -52,23 +52,24 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of blocks that no request holds."""
         with self._lock:
             return len(self._blank) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Number of blocks that so many tokens need."""
         return -(-tokens // self.block_tokens)
 
     def allocate(self, count: int, spare: int = 0) -> list[int] | None:
-        """Take blocks; None, and nothing taken, unless so many and `spare` more are free."""
+        """Take `count` blocks; None, and nothing taken, unless `spare` more are free."""
         with self._lock:
             if not self._has(count + spare):
                 return None
             return [self._take() for _ in range(count)]
 
     def begin(self, tokens: int, digests: Sequence[Digest], spare: int = 0) -> tuple[list[int], int] | None:
-        """Blocks for a request's first `tokens` tokens: those that are here already, then new ones.
+        """Take blocks for a request's first `tokens` tokens: shared ones that hold them already, then new
+        ones.
 
         Parameters
         ----------
@@ -77,7 +78,7 @@ class BlockPool:
 
         Returns
         -------
-        the blocks and how many tokens of them are computed, or None and nothing taken
+        the blocks, and how many of the tokens they hold already; None, and nothing taken, without room
         """
         with self._lock:
             found = self._find(digests)
@@ -90,14 +91,14 @@ class BlockPool:
             return found + [self._take() for _ in range(fresh)], len(found) * self.block_tokens
 
     def publish(self, block: int, digest: Digest) -> None:
-        """Say what a block holds, or will hold before any step that is made from now on."""
+        """Announce what a block holds, or will hold before any later step runs."""
         with self._lock:
             if self.reuse and digest not in self._block and block not in self._digest:
                 self._digest[block], self._block[digest] = digest, block
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give back what a request held. Its last blocks are given away before its first: they are of less
-        use to others."""
+        """Release what a request held. Its last blocks are reused before its first, which are more useful to
+        others."""
         with self._lock:
             for block in reversed(list(blocks)):
                 self._holders[block] -= 1

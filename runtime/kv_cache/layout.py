@@ -1,8 +1,8 @@
-"""Who holds which part of a KV cache, and who sends what to whom when it moves between replicas.
+"""Which worker holds which part of a KV cache, and which sends what to whom in a transfer between replicas.
 
-A replica's worker holds the layers of its pipeline stage and the KV heads of its tensor-parallel
-rank. Two replicas of different shapes cut the same (layer, head) grid differently; a transfer plan
-re-cuts it: every cell that a destination worker holds comes from exactly one source worker.
+A worker holds the layers of its pipeline stage and the KV heads of its tensor-parallel rank. Two replicas of
+different shapes cut the same (layer, head) grid differently; a transfer plan maps one to the other: every
+cell that a destination worker holds comes from exactly one source worker.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def head_range(rank: int, degree: int, kv_heads: int) -> tuple[int, int]:
 
 
 def held(stages: Stages, worker: str, kv_heads: int) -> Part:
-    """The part of every request's KV cache that a worker holds.
+    """The part that a worker holds of every request's KV cache.
 
     Raises
     ------
-    KeyError : no stage has that worker
+    KeyError : no stage has this worker
     """
     for stage in stages:
         if worker in stage.workers:
@@ -86,13 +86,13 @@ def transfers(source: Stages, destination: Stages, kv_heads: int) -> tuple[KvTra
 
     Raises
     ------
-    ValueError : the source lacks layers that the destination holds, or heads can't be split
+    ValueError : the source lacks layers that the destination holds, or heads don't split evenly
 
     Notes
     -----
-    Where the source replicates a head, its copies share the work: the (layer, destination) cells of
-    that head are dealt in turn, by layer. Each copy's load then differs by one cell at most, and all
-    copies have something to send as soon as the first layers are computed.
+    If the source replicates a head, the copies share the work: the (layer, destination) cells of that head
+    are dealt in turn, by layer. So the copies' loads differ by one cell at most, and all copies have
+    something to send as soon as the first layers are computed.
     """
     wanted = _cells_wanted(destination, kv_heads)
     if missing := sorted(set(wanted) - {layer for stage in source for layer in _layers(stage)}):
@@ -116,7 +116,7 @@ def outgoing(source: Stages, worker: str, destination: Stages, kv_heads: int) ->
 
 
 def even_share(rank: int, degree: int, size: int) -> tuple[int, int]:
-    """Rows [first, end) of a dimension cut in `degree` equal pieces, the last ones short or empty."""
+    """Rows [first, end) of a dimension cut into `degree` equal pieces, the last ones shorter or empty."""
     width = math.ceil(size / degree)
     return min(rank * width, size), min((rank + 1) * width, size)
 
@@ -126,7 +126,7 @@ def _layers(stage: StageShape) -> range:
 
 
 def _holders(stage: StageShape, kv_heads: int) -> list[list[str]]:
-    """Workers of a stage by the global KV head they hold."""
+    """The workers of a stage that hold each global KV head."""
     holders: list[list[str]] = [[] for _ in range(kv_heads)]
     for rank, worker in enumerate(stage.workers):
         for head in range(*head_range(rank, len(stage.workers), kv_heads)):
@@ -149,7 +149,7 @@ def _cells_wanted(stages: Stages, kv_heads: int) -> dict[int, list[tuple[str, in
 
 
 def _merged(dealt: dict[tuple[str, str, int], list[int]]) -> tuple[KvTransfer, ...]:
-    """Cells to as few rectangles as possible: layers to runs first, then equal runs of heads."""
+    """Merge cells to few rectangles: first layers to runs, then heads with equal runs of layers."""
     heads: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
     for (source, destination, head), layers in dealt.items():
         for first, end in _runs(layers):

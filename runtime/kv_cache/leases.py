@@ -1,4 +1,4 @@
-"""How long blocks are kept for KV caches that do not come."""
+"""Time limits on how long blocks are kept for KV caches that do not arrive."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 
 class Leases:
-    """Requests that something is expected for, each for the same time.
+    """The leases of requests whose KV cache is expected; all have the same length.
 
     Parameters
     ----------
-    lease_s : how long
+    lease_s : length of a lease
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -19,12 +19,12 @@ class Leases:
         self._since_s: dict[str, float] = {}
 
     def begin(self, request_id: str) -> None:
-        """A request's time begins, or begins anew."""
+        """Start a request's lease, or start it again."""
         self._since_s.pop(request_id, None)
         self._since_s[request_id] = time.monotonic()
 
     def over(self) -> Iterator[str]:
-        """Requests whose time is over, each once."""
+        """The requests whose lease has expired, each once."""
         limit_s = time.monotonic() - self.lease_s
         while self._since_s and next(iter(self._since_s.values())) <= limit_s:
             request_id = next(iter(self._since_s))
@@ -32,7 +32,7 @@ class Leases:
             yield request_id
 
     def next_s(self) -> float | None:
-        """Seconds until the first time is over; None if there is none."""
+        """Seconds until the next lease expires; None if there is none."""
         if not self._since_s:
             return None
         return max(0.0, next(iter(self._since_s.values())) + self.lease_s - time.monotonic())

@@ -1,4 +1,4 @@
-"""The blocks of a worker's KV cache, whatever they hold: where a request's tokens are, and how many bytes.
+"""The geometry of a worker's KV cache, for any engine: where a request's tokens are, and how many bytes.
 
 All workers of a replica use the same block numbers: each block holds the same tokens everywhere, in the
 layers and heads of that worker. The driver hands blocks out (`blocks.py`).
@@ -17,7 +17,7 @@ from runtime.kv_cache.layout import Part
 
 @dataclass(frozen=True, slots=True)
 class PageShape(ABC):
-    """What a worker's cache holds of each token."""
+    """What a worker's cache holds of each token: layers, heads, sizes."""
 
     part: Part
     head_dim: int
@@ -33,19 +33,16 @@ class PageShape(ABC):
     @property
     @abstractmethod
     def dtype_name(self) -> str:
-        """The type of a value, which both ends of a transfer must have."""
+        """The type of a value; both ends of a transfer must have the same."""
 
     @property
     @abstractmethod
     def bytes_per_token_cell(self) -> int:
-        """Key and value of one token in one (layer, head) cell."""
+        """Bytes of the key and value of one token in one (layer, head) cell."""
 
 
 class Pages:
-    """Blocks of `block_tokens` tokens; a slot is the place of one token.
-
-    Layers and heads are global numbers everywhere.
-    """
+    """Blocks of `block_tokens` tokens; a slot holds one token. Layers and heads are global numbers."""
 
     shape: PageShape
 
@@ -53,7 +50,7 @@ class Pages:
         self.shape, self.blocks, self.block_tokens = shape, blocks, block_tokens
 
     def slots(self, table: Sequence[int], first_token: int, end_token: int) -> np.ndarray:
-        """Slots of a request's tokens [first, end), int64."""
+        """The slots of a request's tokens [first, end): [tokens] int64."""
         size = self.block_tokens
         first_block = first_token // size
         blocks = np.asarray(table[first_block : -(-end_token // size)], dtype=np.int64)
@@ -61,7 +58,7 @@ class Pages:
         return slots[first_token - first_block * size : end_token - first_block * size]
 
     def runs(self, table: Sequence[int], first_token: int, end_token: int) -> np.ndarray:
-        """The same slots as few runs [first, end): [runs, 2] int64; neighbouring blocks are one."""
+        """The same slots as runs [first, end), one for neighbouring blocks: [runs, 2] int64."""
         size = self.block_tokens
         if first_token >= end_token:
             return np.empty((0, 2), np.int64)

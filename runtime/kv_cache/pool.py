@@ -1,4 +1,4 @@
-"""The KV cache of one worker in torch: keys and values in a pool of blocks (see `pages.py`)."""
+"""The KV cache of one worker in torch: keys and values in a pool of blocks (`pages.py`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CacheShape(PageShape):
 
 
 class PagedCache(Pages):
-    """Keys and values. On a CPU the pool costs memory only as far as it is used.
+    """A pool of keys and values. On a CPU it takes memory only as far as it is used.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class PagedCache(Pages):
 
     Parameters
     ----------
-    pool : use this memory instead of allocating; of that shape
+    pool : memory of that shape to use instead of allocating
     """
 
     shape: CacheShape

@@ -1,8 +1,8 @@
-"""Compiled kernels: for what a step computes in float32 on CPUs (kernels.cpp), and for copies of KV caches
+"""Compiled kernels: for what a step computes in float32 on CPUs (kernels.cpp), and to copy KV caches
 (copies.cpp).
 
-setup.py builds them per instruction set where it finds a compiler. Where `serves` says no, the callers use
-torch's operators, which give the same values up to rounding; where `copies` does, numpy.
+setup.py builds them for each instruction set if it finds a compiler. If `serves` is False, callers use
+torch's operators, which give the same values up to rounding; if `copies` is False, numpy.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LANES = 16  # in kernels.cpp, at most
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Which part of whose KV cache some tokens attend to.
+    """Which part of which KV cache each of some tokens attends to.
 
     Attributes
     ----------
     tables : blocks of all requests, one after the other, int32
-    spans : [n, 4] int32: a token's row of the batch, the first and the end of the tokens it attends to, where
-        its request's blocks begin in `tables`
+    spans : [n, 4] int32: a token's row of the batch, first and end of the tokens that it attends to, and
+        where its request's blocks begin in `tables`
     """
 
     tables: np.ndarray
@@ -45,17 +45,17 @@ class Spans:
 
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels compute this."""
+    """Whether the kernels can compute with this type on this device."""
     return dtype == torch.float32 and device.type == "cpu" and _library() is not None
 
 
 def copies() -> bool:
-    """Whether `copy_tokens` is there."""
+    """Whether `copy_tokens` can be used."""
     return _library() is not None
 
 
 def attends_to(head_dim: int) -> bool:
-    """Whether attention is compiled for heads of this size."""
+    """Whether attention is compiled for this head size."""
     library = _library()
     return library is not None and bool(library.attends_to(head_dim))
 
@@ -68,11 +68,11 @@ def attend_paged(
     block_tokens: int,
     output: torch.Tensor,
 ) -> None:
-    """Attention of single tokens over the paged KV cache, into their rows of the output.
+    """Attention of single tokens over the paged KV cache; writes their rows of the output.
 
     Parameters
     ----------
-    query : [total, heads, head_dim]; rows may be apart
+    query : [total, heads, head_dim]; rows need not be adjacent
     keys, values : [slots, kv_heads, head_dim], contiguous
     output : [total, heads, head_dim], contiguous
     """
@@ -104,15 +104,15 @@ def attend_chunk(
     block_tokens: int,
     output: torch.Tensor,
 ) -> None:
-    """Attention of a part of a prompt over the paged KV cache, its own part included.
+    """Attention of a chunk of a prompt over the paged KV cache, which holds the chunk already.
 
     Parameters
     ----------
-    query : [length, heads, head_dim]; rows may be apart
+    query : [length, heads, head_dim]; rows need not be adjacent
     keys, values : [slots, kv_heads, head_dim], contiguous
     table : the request's blocks, int32
-    offset : position of the part's first token
-    window : a token sees the last `window` tokens, itself included; None: all
+    offset : position of the chunk's first token
+    window : a token attends to the last `window` tokens, including itself; None: to all
     output : [length, heads, head_dim], contiguous
     """
     kv_heads, dim = keys.shape[1:]
@@ -146,7 +146,7 @@ def turn_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Turn query and key heads by their positions, in place, and store keys and values in the cache.
+    """Rotate query and key heads by their positions, in place, and store keys and values in the cache.
 
     Parameters
     ----------
@@ -172,12 +172,12 @@ def turn_and_store(
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] -> panels [out / width, in, width], the last one filled with zeros."""
+    """[out, in] -> panels [out / width, in, width], the last one padded with zeros."""
     return _in_panels(weight).transpose(1, 2).contiguous()
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:
-    """[out], filled with zeros to whole panels."""
+    """[out], padded with zeros to whole panels."""
     return _in_panels(bias).flatten()
 
 
@@ -210,13 +210,13 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
 def copy_tokens(
     into: np.ndarray, into_runs: np.ndarray, source: np.ndarray, source_runs: np.ndarray, past_caches: bool
 ) -> None:
-    """Copy tokens from the slots of one array to those of another, run after run, in all planes alike.
+    """Copy tokens from slots of one array to slots of another, run after run, in every plane.
 
     Parameters
     ----------
-    into, source : [planes, slots] items of equal size, each a token's; slots may be apart
-    into_runs, source_runs : [runs, 2] int64: slots [first, end), as many in all on both sides
-    past_caches : the copy is not read soon
+    into, source : [planes, slots] items of equal size, one per token; slots need not be adjacent
+    into_runs, source_runs : [runs, 2] int64: slots [first, end), the same number in all on both sides
+    past_caches : bypass the CPU caches, because the copy is not read soon
     """
     _call(
         "copy_tokens",
@@ -251,7 +251,7 @@ _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
 
 def _in_panels(weight: torch.Tensor) -> torch.Tensor:
-    """[out, ...] -> [out / width, width, ...], with zeros behind the last."""
+    """[out, ...] -> [out / width, width, ...], padded with zeros."""
     library = _library()
     assert library is not None
     width = library.panel_width()
@@ -262,13 +262,13 @@ def _in_panels(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _call(name: str, *arguments: float | None) -> None:
-    """Without Python's lock, as ctypes calls do."""
+    """Call a kernel; ctypes releases the GIL meanwhile."""
     getattr(_library(), name)(*arguments)
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The build for this processor's instructions, None if there is none that loads."""
+    """The build for this processor's instruction set; None if none loads."""
     capability = torch.backends.cpu.get_cpu_capability().lower()
     wanted = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",)}.get(capability, ("default",))
     for name in wanted:

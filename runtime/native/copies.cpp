@@ -1,4 +1,4 @@
-// Copies between pools of KV cache, and between a pool and a buffer. `__init__.py` says what is given.
+// Copies between KV cache pools, and between a pool and a buffer. `__init__.py` documents the arguments.
 
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr long LINE = 64;
 
-// Past the caches: what is written is not read soon, and its lines need not be fetched before.
+// Bypasses the caches: what is written is not read soon, so its cache lines need not be fetched first.
 void copy_past(char *to, const char *from, long bytes) {
 #if defined(__AVX2__)
     const long head = std::min<long>(-reinterpret_cast<uintptr_t>(to) & (LINE - 1), bytes);

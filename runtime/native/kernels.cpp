@@ -1,8 +1,8 @@
-// What a step computes, in float32 on CPUs: products with weights that keep up with memory for few rows, one
-// pass over each value where torch's operators take several, and attention straight from the paged KV cache.
-// `__init__.py` says what each function is given. All arrays are row-major; sizes are counts of values.
+// What a step computes, in float32 on CPUs: products with weights, as fast as memory allows for few rows; one
+// pass over each value where torch's operators need several; attention that reads the paged KV cache in place.
+// `__init__.py` documents the arguments. All arrays are row-major; sizes are counts of values.
 //
-// OpenMP's threads are torch's own: its library is loaded first, so its symbols are the ones found.
+// The OpenMP threads are torch's: its library is loaded first, so the linker finds its symbols.
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// As wide as the registers: GCC splits wider vectors by way of the stack. SUMS are what adds up in registers.
+// As wide as the registers: GCC splits wider vectors through the stack. SUMS fit in them.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, SUMS = 16;
 #elif defined(__AVX__)
@@ -21,7 +21,7 @@ constexpr int LANES = 8, SUMS = 12;
 #else
 constexpr int LANES = 4, SUMS = 12;
 #endif
-constexpr long PARALLEL_FROM = 1 << 15; // values; below, waking a thread takes longer than it saves
+constexpr long PARALLEL_FROM = 1 << 15; // values; with fewer, waking a thread takes longer than it saves
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -36,13 +36,13 @@ inline void store(float *to, const Floats &values) { std::memcpy(to, &values, si
 
 inline Floats all(float value) { return Floats{} + value; }
 
-// The greatest divisor that is `most` at most.
+// The greatest divisor that is not above `most`.
 constexpr int divisor(int of, int most) {
     while (of % most != 0) --most;
     return most;
 }
 
-// Half to half, which rounds less than one after the other.
+// Adds halves pairwise, which rounds less than adding one after the other.
 inline float sum(const Floats &values) {
     float lanes[LANES];
     store(lanes, values);
@@ -61,7 +61,7 @@ template <int VECTORS> inline float dot(const Floats *one, const float *other) {
     return sum(products[0]);
 }
 
-// e^x to 1e-7 of itself between -87 and 88, where it stays beyond; not a number stays that.
+// e^x with a relative error of 1e-7 for x in [-87, 88], clamped outside; NaN stays NaN.
 inline Floats exponential(Floats x) {
     x = x < all(-87.f) ? all(-87.f) : x;
     x = x > all(88.f) ? all(88.f) : x;
@@ -79,7 +79,7 @@ inline Floats exponential(Floats x) {
     return series * scale;
 }
 
-// Scores [padded], of which `count` are meant, become weights that add up to one.
+// Turns scores [padded], of which the first `count` count, into weights that add up to one.
 void softmax(float *scores, long count, long padded) {
     std::fill(scores + count, scores + padded, -INFINITY);
     Floats most = all(-INFINITY);
@@ -114,7 +114,7 @@ struct Context {
     }
 };
 
-// HEADS query heads that share a KV head. keys and values point at that head of slot 0, rows are `row` apart.
+// HEADS query heads that share a KV head; keys and values point at this head of slot 0, slots are `row` apart.
 template <int DIM, int HEADS>
 void attend(const float *query, const float *keys, const float *values, long row, const Context &context,
             float scale, float *scores, long padded, float *output) {
@@ -150,12 +150,12 @@ void attend(const float *query, const float *keys, const float *values, long row
     }
 }
 
-// Rows of a chunk, a token and one of its heads each, that attend together: as many as registers hold.
+// A row of a chunk is one head of one token. TILE rows attend together: as many as the registers hold.
 constexpr int TILE = 12;
 
 struct Row {
     const float *query;
-    long first, end; // of the tokens it attends to, from the chunk's first one on
+    long first, end; // of the tokens it attends to, counted from the first one of the context
     float *output;
 };
 
@@ -163,7 +163,7 @@ struct Row {
 template <int DIM>
 void attend_tile(const Row *rows, const float *packed, const float *values, long row, const Context &context,
                  float scale, float *scores, long padded) {
-    // rows, and parts of them, that take their values together
+    // rows, and parts of them, that read their values together
     constexpr int VECTORS = DIM / LANES, PARTS = divisor(VECTORS, std::min(VECTORS, 6));
     constexpr int SOME = divisor(TILE, SUMS / PARTS);
     const long low = rows[0].first / LANES * LANES, high = rows[TILE - 1].end;
@@ -202,7 +202,7 @@ void attend_tile(const Row *rows, const float *packed, const float *values, long
         }
 }
 
-// Keys of one head in the layout of `attend_tile`: `block` of LANES tokens, zeros behind the last.
+// Packs the keys of one head for `attend_tile`: block number `block` of LANES tokens, padded with zeros.
 void pack(const float *keys, long row, const Context &context, long dim, long block, float *packed) {
     float *const to = packed + block * LANES * dim;
     const long first = context.first + block * LANES, end = std::min(context.end, first + LANES);
@@ -227,7 +227,7 @@ template <int DIM> Attend by_heads(long heads) {
     }
 }
 
-// For one to four heads of `dim` values; null for sizes that are not compiled.
+// For one to four heads of `dim` values; null if this size is not compiled.
 Attend attend_for(long dim, long heads) {
     switch (dim) {
     case 16: return by_heads<16>(heads);
@@ -263,11 +263,11 @@ constexpr int PRODUCT_ROWS = 12; // rows of x whose results stay in registers
 #else
 constexpr int PRODUCT_ROWS = 6;
 #endif
-constexpr long AHEAD = 64;            // inputs of a panel between what is fetched and what is used
-constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the second cache while all panels pass
+constexpr long AHEAD = 64;            // inputs of a panel between what is prefetched and what is used
+constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
 
-// ROWS rows of x times one panel [inputs, PANEL]; `ahead` is fetched meanwhile. Every row is summed in the
-// same order whatever ROWS is, so that a token's result does not depend on its batch.
+// ROWS rows of x times one panel [inputs, PANEL]; `ahead` is prefetched meanwhile. Every row is summed in
+// the same order whatever ROWS is, so a token's result does not depend on its batch.
 template <int ROWS>
 void multiply(const float *x, long inputs, const float *panel, const float *bias, const float *ahead,
               float *output, long output_row, long width) {
@@ -328,7 +328,7 @@ void multiply_packed(const float *x, long rows, long inputs, const float *packed
                 for (long group = 0; group < groups; ++group) {
                     const long from = first + count * group / groups;
                     const long to = first + count * (group + 1) / groups;
-                    // what of this panel is used soon, or the next panel while this one is at hand
+                    // prefetch what is used soon of this panel, or the next panel during the last group
                     const float *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
                     multiplies.by_rows[to - from](x + from * inputs, inputs, own, added, ahead,
                                                   output + from * outputs + panel * PANEL, outputs, width);
@@ -381,13 +381,13 @@ void attend_chunk(const float *query, long query_row, const float *keys, const f
             const long head = item / blocks;
             pack(keys + head * dim, row, context, dim, item % blocks, packed + head * padded * dim);
         }
-        // the last tiles see most, so they come first
+        // the last tiles attend to most tokens, so they go first
 #pragma omp for schedule(dynamic, 1)
         for (long item = 0; item < kv_heads * tiles; ++item) {
             const long head = item % kv_heads, tile = tiles - 1 - item / kv_heads;
             Row some[TILE];
             for (int n = 0; n < TILE; ++n) {
-                const long at = std::min(tile * TILE + n, rows - 1); // the last again, to fill the tile
+                const long at = std::min(tile * TILE + n, rows - 1); // the last row again, to fill the tile
                 const long token = at / group, within = (head * group + at % group) * dim;
                 const long end = offset + token + 1;
                 some[n] = {query + token * query_row + within, std::max(0L, end - window) - context.first,

@@ -1,4 +1,4 @@
-"""The emulated KV cache: a state for each token, and the size that the real one would have."""
+"""The emulated KV cache: one number per token, and the size that the real cache would have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.kv_cache.pages import Pages, PageShape
 
 @dataclass(frozen=True, slots=True)
 class EmulatedShape(PageShape):
-    """Sizes of a cache that is not there."""
+    """Sizes of the cache that is emulated."""
 
     value_bytes: float
 
@@ -25,13 +25,13 @@ class EmulatedShape(PageShape):
 
 
 class EmulatedCache(Pages):
-    """A state in each slot. It is what keys and values are to a model: all that it knows of the tokens so
-    far. One that was overwritten, mixed up or not sent shows in the next token.
+    """A state in each slot, which stands for keys and values: it depends on all tokens so far. So a state
+    that was overwritten, mixed up or not sent changes the next token.
 
     Attributes
     ----------
     states : [slots], uint64
-    kv_scale : one byte in so many is moved
+    kv_scale : a KV transfer moves one byte in so many
     """
 
     def __init__(self, shape: EmulatedShape, blocks: int, block_tokens: int, kv_scale: float) -> None:

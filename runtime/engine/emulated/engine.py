@@ -1,7 +1,7 @@
-"""An engine that takes the time a model would take, by the placement's cost model, and computes nothing.
+"""An engine that computes nothing, but takes the time that a model would take by the placement's cost model.
 
-All else is real: scheduler, blocks, pipeline, KV transfers over links as fast as the placement's. Of sampling
-rules only the seed counts, and no token is an end of text by itself.
+All else is real: scheduler, blocks, pipeline, KV transfers over links as fast as the placement's. Of the
+sampling rules only the seed has an effect, and no token ends the text by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from runtime.protocol.to_workers import Configure, Connect
 from runtime.worker.faults import Faults
 
 _SHORTEST_S = 0.001
-"""Layers that take less are not waited for one by one."""
+"""The engine does not sleep for a single layer that takes less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class EmulatedEngine(Engine):
     def load(self) -> None:
         config, rank, emulation = self._config, self._rank, self._config.emulation
         if emulation is None:
-            raise RuntimeError("the emulated engine was not told what to emulate")
+            raise RuntimeError("the emulated engine got no placement to emulate")
         placement = Placement.model_validate_json(emulation.placement)
         model = placement.model
         self._window = model.sliding_window
@@ -103,7 +103,7 @@ class EmulatedEngine(Engine):
         return self._sample(step, last)
 
     def _write(self, tokens: tuple[int, ...], position: int, table: list[int]) -> int:
-        """Put the states of some tokens of a request into their slots; the last of them."""
+        """Write the states of a request's tokens to their slots; returns the last one."""
         pages = self._pages
         before = int(pages.states[_slot(table, position - 1, pages.block_tokens)]) if position else 0
         after = states(before, tokens)
@@ -114,7 +114,8 @@ class EmulatedEngine(Engine):
         return after[-1]
 
     def _pass_layers(self, begun_s: float, stage_s: float, on_layer: OnLayer | None) -> None:
-        """Let the time of a stage pass, from `begun_s` on; `on_layer` hears of each layer at its time."""
+        """Wait for the time that the stage takes from `begun_s` on; calls `on_layer` when each layer is
+        due."""
         part = self._pages.shape.part
         if on_layer is not None:
             layer_s = stage_s / (part.end_layer - part.first_layer)
@@ -142,7 +143,7 @@ class EmulatedEngine(Engine):
 
 
 def work_of(step: Step, window: int | None) -> Work:
-    """What a step does, as the cost model counts it; `window` is that of the model's attention."""
+    """The work of a step as the cost model counts it; `window` is the model's attention window."""
     prompt_tokens = attended = decodes = context = sampled = 0.0
     for sequence in step.sequences:
         count, position = len(sequence.tokens), sequence.position

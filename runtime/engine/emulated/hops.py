@@ -1,4 +1,4 @@
-"""From one emulated pipeline stage to the next: a small frame per step, in place of activations."""
+"""Connections between emulated pipeline stages: a small frame per step stands for the activations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _CONNECT_S = 30.0
 
 
 class Hops:
-    """Connections of one worker to those of the next stage that take their activations from it, and from the
-    one of the stage before. Who is connected to whom is as with torch (`torch/collectives.py`)."""
+    """One worker's connections to the workers of the next stage that take its activations, and from a worker
+    of the previous stage. Who is connected to whom is the same as with torch (`torch/collectives.py`)."""
 
     def __init__(self, config: Configure, rank: Rank) -> None:
         self._config, self._rank = config, rank
@@ -37,24 +37,24 @@ class Hops:
             self._next.append(connection)
 
     def serve(self, connection: Connection) -> None:
-        """Take what the stage before sends.
+        """Receive the frames of the previous stage.
 
         Raises
         ------
-        ConnectionError : it is gone, and the replica with it
+        ConnectionError : that stage is gone, which ends the replica
         """
         while isinstance(message := connection.receive(), Passed):
             self._arrived.put((message.step, time.monotonic()))
-        raise ConnectionError("the pipeline stage before is gone")
+        raise ConnectionError("the previous pipeline stage is gone")
 
     def wait(self, step: int) -> float:
-        """When a step's activations came from the stage before (time.monotonic); waits for them."""
+        """Wait for a step's activations; returns when they came (time.monotonic)."""
         found, arrived_s = self._arrived.get()
         if found != step:
-            raise ConnectionError(f"step {found} came from the stage before, not {step}")
+            raise ConnectionError(f"the previous pipeline stage sent step {found}, not {step}")
         return arrived_s
 
     def pass_on(self, step: int) -> None:
-        """A step's activations leave for the next stage."""
+        """Send a step's activations to the next stage."""
         for connection in self._next:
             connection.send(Passed(step=step))

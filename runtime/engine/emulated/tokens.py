@@ -1,8 +1,8 @@
-"""Tokens that depend on all tokens before them, so that one lost, repeated or wrong changes all that follow.
+"""Tokens that depend on all tokens before them: a lost, repeated or wrong one changes all that follow.
 
 The state after tokens t_0 .. t_n is s_n = (s_{n-1} FACTOR + t_n + 1) mod PRIME, with s_{-1} = 0. The next
 token is BLAKE2b (8 bytes) of s_n, keyed with the seed, mod vocabulary; numbers are 8 bytes, little-endian.
-The seed is the request's, or 0 at temperature 0. Anybody can say what an answer must be.
+The seed is the request's, or 0 at temperature 0. So tests can compute what an answer must be.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Emulated KV payloads: behind their headers as with `tcp`, but only a part of their bytes."""
+"""Emulated KV payloads: they follow their headers as with `tcp`, but with a fraction of the bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FILLER = memoryview(bytes(256 * 1024))
 
 
 class ScaledTcp(Transport):
-    """The states of a slice's tokens, then filler up to 1/kv_scale of the slice's bytes. Headers, and so
-    links and counts, have the bytes of the real cache."""
+    """Sends the states of a slice's tokens, then filler up to 1/kv_scale of the slice's bytes. Headers, and
+    so emulated links and counters, have the bytes of the real cache."""
 
     name, pulls, window = "emulated", False, 32
 

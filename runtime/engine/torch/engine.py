@@ -1,4 +1,4 @@
-"""The engine that computes: a worker's share of a model in torch."""
+"""The torch engine: computes a worker's share of a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOAD_LIMIT = timedelta(hours=6)
 
 
 class TorchEngine(Engine):
-    """A pipeline stage's layers, cut by the ranks of its tensor-parallel group."""
+    """Computes a pipeline stage's layers, split over the ranks of its tensor-parallel group."""
 
     def __init__(self, config: Configure, rank: Rank) -> None:
         self._config, self._rank = config, rank
@@ -47,8 +47,7 @@ class TorchEngine(Engine):
         self._runner = StageRunner(stage, self.cache)
 
     def join(self, addresses: Connect) -> None:
-        """The replica's process groups, made once all workers have loaded, which may take each a different
-        time."""
+        """Create the replica's process groups once all its workers have loaded."""
         size = len(self._rank.workers)
         if size == 1:
             return

@@ -1,4 +1,4 @@
-"""Checkpoints: a config.json and safetensors files, of which each worker reads only its slices."""
+"""Reads checkpoints: config.json, and of the safetensors files only the slices that a worker needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHUNK_BYTES = 16 << 20
 _LARGE_BYTES = 1 << 20
 
 Cut = tuple[int, int, int]
-"""Part of a dimension: its whole size, first and end."""
+"""A part [first, end) of a dimension: (size of the whole dimension, first, end)."""
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -42,19 +42,19 @@ class CheckpointConfig:
         return cls(str(path), values)
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of `least` or more."""
+        """A whole number, at least `least`; InputError if it is anything else."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.error(key, f"is {value!r}, not a whole number from {least}", _REMEDY)
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value; the default also where the file says null."""
+        """A value, or the default if it is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
 
     def require(self, key: str, expected: Any, default: Any) -> None:
-        """Refuse a variant of the model that the engine doesn't compute."""
+        """Raise InputError for a variant of the model that the engine doesn't support."""
         if (value := self.get(key, default)) != expected:
             raise self.error(
                 key, f"is {value!r}, the engine supports {expected!r}", "choose another checkpoint"
@@ -85,8 +85,8 @@ class Checkpoint:
         self._files = self._locate()
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """Room for a tensor, of the checkpoint's type on its device. Large ones on a CPU have a mapping of
-        their own: once they are packed and given up they leave no holes in the heap."""
+        """An uninitialised tensor of the checkpoint's type on its device. A large one on a CPU gets its own
+        memory mapping, so that it leaves no hole in the heap when it is freed after packing."""
         size = math.prod(shape)
         if self.device.type != "cpu" or size * self.dtype.itemsize < _LARGE_BYTES:
             return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -119,12 +119,12 @@ class Checkpoint:
 
         Raises
         ------
-        InputError : missing, of another shape than `shape` (the whole tensor's), or unreadable
+        InputError : the tensor is missing, unreadable, or its whole shape is not `shape`
 
         Notes
         -----
-        Values go from the mapped file straight to where they stay. Each chunk maps the file anew, as mapped
-        pages count as memory of this process until they are unmapped.
+        Values are copied from the mapped file straight to the target. The file is mapped anew for each chunk,
+        because mapped pages count as this process's memory until they are unmapped.
         """
         stored = self._stored(name)
         if stored is None:

@@ -1,4 +1,4 @@
-"""One worker's share of a step: its layers over a ragged batch, and the tokens at the very end."""
+"""Runs one worker's share of a step: its layers over a ragged batch; the last worker samples the tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.worker.faults import Faults, of_replica
 
 
 class StageRunner:
-    """Runs steps in the order given; every worker of the replica must be given the same ones."""
+    """Runs steps in the given order, which must be the same on every worker of the replica."""
 
     def __init__(self, stage: DecoderStage, cache: PagedCache) -> None:
         self._stage, self._attention = stage, make_attention(cache)
@@ -33,7 +33,7 @@ class StageRunner:
                     self._sampler.start(start.request_id, start.sampling, history)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended, or was preempted."""
+        """Drop what is kept of a request that has ended or was preempted."""
         if self._sampler is not None:
             self._sampler.forget(request_id)
             self._faults.forget(request_id)
@@ -42,7 +42,7 @@ class StageRunner:
     def run(
         self, step: Step, tables: Mapping[str, Sequence[int]], on_layer: Callable[[int], None]
     ) -> StepResult | None:
-        """Run a step whose requests have their blocks.
+        """Run a step.
 
         Parameters
         ----------
@@ -51,8 +51,8 @@ class StageRunner:
 
         Returns
         -------
-        the tokens, on the worker that samples; None elsewhere. A request whose own token cannot be sampled
-        is broken, and no other is
+        the tokens on the worker that samples; None on others. If a request's token cannot be sampled, only
+        that request is broken
         """
         stage, collectives = self._stage, self._stage.collectives
         batch = self._batch(step, tables)
@@ -81,8 +81,8 @@ class StageRunner:
     def _sample(
         self, sampler: Sampler, logits: torch.Tensor, chosen: Sequence[SequenceStep]
     ) -> list[tuple[int, TokenLogprobs | None]]:
-        """The tokens of the rows of logits whose requests are sound: all at once, and one by one if that
-        fails, to find out whose fault it is."""
+        """Sample for the rows of logits whose requests have no fault: all at once, or one by one if that
+        fails, to find the faulty request."""
         rows = [row for row, each in enumerate(chosen) if each.request_id not in self._faults]
         if len(rows) < len(chosen):
             logits, chosen = logits[rows], [chosen[row] for row in rows]
@@ -98,7 +98,7 @@ class StageRunner:
                 with self._faults.kept(sequence.request_id):
                     found += _sampled(sampler, logits[row : row + 1], [sequence])
             if len(chosen) > 1 and not found:
-                raise  # it is none of them
+                raise  # the fault is not a single request's
             return found
 
     def _batch(self, step: Step, tables: Mapping[str, Sequence[int]]) -> Batch:

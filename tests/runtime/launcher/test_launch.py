@@ -92,7 +92,7 @@ def test_a_lost_worker_degrades_and_ctrl_c_stops_everything(launch):
         assert http.get("/health").status_code == 200
         _lose_a_decode_replica(server, http)
         family = server.family()
-        with http.stream("POST", "/v1/completions", json=LONG) as response:
+        with http.stream("POST", "/v1/completions", json=LONG | {"n": 16}) as response:
             lines = response.iter_lines()
             next(lines)
             code = server.interrupt()

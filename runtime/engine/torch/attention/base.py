@@ -190,7 +190,7 @@ class Attention(ABC):
             native.turn_and_store(heads, rotary.cosines, rotary.sines, batch.slots, *cached)
             return
         kv_heads = self.cache.shape.heads
-        rotary.turn(heads[:, :-kv_heads])
+        rotary.rotate(heads[:, :-kv_heads])
         self.store(heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:], layer, batch)
 
 

@@ -28,7 +28,7 @@ def load_stage(folder: str, dtype: str, device: torch.device, collectives: Colle
 
     Raises
     ------
-    InputError : the checkpoint is of an unknown family, quantised, incomplete or damaged
+    InputError : the checkpoint's family is unknown, or it is quantised, incomplete or damaged
     """
     config = CheckpointConfig.load(folder)
     name = config.get("model_type", "")
@@ -37,6 +37,6 @@ def load_stage(folder: str, dtype: str, device: torch.device, collectives: Colle
             "model_type", f"{name!r} is unknown", f"choose one of {', '.join(sorted(FAMILIES))}"
         )
     if config.get("quantization_config") is not None:
-        raise config.error("quantization_config", "is not computed", "choose weights of 16 or 32 bits")
+        raise config.error("quantization_config", "is not supported", "choose weights of 16 or 32 bits")
     family = FAMILIES[name]
     return family(Checkpoint(folder, dtype, device, family.prefixes), collectives)

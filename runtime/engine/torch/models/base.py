@@ -1,4 +1,4 @@
-"""What all decoder-only families share: a pipeline stage cut by layers, heads and vocabulary."""
+"""What all decoder-only model families share: a pipeline stage, cut by layers, heads and vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.kv_cache.layout import even_share, held
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Sizes of the whole model. position_limit is None where positions may go on for ever."""
+    """Sizes of the whole model. position_limit is the longest sequence in tokens; None: no limit."""
 
     layers: int
     hidden: int
@@ -35,10 +35,10 @@ class ModelSpec:
 
 
 class DecoderStage(ABC):
-    """One worker's part of a model: layers of its stage, heads and columns of its rank.
+    """One worker's part of a model: the layers of its stage, the heads and columns of its rank.
 
-    The first stage has the embedding, the last one the final norm and the LM head, both cut by
-    vocabulary. Activations [tokens, hidden] are whole on every rank.
+    The first stage has the embedding, the last one the final norm and the LM head; embedding and head are cut
+    by vocabulary. Activations [tokens, hidden] are whole on every rank.
     """
 
     prefixes: ClassVar[tuple[str, ...]]
@@ -57,36 +57,36 @@ class DecoderStage(ABC):
         if self.rank.is_last:
             self._load_last()
             self._head = self._load_head()
-        # Layers come last: packing the head needs room for two of it, a layer's matrices are smaller.
+        # Layers come last: packing needs memory for two copies, and the head is the largest matrix.
         self.layers = {
             layer: self._load_layer(layer) for layer in range(self.part.first_layer, self.part.end_layer)
         }
 
     @abstractmethod
     def _parse(self) -> ModelSpec:
-        """Sizes from config.json; refuses variants that the family doesn't compute."""
+        """Read the sizes from config.json; InputError for variants that are not supported."""
 
     @abstractmethod
     def _load_layer(self, layer: int) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
-        """A layer: (hidden [tokens, hidden], batch) -> hidden [tokens, hidden]."""
+        """Load a layer: a function (hidden [tokens, hidden], batch) -> hidden [tokens, hidden]."""
 
     @abstractmethod
     def _load_last(self) -> None:
-        """Weights of the final norm."""
+        """Load the weights of the final norm."""
 
     @abstractmethod
     def _final_norm(self, x: torch.Tensor) -> torch.Tensor:
-        """[sequences, hidden] before the LM head."""
+        """The final norm of [samples, hidden], before the LM head."""
 
     def _load_first(self) -> None:  # noqa: B027
-        """What the embedding needs beside the token table."""
+        """Load what the embedding needs besides the token table."""
 
     def _add_positions(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[tokens, hidden] with learned positions, where the family has them."""
+        """Add learned positions to [tokens, hidden], if the family has them."""
         return x
 
     def _begin(self, batch: Batch) -> None:  # noqa: B027
-        """What all layers of a step share."""
+        """Prepare what all layers of a step share."""
 
     _embedding_name: ClassVar[str] = "embed_tokens.weight"
 
@@ -109,8 +109,8 @@ class DecoderStage(ABC):
         return hidden
 
     def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
-        """[samples, vocab] of the rows after which a token is chosen, on rank 0 of the last stage; None
-        elsewhere."""
+        """Logits [samples, vocab] of the rows after which a token is sampled, on rank 0 of the last stage;
+        None elsewhere."""
         local = self._head(self._final_norm(hidden[batch.sampled]))
         whole = self.collectives.gather_columns(local)
         return None if whole is None else whole[:, : self.spec.vocab]
@@ -122,7 +122,7 @@ class DecoderStage(ABC):
         return (size, *even_share(self.rank.tp_rank, self.rank.tp, size))
 
     def fused_columns(self, names: Sequence[str], rows: Sequence[Cut], bias: bool) -> Linear:
-        """Matrices cut by output rows, stacked into one."""
+        """Load matrices cut by output rows, stacked into one."""
         ends = list(accumulate(end - first for _, first, end in rows))
         weight = self.checkpoint.empty(ends[-1], self.spec.hidden)
         added = self.checkpoint.empty(ends[-1]) if bias else None
@@ -134,7 +134,8 @@ class DecoderStage(ABC):
         return Linear(weight, added)
 
     def row_parallel(self, name: str, columns: Cut, bias: bool) -> Linear:
-        """A matrix cut by input columns; its products are summed over ranks, so rank 0 has the bias."""
+        """Load a matrix cut by input columns; its products are summed over ranks, so only rank 0 adds the
+        bias."""
         whole = (self.spec.hidden, columns[0])
         added = None
         if bias and self.rank.tp_rank == 0:
@@ -142,7 +143,7 @@ class DecoderStage(ABC):
         return Linear(self.checkpoint.read(f"{name}.weight", whole, columns=columns[1:]), added)
 
     def qkv(self, names: tuple[str, str, str], bias: bool) -> Linear:
-        """Query, key and value projections of this rank's heads in one matrix."""
+        """Load the query, key and value projections of this rank's heads as one matrix."""
         dim = self.spec.head_dim
         key = (self.spec.kv_heads * dim, self.part.first_head * dim, self.part.end_head * dim)
         return self.fused_columns(names, (self.cut(self.spec.heads * dim), key, key), bias)

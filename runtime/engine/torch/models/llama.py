@@ -1,4 +1,4 @@
-"""The Llama family, which most others vary: RMSNorm, rotary positions, grouped-query attention, gated
+"""The Llama family, from which most others derive: RMSNorm, rotary positions, grouped-query attention, gated
 feed-forward."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FeedForward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LlamaStage(DecoderStage):
-    """One worker's part of a Llama model. Families alike override what is different."""
+    """One worker's part of a Llama model. Similar families override what differs."""
 
     prefixes = ("model.",)
     kv_heads_required: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class LlamaStage(DecoderStage):
     # -- what families vary
 
     def _biases(self, config: CheckpointConfig) -> tuple[bool, bool, bool]:
-        """Whether query, key and value have biases, the output projection has one, the feed-forward has."""
+        """Whether these have biases: query, key and value; the output projection; the feed-forward."""
         attention = bool(config.get("attention_bias", False))
         return attention, attention, bool(config.get("mlp_bias", False))
 
@@ -62,15 +62,15 @@ class LlamaStage(DecoderStage):
         return hidden // heads
 
     def _experts(self, config: CheckpointConfig) -> int:
-        """Feed-forwards of a layer."""
+        """The number of feed-forwards in a layer."""
         return 1
 
     def _parse_windows(self, config: CheckpointConfig, layers: int) -> list[int | None]:
-        """By layer: how many tokens each one attends to, None for all before it."""
+        """The attention window of each layer in tokens, None for no limit."""
         return [None] * layers
 
     def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What happens to [tokens, query and key heads, head_dim] before it turns, if anything."""
+        """A norm of [tokens, query and key heads, head_dim] before they are rotated, if there is one."""
         return None
 
     def _load_feed_forward(self, name: str) -> FeedForward:
@@ -118,7 +118,7 @@ class LlamaStage(DecoderStage):
         return run
 
     def gated(self, names: tuple[str, str, str], cut: Cut, bias: bool) -> FeedForward:
-        """A feed-forward of gate, up and down projections, or the part of its width that `cut` says."""
+        """Load a feed-forward of gate, up and down projections, or the part `cut` of its width."""
         gate_up = self.fused_columns(names[:2], (cut, cut), bias)
         down = self.row_parallel(names[2], cut, bias)
 
@@ -140,8 +140,8 @@ class LlamaStage(DecoderStage):
         return self.checkpoint.read(f"{name}.weight", (self.spec.hidden,))
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Scale the last dimension to a root mean square of one, round, then weigh, as these families were
-        trained."""
+        """Scale the last dimension to a root mean square of one, round, then multiply by the weight, in this
+        order, as in training."""
         if self._native and weight.dim() == 1:
             return native.rms_norm(x, weight, self._eps)
         return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)

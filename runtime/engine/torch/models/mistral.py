@@ -1,4 +1,4 @@
-"""The Mistral family: Llama with attention to the latest tokens only."""
+"""The Mistral family: Llama with sliding-window attention."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from runtime.engine.torch.models.mistral import MistralStage
 class MixtralStage(MistralStage):
     """One worker's part of a Mixtral model.
 
-    Ranks of a tensor-parallel group hold whole experts where these divide evenly, and the same columns of
-    every expert where not; either way their summands add up like those of any feed-forward. All ranks
-    route alike, as they see the same activations.
+    The ranks of a tensor-parallel group hold whole experts if their number divides evenly, otherwise the same
+    columns of every expert; either way their outputs are summed as for any feed-forward. All ranks route
+    tokens alike, because they see the same activations.
     """
 
     default_theta = 1000000.0

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of values in query and key turn by an angle that grows with the position."""
+"""Rotary position embedding: pairs of values in query and key are rotated in proportion to the position."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class Rotary:
-    """Turns heads by their tokens' positions; `begin` prepares the angles that all layers of a step share.
+    """Rotates heads by their tokens' positions; `begin` prepares the angles that all layers of a step share.
 
     Attributes
     ----------
-    cosines, sines : of those angles, [tokens, head_dim / 2]
+    cosines, sines : of these angles, [tokens, head_dim / 2]
 
     Parameters
     ----------
-    theta : base of the frequencies where config.json names none
+    theta : base of the frequencies if config.json has none
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Rotary:
         self._dtype = dtype
 
     def begin(self, positions: torch.Tensor) -> None:
-        """Angles of a step's tokens, [tokens]."""
+        """Compute the angles for a step's positions, [tokens]."""
         angles = positions.float()[:, None] * self._frequencies
         self.cosines = angles.cos().mul_(self._scale).to(self._dtype)
         self.sines = angles.sin().mul_(self._scale).to(self._dtype)
 
-    def turn(self, x: torch.Tensor) -> None:
-        """Turn the first half of each head of [tokens, heads, head_dim] against its second, in place."""
+    def rotate(self, x: torch.Tensor) -> None:
+        """Rotate the first half of each head of [tokens, heads, head_dim] with its second, in place."""
         low, high = x.chunk(2, dim=-1)
         cosines, sines = self.cosines.unsqueeze(1), self.sines.unsqueeze(1)
         turned = torch.addcmul(high * cosines, low, sines)
@@ -54,24 +54,26 @@ class Rotary:
 
 
 def rope_frequencies(config: CheckpointConfig, head_dim: int, theta: float) -> tuple[torch.Tensor, float]:
-    """Angle per position [head_dim / 2], and what sines and cosines are multiplied by, with the
-    checkpoint's scaling applied.
+    """The angle per position [head_dim / 2] and the factor of sines and cosines, with the checkpoint's
+    scaling applied.
 
     Raises
     ------
-    InputError : a scaling that isn't computed, or that lacks a number
+    InputError : the scaling is not supported or lacks a number
     """
     scaling = config.get("rope_parameters", config.get("rope_scaling", {}))
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise config.error(
-            "rope_parameters", "is not one set of values for all layers", "choose another checkpoint"
+            "rope_parameters", "has no single set of values for all layers", "choose another checkpoint"
         )
     for values in (scaling, config.values):
         if values.get("partial_rotary_factor") not in (None, 1.0):
-            raise config.error("partial_rotary_factor", "only whole heads turn", "choose another checkpoint")
+            raise config.error(
+                "partial_rotary_factor", "only whole heads are rotated", "choose another checkpoint"
+            )
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in _KINDS:
-        raise config.error("rope_scaling", f"{kind!r} is not computed", f"choose one of {', '.join(_KINDS)}")
+        raise config.error("rope_scaling", f"{kind!r} is not supported", f"choose one of {', '.join(_KINDS)}")
     trained = config.get("original_max_position_embeddings", config.get("max_position_embeddings"))
     scaling = {"original_max_position_embeddings": trained, **scaling}
     try:
@@ -87,12 +89,13 @@ def rope_frequencies(config: CheckpointConfig, head_dim: int, theta: float) -> t
     except KeyError as error:
         raise config.error("rope_scaling", f"lacks {error}", "download the checkpoint again") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        problem = f"has a value that is no number in its place ({error})"
+        problem = f"has a value that is not a number ({error})"
         raise config.error("rope_scaling", problem, "download the checkpoint again") from error
 
 
 def _llama3(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
-    """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones kept, a blend between."""
+    """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones kept, those between
+    blended."""
     factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = float(scaling["original_max_position_embeddings"])
     turns = trained * frequencies / (2 * math.pi)

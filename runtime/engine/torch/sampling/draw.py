@@ -1,8 +1,8 @@
-"""Draws from logits by Gumbel's trick: the largest of logit plus temperature times noise is a draw.
+"""Draws from logits by the Gumbel-max trick: the largest of logit plus temperature times noise is a draw.
 
-The noise belongs to the token id (`noise.py`), so that last-digit differences of the logits, between replica
-shapes say, hardly ever change the draw. float32 is enough: the noise is fine where it decides, and what
-top_p adds up is wrong by about 1e-6, as little as the logits themselves.
+The noise belongs to the token id (`noise.py`), so that last-digit differences of the logits, for example
+between replica shapes, hardly ever change the draw. float32 is enough: the noise is precise where it matters,
+and the sums for top_p are off by about 1e-6, no more than the logits themselves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _CACHE_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may be drawn in each row, all [rows, 1]: float32 temperature above 0, int64 top_k (0 is off),
-    float32 top_p (infinite is off) and min_p (0 is off). `nucleus_only`: no row has top_k or min_p."""
+    """What may be drawn in each row, all [rows, 1]: float32 temperature above 0, int64 top_k (0: off),
+    float32 top_p (infinite: off) and min_p (0: off). `nucleus_only`: no row has top_k or min_p."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -40,7 +40,7 @@ def largest(scores: torch.Tensor) -> torch.Tensor:
 def draw(
     logits: torch.Tensor, temperature: torch.Tensor, hashes: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
-    """A token of each row, from the softmax of logits / temperature.
+    """Draw a token for each row from the softmax of logits / temperature.
 
     Parameters
     ----------
@@ -63,8 +63,8 @@ def draw(
 def draw_limited(
     logits: torch.Tensor, limits: Limits, hashes: torch.Tensor, keys: torch.Tensor, candidates: int
 ) -> torch.Tensor:
-    """A token of each row from those that the limits keep, UNSETTLED where the likeliest `candidates` (fewer
-    than the vocabulary) don't show which those are. See `draw` for the rest."""
+    """Draw a token for each row from those that the limits keep; UNSETTLED if the likeliest `candidates`
+    (fewer than the vocabulary) don't show which those are. See `draw` for the rest."""
     values, ids = logits.topk(candidates)
     if limits.nucleus_only:
         total = _weights(logits, values[:, :1], limits).sum(-1, keepdim=True)
@@ -80,7 +80,7 @@ def draw_limited(
 def draw_limited_exactly(
     logits: torch.Tensor, limits: Limits, hashes: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
-    """The same for any limits: slower, for it sorts the vocabulary."""
+    """The same for any limits, but slower, because it sorts the vocabulary."""
     floor, _ = _floor(_descending(logits), limits)
     return draw(logits.masked_fill(logits < floor, -torch.inf), limits.temperature, hashes, keys)
 
@@ -90,12 +90,12 @@ def _floor(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The least logit that may be drawn: min_p first, then top_k, then top_p of what is left (vLLM's order).
 
-    What ties with it may be drawn, too, so that the order among equals, an accident, does not matter.
+    Tokens that tie with it may be drawn, too, so that the arbitrary order of ties does not matter.
 
     Parameters
     ----------
     values : the largest logits in descending order [rows, candidates]
-    total : the weight of all that min_p and top_k keep [rows, 1]; None: they keep nothing beyond `values`
+    total : the weight of all that min_p and top_k keep, [rows, 1]; None: they keep nothing beyond `values`
 
     Returns
     -------

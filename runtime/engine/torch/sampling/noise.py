@@ -1,9 +1,9 @@
 """Gumbel noise as a pure function of (seed, output index, token id): no state, the same everywhere.
 
-A counter-based generator: the token ids of a vocabulary are scattered over 32 bits once, a draw's key
-(64 bits of a hash of seed and index) enters twice, and multiplications and xor-shifts of 32-bit integers
-mix the two, as in the finaliser of MurmurHash3. Integers wrap alike on every device, so the uniforms are
-exactly the same; logarithms may differ in their last digit.
+A counter-based generator: the token ids of a vocabulary are scattered over 32 bits once, a draw's key (64
+bits of a hash of seed and index) enters twice, and multiplications and xor-shifts of 32-bit integers mix the
+two, as in the finaliser of MurmurHash3. Integers wrap alike on every device, so the uniform numbers are
+exactly the same everywhere; their logarithms may differ in the last digit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BELOW_ONE = 1 - 2**-24
 
 @lru_cache(maxsize=8)
 def token_hashes(vocab: int, device: torch.device) -> torch.Tensor:
-    """Well scattered, distinct 32-bit numbers of the token ids [vocab]."""
+    """Distinct, well scattered 32-bit numbers for the token ids: [vocab] int32."""
     golden, first, second = (np.uint32(constant) for constant in _SCATTER)
     bits = (np.arange(vocab, dtype=np.uint32) + np.uint32(1)) * golden
     bits = (bits ^ (bits >> np.uint32(16))) * first
@@ -33,7 +33,7 @@ def token_hashes(vocab: int, device: torch.device) -> torch.Tensor:
 
 
 def draw_keys(draws: Iterable[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """Keys [draws, 2] of (seed, output index) each."""
+    """A key for each (seed, output index): [draws, 2] int32."""
     digests = b"".join(
         hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest() for seed, index in draws
     )
@@ -50,8 +50,8 @@ def gumbel(hashes: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
     Notes
     -----
-    -log(-log(1 - v)) with v uniform: float32 is finest near v = 0, where the noise is large, and large
-    noise decides a draw. It reaches from -2.8 to 22.2 in steps finer than its own last digit matters.
+    -log(-log(1 - v)) with v uniform: float32 is most precise near v = 0, where the noise is large, and large
+    noise decides a draw. It ranges from -2.8 to 22.2, in steps too fine to matter.
     """
     bits = hashes ^ keys[:, :1]
     bits *= _FIRST

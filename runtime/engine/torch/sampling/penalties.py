@@ -1,4 +1,4 @@
-"""Penalties for tokens that a request has seen already."""
+"""Penalties for tokens that a request's prompt or output has already."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class History:
-    """The distinct tokens of a request's prompt and output, and how often each was put out.
+    """The distinct tokens of a request's prompt and output, and how often each is in the output.
 
-    Sparse: a few thousand tokens at most are ever touched of a vocabulary of a hundred thousand.
+    Sparse, because a request touches a few thousand tokens at most of a vocabulary of a hundred thousand.
     """
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
@@ -31,7 +31,7 @@ class History:
         return self._counts[: len(self._places)]
 
     def add(self, token: int) -> None:
-        """One more token of the output."""
+        """Add a token of the output."""
         place = self._places.setdefault(token, len(self._places))
         if place == len(self._tokens):
             more = max(16, place)
@@ -62,9 +62,9 @@ class Penalties:
         self._factors = np.array([repetition, frequency, presence], np.float32)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Change logits [rows, vocab] in place: what was in prompt or output is divided by the repetition
-        penalty where positive, else multiplied by it; then the frequency penalty is taken off for each time
-        in the output, and the presence penalty once (vLLM's definitions and order)."""
+        """Change logits [rows, vocab] in place. Those of tokens in prompt or output are divided by the
+        repetition penalty if positive, otherwise multiplied by it; then the frequency penalty is subtracted
+        for each occurrence in the output, and the presence penalty once (vLLM's definitions and order)."""
         device = logits.device
         lengths = [len(history.tokens) for history in self._histories]
         rows = torch.from_numpy(np.repeat(self._rows, lengths)).to(device)

@@ -1,4 +1,4 @@
-"""The sampling rules of the rows of a batch, as tensors beside the logits: made once per set of rows."""
+"""The sampling rules of a batch as tensors on the logits' device, made once per set of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TIES = 64
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows that are drawn alike, from so many of the likeliest tokens (0: from all, without limits)."""
+    """Rows that are drawn the same way, from the `candidates` likeliest tokens (0: from all, without
+    limits)."""
 
     rows: list[int]
     place: torch.Tensor
@@ -28,7 +29,7 @@ class _Group:
 
 
 class BatchRules:
-    """How the rows of a batch choose their tokens.
+    """Chooses the tokens of the rows of a batch by their sampling rules.
 
     Parameters
     ----------
@@ -50,8 +51,8 @@ class BatchRules:
         self._penalties = _penalties(samplings, histories)
 
     def adjust(self, logits: torch.Tensor, indices: Sequence[int], in_place: bool) -> torch.Tensor:
-        """float32 logits [rows, vocab] with ends ruled out before min_tokens, logit_bias added and penalties
-        taken off (vLLM's order); the same tensor where no rule changes any."""
+        """float32 logits [rows, vocab] with end tokens ruled out before min_tokens, logit_bias added and
+        penalties applied (vLLM's order); the same tensor if no rule changes it."""
         early = [row for row in self._shortest if indices[row] < self._samplings[row].min_tokens]
         if not early and self._bias is None and self._penalties is None:
             return logits
@@ -69,8 +70,8 @@ class BatchRules:
         return logits
 
     def choose(self, logits: torch.Tensor, indices: Sequence[int], exactly: bool = False) -> torch.Tensor:
-        """Token ids [rows] from adjusted logits, UNSETTLED where the likeliest tokens don't show what top_k,
-        top_p and min_p keep; not so if `exactly`, which sorts the vocabulary."""
+        """Token ids [rows] from adjusted logits, UNSETTLED if the likeliest tokens don't show what top_k,
+        top_p and min_p keep; never with `exactly`, which sorts the vocabulary."""
         tokens = largest(logits)
         for group in self._groups:
             draws = [(self._samplings[row].seed, indices[row]) for row in group.rows]
@@ -104,8 +105,8 @@ class BatchRules:
         return groups
 
     def _candidates(self, sampling: Sampling) -> tuple[int, bool]:
-        """How many of the likeliest tokens to look at (0: none, for nothing limits them), and whether top_p
-        alone limits them."""
+        """How many of the likeliest tokens to consider (0: all, because nothing limits them), and whether
+        only top_p limits them."""
         if 0 < sampling.top_k < self._vocab:
             return sampling.top_k + TIES, False
         if sampling.min_p > 0:

@@ -1,7 +1,7 @@
 """Logits to tokens, all rows of a step at once.
 
-A token depends on (logits, history, seed, output index) alone: it is the same on any replica, in any
-company, and after a preemption or a move.
+A token depends on (logits, history, seed, output index) alone: it is the same on any replica, in any batch,
+and after a preemption or a move.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ BATCHES_KEPT = 16
 
 
 class Sampler:
-    """Chooses tokens for the requests of a replica, and keeps what their rules need of the past.
+    """Samples tokens for the requests of a replica, and keeps the history that their rules need.
 
-    Of the worker that samples. What depends on the set of rows alone is made once for as long as batches of
-    the same rows come.
+    Only the worker that samples has one. What depends only on the requests of a batch is computed once and
+    kept while the same requests run together.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class Sampler:
     def start(
         self, request_id: str, sampling: Sampling, history: tuple[Sequence[int], Sequence[int]] = ((), ())
     ) -> None:
-        """Take a request in, or again after a preemption.
+        """Add a request, also again after a preemption.
 
         Parameters
         ----------
-        history : tokens of the prompt and of the output so far; looked at if `sampling.needs_history`
+        history : tokens of the prompt and of the output so far; used if `sampling.needs_history`
         """
         self.forget(request_id)
         self._samplings[request_id] = sampling
@@ -58,19 +58,19 @@ class Sampler:
 
         Parameters
         ----------
-        logits : [rows, vocab], any float type; left as they are
+        logits : [rows, vocab], any float type; not changed
         request_ids, indices : each row's request and the output index of the token to choose
 
         Returns
         -------
-        tokens, and log probabilities where a request asks for them; the latter are of the raw
-        distribution, before penalties, temperature and limits (vLLM's default)
+        tokens, and log probabilities for requests that ask for them; these are of the raw distribution,
+        before penalties, temperature and limits (vLLM's default)
 
         Notes
         -----
-        NaN counts as ruled out and infinity as the largest number; where nothing is left, all tokens are
-        alike. Everything stays on the logits' device until one transfer brings tokens and log probabilities;
-        there is a second one only if some row could not be settled by the first.
+        NaN counts as ruled out and infinity as the largest number; if nothing is left, all tokens are equally
+        likely. Everything stays on the logits' device until one transfer fetches tokens and log
+        probabilities; there is a second one only if the first could not settle some row.
         """
         counts = [self._samplings[request_id].logprobs for request_id in request_ids]
         raw = logits.float()
@@ -95,8 +95,8 @@ class Sampler:
     def _settle(
         self, scores: torch.Tensor, rows: Sequence[int], request_ids: Sequence[str], indices: Sequence[int]
     ) -> torch.Tensor:
-        """Choose for some rows that need the whole vocabulary in order, or logits that are not numbers
-        mended."""
+        """Sample for rows that need the whole vocabulary sorted, or whose logits have NaN or infinity to be
+        replaced."""
         scores = scores[torch.tensor(rows, device=scores.device)]
         scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
         scores.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
@@ -117,7 +117,7 @@ class Sampler:
 
 
 def _raw_logprobs(logits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor | None:
-    """Log probabilities [rows that ask, vocab]; counts below 0 do not ask."""
+    """Log probabilities [rows that ask for them, vocab]; a count below 0 does not ask."""
     rows = [row for row, count in enumerate(counts) if count >= 0]
     if not rows:
         return None
@@ -127,8 +127,8 @@ def _raw_logprobs(logits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor |
 def _fetch(
     tokens: torch.Tensor, logprobs: torch.Tensor | None, counts: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
-    """Tokens, their log probabilities and the likeliest ones' to the host, all in one float64 tensor (which
-    holds token ids and float32 exactly)."""
+    """Move tokens, their log probabilities and those of the likeliest tokens to the host, all in one float64
+    tensor (which holds token ids and float32 exactly)."""
     if logprobs is None:
         return tuple(tokens.tolist()), (None,) * len(counts)
     rows = [row for row, count in enumerate(counts) if count >= 0]
