@@ -1,6 +1,6 @@
-"""One set of checkers for every placement, whichever strategy or hand made it.
+"""Checks of a placement's invariants, the same for every strategy and for placements edited by hand.
 
-Each checker yields (key, problem) pairs; none means that the invariant holds.
+Each check yields (key, problem) pairs; none if the invariant holds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hexgen2.network.traffic import Traffic
 from hexgen2.placement import Placement, Replica, Route
 
 TOLERANCE = 1e-6
-"""Relative slack for rates that were added up in floating point."""
+"""Relative tolerance for sums of rates in floating point."""
 
 Violation = tuple[str, str]
 
 
 def violations(placement: Placement, source: str = "placement") -> list[Violation]:
-    """Everything that is wrong with a placement, in the order of its keys.
+    """All violated invariants of a placement, in the order of its keys.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def violations(placement: Placement, source: str = "placement") -> list[Violatio
 
 
 def verify(placement: Placement, source: str = "placement") -> None:
-    """Refuse a placement that breaks an invariant.
+    """Reject a placement that violates an invariant.
 
     Raises
     ------
@@ -134,8 +134,7 @@ def check_tensor_groups(placement: Placement, cluster: Cluster) -> Iterator[Viol
 
 
 def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
-    """Weights and the KV cache of max_batch requests fit in every GPU, as the placement's cost model
-    counts them."""
+    """The weights and the KV cache of max_batch requests fit in every GPU, by the placement's cost model."""
     if placement.cost_model.pipeline not in PIPELINE_SEMANTICS:
         yield "cost_model.pipeline", f"unknown '{placement.cost_model.pipeline}'"
         return
@@ -161,7 +160,7 @@ def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
 
 
 def check_flow(placement: Placement) -> Iterator[Violation]:
-    """No route and no replica carries more than its capacity, and utilisation says what is carried."""
+    """No route or replica carries more than its capacity, and utilisation agrees with the flow."""
     load: dict[str, float] = defaultdict(float)
     for k, route in enumerate(placement.routes):
         load[route.from_] += route.flow_req_s
@@ -180,8 +179,8 @@ def check_flow(placement: Placement) -> Iterator[Violation]:
 
 
 def check_throughput(placement: Placement) -> Iterator[Violation]:
-    """Flow is conserved: what the routes (and colocated replicas) carry is the throughput, and it stays
-    within the bound."""
+    """Flow is conserved: routes and colocated replicas together carry the throughput, which is within the
+    bound."""
     carried = math.fsum(route.flow_req_s for route in placement.routes)
     carried += math.fsum(
         r.utilisation * r.capacity_req_s for r in placement.replicas if r.role == "colocated"
@@ -194,8 +193,9 @@ def check_throughput(placement: Placement) -> Iterator[Violation]:
 
 
 def check_links(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
-    """The KV caches of all routes and the activations of all pipelines together load no link, network card,
-    uplink or GPU beyond what it carries, unless the placement says that routes do not share links."""
+    """No link, network card, uplink or GPU port carries more than it can, with the KV caches of all routes
+    and the activations of all pipelines together; not checked if the placement says that routes do not share
+    links."""
     if placement.cost_model.links != "shared" or placement.cost_model.name not in COST_MODELS:
         return
     for k, route in enumerate(placement.routes):
@@ -216,7 +216,7 @@ def check_links(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
 def traffic_of(
     cluster: Cluster, costs: CostModel, replicas: Iterable[Replica], routes: Iterable[Route]
 ) -> Traffic:
-    """The KV caches of all routes and the activations of all pipelines.
+    """The traffic of a placement: the KV caches of all routes and the activations of all pipelines.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The cluster as arrays: which device is where, and what lies between each two of them."""
+"""The cluster as arrays: where each device is, and the link between any two devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GBIT_S = 1e9 / 8  # bytes/s
 
 @dataclass(frozen=True)
 class Uplink:
-    """What these nodes (indices) share for their traffic with all others, in each direction."""
+    """The uplink that these nodes (indices) share for traffic with all others, in each direction."""
 
     name: str
     nodes: tuple[int, ...]
@@ -26,7 +26,7 @@ class Uplink:
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """Devices in the order of the spec, n of them, and the links between them.
+    """The n devices of a cluster, in the order of the spec, and the links between them.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Cluster:
     bandwidth_bytes_s, latency_s : [n, n] of the link from row to column; inf and 0 on the diagonal
     card_bytes_s : [nodes] what each node's network card carries in each direction; inf where there is
         one node only and the spec does not say
-    uplinks : what sets of nodes share
+    uplinks : those that sets of nodes share
     price_per_hour : [n] US dollars
     memory_bytes : [n]
     fabrics : what kind of links joins the devices of each node, for collectives
@@ -62,7 +62,7 @@ class Cluster:
 
     @classmethod
     def from_spec(cls, spec: ClusterSpec) -> Cluster:
-        """Build from a resolved spec. A measured matrix wins over links, links over the default."""
+        """The cluster of a resolved spec. A measured matrix wins over links, and links over the default."""
         cards, counts = [], []
         for node in spec.nodes:
             card_name, count = parse_accelerators(node.accelerators, spec.name, "nodes")
@@ -130,19 +130,19 @@ class Cluster:
         return {gpu_id: index for index, gpu_id in enumerate(self.gpu_ids)}
 
     def index(self, gpu_id: str) -> int:
-        """The position of a device; KeyError if there is none of that id."""
+        """The position of a device; KeyError for an unknown id."""
         return self._index_of[gpu_id]
 
     def indices(self, gpu_ids: Iterable[str]) -> list[int]:
-        """The positions of devices; KeyError if there is none of some id."""
+        """The positions of devices; KeyError for an unknown id."""
         return [self._index_of[gpu_id] for gpu_id in gpu_ids]
 
     def nodes_of(self, gpu_ids: Iterable[str]) -> list[int]:
-        """The index of each device's node; KeyError if there is none of some id."""
+        """The index of each device's node; KeyError for an unknown id."""
         return [int(self.node_of[self._index_of[gpu_id]]) for gpu_id in gpu_ids]
 
     def link(self, i: int, j: int) -> Link:
-        """From device i to device j."""
+        """The link from device i to device j."""
         fabric: Fabric = self.fabrics[self.node_of[i]] if self.node_of[i] == self.node_of[j] else ""
         return Link(float(self.bandwidth_bytes_s[i, j]), float(self.latency_s[i, j]), fabric)
 
@@ -155,7 +155,7 @@ def _inside(interconnect: InterconnectClass | InterconnectSpec, card: Accelerato
 
 
 def _network(spec: ClusterSpec) -> tuple[np.ndarray, np.ndarray]:
-    """[nodes, nodes] bandwidth in bytes/s and latency in seconds, from links and the default; none is
+    """[nodes, nodes] bandwidth in bytes/s and latency in seconds, from links and the default. No pair is
     faster than the network cards at its ends and the uplinks on its way."""
     names = {node.name: index for index, node in enumerate(spec.nodes)}
     size, default = len(names), spec.network.default
@@ -177,8 +177,8 @@ def _network(spec: ClusterSpec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cards(spec: ClusterSpec, network_bandwidth: np.ndarray) -> np.ndarray:
-    """[nodes] bytes/s of each network card: what the spec says, else the fastest link of the node, since
-    its card carries at least that."""
+    """[nodes] bytes/s of each network card: as the spec says, or else that of the node's fastest link, which
+    its card must carry at least."""
     between = np.where(np.eye(len(spec.nodes), dtype=bool), 0.0, network_bandwidth)
     fastest = np.maximum(between.max(axis=0, initial=0.0), between.max(axis=1, initial=0.0))
     given = [np.nan if n.network_gbit_s is None else n.network_gbit_s * _GBIT_S for n in spec.nodes]
@@ -195,8 +195,8 @@ def _uplinks(spec: ClusterSpec) -> tuple[Uplink, ...]:
 
 
 def between_nodes(matrix: np.ndarray, node_of: np.ndarray, reduce: np.ufunc) -> np.ndarray:
-    """[nodes, nodes] from [n, n]: the maximum or minimum over the pairs of a device of one node and one of
-    the other; inf on the diagonal."""
+    """[nodes, nodes] from a matrix [n, n]: the maximum or minimum over all pairs of a device of one node and
+    a device of the other; inf on the diagonal."""
     starts = np.flatnonzero(np.diff(node_of, prepend=-1))
     found = reduce.reduceat(reduce.reduceat(matrix, starts, axis=0), starts, axis=1)
     np.fill_diagonal(found, np.inf)

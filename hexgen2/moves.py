@@ -1,4 +1,4 @@
-"""What changes between two placements: the moves, and what they cost."""
+"""Moves: what changes between two placements, and what the change costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cost_model.fields import Name, Prose, between
 
 Action = Literal["keep", "restart", "reload", "start", "stop"]
 LARGEST = 1e30
-"""Of any figure of a placement: rates, bytes, seconds, prices."""
+"""The largest value of any number in a placement: rates, bytes, seconds, prices."""
 
 Positive = Annotated[float, Field(gt=0), between(1e-9, 1e12)]
 Figure = Annotated[float, Field(ge=0), between(0, LARGEST)]
@@ -21,20 +21,20 @@ class _Strict(BaseModel):
 
 
 class Move(_Strict):
-    """What becomes of one replica.
+    """What happens to one replica.
 
-    keep: it runs on untouched. restart: the same stages on the same GPUs, in another role or with another
-    batch; no weights move. reload: its stages change, and it loads what its GPUs do not hold already.
+    keep: it goes on running. restart: the same stages on the same GPUs, in another role or with another
+    batch; no weights move. reload: its stages change, and it loads the weights that its GPUs do not hold yet.
     start: it is new. stop: it ends.
 
     Attributes
     ----------
     replica : id in the new placement (of a "stop": in the old one)
     from_ : id in the old placement, if any
-    gpus : those of the new replica, in the order of its stages (of a "stop": those it leaves)
-    load_bytes : weights that all its GPUs load together
+    gpus : those of the new replica, in the order of its stages (of a "stop": those that it frees)
+    load_bytes : weights that its GPUs load, in total
     drain_s : until the replicas that its GPUs served have finished what they were doing
-    load_s : restart and load, after that
+    load_s : for restarting and loading after that
     """
 
     action: Action
@@ -47,7 +47,7 @@ class Move(_Strict):
 
 
 class Cost(_Strict):
-    """A plan's throughput once it stands, and what getting there costs."""
+    """The throughput of a placement once it runs, and what getting there costs."""
 
     req_s: Figure
     load_bytes: Figure
@@ -55,14 +55,14 @@ class Cost(_Strict):
 
 
 class Migration(_Strict):
-    """The trade of a re-plan: it maximises req_s * horizon_s - missed_requests.
+    """The trade-off of a re-plan, which maximises req_s * horizon_s - missed_requests.
 
     Attributes
     ----------
     before_req_s : of the old placement, under its own workload
-    unchanged_req_s : of what is left of it, under this workload, if nothing is done
+    unchanged_req_s : of what is left of it, under this workload, if nothing changes
     chosen : this placement
-    free : the best plan found without regard to moves
+    free : the best placement found if moves cost nothing
     """
 
     horizon_s: Positive

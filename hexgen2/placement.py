@@ -1,4 +1,4 @@
-"""The placement: one JSON schema for every strategy, the only thing that search and runtime share."""
+"""The placement: one JSON schema for all strategies, and all that the search passes on to the runtime."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import networkx
 
 OPTIMAL = 1e-4
-"""Relative gap to the bound up to which an answer counts as optimal: that of the integer program."""
+"""Relative gap to the bound up to which a placement counts as optimal; also the integer program's."""
 
 Role = Literal["prefill", "decode", "colocated"]
 Layer = Annotated[int, between(-1, 10**8)]
@@ -271,7 +271,7 @@ class Placement(_Strict):
         raise KeyError(replica_id)
 
     def to_json(self) -> str:
-        """Canonical text: same placement, same bytes."""
+        """The placement as text: the same placement always gives the same bytes."""
         return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n"
 
     def to_networkx(self) -> networkx.DiGraph:
@@ -279,6 +279,12 @@ class Placement(_Strict):
 
         Nodes have `role`, `gpus`, `shape`, `capacity_req_s` and `utilisation`; edges have `flow_req_s`,
         `capacity_req_s` and `kv_bytes_per_req`.
+
+        >>> import hexgen2
+        >>> p = hexgen2.search(cluster="hexgen2-case-study", model="llama-2-13b", workload="LPLD")
+        >>> graph = p.to_networkx()
+        >>> len(graph) == len(p.replicas), graph.number_of_edges() == len(p.routes)
+        (True, True)
         """
         import networkx
 
@@ -292,13 +298,13 @@ class Placement(_Strict):
         return graph
 
     def save(self, path: str | Path) -> None:
-        """Write atomically: the file is the whole placement or is not touched."""
+        """Write the placement to a file, as `-o` does; the file is written completely or not touched."""
         write_text(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:
-        """Read and validate the schema, and resolve the cluster, for an edited one may name cards of the
-        catalogue; the invariants are checked by hexgen2.checks.
+        """Read a placement, validate its schema, and resolve its cluster (an edited one may name cards of the
+        catalogue). Its invariants are not checked: see hexgen2.checks.
 
         Raises
         ------

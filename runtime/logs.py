@@ -1,10 +1,10 @@
-"""Logs of all processes in one form: who, when, how bad, and about which request.
+"""The log format of all processes: time, level, process, and the request that a line is about.
 
 What a line is about is given as `extra=about(...)`; `request_id` is the one that the client knows, `attempt`
 the one between front end and workers, which changes when a request is resumed.
 
-Warnings and errors that are alike are limited, so that garbage from outside cannot fill the log; nothing in a
-line can steer a terminal.
+Similar warnings and errors are limited, so that bad input cannot fill the log, and control characters are
+escaped, so that no line can control a terminal.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FORMATS = ("text", "json")
 FORMAT_VARIABLE, LEVEL_VARIABLE = "HEXGEN2_LOG_FORMAT", "HEXGEN2_LOG"
 ABOUT = ("replica", "request_id", "attempt")
 EACH = "each"
-"""In the `extra` of a line that is not left out, however many are like it."""
+"""Key in the `extra` of a line that is always written, however many are like it."""
 ALIKE, WINDOW_S = 10, 10.0
-"""So many lines that are alike are shown within so many seconds of the first."""
+"""Of similar lines, the first ALIKE within WINDOW_S seconds are written."""
 KINDS = 64
-"""Kinds of lines that are told apart at a time; all others together are one more kind."""
+"""Kinds of lines that are counted separately at a time; all others count as one more kind."""
 _TEMPLATE_CHARACTERS = 200
 
 

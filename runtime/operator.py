@@ -1,4 +1,4 @@
-"""The operator at the terminal: lines for them, and their signals to stop."""
+"""The operator's terminal: printing lines, and SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def be_quiet() -> None:
 
 
 def report(line: str) -> None:
-    """Print a line on stderr at once, unless quiet; control characters in it are shown as escapes."""
+    """Print a line on stderr at once, unless quiet, with control characters escaped."""
     if not _quiet:
         print(printable(line), file=sys.stderr, flush=True)
 
 
 def stop_signals(kill: Callable[[], None]) -> asyncio.Event:
-    """Set by the first SIGINT or SIGTERM; the second kills and ends this process at once."""
+    """An event that the first SIGINT or SIGTERM sets; the second calls `kill` and ends this process."""
     stopping = asyncio.Event()
 
     def on_signal() -> None:

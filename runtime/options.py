@@ -1,4 +1,4 @@
-"""How a placement is run: what a user may choose at the launch."""
+"""Options of a launch, with their defaults."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class EngineOptions:
     ----------
     dtype : type of weights and KV cache on all workers; "auto": float32 as soon as one of them is a CPU, else
         that of the checkpoint
-    block_tokens : tokens in a block of the KV cache
-    chunk_tokens : prompt tokens in a step that decodes, too
-    reuse_prefixes : let prompts share the KV cache of a common beginning
-    kv_transport : the way of KV caches between workers; "auto": the best that both have
+    block_tokens : tokens per block of the KV cache
+    chunk_tokens : most prompt tokens in a step that also decodes
+    reuse_prefixes : let prompts share the KV cache of a common prefix
+    kv_transport : how workers send KV caches to each other; "auto": the fastest that both support
     emulate_links : move KV caches no faster than the placement's links would
-    kv_scale : of the emulated engine's KV caches, one byte in so many is moved
+    kv_scale : the emulated engine moves one byte of KV cache in kv_scale
     """
 
     dtype: str = "auto"
@@ -53,23 +53,24 @@ class FrontOptions:
 
     Attributes
     ----------
-    queue_limit, client_queue_limit : requests that may wait for room, and those of one client (None: as many)
+    queue_limit, client_queue_limit : requests that may wait for room, and those of one client (None: the
+        same as queue_limit)
     queue_timeout_s : how long a request may wait before it starts
     kv_high_water : share of a replica's KV cache up to which requests are let in, counting what they are
         expected to grow by
-    api_keys : what clients must send one of, by the name of the client; none: everybody may ask
-    operator_key : what an operator must send to see metrics, requests and the placement, and to change it;
-        "": with api_keys that can be seen from this machine alone
-    allowed_hosts : names under which the server is asked; None: any
-    cors_origin : sites whose pages may ask
-    max_body_bytes, max_total_body_bytes : of a request, and of all that are in work
+    api_keys : keys by the name of the client; a client must send one of them. Empty: no key is needed
+    operator_key : key that an operator must send to see metrics, requests and the placement, and to change
+        it; "": with api_keys, only this machine may see them
+    allowed_hosts : Host names that the server answers to; None: any
+    cors_origin : sites whose pages may call the API
+    max_body_bytes, max_total_body_bytes : of one request, and of all in-flight requests
     max_choices, max_prompt_tokens : prompts times n of a request, and the tokens of all their prompts
-    max_messages : of a chat, and so many parts of them
+    max_messages : of a chat, and also of the parts of all its messages
     max_stop_strings, max_stop_length, max_stop_token_ids, max_logit_bias : strings, characters in one, tokens
     max_connections, max_address_connections : open at a time, and from one address (None: nine in ten)
     read_timeout_s : how long the headers of a request may take, and then its body
-    write_timeout_s : how long a client may read nothing of what is sent to it
-    otlp_endpoint : URL of a collector of traces; "": none are made
+    write_timeout_s : how long a client may read nothing while an answer is sent to it
+    otlp_endpoint : URL of an OpenTelemetry collector; "": no traces
     """
 
     queue_limit: int = QUEUE_LIMIT

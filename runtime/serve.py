@@ -1,4 +1,4 @@
-"""From a placement on disk to a served one, and back to a quiet machine."""
+"""Launches a placement and serves it until a signal stops it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What traffic between nodes shares: links, network cards and uplinks, each with a capacity per direction.
+"""What traffic between nodes shares: links, network cards and uplinks, with a capacity per direction.
 
-A max flow that knows links only (HexGen-2, section 3.3) lets every link of a node run at full speed at
-once, although all of them leave through the node's one network card.
-"""
+A max flow that only knows links (HexGen-2, section 3.3) lets all links of a node run at full speed at once,
+although they all pass the node's network card."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import numpy as np
 from hexgen2.cluster import Cluster, between_nodes
 
 Links = Literal["shared", "pairwise"]
-"""Whether traffic shares what it crosses, or every KV route has its links to itself (the paper's)."""
+"""Whether traffic shares what it crosses, or every KV route has its links to itself, as in the paper."""
 
 
 class SharedLinks:
@@ -49,7 +48,8 @@ class SharedLinks:
         return len(self.capacity_bytes_s)
 
     def resources_between(self, a: int, b: int) -> tuple[int, ...]:
-        """Indices of the resources that traffic from node a to node b takes; none inside a node."""
+        """The indices of the resources that traffic from node a to node b takes, the link first; none inside
+        a node."""
         if (a, b) not in self._between:
             self._between[a, b] = self._resources(a, b) if a != b else ()
         return self._between[a, b]
@@ -67,7 +67,8 @@ class SharedLinks:
         )
 
     def name(self, resource: int) -> str:
-        """In words: "the link from a to b", "the network card of a (out)", "uplink west (in)"."""
+        """The resource in words: "the link from a to b", "the network card of a (out)", "uplink west
+        (in)"."""
         n, uplinks = self.nodes, len(self._uplink_names)
         if resource < n * n:
             return f"the link from {self._node_names[resource // n]} to {self._node_names[resource % n]}"

@@ -150,7 +150,7 @@ class DecodeReplica:
         running.time_s = now
         self._busy = False
         if self._joining:
-            self._admit_landed(now)
+            self._admit_arrived(now)
         if self._free_tokens < 0:
             self._make_room(now)
         if running.count > record.peak_running:
@@ -242,7 +242,7 @@ class DecodeReplica:
         computed."""
         return self.running.count + len(self._computing) < self._kv_budget.max_batch
 
-    def _admit_landed(self, now: float) -> None:
+    def _admit_arrived(self, now: float) -> None:
         while self._joining and self._has_place():
             request, since_s = self._joining.popleft()
             self._record.waited_s += max(0.0, now - since_s)

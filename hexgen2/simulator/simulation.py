@@ -223,7 +223,7 @@ class Simulation:
             if not request.one_token:
                 cost = self._routes[request.prefill, request.decode]
                 request.on_their_way += 1
-                self.transfers.begin(request, cost, chunk.tokens, layers, begun_s, ends_s, self._landed)
+                self.transfers.begin(request, cost, chunk.tokens, layers, begun_s, ends_s, self._arrived)
 
     def _computed(self, request: _Request, now: float) -> None:
         """A prefill replica has computed a whole prompt."""
@@ -238,7 +238,7 @@ class Simulation:
         else:
             self.kv_budgets[request.decode].grow(request.index)
 
-    def _landed(self, request: _Request, now: float) -> None:
+    def _arrived(self, request: _Request, now: float) -> None:
         """The KV cache of a chunk has arrived."""
         request.on_their_way -= 1
         if request.phase == "moving" and not request.on_their_way:

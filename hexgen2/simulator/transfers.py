@@ -156,7 +156,7 @@ class Transfers:
         transfer = _Transfer(request, uses, begins_s + cost.latency_s, most=early, done=done)
         self._in_flight[request].append(transfer)
         if not uses:
-            self._schedule(computed_s + cost.latency_s, self._landed, transfer)
+            self._schedule(computed_s + cost.latency_s, self._arrived, transfer)
             return
         if early:
             self._schedule(transfer.begun_s, self._start, transfer)
@@ -218,9 +218,9 @@ class Transfers:
     def _finish(self, now: float, due: tuple[_Transfer, int]) -> None:
         transfer, version = due
         if version == transfer.version:
-            self._landed(now, transfer)
+            self._arrived(now, transfer)
 
-    def _landed(self, now: float, transfer: _Transfer) -> None:
+    def _arrived(self, now: float, transfer: _Transfer) -> None:
         if transfer.version < 0:
             return
         others = self._in_flight[transfer.request]

@@ -1,4 +1,4 @@
-"""What every request passes first: its key, the name it asks under, its sizes, and who it comes from."""
+"""The checks that every request passes first: its key, Host name and sizes, and who sends it."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ OPERATOR, ANY = "operator", "*"
 class AccessControl:
     """ASGI middleware: gives each request an Origin (`request.state.origin`), or refuses it.
 
-    Refused are requests under another name than `allowed_hosts` (403), without a key (401; health is open),
-    with too many headers (431), with a body that is too large (413), too slow (408) or not JSON by its
-    Content-Type (415), and, while the bodies of others fill the memory meant for them, with any (503). A
-    client may name its request with X-Request-Id, which every answer carries, and say with
-    X-Request-Timeout-S in how many seconds it must have ended. HEAD is answered as GET, without the body.
+    It refuses requests with a Host that is not in `allowed_hosts` (403), without a key (401; /health needs
+    none), with too many headers (431), with a body that is too large (413), too slow (408) or not JSON by its
+    Content-Type (415), and any body while those of other requests fill the memory for them (503). A client
+    may name its request with X-Request-Id, which every answer carries, and limit its time with
+    X-Request-Timeout-S. HEAD is answered like GET, without the body.
 
-    What is not for clients (metrics, requests, the placement) takes the operator's key if there is one; else,
+    What is not for clients (metrics, requests, the placement) needs the operator's key if there is one; else,
     where clients have keys, it is shown to this machine alone, and changed with one of those keys.
 
     Parameters
     ----------
-    check_place : raises HexGen2Error if nothing that a client asks for can be generated now: it is then
-        refused before its body is read, so that refusing takes little from those who are served
+    check_place : raises HexGen2Error while no request of a client can be accepted: when the queue is full,
+        requests are rejected before the body is read, which keeps rejecting cheap
     """
 
     def __init__(self, app: ASGIApp, options: FrontOptions, check_place: Callable[[str], None]) -> None:
@@ -117,7 +117,7 @@ class AccessControl:
         found = HOST.fullmatch(host.strip().lower())
         name = found[1].rstrip(".") if found else ""
         if name not in allowed and not is_loopback(name):
-            message = "this server is not asked under this name; an operator adds it with --allowed-hosts"
+            message = "this server does not serve this Host name; an operator can add it with --allowed-hosts"
             raise ApiError(403, message, "invalid_request_error", "Host")
 
     def _client(self, scope: Scope, headers: Headers) -> str:
@@ -143,13 +143,13 @@ class AccessControl:
     def _check_operator(self, headers: Headers, address: str) -> None:
         if self._operator:
             if self._operator.name_of(_bearer(headers)) is None:
-                message = "this takes the operator's key; send it as Authorization: Bearer KEY"
+                message = "this needs the operator's key; send it as Authorization: Bearer KEY"
                 raise ApiError(401, message, "invalid_request_error", code="invalid_api_key")
             return
         elsewhere = not is_loopback(address) or any(name in headers for name in FORWARDED)
         if self._keys and elsewhere:
             message = (
-                "this is shown to the server's own machine alone, unless it is started with --operator-key"
+                "only the server's own machine may see this, unless the server is started with --operator-key"
             )
             raise ApiError(403, message, "invalid_request_error")
 
@@ -162,16 +162,16 @@ class AccessControl:
             raise ApiError(503, full, "service_unavailable", None, "overloaded", 1)
 
     def too_slow(self) -> str:
-        """What is said of a body that is."""
+        """The message for such a body."""
         return f"the body took longer than {self.options.read_timeout_s:g} s (--read-timeout-s)"
 
     def too_large(self) -> str:
-        """What is said of a body that is."""
+        """The message for such a body."""
         return f"the body is larger than {self.options.max_body_bytes} bytes (--max-body-bytes)"
 
 
 class _Body:
-    """The body of a request on its way: no larger and no slower than it may be."""
+    """The body of a request while it arrives, limited in size and time."""
 
     def __init__(self, receive: Receive, access: AccessControl) -> None:
         self._receive, self._access = receive, access
@@ -201,7 +201,7 @@ def _bearer(headers: Headers) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name, or an address, is one that this machine has for itself."""
+    """Whether a host name or address is a loopback one."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

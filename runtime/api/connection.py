@@ -71,10 +71,10 @@ class _Gathered:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's connection over httptools, but that answers in OpenAI's form what is no request:
+    """uvicorn's connection over httptools, which answers whatever is not a request in OpenAI's error format:
 
-    503 where there are `max_connections` already, 429 where too many of them are of one address, 408 for
-    headers that are not here within `read_timeout_s`, 431 for too many bytes of them, 405 for CONNECT, 400
+    503 beyond `max_connections`, 429 for too many connections of one address, 408 for
+    headers that do not arrive within `read_timeout_s`, 431 for too many bytes of them, 405 for CONNECT, 400
     for what is not HTTP. One whose client reads nothing for `write_timeout_s` is cut. Offers of other
     protocols (h2c of Java's client) are passed over. A client that sends no more, but listens, is answered.
     """
@@ -104,10 +104,10 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.connections) > 2 * most:
             transport.abort()
         elif len(self.connections) > most:
-            full = f"there are {most} connections already (--max-connections)"
+            full = f"there are already {most} connections (--max-connections)"
             self._refuse(ApiError(503, full, "service_unavailable", None, "overloaded", 1))
         elif self.by_address[self._address] > own_most:
-            full = f"there are {own_most} connections of this address already (--max-address-connections)"
+            full = f"there are already {own_most} connections from this address (--max-address-connections)"
             self._refuse(ApiError(429, full, "rate_limit_error", None, "too_many_connections", 1))
         else:
             self._within(self.options.read_timeout_s, self._too_slow)
@@ -138,11 +138,11 @@ class HttpConnection(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserError as fault:
-                self._refuse(self._why or ApiError(400, f"this is no HTTP request: {fault}", BAD))
+                self._refuse(self._why or ApiError(400, f"this is not an HTTP request: {fault}", BAD))
                 return
             except httptools.HttpParserUpgrade as offer:
                 if self.parser.get_method() == b"CONNECT":
-                    self._refuse(ApiError(405, "this server is no proxy: CONNECT", BAD))
+                    self._refuse(ApiError(405, "this server is not a proxy: CONNECT", BAD))
                     return
                 head = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
                 kept = (header for header in self.headers if header[0] not in OFFERS)

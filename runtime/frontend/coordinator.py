@@ -1,8 +1,8 @@
-"""The front end's side of serving: takes requests, lets them begin, and knows which replicas there are.
+"""The front end of a fleet: queues requests, starts them on replicas and adds or removes replicas.
 
-A request waits until a route has room for it (`admission.py`), or its time is up. Once it has begun, it is in
-work (`in_flight.py`), until it ends, or waits again because a replica failed it. Meanwhile replicas are lost,
-come back, and make way for those of another placement.
+A request waits until a route has room for it (`routing/admission.py`) or its time is up. From its start it is
+in flight (`in_flight.py`) until it ends, or until a replica fails it and it waits again. Meanwhile replicas
+are lost, return, and are replaced by those of another placement.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """Takes requests, has each begin on a route with room for it, and keeps account of who serves.
+    """Queues requests, starts each on a route with room for it, and tracks which replicas serve.
 
     Parameters
     ----------
-    router : decides on the route of each request
+    router : chooses the route of each request
     replicas : by id, with links to workers that are ready
-    observer : told of tokens and ends
-    queue_limit, client_queue_limit : requests that may wait for room, and those of one client (None: as many)
+    observer : notified of tokens and of the ends of requests
+    queue_limit, client_queue_limit : requests that may wait for room, and those of one client (None: the
+        same as queue_limit)
     queue_timeout_s : how long a request may wait before it starts
-    ping_every_s : how often each worker is asked whether it is there
-    plan : of the placement, gives the routes that are left after a loss; None: see Admission
+    ping_every_s : interval at which each worker is pinged
+    plan : computes the routes that remain after a loss; None: see Admission
     """
 
     def __init__(
@@ -96,16 +97,16 @@ class Coordinator:
 
     @property
     def records(self) -> Sequence[RequestRecord]:
-        """Of the last requests that ended, oldest first."""
+        """Records of the latest requests that ended, oldest first."""
         return self._in_flight.records
 
     @property
     def context_tokens(self) -> int:
-        """Prompt and output tokens that the roomiest route can hold; 0 without routes."""
+        """Prompt and output tokens that the route with the most KV cache can hold; 0 without routes."""
         return self._admission.context_tokens
 
     def check_serving(self) -> None:
-        """Raise Unavailable if no route is left, or the server stops."""
+        """Raise Unavailable if no route is left or the server is stopping."""
         if self._stopped:
             raise Unavailable("the server is stopping")
         self._admission.check_serving()
@@ -124,25 +125,26 @@ class Coordinator:
         on_lost: Callable[[Replica], bool] = lambda _: False,
         on_explained: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
-        """Begin to listen to the workers and to watch them; needs a running event loop.
+        """Start listening to the workers and watching them; needs a running event loop.
 
         Parameters
         ----------
-        on_lost : told of a replica that is lost; whether it will be revived, so that requests may wait for it
-        on_explained : told of replicas that died of a request, which is served no more
+        on_lost : called with a lost replica; returns whether it is being restarted, so that requests may wait
+            for it
+        on_explained : called with replicas that died of a request which is not resumed again
         """
         self._on_lost, self._on_explained = on_lost, on_explained
         for replica in self.replicas.values():
             self._listeners.listen(replica)
 
     def revive(self, replica_id: str, links: Mapping[str, WorkerLink]) -> None:
-        """Use a replica again that was lost: its workers have been started anew."""
+        """Use a lost replica again whose workers have been restarted."""
         replica = self.replicas[replica_id]
         replica.begin_again(links)
         self._use(replica)
 
     def revive_no_more(self, replica_id: str) -> None:
-        """Have no request wait any more for a replica that was lost."""
+        """Stop waiting for a lost replica: requests that only it could serve fail."""
         error = Unavailable(self.lost.get(replica_id, ""))
         for request in self._admission.give_up(replica_id):
             self._end(request, "failed", error)
@@ -150,12 +152,12 @@ class Coordinator:
     # another placement
 
     def change(self, plan: Reflow, coming: Mapping[str, Replica], forgotten: Collection[str] = ()) -> None:
-        """Go on with other replicas: those of a plan.
+        """Switch to the replicas of another plan.
 
         Parameters
         ----------
-        coming : those that do not serve yet; they `join` later
-        forgotten : those that are lost for good and no part of the plan
+        coming : replicas that do not serve yet; they `join` later
+        forgotten : replicas that are lost for good and not part of the plan
         """
         self.plan = plan
         for name in forgotten:
@@ -165,27 +167,27 @@ class Coordinator:
         self._admit()
 
     def join(self, replica_id: str, links: Mapping[str, WorkerLink]) -> None:
-        """Use a replica that has started."""
+        """Use a new replica whose workers have started."""
         replica = self.replicas[replica_id]
         replica.links = links
         self._use(replica)
 
     def give_up(self, replica_id: str, reason: str) -> None:
-        """Count a replica as lost that did not start."""
+        """Count a replica as lost, because it did not start or did not finish."""
         self._lose(self.replicas[replica_id], reason)
 
     def retire(self, replica_ids: Collection[str]) -> None:
-        """Give some replicas no new requests any more; what they serve, they finish."""
+        """Send some replicas no new requests; they finish those that they have."""
         for request in self._admission.retire(replica_ids):
             self._end(request, "failed", Unavailable("no replica is left that could serve it"))
 
     def send_away(self, replica_id: str) -> None:
-        """Resume elsewhere what a replica still serves."""
+        """Resume the requests of a replica on others."""
         self._in_flight.send_away(self.replicas[replica_id], Unavailable(f"replica {replica_id} leaves"))
         self._admit()
 
     def leave(self, replica_id: str) -> None:
-        """Forget a replica that was retired and serves nothing any more; the launcher ends its workers."""
+        """Forget a retired replica that has finished its requests; the launcher ends its workers."""
         self._listeners.leave(replica_id)
         del self.replicas[replica_id]
 
@@ -195,7 +197,7 @@ class Coordinator:
         sampling: Sampling,
         origin: Origin = UNKNOWN,
     ) -> Request:
-        """Take a request; it starts at once or waits its turn.
+        """Accept a request; it starts at once or waits in the queue.
 
         Raises
         ------
@@ -222,13 +224,13 @@ class Coordinator:
         return request
 
     def cancel(self, request: Request, outcome: Outcome = "cancelled") -> None:
-        """Stop a request, in whatever phase. Its memory counts as used until the replicas freed it."""
+        """Stop a request in any state. Its memory counts as used until the replicas have freed it."""
         if not request.has_ended:
             self._end(request, outcome, None)
             self._admit()
 
     async def stop(self) -> None:
-        """Fail every request and stop listening. The workers are left to the launcher."""
+        """Fail every request and stop listening. The launcher stops the workers."""
         self._stopped = True
         for request in [*self._admission.waiting, *self._in_flight.requests.values()]:
             if not request.has_ended:
@@ -241,7 +243,7 @@ class Coordinator:
         return f"r{next(self._numbers)}"
 
     def _join_queue(self, request: Request) -> None:
-        """Queue a request, unless there is no place for it or it would wait longer than it may."""
+        """Queue a request, unless the queue is full or the request would wait longer than it may."""
         ahead, now = self._queue.ahead(request), time.monotonic()
         wait_s = self._wait_estimate.wait_s(ahead, now) or 0.0
         own_s = request.origin.timeout_s
@@ -262,12 +264,12 @@ class Coordinator:
         request.deadlines.append(asyncio.get_running_loop().call_later(limit_s, end, request))
 
     def _waited_too_long(self, request: Request) -> None:
-        """The request has not started in time."""
+        """Time out a request that has not started."""
         if request.state is RequestState.WAITING and not request.record.routed_s:
             self._give_up_waiting(request, "timeout", f"no room for it within {self._queue_timeout_s:g} s")
 
     def _still_waits(self, request_id: str, request: Request) -> None:
-        """Nothing has taken the request up again in time, since it was given this id."""
+        """Time out a request that no replica has resumed since it got this id."""
         if request.state is RequestState.WAITING and request.request_id == request_id:
             late = f"no replica has taken it up again within {self._queue_timeout_s:g} s"
             self._give_up_waiting(request, "timeout", late)
@@ -287,7 +289,7 @@ class Coordinator:
         self._admit()
 
     def _admit(self) -> None:
-        """Start waiting requests as long as there is room."""
+        """Start waiting requests while there is room."""
         while not self._stopped and (admitted := self._admission.next()) is not None:
             self._wait_estimate.started(time.monotonic())
             self._in_flight.begin(*admitted)
@@ -297,7 +299,7 @@ class Coordinator:
         return not self._stopped and self._admission.can_ever_start(request)
 
     def _wait_again(self, request: Request) -> None:
-        """Put a request first in the queue, under another id: workers may still be forgetting the old one."""
+        """Put a request first in the queue under a new id: workers may still be releasing the old one."""
         request.on(RequestEvent.WAIT_AGAIN)
         request.route = None
         request.record.request_id = self._new_id()
@@ -317,7 +319,7 @@ class Coordinator:
         self._admit()
 
     def _lose(self, replica: Replica, reason: str) -> None:
-        """A replica is gone: route around it, resume elsewhere what needs it, stop its other workers."""
+        """Route around a replica that failed, resume its requests elsewhere and stop its other workers."""
         if replica.replica_id in self.lost or self._stopped:
             return
         text = f"replica {replica.replica_id} is lost ({reason})"

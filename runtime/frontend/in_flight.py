@@ -1,13 +1,13 @@
-"""The requests in work: what replicas are asked to do for them, and what becomes of each by their answers.
+"""In-flight requests: the messages to the replicas that serve them, and what each answer changes.
 
-One state machine per request, driven by the messages of the replicas' drivers:
+Each request is a state machine (`request_state.py`), driven by the messages of the replicas' drivers:
 
     waiting -> reserving (ReserveKv) -> prefilling (Prefill) -> decoding (Decode) -> ended
 
 A request that decodes where it was prefilled, or that asks for one token, skips reserving and
 decoding. One whose replica is lost or gives it up waits again, under another id, to be resumed elsewhere: its
 prompt and the tokens so far are prefilled, and the stream goes on with the next one. One that may be what two
-replicas died of is resumed no more, and neither is one that a replica says is broken. Memory is accounted
+replicas died of is not resumed again, and neither is one that a replica calls broken. Memory is accounted
 for from the moment a request is routed until every replica involved has said Released (or refused it), so
 that the accounting never runs ahead of the workers.
 """
@@ -43,27 +43,27 @@ log = logging.getLogger(__name__)
 
 RECORDS_KEPT = 1000
 RESUMES = 3
-"""How often a request is resumed at most: it may be what its replicas fail of."""
+"""Most resumes of one request: it may be the reason why its replicas fail."""
 DEATHS = 2
-"""Replicas that a request may see die before it is resumed no more: it may be what they die of."""
+"""A request is not resumed again after so many replicas died with it on board: it may be the cause."""
 
 
 class InFlight:
-    """Follows requests through the replicas and accounts for their KV cache.
+    """Tracks started requests through the replicas and accounts for their KV cache.
 
     Attributes
     ----------
-    requests : those of which a message may come, by the id that the workers know
-    records : of the last that ended, oldest first
+    requests : those that a message may still be about, by the id that the workers know
+    records : those of the latest requests that ended, oldest first
 
     Parameters
     ----------
     replicas : by id; they may come and go
-    observer : told of tokens and ends
-    admit : lets requests begin that wait for room, after some may have become free
+    observer : notified of tokens and of the ends of requests
+    admit : starts waiting requests after memory may have become free
     can_wait_again : whether a request could begin on some route, now or later
-    wait_again : makes a request the first to begin, under another id
-    explained : told of replicas that a request killed, which is not resumed any more
+    wait_again : puts a request first in the queue, under a new id
+    explained : called with replicas that died of a request which is not resumed again
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class InFlight:
             try:
                 self._observer.ended(request.record)
             except Exception:
-                log.exception("the end of request %s could not be told", request.client_request_id)
+                log.exception("the observer failed at the end of request %s", request.client_request_id)
 
     def _break(self, request: Request, why: Exception | str) -> None:
-        """End a request that fails by itself; the others of its replicas go on."""
+        """End a request that is itself the fault; the other requests of its replicas go on."""
         extra = about(request.client_request_id, request.request_id)
         if isinstance(why, Exception):
             log.error("what was done for a request failed", exc_info=why, extra=extra)
@@ -151,14 +151,14 @@ class InFlight:
     # without a replica
 
     def send_away(self, replica: Replica, error: HexGen2Error) -> None:
-        """Resume elsewhere what a replica still serves; what cannot be ends with the error."""
+        """Resume the requests of a replica elsewhere; those that cannot be resumed end with the error."""
         for request_id in reversed(list(replica.held)):
             request = self.requests.get(request_id)
             if request is not None and not request.has_ended and _needs(request, replica.replica_id):
                 self._resume(request, error)
 
     def lose(self, replica: Replica, error: HexGen2Error) -> None:
-        """Resume elsewhere what needs a replica that is gone, and holds nothing any more."""
+        """Resume elsewhere the requests that need a lost replica, which no longer holds anything."""
         on_board = list[Request]()
         for request_id in reversed(list(replica.held)):  # the oldest goes to the head of the queue last
             replica.release(request_id)
@@ -198,7 +198,7 @@ class InFlight:
             self._explained(set(explained.values()))
 
     def _resume(self, request: Request, error: HexGen2Error) -> None:
-        """Go on elsewhere with a request that was failed by a replica; end it if that is impossible."""
+        """Resume a request that a replica failed; end it with the error if that is impossible."""
         record = request.record
         if record.resumes == RESUMES or not self._can_wait_again(request):
             self.end(request, "failed", error)
@@ -217,7 +217,7 @@ class InFlight:
     # messages of the workers
 
     def handle(self, replica: Replica, message: Message) -> None:
-        """Take what a worker of a replica says. What fails at that about one request ends that request."""
+        """Handle a message of a worker. If this fails for one request, that request ends."""
         for part in message.outputs if isinstance(message, StepOutput) else (message,):
             try:
                 self._take(replica, part)
@@ -266,7 +266,7 @@ class InFlight:
             _ask(prefill, request, request.prefill(replica.replica_id, cached_tokens))
 
     def _on_refused(self, replica: Replica, request: Request) -> None:
-        """A replica had no room, although the accounting saw some: it holds nothing of the request."""
+        """A replica had no room although the accounting showed some: it holds nothing of the request."""
         if request.has_ended:
             self._on_released(replica, request.request_id)
             return
@@ -310,7 +310,7 @@ class InFlight:
                 self._replicas[record.decode_replica].send(request.decode(output))
 
     def _on_failed(self, replica: Replica, message: RequestFailed) -> None:
-        """A replica gives a request up, and says Released later as it does after a Cancel."""
+        """A replica gave up a request; Released follows, as after a Cancel."""
         request = self.requests.get(message.request_id)
         if request is not None and not request.has_ended:
             gave_up = f"replica {replica.replica_id} gave up request {message.request_id}: {message.text}"
@@ -337,20 +337,23 @@ class InFlight:
         self._admit()
 
     def _forget_if_settled(self, request: Request) -> None:
-        """Once a request has ended and holds nothing, no message can be about it."""
+        """Drop a request that has ended and holds nothing: no message can be about it."""
         if request.has_ended and not request.holders:
             self.requests.pop(request.request_id, None)
 
 
 def _needs(request: Request, replica_id: str) -> bool:
-    """Whether a request cannot go on without a replica that holds some of it."""
+    """Whether a request cannot continue without one of the replicas that hold its KV cache."""
     prefilled = request.state is RequestState.DECODING and request.record.kv_arrived
     return replica_id == request.record.decode_replica or not prefilled
 
 
 def _ask(replica: Replica, request: Request, message: Message) -> None:
-    """Send a replica the first that it hears of a request. If that cannot be sent, it holds nothing. Before
-    one that may have killed another replica comes the question whether this one lives."""
+    """Send a replica its first message about a request; if that fails, the replica holds nothing.
+
+    A Ping precedes a request that may have killed another replica: whether it is answered tells whether this
+    one was alive by then.
+    """
     try:
         if request.deaths:
             replica.send(Ping())
@@ -361,6 +364,6 @@ def _ask(replica: Replica, request: Request, message: Message) -> None:
 
 
 def log_request(request: Request, text: str, *values: object) -> None:
-    """Say what became of a request."""
+    """Log a step in the life of a request."""
     if log.isEnabledFor(logging.INFO):
         log.info(f"request {text}", *values, extra=about(request.origin.request_id, request.request_id))

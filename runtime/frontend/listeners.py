@@ -1,4 +1,4 @@
-"""Who hears the workers: a reader of each link, and a watch over it, for as long as its replica serves."""
+"""The tasks that read the messages of each worker and notice when it falls silent."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = logging.getLogger(__name__)
 
 
 class Listeners:
-    """Tasks by replica.
+    """Reads and watches the links of each replica while it serves.
 
     Parameters
     ----------
-    handle : takes every message of a replica's workers, but for Failed
-    lost : told of a replica one of whose workers is gone, failed or silent, and why
-    ping_every_s : how often each worker is asked whether it is there
+    handle : called with every message of a replica's workers except Failed
+    lost : called with a replica one of whose workers is gone, failed or silent, and the reason
+    ping_every_s : interval at which each worker is pinged
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Listeners:
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
 
     def listen(self, replica: Replica) -> None:
-        """Begin to hear a replica's workers, and to watch them."""
+        """Start reading and watching the links of a replica."""
         self._tasks[replica.replica_id] = [
             asyncio.create_task(hear(replica, worker, link))
             for worker, link in replica.links.items()
@@ -44,13 +44,13 @@ class Listeners:
         ]
 
     def leave(self, replica_id: str) -> None:
-        """Hear nothing more of a replica; may be called from what its messages brought about."""
+        """Stop listening to a replica; may be called while one of its messages is handled."""
         for task in self._tasks.pop(replica_id, []):
             if task is not asyncio.current_task():
                 task.cancel()
 
     async def stop(self) -> None:
-        """Hear nothing more of anybody."""
+        """Stop listening to all replicas."""
         tasks = [task for own in self._tasks.values() for task in own]
         for task in tasks:
             task.cancel()

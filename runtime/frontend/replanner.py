@@ -41,13 +41,13 @@ Configured = Callable[[Placement], tuple[dict[str, Configure], dict[str, ServedR
 
 
 class Replanner:
-    """Re-plans after losses, or when asked to.
+    """Searches for another placement after losses or on request, and switches to it.
 
     Parameters
     ----------
     configured : from a placement to the configurations of its workers, and its replicas without links
-    after_s : how long it waits for further losses first
-    report : takes lines for the operator
+    after_s : how long to wait for further losses first
+    report : prints a line for the operator
     taken_up : called once a new placement serves
     """
 
@@ -73,11 +73,11 @@ class Replanner:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to wait for losses."""
+        """Start waiting for losses."""
         self._task = asyncio.create_task(self._run())
 
     def stays_lost(self, _: ServedReplica) -> None:
-        """A replica will not come back by itself, as far as can be seen."""
+        """Plan around a replica that is not restarted, or only once its machine is back."""
         self._asked.set()
 
     def ask(self) -> bool:
@@ -90,11 +90,11 @@ class Replanner:
         return True
 
     def _back(self) -> list[str]:
-        """Lost GPUs whose machine is there again."""
+        """Lost GPUs whose machine has returned."""
         return sorted(self._away.difference(self._launcher.unreachable(self._gpus)))
 
     async def stop(self) -> None:
-        """Leave everything as it is."""
+        """Stop, and leave the fleet as it is."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -1,4 +1,4 @@
-"""One request in work: its stream of tokens, its state, and the record that stays of it."""
+"""A request of the front end: its stream of tokens, its state and its record."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Death:
 
 
 class Observer(Protocol):
-    """Told of every token and of every request's end; the metrics are one."""
+    """Notified of every token and of the end of every request; the metrics are one."""
 
     def token_gap(self, seconds: float) -> None:
         """The time between two tokens of a request (ITL)."""
@@ -85,7 +85,7 @@ class Observer(Protocol):
 
 
 class Request:
-    """One request in work: an async iterator of its tokens, in order and each once.
+    """A request, and an async iterator of its tokens, in order and each once.
 
     Iteration raises Unavailable, or Broken, if the request cannot be finished. `holders` are the replicas
     that KV cache is accounted to; `tokens` are the prompt and the output so far, `begun_tokens` of which were
@@ -192,10 +192,10 @@ class Request:
         if replica := self.holders.pop(replica_id, None):
             replica.release(self.request_id)
 
-    # what the replicas are told
+    # messages to the replicas
 
     def reserve_kv(self) -> ReserveKv:
-        """To the decode replica, first."""
+        """The first message to the decode replica."""
         return ReserveKv(
             request_id=self.request_id,
             prompt=tuple(self.tokens),

@@ -1,4 +1,4 @@
-"""In which order replicas make way for others while requests run: wave by wave, so that some always serve."""
+"""The order in which replicas are replaced while requests run: in waves, so that some always serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the workers of lost replicas again, ever more slowly if they keep dying."""
+"""Restarts the workers of lost replicas, with growing delays if they keep dying."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 STEADY_S = 60.0
-"""A replica that has served for so long has overcome what it died of before."""
+"""After serving this long, a replica has overcome the cause of its earlier deaths."""
 HOUR_S = 3600.0
 ROWS_PER_HOUR = 3
-"""Times the limit of starts in a row: so many starts within an hour at most, however steady between."""
+"""Most restarts within an hour, as a multiple of the limit in a row, however long it serves in between."""
 
 
 @dataclass(slots=True)
@@ -32,20 +32,20 @@ class _History:
     starts_s: deque[float] = field(default_factory=deque)
 
     def within_an_hour(self, now_s: float) -> int:
-        """Starts in the last hour."""
+        """Restarts in the last hour."""
         while self.starts_s and now_s - self.starts_s[0] > HOUR_S:
             self.starts_s.popleft()
         return len(self.starts_s)
 
 
 class Supervisor:
-    """Brings replicas back that the coordinator has lost.
+    """Restarts the replicas that the coordinator has lost.
 
     Parameters
     ----------
-    limit : starts in a row after each of which the replica dies again within STEADY_S; then it stays lost, as
-        after ROWS_PER_HOUR times as many within an hour
-    report : takes lines for the operator
+    limit : most restarts in a row, each followed by a death within STEADY_S, before a replica stays lost; it
+        also stays lost after ROWS_PER_HOUR times this limit within an hour
+    report : prints a line for the operator
     now_s : the clock
     """
 
@@ -65,15 +65,15 @@ class Supervisor:
 
     @property
     def staying_lost(self) -> Collection[str]:
-        """Lost replicas that are not started again, or not until a machine is back."""
+        """Lost replicas that are not restarted, or only once their machine is back."""
         return self._coordinator.states.which_are(ReplicaState.LOST, ReplicaState.AWAY)
 
     def on_stays_lost(self, call: Callable[[Replica], None]) -> None:
-        """Have somebody told of a replica that is not started again, or not until its machine is back."""
+        """Call a function with each replica that is not restarted, or only once its machine is back."""
         self._stays_lost = call
 
     def lost(self, replica: Replica) -> bool:
-        """Begin to bring a replica back; whether it may come."""
+        """Start to restart a lost replica; returns whether it is being restarted."""
         if self._coordinator.states[replica.replica_id] in (ReplicaState.OUTGOING, ReplicaState.LEAVING):
             return False
         if self._limit and replica.links:
@@ -83,14 +83,13 @@ class Supervisor:
         return False
 
     async def leave_alone(self, names: Collection[str]) -> list[str]:
-        """Start some replicas no more, whatever becomes of them; those of which a start was under way, and is
-        given up."""
+        """Do not restart some replicas until `resume`; returns those whose restart was cancelled by this."""
         for name in names:
             self._coordinator.states.on(ReplicaEvent.LEAVE_ALONE, name)
         return await self._cancel(names)
 
     async def _cancel(self, names: Collection[str]) -> list[str]:
-        """Cancel starts; the replicas for which one was under way."""
+        """Cancel restarts; returns the replicas for which one was in progress."""
         under_way = [name for name in names if name in self._tasks and not self._tasks[name].done()]
         tasks = [self._tasks.pop(name) for name in names if name in self._tasks]
         for task in tasks:
@@ -99,13 +98,13 @@ class Supervisor:
         return under_way
 
     def resume(self, names: Collection[str]) -> None:
-        """Start lost replicas after all that were left alone."""
+        """Restart lost replicas that were left alone."""
         for name in names:
             self._coordinator.states.on(ReplicaEvent.RESUME, name)
             self._tasks[name] = asyncio.create_task(self._bring_back(self._coordinator.replicas[name]))
 
     def forgive(self, names: Collection[str]) -> None:
-        """Replicas died of a request, which is served no more: their deaths do not count."""
+        """Forget the deaths of some replicas: a request caused them, and it is not resumed again."""
         for name in names:
             if history := self._histories.get(name):
                 history.in_a_row = 0
@@ -116,7 +115,7 @@ class Supervisor:
         self._histories.pop(name, None)
 
     async def stop(self) -> None:
-        """Start nothing any more."""
+        """Cancel every restart."""
         await self._cancel(list(self._tasks))
 
     async def _bring_back(self, replica: Replica) -> None:
@@ -129,7 +128,7 @@ class Supervisor:
             await self._until_reachable(replica)
             history.in_a_row += 1
             history.starts_s.append(self._now_s())
-            log.warning("replica %s is started again, %d in a row", name, history.in_a_row)
+            log.warning("restarting replica %s, attempt %d in a row", name, history.in_a_row)
             try:
                 links = await self._launcher.restart(workers, log.info)
             except (HexGen2Error, OSError) as error:
@@ -144,7 +143,8 @@ class Supervisor:
         self._stays_lost(replica)
 
     async def _until_reachable(self, replica: Replica) -> None:
-        """Wait for a machine that is gone: no start is counted, and others may take it for lost."""
+        """Wait for a machine that is gone; this does not count as a restart, and a re-plan may replace the
+        replica."""
         workers = list(replica.links)
         if gone := self._launcher.unreachable(workers):
             self._report(f"replica {replica.replica_id} waits for {', '.join(gone)}")
@@ -154,7 +154,7 @@ class Supervisor:
             self._coordinator.states.on(ReplicaEvent.MACHINE_BACK, replica.replica_id)
 
     def _verdict(self, history: _History) -> str:
-        """Why a replica is not started once more; "" if it is."""
+        """Why a replica is not restarted; "" if it is."""
         if history.in_a_row >= self._limit:
             return f"{history.in_a_row} times in a row"
         if (starts := history.within_an_hour(self._now_s())) >= self._limit * ROWS_PER_HOUR:

@@ -1,4 +1,4 @@
-"""Worker processes of this machine: one per GPU, forked from one process that has the engine loaded."""
+"""Worker processes of this machine: one per GPU, forked from a server that has loaded the engine."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from runtime.launcher.process import end_with_parent, show_as
 
 STOP_GRACE_S = 3.0
 WORKER_ENVIRONMENT = {
-    # Threads wait awake for the next kernel of a step, and asleep for the next step.
+    # Threads spin while they wait for the next kernel of a step, and sleep until the next step.
     "GOMP_SPINCOUNT": "20000",
-    # A product is prepared, and kept, for each number of rows: half a MB each, and rows come in any number.
+    # oneDNN keeps a prepared product for each number of rows, half a MB each, and rows come in any number.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",
 }
 
 AVX2_ONLY = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-"""For torch and our own kernels, which follow it; for oneDNN; for MKL."""
+"""For torch (which our own kernels follow), for oneDNN, and for MKL."""
 
 
 def limit_instructions(choice: str) -> None:
-    """Let workers that are started from now on compute with these instructions (one of INSTRUCTIONS) at most,
-    so that replicas on different processors round alike. "auto" leaves the environment as it is."""
+    """Limit the instructions (one of INSTRUCTIONS) of workers that start from now on, so that replicas on
+    different processors round alike. "auto" leaves the environment as it is."""
     if choice == "avx2":
         os.environ.update(AVX2_ONLY)
 
@@ -41,7 +41,7 @@ def preloaded(engine: str) -> list[str]:
 
 
 def _run_worker(worker: str, control: socket.socket) -> None:
-    """Body of a worker process. A terminal's Ctrl-C reaches it too; its parent decides instead."""
+    """Body of a worker process. It ignores a terminal's Ctrl-C, which reaches it too: its parent decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     show_as(worker)
@@ -53,8 +53,8 @@ def _run_worker(worker: str, control: socket.socket) -> None:
 class WorkerProcesses:
     """Starts workers, each on a socket of its own, and ends them.
 
-    A worker ends when its socket closes, or the fork server ends, so that none survives this process, however
-    that dies.
+    A worker ends when its socket closes or the fork server ends, so none survives this process, however it
+    dies.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ async def bring_to_ready(
     listening: dict[str, Listening],
     report: Callable[[str], None],
 ) -> None:
-    """Take new workers to Ready, together; `report` gets one line per step forward.
+    """Bring new workers to Ready, all together; `report` gets one line for each that is ready.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ async def bring_to_ready(
 def connect_message(
     configurations: Mapping[str, Configure], listening: Mapping[str, Listening], worker: str
 ) -> Connect:
-    """What a worker is told of where all listen."""
+    """The Connect for one worker: where all workers listen."""
     driver = configurations[worker].stages[0].workers[0]
     return Connect(
         peers={worker: (configurations[worker].host, news.port) for worker, news in listening.items()},
@@ -68,7 +68,7 @@ async def _from_all(
     expected: type[MessageType],
     arrived: Callable[[MessageType], None] = lambda _: None,
 ) -> dict[str, MessageType]:
-    """The next message of every worker; the first failure ends the wait for the others."""
+    """The next message of each worker; the first failure ends the wait for the others."""
 
     async def one(worker: str, link: WorkerLink) -> MessageType:
         message = await _next(worker, link, expected)

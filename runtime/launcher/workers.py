@@ -1,4 +1,4 @@
-"""What launchers of our own workers have in common, wherever these run: who is told what, and when."""
+"""What all launchers of our own workers share: who is told what, and when, wherever the workers run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ START_TIMEOUT_S = 600.0
 class WorkersLauncher(Launcher):
     """Takes workers to Ready, ends them, and tells those that stay where the others are.
 
-    What is left to each launcher of this kind: how processes are started (`_connect`) and ended (`_end`,
-    `_until_ended`).
+    Each launcher of this kind adds how processes are started (`_connect`) and ended (`_end`, `_until_ended`).
     """
 
     can_change = True
@@ -50,14 +49,14 @@ class WorkersLauncher(Launcher):
         except BaseException:
             self._forget(list(started))
             raise
-        # To the new ones too: others that start beside them may listen only since. Not to any that start just
-        # now: they would take it for their first, with addresses of before.
+        # The new ones are told too: others that started beside them may listen only now. Workers that are
+        # still starting are not: they would take it for their first Connect, with outdated addresses.
         for worker in self._ready:
             self._links[worker].send(connect_message(self._configurations, self._listening, worker))
         return links
 
     async def _start(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, WorkerLink]:
-        """Start workers that are configured, and take them to Ready."""
+        """Start configured workers and wait until they are ready."""
         report(f"starting {len(workers)} workers")
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -70,7 +69,7 @@ class WorkersLauncher(Launcher):
         return links
 
     def _forget(self, workers: Sequence[str]) -> None:
-        """End some workers; nobody is told any more where they listen."""
+        """End some workers, and tell nobody any more where they listen."""
         self._ready.difference_update(workers)
         for worker in workers:
             self._listening.pop(worker, None)
@@ -78,8 +77,8 @@ class WorkersLauncher(Launcher):
 
     @abstractmethod
     async def _connect(self, workers: Sequence[str]) -> None:
-        """Start the processes of some workers: links to them go into `_links` as soon as they are there, and
-        what only their machine knows (its address, say) into `_configurations`.
+        """Start the processes of some workers. Links go into `_links` as soon as they exist, and what only
+        the workers' machine knows (its address, say) into `_configurations`.
 
         Raises
         ------
@@ -88,9 +87,9 @@ class WorkersLauncher(Launcher):
 
     @abstractmethod
     def _end(self, workers: Sequence[str]) -> None:
-        """End some workers at once, those too that are stopped or half started, and close what leads to them.
-        They may be gone already."""
+        """End some workers at once, even stopped or half-started ones, and close their links. They may
+        be gone already."""
 
     async def _until_ended(self, workers: Sequence[str]) -> None:
-        """Wait a while for the end of workers whose devices others are about to take."""
+        """Wait a while until these workers have ended, since others are about to take their devices."""
         return None

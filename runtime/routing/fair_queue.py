@@ -83,7 +83,7 @@ class FairQueue(Generic[Request]):
     Parameters
     ----------
     limit : requests that may wait
-    client_limit : requests of one client that may wait; None: as many
+    client_limit : requests of one client that may wait; None: the same as limit
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""Room for KV cache on a replica, as the front end accounts for it; the simulator does likewise."""
+"""The front end's account of the KV cache of a replica; the simulator uses the same."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _useful_tokens(replica: Replica, placement: Placement) -> int:
 
 @dataclass(slots=True)
 class KvBudget:
-    """A replica's room, and what requests hold of it.
+    """The KV cache of a replica, and what each request holds of it.
 
     `held` has the tokens of KV cache per request, up to now: a request takes more as it goes on, and another
     one is let in only if every one of them may still grow by `growth_tokens`. If they grow beyond that, the

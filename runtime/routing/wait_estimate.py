@@ -1,4 +1,4 @@
-"""How fast waiting requests are being started, and so how long another one would wait."""
+"""Estimates how long a request would wait, from the rate at which waiting requests start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RETRY_AT_LEAST_S, RETRY_AT_MOST_S = 1, 120
 
 
 class WaitEstimate:
-    """The rate of starts while requests wait; what happens while none does says nothing about it.
+    """The rate at which requests start while others wait; idle times do not count.
 
     Times are seconds on any one clock.
     """
@@ -33,13 +33,13 @@ class WaitEstimate:
             self._since_s = now_s
 
     def wait_s(self, ahead: int, now_s: float) -> float | None:
-        """Until a request starts that has so many ahead of it; None: too few have started to tell."""
+        """Seconds until a request with `ahead` others before it starts; None: too few starts to tell."""
         if len(self._took_s) < STARTS_NEEDED:
             return None
         idle_s = 0.0 if self._since_s is None else now_s - self._since_s
         return ahead * (sum(self._took_s) + idle_s) / len(self._took_s)
 
     def retry_after_s(self, ahead: int, now_s: float) -> int:
-        """What to tell a client that is turned away: when those ahead of it will have started."""
+        """Retry-After for a rejected client: when those ahead of it will have started."""
         wait_s = self.wait_s(ahead, now_s)
         return round(min(max(wait_s or 0.0, RETRY_AT_LEAST_S), RETRY_AT_MOST_S))

@@ -17,6 +17,7 @@ from mypy import api as mypy
 
 import hexgen2
 import hexgen2.api
+import hexgen2.placement
 
 ASKED = {"cluster": "hexgen2-case-study", "model": "llama-2-13b", "workload": "LPLD"}
 OPTIONS = [word for name, value in ASKED.items() for word in (f"--{name}", value)]
@@ -60,7 +61,9 @@ def test_imports_for_type_checkers_only_exist():
                 assert all(hasattr(found, alias.name) for alias in node.names), ast.unparse(node)
 
 
-@pytest.mark.parametrize("module", [hexgen2, hexgen2.api], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [hexgen2, hexgen2.api, hexgen2.placement], ids=lambda module: module.__name__
+)
 def test_examples_of_the_docstrings_run(module):
     found = doctest.testmod(module)
     assert found.attempted > 3 and not found.failed

@@ -4,9 +4,9 @@ HexGen-2, section 3.3. The paper gives each replica an in and an out node; since
 own links are not limited here (token ids are some kilobytes a request), the edge (in, out) and the
 coordinator's edge are in series and stand as one.
 
-Routes that share a link, a network card or an uplink make it a flow with side constraints: a linear
-program. Two cheaper answers come first: shares in proportion to the capacities, and the max flow
-without side constraints; either is optimal if it respects them.
+Where routes share a link, a network card or an uplink, it is a flow with side constraints: a linear program.
+Two cheaper solutions are tried first: shares in proportion to the capacities, and the max flow without side
+constraints; each is optimal if it respects them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hexgen2.search.linear_program import LinearProgram, Optimum
 from hexgen2.search.ties import TOLERANCE, spread
 
 SCALE = 1e12
-"""Integer capacities of the solver per unit of the largest possible flow."""
+"""The solver's integer capacity that stands for the largest possible flow."""
 
 GLOP_PARAMETERS = "use_preprocessing:false"
-"""At these sizes preprocessing takes longer than it saves."""
+"""For programs this small, preprocessing takes longer than it saves."""
 
 
 @dataclass(frozen=True)
 class FlowNetwork:
-    """Capacities in requests/s: prefill [P], decode [D], routes [P, D]; and what routes share, if that is
-    to be respected."""
+    """Capacities in requests/s: prefill [P], decode [D], routes [P, D]; and what the routes share, None if
+    they share nothing."""
 
     prefill: np.ndarray
     decode: np.ndarray
@@ -39,7 +39,7 @@ class FlowNetwork:
     shared: SharedUse | None = None
 
     def carries(self, flow: np.ndarray) -> bool:
-        """True if the routes can carry a flow [P, D], alone and together."""
+        """Whether the routes can carry a flow [P, D], each alone and all together."""
         return bool((flow <= self.routes * (1 + TOLERANCE)).all()) and (
             self.shared is None or self.shared.carries(flow)
         )
@@ -47,7 +47,7 @@ class FlowNetwork:
 
 @dataclass(frozen=True)
 class Flow:
-    """A maximum flow: its value and what each route carries, [P, D], in requests/s."""
+    """A flow: its value and what each route carries [P, D], in requests/s."""
 
     value: float
     routes: np.ndarray
@@ -65,7 +65,8 @@ def solve(network: FlowNetwork) -> Flow:
 
 
 def _in_proportion(network: FlowNetwork) -> Flow:
-    """As much as the replicas can do, each pair's share in proportion to their capacities."""
+    """The flow that the replicas alone allow, with the share of each pair in proportion to their
+    capacities."""
     p, d = network.prefill.sum(), network.decode.sum()
     if p <= 0 or d <= 0:
         return Flow(0.0, np.zeros(network.routes.shape))
@@ -74,7 +75,7 @@ def _in_proportion(network: FlowNetwork) -> Flow:
 
 
 def without_sharing(network: FlowNetwork) -> Flow:
-    """A maximum flow where every route has its links to itself.
+    """A maximum flow if every route has its links to itself.
 
     The solver is integer: capacities are rounded down at 1e-12 of the flow's trivial limit.
     """
@@ -127,8 +128,8 @@ def balance(network: FlowNetwork, flow: Flow, rounds: int = 10) -> Flow:
 
 
 def few_routes(network: FlowNetwork, flow: Flow) -> Flow:
-    """The same load of every replica on at most P + D - 1 routes (the transportation problem's north-west
-    corner), if these can carry it: shares in proportion would use every pair."""
+    """A flow with the same load of every replica on at most P + D - 1 routes (the north-west corner rule of
+    the transportation problem) if these can carry it, else the given one, which may use every pair."""
     left, right = flow.routes.sum(axis=1), flow.routes.sum(axis=0)
     routes = np.zeros(flow.routes.shape)
     i = j = 0
@@ -141,10 +142,10 @@ def few_routes(network: FlowNetwork, flow: Flow) -> Flow:
 
 
 def settled(network: FlowNetwork, flow: Flow) -> Flow:
-    """The maximum flow to read shares from. Many flows have the greatest value, and which of them a solver
-    returns is a matter of its pivots; this one is the same for every solver: shares in proportion to the
-    capacities if the routes carry them, else the flow of least transfer time (to a tenth, for routes that are
-    alike). Where the solver does not find it, the given one."""
+    """The maximum flow to report. Many flows have the greatest value, and a solver's pivots decide which it
+    returns. This one is the same for every solver: shares in proportion to the capacities if the routes carry
+    them, else the flow with the least transfer time (with small weights that tell equal routes apart). If the
+    solver does not find it, the given one."""
     even = _in_proportion(network)
     if network.carries(even.routes) or flow.value <= 0:
         return even
@@ -166,7 +167,8 @@ def settled(network: FlowNetwork, flow: Flow) -> Flow:
 
 
 def _with_sharing(network: FlowNetwork) -> Flow:
-    """max sum f under the capacities of replicas and routes, and sum busy_s f <= 1 for all they share."""
+    """max sum f under the capacities of replicas and routes, and sum busy_s f <= 1 for each shared
+    resource."""
     found = _solved(network.routes.ravel(), *_constraints(network))
     return _within(network, found.x)
 
@@ -224,7 +226,7 @@ def capacity_duals(network: FlowNetwork) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _within(network: FlowNetwork, routes: np.ndarray) -> Flow:
-    """A solver's flow shrunk by the little that it exceeds a capacity."""
+    """A solver's flow, scaled down by the little that it may exceed a capacity."""
     flow = np.clip(routes.reshape(network.routes.shape), 0.0, network.routes)
     over = [flow.sum(axis=1) / network.prefill, flow.sum(axis=0) / network.decode]
     if network.shared is not None:

@@ -1,7 +1,7 @@
-"""KV routes: what moves between the stages of two replicas, and how many requests/s that allows.
+"""KV routes of the flow: what a request occupies between two replicas, by network/occupancy.py.
 
 HexGen-2, section 3.3, connection type (3), and Appendix A: every GPU that holds layer j on the
-prefill side sends to the GPUs that hold layer j on the decode side, all at once; the slowest part
+prefill side sends it to the GPUs that hold layer j on the decode side, all at once. The slowest part
 sets the pace, and the order of the stages on both sides decides which parts cross which links.
 """
 
@@ -44,7 +44,7 @@ class RouteUse:
 
     @cached_property
     def pairs(self) -> list[tuple[int, float]]:
-        """Each resource with its seconds, for sums over the few that there are."""
+        """(resource, seconds) pairs, for sums in plain Python, which are faster for so few."""
         return list(zip(self.resources.tolist(), self.busy_s.tolist(), strict=True))
 
 
@@ -62,13 +62,13 @@ def route_use(problem: Problem, prefill: Sequence[PlannedStage], decode: Sequenc
 
 
 def pipeline_use(problem: Problem, stages: Sequence[PlannedStage]) -> RouteUse:
-    """What one request occupies that is served by a colocated replica of these stages."""
+    """What one request of a colocated replica with these stages occupies."""
     hops = _activations(problem, stages, problem.costs.isl + problem.costs.osl)
     return RouteUse(0.0, *_arrays(occupied_s(problem.shared_links, summed(hops))))
 
 
 def _activations(problem: Problem, stages: Sequence[PlannedStage], tokens: float) -> list[Sent]:
-    """What a pipeline sends from node to node for so many tokens."""
+    """What a pipeline sends from node to node for this many tokens."""
     return activations([stage.node for stage in stages], tokens * problem.costs.activation_bytes_per_token)
 
 

@@ -1,4 +1,4 @@
-"""What the routes of a flow network occupy together, resource by resource."""
+"""The resources that the routes of a flow network share."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ class SharedUse:
     busy_s: np.ndarray
 
     def loads(self, flow: np.ndarray) -> np.ndarray:
-        """[R] the share of time that each resource is occupied under a flow [P, D] in requests/s."""
+        """[R] the share of time for which each resource is occupied under a flow [P, D] in requests/s."""
         return np.bincount(self.resource, self.busy_s * flow.ravel()[self.route], self.count)
 
     def carries(self, flow: np.ndarray) -> bool:
-        """True if no resource is occupied for longer than there is time."""
+        """Whether no resource is occupied for more than all of the time."""
         return bool(self.loads(flow).max(initial=0.0) <= 1 + 1e-9)
 
     def beside(self, loads: np.ndarray) -> SharedUse:
-        """The same where others already occupy the first resources for these shares of the time."""
+        """The same if others already occupy the first resources for these shares of the time."""
         left = np.ones(self.count)
         left[: len(loads)] = np.maximum(1 - loads, 1e-9)
         return replace(self, busy_s=self.busy_s / left[self.resource])
 
     def full_routes(self, flow: np.ndarray) -> np.ndarray:
-        """[P, D] true for routes that carry a part of the flow across something that it fills."""
+        """[P, D] whether a route carries a part of the flow across a resource that the flow fills."""
         crosses = np.zeros(self.shape, dtype=bool)
         crosses.flat[self.route[(self.loads(flow) >= FULL)[self.resource]]] = True
         return crosses & (flow > 0)
 
     def limiting(self, prefill: np.ndarray, decode: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The resources that replicas of these capacities [P] and [D] can fill, as rows of a sparse matrix
-        (busy_s [n], route [n], entries of each row [r]); the others limit nothing."""
+        """The resources that replicas of these capacities [P] and [D] (requests/s) can fill, as rows of a
+        sparse matrix: busy_s [n], route [n], entries of each row [r]. The others limit nothing."""
         used, row = np.unique(self.resource, return_inverse=True)
         most_sent, most_received = np.zeros((len(used), len(prefill))), np.zeros((len(used), len(decode)))
         np.maximum.at(most_sent, (row, self.route // self.shape[1]), self.busy_s)
@@ -57,7 +57,7 @@ class SharedUse:
 
 
 def shared_use(uses: Sequence[Sequence[RouteUse]], links: int, layers: int) -> SharedUse:
-    """Of the routes [P][D] together.
+    """The shared use of routes [P][D].
 
     Resources are numbered thus: `links` of SharedLinks, then `layers` for the sending stages of each
     prefill replica in turn, then `layers` for the receiving stages of each decode replica.
