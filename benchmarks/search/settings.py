@@ -5,8 +5,8 @@
 Covers every setting of HexGen-2, both of its models and its four offline workloads. Prints requests/s, the
 median seconds of a process, the gap to the bound with and without KV transfers, and whether all runs gave the
 same bytes. --certify adds the same figures for `hexgen2 search --certify`. --rivals N adds the best placement
-that any disaggregated strategy finds, or hexgen2 with --certify and N other seeds, and the answer's share of
-it.
+that any disaggregated strategy finds, including hexgen2 --certify with N other seeds, and the answer's share
+of it.
 """
 
 from __future__ import annotations
