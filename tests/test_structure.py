@@ -113,6 +113,23 @@ def test_no_modules_import_each_other():
     assert not cycles
 
 
+def room_of(module: str) -> str:
+    """The folder or file right below a package that a module belongs to."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_no_rooms_import_each_other():
+    """A room stands above the rooms that it imports; imports inside functions are not counted."""
+    pairs = {
+        (room_of(name), room_of(other))
+        for name, tree in TREES.items()
+        for other in imported(at_import(tree.body))
+    }
+    graph = networkx.DiGraph(pair for pair in pairs if pair[0] != pair[1])
+    cycles = [sorted(part) for part in networkx.strongly_connected_components(graph) if len(part) > 1]
+    assert not cycles
+
+
 PLANNING = (
     "cost_model",
     *(

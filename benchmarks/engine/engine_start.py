@@ -127,6 +127,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    if args.hidden % (4 * HEAD_DIM):
+        parser.error(f"--hidden: {args.hidden} is not a multiple of {4 * HEAD_DIM}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.model_path or temporary
         if not args.model_path:

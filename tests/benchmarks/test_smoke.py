@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 SMALL = {
     "engine.engine_speed": "--dtypes float32 --rounds 1 --batches 1",
-    "engine.engine_start": "--hidden 256 --ffn 512 --layers 2 --vocab 2000 --dtype float32 --repeats 1",
+    "engine.engine_start": "--hidden 512 --ffn 512 --layers 2 --vocab 2000 --dtype float32 --repeats 1",
     "engine.kernel_speed": "--rounds 1",
     "engine.kv_transfer": "shapes --rounds 1",
     "engine.sampler_speed": "--steps 1",
