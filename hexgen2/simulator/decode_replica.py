@@ -134,10 +134,10 @@ class DecodeReplica:
         self._go_on(running.time_s if running.count else max(now, running.time_s))
 
     def _go_on(self, at_s: float) -> None:
-        """Choose the next step at at_s; at once if no prompt is queued, since only then nothing can be
-        added."""
+        """Choose the next step at at_s. Choose it now if no prompt is queued and nothing can be preempted:
+        only such a choice can be revised when something changes before at_s."""
         self._version += 1
-        if self._prompts.queue:
+        if self._prompts.queue or self._free_tokens < len(self._joining):
             self._busy = True
             self._schedule(at_s, self._choose, self._version)
         else:

@@ -15,19 +15,18 @@ from hexgen2.simulator.records import Records, ReplicaRecord
 from hexgen2.workload.requests import Requests
 from runtime.routing.kv_budget import KvBudget
 
-STEP_S, TOKEN_S, HOP_S = 0.01, 1e-3, 0.002
-
 
 class Times:
-    """Of stages whose steps take STEP_S and TOKEN_S per token; the later ones a little less."""
+    """Step times of stages that take 10 units and one unit per token; later stages take a little less."""
 
-    def __init__(self, stages: int = 1) -> None:
+    def __init__(self, stages: int = 1, unit_s: float = 1e-3) -> None:
+        self._unit_s = unit_s
         self.stages = self.in_flight = stages
         self.costs = SimpleNamespace(model=SimpleNamespace(sliding_window=None))
 
     def step(self, work):
-        own = STEP_S + TOKEN_S * (work.prompt_tokens + work.decodes)
-        return [own * (1 - 0.1 * j) for j in range(self.stages)], [HOP_S] * (self.stages - 1)
+        own = self._unit_s * (10 + work.prompt_tokens + work.decodes)
+        return [own * (1 - j / 8) for j in range(self.stages)], [2 * self._unit_s] * (self.stages - 1)
 
     def turn_s(self, works):
         steps = [self.step(work) for work in works]
@@ -40,27 +39,31 @@ class Times:
 
 
 class Clock:
-    """The events of a simulation."""
+    """The events of a simulation. Those of the same time run in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.events, self.count = [], itertools.count()
 
     def schedule(self, time_s, call, *arguments) -> None:
-        heapq.heappush(self.events, (time_s, next(self.count), call, arguments))
+        heapq.heappush(self.events, (time_s, 1, next(self.count), call, arguments))
+
+    def schedule_first(self, time_s, call, *arguments) -> None:
+        """Schedule an event before all others of its time."""
+        heapq.heappush(self.events, (time_s, 0, next(self.count), call, arguments))
 
     def run(self) -> None:
         while self.events:
-            now, _, call, arguments = heapq.heappop(self.events)
+            now, _, _, call, arguments = heapq.heappop(self.events)
             call(now, *arguments)
 
 
-def engine_of(rows, kv_tokens: int, places: int, policy: Policy = "mixed", stages: int = 1):
+def engine_of(rows, kv_tokens: int, places: int, policy: Policy = "mixed", times: Times | None = None):
     """An engine with its clock and records, for requests (arrival_s, isl, osl)."""
     arrival_s, isl, osl = (np.array(column) for column in zip(*rows, strict=True))
     records, clock = Records(Requests(arrival_s, isl, osl, "by hand")), Clock()
     budget, record = KvBudget(kv_tokens, places), ReplicaRecord()
     lengths = isl.tolist(), osl.tolist()
     engine = DecodeReplica(
-        policy, Times(stages), *lengths, budget, records, record, clock.schedule, records.ended
+        policy, times or Times(), *lengths, budget, records, record, clock.schedule, records.ended
     )
     return engine, clock, records, record

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from pytest import approx
 from stepping import Clock, Times, engine_of
@@ -27,6 +27,10 @@ from runtime.worker.scheduled_request import Reservation
 from runtime.worker.scheduler import Scheduler
 
 PREFILL, MIXED = 24, 8
+UNIT_S = 2**-10
+"""All times are multiples of a power of two, so that sums are exact and both sides agree whether a request
+arrives just when a step ends."""
+TIMES = Times(unit_s=UNIT_S)
 
 
 class Reference:
@@ -76,7 +80,10 @@ class Reference:
         assert not len(self.scheduler) and self.pool.free == self.pool.blocks
 
     def _at(self, at_s: float, call) -> None:
-        self.clock.schedule(at_s, lambda now: (call(), self._go_on(now)))
+        self.clock.schedule(at_s, self._told(call))
+
+    def _told(self, call):
+        return lambda now: (call(), self._go_on(now))
 
     def _go_on(self, now: float) -> None:
         free_s = self._free_s
@@ -99,7 +106,8 @@ class Reference:
         for output in self.scheduler.complete(step.step, [7] * len(sampled)).outputs:
             self.token_s.setdefault(int(output.request_id), []).append(now)
             if self._sent_s:
-                self._at(now + self._sent_s, partial(self.scheduler.sent, output.request_id))
+                sent = partial(self.scheduler.sent, output.request_id)
+                self.clock.schedule_first(now + self._sent_s, self._told(sent))
         self._go_on(now)
 
 
@@ -121,19 +129,23 @@ def _small_steps(monkeypatch):
     monkeypatch.setattr(prefilling, "PREFILL_TOKENS", PREFILL)
 
 
-GAP_S = st.floats(1e-4, 0.1)
+GAP_S = st.integers(1, 400).map(lambda quarters: quarters * UNIT_S / 4)
 LENGTHS = st.tuples(GAP_S, st.integers(1, 60), st.integers(2, 40))
 ROWS = st.lists(LENGTHS, min_size=1, max_size=10).map(
     lambda rows: [(sum(gap for gap, *_ in rows[: k + 1]), isl, osl) for k, (_, isl, osl) in enumerate(rows)]
 )
+LANDS_AFTER_WHAT_IS_PREEMPTED = [
+    (units * UNIT_S, 1, osl) for units, osl in ((0.25, 11), (0.5, 7), (59.5, 2), (59.75, 2))
+]
+SENT_AS_A_STEP_ENDS = [((k + 1) * UNIT_S / 4, isl, 2) for k, isl in enumerate((49, 1, 1, 22, 24, 25, 27))]
 MANY = settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @MANY
 @given(ROWS, st.integers(1, 6), st.integers(100, 250))
 def test_a_colocated_replica_makes_every_step_that_the_runtime_makes(rows, places, kv_tokens):
-    engine, clock, records, record = engine_of(rows, kv_tokens, places)
-    reference = Reference(Times(), kv_tokens, places)
+    engine, clock, records, record = engine_of(rows, kv_tokens, places, times=TIMES)
+    reference = Reference(TIMES, kv_tokens, places)
     for k, (at, isl, osl) in enumerate(rows):
         clock.schedule(at, lambda now, k: engine.submit(k, now), k)
         reference.prefill(at, k, isl, osl)
@@ -145,11 +157,13 @@ def test_a_colocated_replica_makes_every_step_that_the_runtime_makes(rows, place
 
 @MANY
 @given(ROWS, st.integers(1, 6), st.integers(0, 30))
+@example([(62.5 * UNIT_S, 1, 5), (63.5 * UNIT_S, 1, 6), (133.5 * UNIT_S, 1, 2)], 2, 0)  # lands as a step ends
+@example(LANDS_AFTER_WHAT_IS_PREEMPTED, 3, 2)
 def test_a_decode_replica_makes_every_step_that_the_runtime_makes(rows, places, spare):
     """All are expected from the start; their KV caches land one after the other."""
     kv_tokens = sum(isl for _, isl, _ in rows) + max(osl for *_, osl in rows) + spare
-    engine, clock, records, record = engine_of(rows, kv_tokens, places)
-    reference = Reference(Times(), kv_tokens, places)
+    engine, clock, records, record = engine_of(rows, kv_tokens, places, times=TIMES)
+    reference = Reference(TIMES, kv_tokens, places)
     for k, (at, isl, osl) in enumerate(rows):
         engine.expect(k, isl, 0.0)
         records.first(k, at)
@@ -162,14 +176,16 @@ def test_a_decode_replica_makes_every_step_that_the_runtime_makes(rows, places, 
 
 
 @MANY
-@given(ROWS, st.integers(1, 3), st.integers(60, 150), st.floats(1e-4, 0.1))
+@given(ROWS, st.integers(1, 3), st.integers(60, 150), GAP_S)
+@example(SENT_AS_A_STEP_ENDS, 3, 97, UNIT_S / 4)
 def test_a_prefill_replica_makes_every_step_that_the_runtime_makes(rows, stages, kv_tokens, sent_s):
-    """In a pipeline, too; the KV cache of a prompt is sent so long after it was computed."""
-    clock, times, found, steps = Clock(), Times(stages), {}, []
+    """In a pipeline, too. KV caches are sent `sent_s` after they were computed. That comes before all other
+    events of the same time, which the two sides would order differently."""
+    clock, times, found, steps = Clock(), Times(stages, UNIT_S), {}, []
 
     def computed(request, now):
         found[request] = now
-        clock.schedule(now + sent_s, lambda now: prefiller.release(rows[request][1], now))
+        clock.schedule_first(now + sent_s, lambda now: prefiller.release(rows[request][1], now))
 
     def begun(chunks, begun_s, _):
         steps.append((approx(begun_s), [chunk.tokens for chunk in chunks]))
@@ -191,8 +207,8 @@ def test_a_pipeline_that_decodes_is_close_to_what_the_runtime_makes_of_it(stages
     rng = np.random.default_rng(0)
     arrival_s = np.cumsum(rng.exponential(1.0, size=200))
     rows = [(at, int(rng.integers(1, 61)), int(rng.integers(2, 41))) for at in arrival_s]
-    engine, clock, records, _ = engine_of(rows, 9999, 16, stages=stages)
-    reference = Reference(Times(stages), 9999, 16)
+    engine, clock, records, _ = engine_of(rows, 9999, 16, times=Times(stages, UNIT_S))
+    reference = Reference(Times(stages, UNIT_S), 9999, 16)
     for k, (at, isl, osl) in enumerate(rows):
         clock.schedule(at, lambda now, k: engine.submit(k, now), k)
         reference.prefill(at, k, isl, osl)
