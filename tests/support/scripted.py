@@ -1,4 +1,4 @@
-"""A coordinator over drivers that follow a script instead of running a model."""
+"""A coordinator over scripted drivers, without any model."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ PROMPT = [5, 6, 7]
 
 
 class FakeDriver:
-    """The driver of a one-worker replica: request i's token n is 100 * prompt length + n.
+    """The driver of a one-worker replica: token n of request i is 100 * prompt length + n.
 
     `held` has the requests that hold memory; clearing `gate` holds back its answers.
     """
@@ -75,7 +75,7 @@ class FakeDriver:
 
 @asynccontextmanager
 async def serving(routes, budget=100, max_batch=4, driver=FakeDriver, growth_tokens=3, **options):
-    """A coordinator over fake drivers for every replica that the routes name."""
+    """A coordinator over a fake driver for every replica that the routes name."""
     drivers, replicas, tasks = {}, {}, []
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
         ours, theirs = socket.socketpair()
@@ -120,7 +120,7 @@ PAIR = [Route("p0", "d0", 1.0)]
 
 
 class Starter:
-    """Starts a fake driver again once it may, or fails to."""
+    """Starts a fake driver again when the test allows it, or fails to."""
 
     def __init__(self, works=True):
         self.works, self.starts, self.drivers = works, 0, []
