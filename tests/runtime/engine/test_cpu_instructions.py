@@ -1,4 +1,4 @@
-"""Processors with other instructions round otherwise; that changes a token only where two nearly tie."""
+"""Processors with other instructions round differently; that changes a token only if two are nearly tied."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def answers(folder: Path, requests: list[Any], **environment: str) -> dict[str, 
 
 
 def scores(logprobs: list[float], temperature: float, seed: int, index: int) -> np.ndarray:
-    """[vocab] what the sampler takes the largest of."""
+    """[vocab] values whose largest the sampler picks."""
     device = torch.device("cpu")
     noise = gumbel(token_hashes(VOCAB, device), draw_keys([(seed, index)], device))[0].numpy()
     return np.array(logprobs) + temperature * noise
