@@ -134,7 +134,7 @@ def test_an_oversized_frame_closes_the_channel_at_the_sender(caplog):
             assert await other.receive() == b"still"
 
     run(check())
-    assert "over the limit" in caplog.text
+    assert "exceeds the limit" in caplog.text
 
 
 def test_channels_that_end_at_any_moment_leave_their_connection_whole():
@@ -253,7 +253,7 @@ def test_a_taken_port_is_an_input_error():
     async def check():
         async with network() as (first, _second):
             taken = first.addresses[0].split("/p2p/")[0]
-            with pytest.raises(InputError, match="can't listen"):
+            with pytest.raises(InputError, match="cannot listen"):
                 await Peers(new_identity(), [taken], new_network_key(), None, []).start()
 
     run(check())
