@@ -27,7 +27,7 @@ from runtime.launcher.worker_link import WorkerLink
 from runtime.options import DEFAULTS, EngineOptions
 from runtime.protocol.to_workers import Configure
 from runtime.vllm.guard import kill_rest
-from runtime.vllm.link import QuietLink, VllmLink, VllmPeers
+from runtime.vllm.link import QuietLink, VllmFleet, VllmLink
 
 START_TIMEOUT_S = 1200.0
 STOP_GRACE_S = 10.0
@@ -43,7 +43,7 @@ class VllmLauncher(Launcher):
     def __init__(self, options: EngineOptions = DEFAULTS, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._options, self._start_timeout_s = options, start_timeout_s
         self._placement: Placement | None = None
-        self._fleet: VllmPeers | None = None
+        self._fleet: VllmFleet | None = None
         self._folder = ""
         self._replica_of: dict[str, str] = {}
         self._links: dict[str, WorkerLink] = {}
@@ -70,7 +70,7 @@ class VllmLauncher(Launcher):
             )
         self._placement = placement
         key = secrets.token_hex(16)
-        self._fleet = VllmPeers(placement.model.name, placement.model.kv_bytes_per_token, key)
+        self._fleet = VllmFleet(placement.model.name, placement.model.kv_bytes_per_token, key)
 
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]

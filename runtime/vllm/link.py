@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 
 
-class VllmPeers:
+class VllmFleet:
     """What the links of a fleet share: each other by replica, the model's name and KV cache size, and the API
     key, which keeps other users of this machine out.
     """
@@ -69,7 +69,7 @@ class VllmLink(WorkerLink):
     ended : set once its process has ended
     """
 
-    def __init__(self, worker: str, replica: str, url: str, fleet: VllmPeers, ended: asyncio.Event) -> None:
+    def __init__(self, worker: str, replica: str, url: str, fleet: VllmFleet, ended: asyncio.Event) -> None:
         self.heard = 0
         self._worker, self._replica, self._fleet, self._ended = worker, replica, fleet, ended
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)

@@ -11,7 +11,7 @@ from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replica import Replica
 from runtime.launcher.worker_link import WorkerLink
 from runtime.routing.router import Route, Router
-from runtime.vllm.link import QuietLink, VllmLink, VllmPeers
+from runtime.vllm.link import QuietLink, VllmFleet, VllmLink
 
 PROMPT = [5, 6, 7]
 
@@ -94,7 +94,7 @@ class FakeVllm:
 
 async def begin(
     name: str,
-    fleet: VllmPeers,
+    fleet: VllmFleet,
     kv: set[str],
     servers: dict[str, FakeVllm],
     ends: dict[str, asyncio.Event],
@@ -109,7 +109,7 @@ async def begin(
 async def serving(routes: list[Route], revives: bool = False):
     """A coordinator over links to a scripted vLLM for every replica of the routes, these servers, and the
     events of their ends; `revives`: lost replicas are to come back."""
-    fleet, kv = VllmPeers("m", 10.0), set()
+    fleet, kv = VllmFleet("m", 10.0), set()
     servers, replicas, ends = {}, {}, {}
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
         lead, links = f"n/{name}", await begin(name, fleet, kv, servers, ends)

@@ -51,7 +51,7 @@ def pair(folder: Path) -> Placement:
     )
 
 
-class VllmFleet(Launched):
+class LaunchedVllm(Launched):
     """`hexgen2 launch --engine vllm`, whose replicas can be looked into."""
 
     def __init__(self, placement: Placement, folder: Path, work: Path) -> None:

@@ -116,12 +116,8 @@ def verify(signed: SignedRecord, now_s: float) -> NodeRecord:
         raise BadRecord("malformed", str(error)) from error
     if not all(map(math.isfinite, (record.load, record.issued_at, *record.latency_ms.values()))):
         raise BadRecord("malformed", "a number is not finite")
-    shown = (
-        *record.addresses,
-        *record.services,
-        *(each.name for each in record.hardware),
-        *record.latency_ms,
-    )
+    devices = (each.name for each in record.hardware)
+    shown = (*record.addresses, *record.services, *devices, *record.latency_ms)
     if not is_node_name(record.name) or not all(map(str.isprintable, shown)):
         raise BadRecord("malformed", "a text is not printable")
     if not _is_signature(record.peer_id, CONTEXT + signed.content, signed.signature):

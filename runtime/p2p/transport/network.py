@@ -36,12 +36,7 @@ from runtime.p2p.transport.greeting import greet
 from runtime.p2p.transport.opening import MemberConnection
 
 log = logging.getLogger(__name__)
-for module in (
-    "transport.tcp",
-    "network.swarm",
-    "security",
-    "protocol_muxer",
-):  # they log every attempt
+for module in ("transport.tcp", "network.swarm", "security", "protocol_muxer"):  # these log every attempt
     logging.getLogger(f"libp2p.{module}").setLevel(logging.CRITICAL)
 
 MUXER = TProtocol("/hexgen2/yamux/1")  # for the standard name libp2p ignores the class and uses its own Yamux

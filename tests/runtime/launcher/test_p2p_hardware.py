@@ -108,14 +108,14 @@ def test_each_node_numbers_its_gpus_from_nought_whatever_the_replica(model_folde
     placement = fleet_placement(model_folder)
     nodes = [node.model_copy(update={"accelerators": "H100:2"}) for node in placement.cluster.nodes]
     cluster = placement.cluster.model_copy(update={"nodes": nodes, "accelerators": {}})
-    told = configurations(placement.model_copy(update={"cluster": cluster}), model_folder, "bfloat16")
-    assert {worker: each.device for worker, each in told.items()} == {
+    configured = configurations(placement.model_copy(update={"cluster": cluster}), model_folder, "bfloat16")
+    assert {worker: each.device for worker, each in configured.items()} == {
         "left/0": "cuda:0",
         "left/1": "cuda:1",
         "right/0": "cuda:2",
         "right/1": "cuda:3",
     }
-    right = {worker: each for worker, each in told.items() if worker.startswith("right/")}
+    right = {worker: each for worker, each in configured.items() if worker.startswith("right/")}
     here = on_node(right, welcome(H100, H100, model_path="/models/m"), "/elsewhere")
     assert {worker: each.device for worker, each in here.items()} == {
         "right/0": "cuda:0",
@@ -127,8 +127,8 @@ def test_each_node_numbers_its_gpus_from_nought_whatever_the_replica(model_folde
 
 
 def test_workers_on_cpus_share_the_cores_of_their_node(model_folder):
-    told = configurations(fleet_placement(model_folder), model_folder, "float32")
-    left = {worker: each for worker, each in told.items() if worker.startswith("left/")}
+    configured = configurations(fleet_placement(model_folder), model_folder, "float32")
+    left = {worker: each for worker, each in configured.items() if worker.startswith("left/")}
     here = on_node(left, welcome(cores=(4, 5, 6, 7)), "/m")
     assert [(each.device, each.cores, each.threads) for each in here.values()] == [
         ("cpu", (4, 5), 2),

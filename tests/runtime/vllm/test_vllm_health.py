@@ -19,7 +19,7 @@ from runtime.routing.refusals import Unavailable
 from runtime.routing.router import Route
 from runtime.vllm import health
 from runtime.vllm.guard import kill_rest
-from runtime.vllm.link import VllmPeers
+from runtime.vllm.link import VllmFleet
 
 PAIR = [Route("p0", "d0", 1.0)]
 TWO = [Route("p0", "d0", 1.0), Route("p1", "d1", 1.0)]
@@ -75,7 +75,7 @@ def test_a_vllm_that_dies_costs_a_request_one_attempt():
     run(scenario)
 
 
-def _fleet(coordinator) -> VllmPeers:
+def _fleet(coordinator) -> VllmFleet:
     return coordinator.replicas["d0"].links["n/d0"]._fleet
 
 
