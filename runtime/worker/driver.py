@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import NoReturn
 
+from runtime.engine.faults import describe, of_replica
 from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
 from runtime.kv_cache.leases import Leases
 from runtime.logs import about
@@ -18,7 +19,6 @@ from runtime.protocol.from_workers import KvMoved, Released, RequestFailed, Rese
 from runtime.protocol.message import Message
 from runtime.protocol.to_workers import Cancel, Decode, Prefill, ReserveKv
 from runtime.worker.executor import Executor
-from runtime.worker.faults import describe, of_replica
 from runtime.worker.scheduled_request import Reservation
 from runtime.worker.scheduler import Completed, Scheduler
 

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from runtime.engine.faults import describe
 from runtime.kv_cache.blocks import BlockPool
 from runtime.logs import about
 from runtime.protocol.between_workers import SequenceStart, SequenceStep, Step
 from runtime.protocol.from_workers import TokenOutput
 from runtime.protocol.message import TokenLogprobs
 from runtime.protocol.to_workers import Decode, Prefill
-from runtime.worker.faults import describe
 from runtime.worker.scheduled_request import Reservation, ScheduledRequest, State
 
 log = logging.getLogger(__name__)

@@ -23,13 +23,13 @@ from runtime.engine.base import Engine, OnLayer
 from runtime.engine.emulated.cache import EmulatedCache, EmulatedShape
 from runtime.engine.emulated.hops import PURPOSE, Hops
 from runtime.engine.emulated.tokens import choose, seed_of, states
+from runtime.engine.faults import Faults
 from runtime.engine.rank import Rank
 from runtime.kv_cache.layout import held
 from runtime.protocol.between_workers import Hello, Step, StepResult
 from runtime.protocol.framing import Connection
 from runtime.protocol.message import TokenLogprobs
 from runtime.protocol.to_workers import Configure, Connect
-from runtime.worker.faults import Faults
 
 _SHORTEST_S = 0.001
 """The engine does not sleep for a single layer that takes less."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from runtime.engine.faults import Faults, of_replica
 from runtime.engine.torch.attention import make_attention
 from runtime.engine.torch.attention.base import Batch
 from runtime.engine.torch.models.base import DecoderStage
@@ -13,7 +14,6 @@ from runtime.engine.torch.sampling.sampler import Sampler
 from runtime.kv_cache.pool import PagedCache
 from runtime.protocol.between_workers import SequenceStep, Step, StepResult
 from runtime.protocol.message import TokenLogprobs
-from runtime.worker.faults import Faults, of_replica
 
 
 class StageRunner:

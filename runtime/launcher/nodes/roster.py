@@ -98,7 +98,7 @@ class Roster:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _ask(self, peer_id: str, target: str) -> None:
-        """Ask a peer whether it is a node, and if so follow it until it is gone. Ends after ASK_AGAIN_S."""
+        """Ask a peer whether it is a node; if so, follow it until it is gone. It may be asked again later."""
         try:
             channel = await self._peers.open(target, NODE_SERVICE)
             try:
