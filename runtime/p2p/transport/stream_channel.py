@@ -61,7 +61,7 @@ class StreamChannel(Channel):
         if self._ended:
             return
         if len(frame) > MAX_FRAME_BYTES:
-            self._break(f"a frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+            self._break(f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
             return
         self._queued_bytes += HEAD_BYTES + len(frame)
         if self._queued_bytes - self._written_bytes > MAX_UNSENT_BYTES:

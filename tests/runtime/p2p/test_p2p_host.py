@@ -134,7 +134,7 @@ def test_an_oversized_frame_closes_the_channel_at_the_sender(caplog):
             assert await other.receive() == b"still"
 
     run(check())
-    assert "exceeds the limit" in caplog.text
+    assert "over the limit" in caplog.text
 
 
 def test_channels_that_end_at_any_moment_leave_their_connection_whole():

@@ -192,7 +192,7 @@ def test_a_frame_that_claims_too_much_closes_the_channel_not_the_host(caplog):
             assert await channel.receive() is None
 
     run(check())
-    assert len([line for line in refusals(caplog) if "exceeds the limit" in line]) == 1
+    assert len([line for line in refusals(caplog) if "over the limit" in line]) == 1
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
