@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--distserve", type=Path, help="checkout of DistServe")
     parser.add_argument("--python", default=sys.executable, help="interpreter with simpy, numpy and pandas")
     parser.add_argument("--backend", choices=list(GPUS), default="distserve")
-    parser.add_argument("--gpus", type=int, choices=(2, 3), help="for backend distserve")
+    parser.add_argument("--gpus", type=int, choices=(2, 3), help="number of GPUs, for backend distserve")
     parser.add_argument("--rates", default="1.5,3,4.5", help="requests/s")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--workload", help="request lengths; default: those of DistServe's ShareGPT requests")
