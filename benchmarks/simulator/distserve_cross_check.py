@@ -67,7 +67,7 @@ from hexgen2.workload.requests import Requests
 MODEL, THEIR_MODEL = "opt-13b", "facebook/opt-13b"
 TARGETS_MS = {"ttft": 200.0, "tpot": 100.0}
 GPUS = {"distserve": (2, 3), "vllm": (1, 1)}
-"""Titles for generated and for measured requests."""
+"""GPU counts by backend: default for generated requests, and the count of the measured runs."""
 SHAREGPT = "simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt-workload/distserve-300-3.exp"
 COLUMNS = ("mean_ttft_ms", "p90_ttft_ms", "mean_tpot_ms", "p90_tpot_ms")
 NEEDS = (

@@ -30,7 +30,7 @@ FP32 = like(find_model("opt-13b"), name="fp32", weight_bytes=4.0, kv_value_bytes
 
 MODELS: list[ModelArchitecture] = [*map(find_model, SHIPPED), WINDOWED, FP32]
 DEGREES_TO = 16
-"""Beyond the 8 KV heads of grouped-query models, so that some groups hold copies of a head."""
+"""More than the 8 KV heads of grouped-query models, so that some groups hold copies of a head."""
 
 phases = st.sampled_from(["prefill", "decode"])
 batches = st.integers(1, 512) | st.floats(0.25, 512)

@@ -16,7 +16,7 @@ from cost_model.errors import InputError
 from runtime.serve import serve
 
 RUN = "HEXGEN2_TEST_RUN"
-"""In the environment of all processes that a launch in a process of its own starts."""
+"""An environment variable that marks all processes of a launch in a separate process."""
 PROGRESS = re.compile(r"starting \d+ workers|\d+/\d+ workers ready")
 
 
