@@ -22,7 +22,7 @@ LONG = {"model": "tiny-llama", "prompt": "the", "max_tokens": TOKENS, "ignore_eo
 GONE_S = 60.0
 NODES = ("left", "right")
 WORKERS = 2
-"""On each node; the placement has a replica on each worker."""
+"""Workers per node; the placement has one replica on each worker."""
 
 
 def fleet_placement(folder: Path) -> Placement:

@@ -20,7 +20,7 @@ from cost_model.printable import printable
 from hexgen2.comparison import run as comparison
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
-"""Of the usual test; those of whole searches are fewer."""
+"""Examples per test; tests that run whole searches have fewer."""
 
 FEW = settings(max_examples=EXAMPLES // 2, suppress_health_check=list(HealthCheck))
 SOME = settings(FEW, max_examples=EXAMPLES)

@@ -15,7 +15,7 @@ from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.problem import Group, Problem, Solution, counts_of
 
 PARTS = 24
-"""Every tensor degree of the tests divides a layer into whole numbers of these."""
+"""Every tensor-parallel degree in the tests divides a layer into a whole number of these."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ ALL = [
 ]
 ALL += QUICK + LONGER
 USUAL = ("Haswell", "Prescott")
-"""Those of the usual suite: with AVX2, as most are, and the oldest; beside them, this machine as it is."""
+"""Machines in the fast suite, besides this one: one with AVX2, like most, and the oldest."""
 
 
 @pytest.fixture(scope="module")

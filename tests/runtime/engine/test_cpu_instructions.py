@@ -22,7 +22,7 @@ from runtime.launcher.processes import AVX2_ONLY
 ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
 NEAR = 1e-4
-"""Log probabilities differ by less, and so must two tokens if one stream has the one and one the other."""
+"""Log probabilities differ by less than this; where streams differ, so do those of the two tokens."""
 
 
 def answers(folder: Path, requests: list[Any], **environment: str) -> dict[str, Any]:

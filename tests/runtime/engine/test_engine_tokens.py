@@ -25,7 +25,7 @@ ROUTES = {
     "llama": list(product(SHAPES, SHAPES)),
     "opt": list(zip(SHAPES, [*list(SHAPES)[1:], "tp1"], strict=True)),
 }
-"""Every pair of shapes; for the second family, each shape once at either end."""
+"""Every pair of shapes; the second family only has each shape once as source and once as destination."""
 LENGTHS = [1, 2, 3, 7, 12, 20, 31, 45, 59, 60]
 SHARED = [8, 16, 40, 50, 57, 60]  # tokens that further prompts share with the last one
 TOKENS = 48

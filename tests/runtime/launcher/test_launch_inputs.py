@@ -16,7 +16,7 @@ from cost_model.errors import InputError
 from runtime.serve import serve
 
 RUN = "HEXGEN2_TEST_RUN"
-"""In the environment of all processes that a launch in a process of its own starts."""
+"""An environment variable that marks all processes of a launch in a separate process."""
 PROGRESS = re.compile(r"starting \d+ workers|\d+/\d+ workers ready")
 
 
@@ -108,7 +108,7 @@ def need_h100(values):
             ["placement.json", "replicas[1].stages[1].layers", "starts at layer 2 where layer 3 is due"],
         ),
         (use_twice, ["placement.json", "replicas[3].stages[0].gpus", "'box/0' is used by replicas[0]"]),
-        (need_h100, ["placement.json", "box/0", "needs cuda:0, and torch sees 0 CUDA devices here"]),
+        (need_h100, ["placement.json", "box/0", "needs cuda:0, but torch sees 0 CUDA devices here"]),
     ],
 )
 def test_a_placement_that_cannot_run_here(files, monkeypatch, edit, words):
