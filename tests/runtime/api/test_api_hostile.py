@@ -198,7 +198,7 @@ def test_fields_without_effect_are_accepted(http):
     [
         ({"prompt": 5}, "prompt: must be a text"),
         ({"prompt": []}, "prompt: must be a text"),
-        ({"prompt": ["a", 1]}, "prompt: has a text first, and later something else"),
+        ({"prompt": ["a", 1]}, "prompt: starts with a text but also has something else"),
         ({"prompt": [1, "a"]}, "prompt: must have texts alone, or whole numbers"),
         ({"prompt": [[1], "a"]}, "prompt: must have texts alone, or whole numbers"),
         ({"prompt": [1, True]}, "prompt: must have texts alone, or whole numbers"),

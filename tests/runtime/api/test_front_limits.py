@@ -359,9 +359,9 @@ def test_keys_of_a_file(tmp_path):
         ("", ["has no key"]),
         ("a: x\na: y\n", ["line 2", "a", "two keys"]),
         ("a: x\nb: x\n", ["line 2", "there already"]),
-        ("a: \n", ["line 1", "is no key"]),
-        ("a: x y\n", ["line 1", "is no key"]),
-        ("schlüssel\n", ["line 1", "is no key"]),
+        ("a: \n", ["line 1", "is not a valid key"]),
+        ("a: x y\n", ["line 1", "is not a valid key"]),
+        ("schlüssel\n", ["line 1", "is not a valid key"]),
     ],
 )
 def test_a_file_of_keys_that_is_wrong_is_refused_without_showing_a_key(tmp_path, text, words):

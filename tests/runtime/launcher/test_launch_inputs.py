@@ -136,7 +136,7 @@ def with_a_broken_config(model):
     ("damage", "words"),
     [
         (without_tokenizer, ["has no tokenizer", "tokenizer.json"]),
-        (of_another_shape, ["config.json", "layers", "is 3, and the placement was made for 4"]),
+        (of_another_shape, ["config.json", "layers", "is 3, but the placement was made for 4"]),
         (with_a_broken_config, ["config.json", "is not JSON"]),
         (shutil.rmtree, ["--model-path", "is not a folder"]),
     ],
