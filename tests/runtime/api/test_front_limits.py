@@ -358,7 +358,7 @@ def test_keys_of_a_file(tmp_path):
     [
         ("", ["has no key"]),
         ("a: x\na: y\n", ["line 2", "a", "two keys"]),
-        ("a: x\nb: x\n", ["line 2", "there already"]),
+        ("a: x\nb: x\n", ["line 2", "repeats another client's key"]),
         ("a: \n", ["line 1", "is not a valid key"]),
         ("a: x y\n", ["line 1", "is not a valid key"]),
         ("schlüssel\n", ["line 1", "is not a valid key"]),

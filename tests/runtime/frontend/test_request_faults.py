@@ -54,7 +54,7 @@ def test_a_request_that_kills_two_replicas_is_not_resumed_again(after, caplog):
                 await tokens_of(poison)
             assert poison.record.resumes == 1 and len(coordinator.lost) == 2
             assert [set(coordinator.lost)] == explained
-            assert "it was on board when replicas died" in caplog.text
+            assert "replicas died while serving it" in caplog.text
             assert await tokens_of(coordinator.submit(PROMPT, sampling())) == [300, 301, 302, 303]
             await settle(coordinator)
             assert not coordinator._in_flight.requests
