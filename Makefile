@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 EXTRAS := runtime,p2p,dev
 
-# Many small processes share few cores here; one thread each is fastest.
+# Tests start many small processes on few cores; one thread per process is fastest.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
@@ -16,8 +16,7 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# Fleets of several launched processes wait for deadlines and each other more than they compute, so the two
-# other parts run beside them.
+# Launched fleets spend more time waiting than computing, so the other two parts run at the same time.
 test: check
 	$(MAKE) --no-print-directory -j3 test-fleets test-runtime test-alone
 
@@ -26,19 +25,19 @@ FLEETS := tests/runtime/launcher tests/runtime/p2p
 test-fleets: $(STAMP)
 	$(BIN)/python -m pytest $(FLEETS) --durations 15
 
-# The engine, the API and the other parts of the runtime, over worker processes and scripted ones.
+# The rest of the runtime (engine, API, ...), with real and scripted workers.
 test-runtime: $(STAMP)
 	$(BIN)/python -m pytest tests/runtime $(FLEETS:%=--ignore=%) --durations 15
 
-# Everything outside the runtime, in the time that the others leave.
+# Everything outside the runtime, at low priority.
 test-alone: $(STAMP)
 	nice -n 19 $(BIN)/python -m pytest tests --ignore=tests/runtime --durations 15
 
-# `--engine vllm` with the real vLLM, on CPUs, from an environment of its own.
+# `--engine vllm` with the real vLLM on CPUs, which has its own virtual environment.
 test-vllm: $(STAMP) $(VLLM)/.installed
 	PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(BIN)/python -m pytest tests/runtime/vllm/test_vllm_engine.py -rs --durations 6
 
-# What takes minutes for each test, with vLLM and Ray: failures under load, all cells of the paper's tables.
+# Tests that take minutes each, with vLLM and Ray: failures under load, all cells of the paper's tables.
 test-slow: $(STAMP) $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(BIN)/python -m pytest tests -m slow -rs --durations 6
@@ -60,7 +59,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard runtime/native/*.cp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 
-# What the tests run in; with -j2 beside each other.
+# The virtual environments of the tests; -j2 makes both at once.
 environments: $(STAMP) $(VLLM)/.installed
 
 clean:

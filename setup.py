@@ -1,11 +1,11 @@
-"""Compiles the engine's CPU kernels if there is a compiler; without them torch and numpy do the work."""
+"""Compile the engine's CPU kernels if there is a compiler; without them, the engine uses torch and numpy."""
 
 import platform
 import sys
 
 from setuptools import Extension, setup
 
-# Named as torch names CPU capabilities: a build runs on processors with at least these instructions.
+# Keys are torch's names of CPU capabilities: a build runs on processors with at least these instructions.
 INSTRUCTIONS = {"x86_64": {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"]}}
 
 

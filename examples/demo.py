@@ -1,9 +1,9 @@
-"""The whole path in one go: search a placement, launch it, talk to it, stop it.
+"""Search a placement, launch it, talk to it and stop it, all in one go.
 
     make demo
 
 Everything runs on this machine, on loopback: a cluster of eight CPU processes in two nodes, a model of 6
-million parameters that is trained here, and the `openai` client.
+million parameters that the demo trains first, and the `openai` client.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ START_TIMEOUT_S = 180
 
 
 def main() -> int:
-    """0 only if every step worked."""
+    """Run all steps; return 0 only if every step worked."""
     FOLDER.mkdir(exist_ok=True)
     checkpoint, placement = FOLDER / "checkpoint", FOLDER / "placement.json"
     if not (checkpoint / "model.safetensors").exists():
-        say("1. Train a small model, so that there is text to serve")
+        say("1. Train a small model to serve")
         subprocess.run([sys.executable, "examples/make_checkpoint.py", str(checkpoint)], check=True)
-    say("2. Search a placement for three fast and five slow CPU devices in two nodes")
+    say("2. Search for a placement on three fast and five slow CPU devices in two nodes")
     options = ["--cluster", "local-cpu", "--model", str(checkpoint), "--isl", "16", "--osl", "16"]
     subprocess.run([COMMAND, "search", *options, "-o", str(placement)], check=True)
     say("3. Launch it: one process per device")
@@ -56,30 +56,30 @@ def main() -> int:
     server = subprocess.Popen(launch, start_new_session=True)
     try:
         wait_until_healthy(server, port)
-        say("4. Send prompts, all at once, through the OpenAI API")
+        say("4. Send several prompts at once through the OpenAI API")
         asyncio.run(converse(f"http://127.0.0.1:{port}/v1"))
     finally:
-        say("5. Stop (as Ctrl-C does)")
+        say("5. Stop it, as Ctrl-C does")
         server.send_signal(signal.SIGINT)
         code = server.wait(timeout=60)
-    print(f"server ended with exit code {code}")
+    print(f"the server ended with exit code {code}")
     return code
 
 
 def say(text: str) -> None:
-    """A heading."""
+    """Print a heading."""
     print(f"\n== {text}", flush=True)
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
+    """A TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def wait_until_healthy(server: subprocess.Popen, port: int) -> None:
-    """Return once /health answers 200; raise if the server ends or takes too long."""
+    """Wait until /health answers 200; raise if the server ends or takes too long."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
@@ -93,7 +93,7 @@ def wait_until_healthy(server: subprocess.Popen, port: int) -> None:
 
 
 async def converse(url: str) -> None:
-    """Complete all prompts concurrently; print each text, its route and the KV bytes moved."""
+    """Complete all prompts concurrently; print each text, its route and the KV-cache bytes moved."""
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         model = (await client.models.list()).data[0].id
         started = time.monotonic()
@@ -113,7 +113,7 @@ async def converse(url: str) -> None:
             f"{moved / 1e6:.2f} MB of KV cache moved"
         )
         print(", ".join(f"{route}: {count}" for route, count in sorted(routes.items())))
-        print("One more, streamed as chat: ", end="")
+        print("One more, streamed from the chat API: ", end="")
         question = [{"role": "user", "content": "The spectral partition"}]
         stream = await client.chat.completions.create(
             model=model,
@@ -130,7 +130,7 @@ async def converse(url: str) -> None:
 
 
 async def complete(client: AsyncOpenAI, model: str, prompt: str) -> tuple[str, str, int, dict]:
-    """One completion: prompt, text, output tokens, and where it ran."""
+    """Request one completion; return the prompt, the text, the output tokens, and where it ran."""
     answer = await client.completions.create(model=model, prompt=prompt, max_tokens=32, temperature=0)
     used = answer.usage.completion_tokens if answer.usage else 0
     return prompt, answer.choices[0].text, used, json.loads(answer.model_dump_json())["hexgen2"]

@@ -2,8 +2,8 @@
 
     python examples/make_checkpoint.py FOLDER
 
-The model (6 million parameters, float32) learns the sentences below by heart: given the start of one
-it goes on with the rest.
+The model (6 million parameters, float32) learns the sentences below by heart: given the start of one, it
+writes the rest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WINDOW = 64
 
 
 def main(folder: Path) -> None:
-    """Write tokenizer and checkpoint into `folder`."""
+    """Write the tokenizer and the checkpoint to `folder`."""
     torch.manual_seed(0)
     tokenizer = train_tokenizer()
     model = train_model(tokenizer)
@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of the sentences."""
+    """Train a byte-level BPE tokenizer on the sentences."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -68,7 +68,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of 8 layers that has learnt the sentences, each ended by the end token."""
+    """Train a Llama of 8 layers to repeat the sentences, each followed by the end token."""
     end = tokenizer.eos_token_id
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -1,20 +1,21 @@
-"""The torch engine beside transformers, vLLM on CPU and the limits of the machine.
+"""Compare the torch engine with transformers, vLLM on CPU and the limits of the machine.
 
     python -m benchmarks.engine.engine_speed [--dtypes float32,bfloat16] [--rounds 5] [--batches 1,8,32]
         [--attempts 1] [--vllm-python PYTHON] [--before CHECKOUT]
 
-A random Llama of 82 million parameters on all cores of this machine: prompts of 128 tokens with 64 new ones,
-greedy, at each batch size; then prompts of 512 tokens with a single new one. Every side is a process of its
-own that has loaded once (sides/); in every round each gets the same new random prompts, one side after
-the other. Ours is one colocated worker behind the coordinator, without HTTP. vLLM needs its python with
---vllm-python; transformers runs with either of its caches, vLLM compiled and eager: the better one counts,
-in every row. --before adds the engine of another checkout; --before-script says where its side stands.
+A random Llama of 82 million parameters runs on all cores of this machine, with greedy sampling: prompts of
+128 tokens with 64 new ones at each batch size, then prompts of 512 tokens with a single new one. Each side
+(sides/) is a separate process that loads the model once; in every round each side gets the same new random
+prompts, one side after the other. Our side is one colocated worker behind the coordinator, without HTTP. vLLM
+needs its own interpreter (--vllm-python). transformers runs with both of its caches, vLLM compiled and eager;
+the better of the two counts in every row. --before adds the engine of another checkout; --before-script says
+where its side is.
 
-Printed are medians of rounds, in tokens/s: `overall` from handing the prompts over to the last token,
-`decode` from when all requests have their first token until one has its last, `prefill` of the prompts'
-tokens until all have their first. `least` and `most` are of the rounds' decode (or prefill). Where other
-programs took more than 2 % of the machine's time, a measurement is repeated up to --attempts times and the
-least disturbed counts; the last column has their share at worst.
+Prints medians over rounds, in tokens/s: `overall` from handing over the prompts to the last token, `decode`
+from the moment when all requests have their first token until one has its last, `prefill` counts prompt
+tokens until all requests have their first token. `least` and `most` are over the rounds' decode (or prefill).
+Where other programs took more than 2 % of the CPU time, a measurement is repeated up to --attempts times and
+the least disturbed one counts; the last column is their share in the worst case.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PROMPT_TOKENS, NEW_TOKENS = 128, 64
 PREFILL_TOKENS, PREFILL_BATCHES = 512, (1, 8)
 OURS, BEFORE, LIMITS = "hexgen2", "before", "limits"
 BETWEEN_S = 0.3
-"""Until the threads of the side before have stopped to wait for more work."""
+"""Pause between sides, until the previous side's threads have stopped spinning for more work."""
 VLLM_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -60,7 +61,7 @@ VLLM_SETTINGS = {
 
 @dataclass(frozen=True)
 class Case:
-    """So many prompts of so many tokens at once, each to be followed by so many new ones."""
+    """A batch of prompts of equal length, each followed by a number of new tokens."""
 
     batch: int
     prompt_tokens: int
@@ -77,14 +78,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Seen:
-    """Tokens/s of one run of a case; `rate` is that of decode steps, or of the prefill if there are none."""
+    """Tokens/s of one run of a case; `rate` counts decode steps, or the prefill if there are none."""
 
     overall: float
     rate: float
 
     @classmethod
     def of(cls, case: Case, times_s: list[list[float]]) -> Seen:
-        """From when each token of each request came."""
+        """Rates from the time of each token of each request."""
         assert [len(times) for times in times_s] == [case.new_tokens] * case.batch
         all_begun, end = max(times[0] for times in times_s), max(times[-1] for times in times_s)
         overall = case.batch * case.new_tokens / end
@@ -116,7 +117,7 @@ class Side:
 
 @contextmanager
 def started(name: str, checkout: Path, command: list[str]) -> Iterator[Side]:
-    """A side that has loaded."""
+    """Start a side and wait until it has loaded."""
     settings = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     settings["PYTHONPATH"] = str(checkout)
     if "vllm" in name:
@@ -174,7 +175,7 @@ def commands(
 
 
 def compare(sides: list[Side], cases: list[Case], options: argparse.Namespace) -> None:
-    """All rounds of all cases, and a table of each case."""
+    """Run all rounds of all cases, and print a table for each case."""
     rng = random.Random(options.seed)
     for side in sides:
         for case in cases:
@@ -193,7 +194,7 @@ def compare(sides: list[Side], cases: list[Case], options: argparse.Namespace) -
 
 
 def measure(side: Side, case: Case, seed: float, attempts: int) -> tuple[dict[str, Any], float]:
-    """An answer, and the share of the machine's time that other programs took meanwhile."""
+    """An answer, and other programs' share of the CPU time meanwhile."""
     rng = random.Random(seed)
 
     def ask() -> dict[str, Any]:
@@ -210,7 +211,7 @@ def random_prompts(case: Case, rng: random.Random) -> list[list[int]]:
 def print_case(
     case: Case, answers: Mapping[str, list[dict[str, Any]]], disturbed: Mapping[str, float]
 ) -> None:
-    """What each side reached, beside the limits and the best peer."""
+    """Print what each side reached, beside the limits and the best of the other engines."""
     tokens = case.batch * (1 if case.decodes else case.prompt_tokens)
     seen = {
         name: [Seen.of(case, answer["times_s"]) for answer in found]
@@ -239,14 +240,14 @@ def print_case(
 
 
 def main() -> None:
-    """Compare in each type."""
+    """Run the comparison for each dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--attempts", type=int, default=1)
-    parser.add_argument("--vllm-python", help="python of an environment with vLLM")
-    parser.add_argument("--before", type=Path, help="another checkout, whose engine is one more side")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
+    parser.add_argument("--before", type=Path, help="another checkout, whose engine to compare as well")
     parser.add_argument("--before-script", type=Path, default=SIDES / "our_engine.py")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

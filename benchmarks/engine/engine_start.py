@@ -1,12 +1,13 @@
-"""How long a worker of the torch engine takes to load its weights, and with how much memory: its peak against
-the bytes that its rank holds, for one rank and for one of two, beside transformers' from_pretrained.
-
-Each load has a process of its own. Its peak (VmHWM) is counted from what the process takes with everything
-imported. The files have just been written or read, so the system still has them in memory: seconds are those
-of copying and packing, not of a disk. The second copy of a tied head counts in the peak alone.
+"""Time how long a worker of the torch engine takes to load its weights, and measure its peak memory.
 
     python -m benchmarks.engine.engine_start                       a random Llama of about 1 GB, in bfloat16
     python -m benchmarks.engine.engine_start --model-path FOLDER
+
+Compares the peak with the bytes that the rank holds, for a single rank and for one rank of two, beside
+transformers' from_pretrained. Each load has its own process. Its peak (VmHWM) is counted from the memory of
+the process after all imports. The files have just been written or read, so they are in the page cache: the
+seconds are those of copying and packing, not of a disk. The second copy of a tied head counts only in the
+peak.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class Start:
-    """One load: seconds, bytes that stay, and the most that the process took above its start."""
+    """One load: seconds, bytes that stay, and the peak above the memory at the start."""
 
     seconds: float
     held_bytes: int
@@ -45,7 +46,7 @@ class Start:
 
 
 def write_llama(folder: Path, *, hidden: int, ffn: int, layers: int, vocab: int, dtype: str) -> None:
-    """A random Llama with four query heads for each KV head, one shard for each layer."""
+    """Write a random Llama with four query heads per KV head, one shard per layer."""
     kv_width = hidden // 4
     config = {
         "model_type": "llama",
@@ -97,19 +98,19 @@ def start_engine(folder: str, dtype: str, degree: int) -> Start:
 
 def start_transformers(folder: str, dtype: str) -> Start:
     """Load the whole model as transformers does."""
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401  (imports what it will need)
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401  (so that imports are not timed)
 
     before, began = _memory_bytes("VmRSS"), time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES.get(dtype, "auto"))
     held = 0
     for parameter in model.parameters():
         held += parameter.nbytes
-        parameter.data.sum()  # weights that are only mapped so far come into memory now
+        parameter.data.sum()  # reads weights into memory that were only mapped so far
     return Start(time.perf_counter() - began, held, _memory_bytes("VmHWM") - before)
 
 
 def _memory_bytes(field: str) -> int:
-    """A field of this process's status, given in kB: VmRSS is what it takes now, VmHWM the most so far."""
+    """A field of this process's status, given in kB: VmRSS is its memory now, VmHWM its peak so far."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
@@ -118,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model-path", help="a checkpoint's folder, instead of a random one")
+    parser.add_argument("--model-path", help="folder of a checkpoint to load instead of a random one")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--hidden", type=int, default=2048, help=f"a multiple of {4 * HEAD_DIM}")
     parser.add_argument("--ffn", type=int, default=5632)

@@ -1,10 +1,11 @@
-"""The compiled kernels beside torch's operators, one thread, float32, for the instructions of this processor.
+"""Compare the compiled kernels with torch's operators: one thread, float32, this processor's instructions.
 
     python -m benchmarks.engine.kernel_speed [--rounds 5]
 
-Products of so many rows with weights [4096, 768]; attention of 8 requests' next tokens and of a prompt of 512
-over 512 tokens of context, for two shapes of heads. Milliseconds, the best of rounds in which the sides take
-turns: what is compared is a few milliseconds of computing, and whatever else runs only adds to it.
+Measures matrix products with weights [4096, 768] for several row counts; and, for two shapes of heads,
+attention of the next tokens of 8 requests, and of a prompt of 512 tokens over a context of 512. Prints
+milliseconds, the best of several rounds in which the sides take turns: each computation takes a few
+milliseconds, and anything else that runs can only add to it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ Side = Callable[[], object]
 
 
 def best_ms(sides: tuple[Side, Side], rounds: int) -> list[float]:
-    """Of each side, in turns, each time as often as fills AT_LEAST_S."""
+    """The best milliseconds of each side, in turns, each repeated often enough to fill AT_LEAST_S."""
     found = [float("inf")] * len(sides)
-    for _ in range(rounds + 1):  # the first is for caches
+    for _ in range(rounds + 1):  # the first round warms up
         for k, side in enumerate(sides):
             begun, calls = time.perf_counter(), 0
             while (took := time.perf_counter() - begun) < AT_LEAST_S or not calls:
@@ -43,14 +44,14 @@ def best_ms(sides: tuple[Side, Side], rounds: int) -> list[float]:
 
 
 def product(rows: int) -> tuple[Side, Side]:
-    """Ours and torch's."""
+    """Milliseconds of our matrix product and of torch's."""
     x, weight = torch.randn(rows, INPUTS), torch.randn(OUTPUTS, INPUTS)
     packed = native.pack(weight)
     return lambda: native.linear(x, packed, None, OUTPUTS), lambda: F.linear(x, weight)
 
 
 def next_tokens(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
-    """Ours from the blocks of a cache, torch's request by request over keys and values in a row."""
+    """Ours reads the blocks of a cache; torch's goes request by request over contiguous keys and values."""
     keys, values = torch.randn(2, REQUESTS * CONTEXT, kv_heads, dim)
     query = torch.randn(REQUESTS, heads, dim)
     output, blocks = torch.empty_like(query), CONTEXT // BLOCK_TOKENS
@@ -69,7 +70,7 @@ def next_tokens(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
 
 
 def prompt(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
-    """Ours from the blocks of a cache, torch's over keys and values in a row."""
+    """Ours reads the blocks of a cache; torch's reads contiguous keys and values."""
     keys, values = torch.randn(2, CONTEXT, kv_heads, dim)
     query = torch.randn(CONTEXT, heads, dim)
     output, table = torch.empty_like(query), np.arange(CONTEXT // BLOCK_TOKENS, dtype=np.int32)
@@ -81,13 +82,13 @@ def prompt(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
 
 
 def main() -> None:
-    """Print a line for each."""
+    """Print one line per measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not native.serves(torch.float32, torch.device("cpu")):
-        raise SystemExit("there are no compiled kernels: install again where there is a C++ compiler")
+        raise SystemExit("there are no compiled kernels: reinstall with a C++ compiler available")
     print(f"{torch.backends.cpu.get_cpu_capability()}; ms of ours, of torch, ratio")
     for rows in ROWS:
         ours, torchs = best_ms(product(rows), options.rounds)

@@ -1,12 +1,13 @@
-"""How fast KV caches move between two processes of this machine, and what it costs to re-lay them out.
+"""Time how fast KV caches move between two processes of this machine, and what changing their layout costs.
 
     python -m benchmarks.engine.kv_transfer [rates] [shapes] [overlap] [--rounds N]
 
-`rates`: each transport against the same bytes without any KV cache: a socket's sendall and recv_into, or a
-copy between two shared mappings. `shapes`: replicas of unlike shapes against like ones, the same total bytes.
-`overlap`: how much of a transfer a prefill hides that hands over one
-layer after another; its layers are matrix products, on the same cores. Bfloat16, 8 heads of 128, blocks of 16
-tokens. The sides of a comparison take turns, after one unmeasured turn each; figures are medians.
+`rates` compares each transport with moving the same bytes without a KV cache: a socket's sendall and
+recv_into, or a copy between two shared mappings. `shapes` compares replicas of different shapes with replicas
+of the same shape, moving the same total bytes. `overlap` measures how much of a transfer a prefill hides by
+sending one layer after another; its layers are matrix products on the same cores. Everything uses bfloat16, 8
+heads of 128, and blocks of 16 tokens. The sides of a comparison take turns, after one unmeasured turn each;
+figures are medians.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Stages = tuple[StageShape, ...]
 
 
 def main() -> None:
-    """The parts that are asked for."""
+    """Run the parts that the command line asks for."""
     parts: dict[str, Callable[[int], None]] = {"rates": rates, "shapes": shapes, "overlap": overlap}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
@@ -69,13 +70,13 @@ def stages(name: str, shape: Sequence[tuple[int, int, int]]) -> Stages:
 
 
 def workers(replica: Stages) -> list[str]:
-    """All of them."""
+    """All workers of the stages."""
     return [worker for stage in replica for worker in stage.workers]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Two replicas, one process each for all their workers, and a request."""
+    """Two replicas, with one process each for all of their workers, and a request."""
 
     source: Stages
     destination: Stages
@@ -84,7 +85,7 @@ class Setting:
     scattered: bool = True
 
     def cache(self, replica: Stages, worker: str) -> Any:
-        """A worker's pool, four times what the request takes, all of it touched."""
+        """A worker's pool, four times the size of the request, with all of its pages touched."""
         part = held(replica, worker, self.kv_heads)
         shape = CacheShape(part, HEAD_DIM, DTYPE, torch.device("cpu"))
         cache, shared = shared_cache(shape, 4 * self.blocks, BLOCK_TOKENS)
@@ -93,11 +94,11 @@ class Setting:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the request."""
+        """How many blocks the request needs."""
         return -(-self.tokens // BLOCK_TOKENS)
 
     def table(self, seed: int) -> list[int]:
-        """Blocks of the request: anywhere, or in a row."""
+        """The blocks of the request: scattered, or contiguous."""
         if not self.scattered:
             return list(range(seed, seed + self.blocks))
         order = np.random.default_rng(seed).permutation(4 * self.blocks)
@@ -105,7 +106,7 @@ class Setting:
 
     @property
     def total_bytes(self) -> int:
-        """What all workers of the destination receive."""
+        """The bytes that all workers of the destination receive."""
         cells = sum(
             held(self.destination, worker, self.kv_heads).cells for worker in workers(self.destination)
         )
@@ -113,7 +114,7 @@ class Setting:
 
 
 def serve(pipe: Pipe, setting: Setting) -> None:
-    """The receiving process: KV receivers, and the bare transports."""
+    """The receiving process: KV receivers and the bare transports."""
     torch.set_num_threads(1)
     landed: queue.SimpleQueue[float] = queue.SimpleQueue()
     receivers, addresses = [], {}
@@ -171,7 +172,7 @@ def _accept_all(receiver: KvReceiver) -> tuple[str, int]:
 
 
 class Sides:
-    """The sending process's view of a setting."""
+    """The two sides as the sending process sees them."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -197,14 +198,15 @@ class Sides:
         self.process.join()
 
     def move(self, transport: str, links: Sequence[KvLink] = ()) -> Callable[[], float]:
-        """A function that moves the request once and says how long that took."""
+        """A function that moves the request once and returns the seconds."""
         layer_by_layer = self.layers(transport, links)
         return lambda: layer_by_layer(lambda layer: None)[1]
 
     def layers(
         self, transport: str, links: Sequence[KvLink] = ()
     ) -> Callable[[Callable[[int], None]], tuple[float, float]]:
-        """A function that computes layers and hands each over; seconds until all are computed, and landed."""
+        """A function that computes layers and sends each one; it returns the seconds until all are computed,
+        and until all have arrived."""
         setting, sent = self.setting, queue.SimpleQueue[str]()
         senders, plans = dict[str, KvSender](), dict[str, tuple[KvTransfer, ...]]()
         for worker, (cache, shared) in self.caches.items():
@@ -241,7 +243,7 @@ class Sides:
         return run
 
     def bare(self, transport: str) -> Callable[[], float]:
-        """The same bytes without KV caches."""
+        """Move the same bytes without a KV cache."""
         if transport == "shm":
             descriptor = os.memfd_create("source")
             os.ftruncate(descriptor, len(self.data))
@@ -270,7 +272,7 @@ class Sides:
 
 
 def in_turns(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side in each round; one round before does not count."""
+    """Seconds of each side in each round, after one unmeasured round."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
         for name, run in sides.items():
@@ -279,7 +281,7 @@ def in_turns(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, li
 
 
 def rates(rounds: int) -> None:
-    """Each transport against its bare self."""
+    """Each transport beside a bare transfer of the same kind."""
     print(f"{'transport':12}{'blocks':>10}{'bytes':>10}{'GB/s':>8}{'bare':>8}{'share':>8}")
     one = stages("p", [(1, 0, LAYERS)]), stages("d", [(1, 0, LAYERS)])
     for size, scattered in itertools.product((64 * KB, 512 * KB, 4 * MB, 8 * MB, 64 * MB), (True, False)):
@@ -299,7 +301,7 @@ _PIPELINE = [(1, 0, LAYERS // 2), (1, LAYERS // 2, LAYERS)]
 
 
 def shapes(rounds: int) -> None:
-    """Unlike shapes against like ones."""
+    """Different shapes beside equal ones."""
     cases = [
         ("tp1 -> tp2", (_ONE, _TWO, HEADS), (_ONE, _ONE, HEADS)),
         ("tp2 -> tp1", (_TWO, _ONE, HEADS), (_TWO, _TWO, HEADS)),
@@ -324,7 +326,7 @@ def _sides(case: tuple[list, list, int], size: int) -> Sides:
 
 
 def overlap(rounds: int) -> None:
-    """Share of a transfer that is over when the prefill is, beyond its last layer's."""
+    """The share of a transfer that has finished when the prefill ends, not counting the last layer."""
     print(f"\n{'overlap':26}{'bytes':>10}{'alone ms':>10}{'prefill':>9}{'beyond':>9}{'hidden':>8}")
     for tokens in (256, 1024):
         _overlap(tokens, rounds)

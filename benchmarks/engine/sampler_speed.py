@@ -1,9 +1,10 @@
-"""How long the sampler takes for one step, by rule, rows and vocabulary.
+"""Time one sampling step, by rule, number of rows and vocabulary size.
 
     python -m benchmarks.engine.sampler_speed [--device cuda] [--threads N]
 
-Milliseconds, the median of some steps, for logits that are normal with a standard deviation of 4 (peaked, as
-a trained model's) or 1 (flat: top_p keeps much of the vocabulary). The penalties' histories have 1200 tokens.
+Prints milliseconds, the median over several steps. Logits are normal with a standard deviation of 4 (peaked,
+like those of a trained model) or 1 (flat: top_p keeps much of the vocabulary). Histories for the penalties
+have 1200 tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RULES: list[tuple[str, float, dict[str, Any]]] = [
 
 
 def main() -> None:
-    """A row for each rule."""
+    """Print one row per rule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -52,7 +53,7 @@ def main() -> None:
 def step_ms(
     rows: int, vocab: int, spread: float, rule: dict[str, Any], arguments: argparse.Namespace
 ) -> float:
-    """The median time of a step."""
+    """Median milliseconds of a step."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocab, generator=generator) * spread).to(arguments.device)
     sampler, names, chance = Sampler(), [f"r{row}" for row in range(rows)], random.Random(0)

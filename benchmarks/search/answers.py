@@ -1,17 +1,18 @@
-"""Runs hexgen2 commands one after the other in this process and prints digests of what they answer.
+"""Run hexgen2 commands one after the other in this process and print digests of their output.
 
     python answers.py [--disturb SEED] FOLDER < commands.json
 
-Reads a JSON list of argument lists, runs them inside FOLDER, so that a command can read what an earlier one
-wrote with -o, and prints a JSON list of digests. One process answers for one kind of machine (machines.py).
+Reads a JSON list of argument lists and runs them inside FOLDER, so that a command can read what an earlier
+one wrote with -o. Prints a JSON list of digests. Each process stands for one kind of machine (machines.py).
 
     python answers.py --serve SECONDS
 
-Reads such a list from each line instead, runs it in a process forked for it, inside a fresh folder, and
-prints a line of answers with their seconds; null if they take longer than so many seconds each.
+Reads one such list from each line of standard input, runs it in a forked process inside a fresh folder, and
+prints one line with the digests and the seconds of each command, or null if they take longer than SECONDS per
+command.
 
-With --disturb, costs get other last bits, and eigenvectors another basis of what they span, as a library,
-processor or compiler that is not at hand might give them.
+--disturb changes the last bits of all costs and picks other bases for eigenspaces, as a library, processor or
+compiler that is not available here might do.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from typing import Any
 import numpy as np
 
 LOST = "first GPU"
-"""In a command, stands for the first GPU of the first replica of the placement that it reads."""
+"""Placeholder in a command for the first GPU of the first replica of the placement that it reads."""
 TIMES = re.compile(r'"(seconds|[a-z]+_wall_s)": [-+.e0-9]+')
 
 
 def digest(text: str) -> str:
-    """SHA-256 of a text without the seconds that it took to make."""
+    """SHA-256 of a text, without the search times that it states."""
     return hashlib.sha256(TIMES.sub(r'"\1": 0', text).encode()).hexdigest()
 
 
 def rounded(value: Any) -> Any:
-    """The same with six significant digits."""
+    """The text with all numbers rounded to six significant digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -53,7 +54,7 @@ def rounded(value: Any) -> Any:
 
 
 def answer(arguments: list[str]) -> dict[str, Any]:
-    """Exit code, digests of what the command printed and wrote, and of the former in six digits."""
+    """Exit code, digests of what the command printed and wrote, and a digest of the output at six digits."""
     from hexgen2.cli import main
 
     if LOST in arguments:
@@ -79,7 +80,7 @@ def answer(arguments: list[str]) -> dict[str, Any]:
 
 
 def disturb(seed: int) -> None:
-    """Turn last bits of costs and the bases of eigenvectors."""
+    """Change the last bits of costs and the bases of eigenspaces."""
     from cost_model import base, calibrated
 
     calibrated.layer_s = _with_other_bits(calibrated.layer_s, seed)
@@ -102,8 +103,8 @@ def disturb(seed: int) -> None:
 
 
 def _with_other_bits(function: Callable[..., float], seed: int) -> Callable[..., float]:
-    """The function, its results off by up to three units in the last place: always the same for the same
-    arguments, as on any one machine."""
+    """Wrap a function so that its results are off by up to three units in the last place. The same arguments
+    always give the same result, as they do on any one machine."""
 
     def other(*arguments: Any) -> float:
         mixed = hashlib.blake2b(repr((seed, arguments[-2:])).encode(), digest_size=4).digest()
@@ -113,8 +114,8 @@ def _with_other_bits(function: Callable[..., float], seed: int) -> Callable[...,
 
 
 def serve(timeout_s: int) -> None:
-    """Answer the lines of standard input until it ends."""
-    import networkx  # noqa: F401  so that no command pays for what all of them import
+    """Answer one line of standard input after the other until it ends."""
+    import networkx  # noqa: F401  imported before the forks, so that no command's time includes it
 
     import hexgen2.cli  # noqa: F401
 

@@ -1,11 +1,12 @@
-"""What a budget rents: HexGen-2's budgets spent on the four GPU types of its evaluation.
+"""What each budget of the HexGen-2 paper can rent, of the four GPU types that the paper uses.
 
     python -m benchmarks.search.budget [--workloads HPLD,HPHD,LPHD,LPLD] [--csv FILE]
 
-Both budgets of the paper (8 H100, and 70 % of that), both of its models, its four offline workloads. Prints
-what `hexgen2 search --cluster hexgen2-offers --budget` rents and its requests/s; these against 8 H100 and
-against the best of the paper's own settings for that budget (1 to 4, or 5), searched alike; the bound's gap;
-and seconds. The settings have data centres with slow links between them; what is rented stands in one.
+Covers both budgets of the paper (the price of 8 H100, and 70 % of it), both of its models and its four
+offline workloads. Prints what `hexgen2 search --cluster hexgen2-offers --budget` rents, and its requests/s;
+the ratios to 8 H100 and to the best of the paper's own settings for that budget (1 to 4, or 5), searched the
+same way; the gap to the bound; and the search time. The paper's settings span data centres with slow links
+between them, while all rented GPUs are in one.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
 BUDGETS = {29.52: [f"hexgen2-setting-{k}" for k in range(1, 5)], 20.66: ["hexgen2-setting-5"]}
-"""$ per hour, and the settings that the paper rents for about as much."""
+"""$ per hour, and the settings that the paper rents for about that price."""
 MODELS = ("llama-2-70b", "opt-30b")
 WORKLOADS = ("HPLD", "HPHD", "LPHD", "LPLD")
 
 
 @cache
 def place(cluster: str, model: str, workload: str, budget: float | None = None) -> Placement:
-    """What the search finds, with or without a budget."""
+    """The placement that the search finds, with or without a budget."""
     problem = make_problem(cluster, model, workload, goal=make_goal(budget_per_hour=budget))
     return find_strategy("hexgen2")(problem, SearchOptions())
 
@@ -61,7 +62,7 @@ def measure(budget: float, model: str, workload: str) -> dict:
 
 
 def main() -> None:
-    """Run the grid."""
+    """Measure every cell and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--csv", type=Path)

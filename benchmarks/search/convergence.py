@@ -1,14 +1,14 @@
-"""Convergence of the search and of what HexGen-2 compares it with: Figures 10 and 11 of the paper.
+"""Convergence of the search and of the alternatives in HexGen-2's Figures 10 and 11.
 
     python -m benchmarks.search.convergence [--seeds 15] [--workloads HPLD,...] [--time-limit S]
         [--csv FILE] [--plot FILE]
 
-Setting 1, both models, the four offline workloads. For each strategy: the best requests/s after so many
-evaluations and so many seconds (mean over seeds), the end (mean, least, most, and its ratio to hexgen2),
-and when a run came within 1 % of its own end (median). Strategies without chance in them give the same
-in every run; an error counts as no requests. An evaluation is a max flow: hexgen2 rules many candidates
-out by their replicas alone, and those do not count. The CSV has one row per improvement; --plot needs
-matplotlib.
+Covers setting 1, both models and the four offline workloads. Prints for each strategy: the best requests/s
+after a number of evaluations and of seconds (mean over seeds), the final requests/s (mean, least, most, and
+the ratio to hexgen2), and when a run came within 1 % of its own final value (median). Deterministic
+strategies give the same result in every run; an error counts as 0 requests/s. An evaluation is one max-flow
+computation: hexgen2 rejects many candidates by looking at their replicas alone, and those do not count. The
+CSV has one row per improvement; --plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLOSE = 0.99
 
 @dataclass(frozen=True)
 class Point:
-    """An improvement of one run; the last point of a run stands at its end."""
+    """One improvement in a run; the last point marks the end of the run."""
 
     model: str
     workload: str
@@ -53,7 +53,7 @@ Run = list[Point]
 
 
 def measure(model: str, workload: str, strategy: str, seed: int, time_limit_s: float | None) -> Run:
-    """One search, the time of every improvement taken as it comes; memoised plans are not shared."""
+    """Run one search and record the time of every improvement. Memoised plans are not shared between runs."""
     problem: Problem = make_problem(CLUSTER, model, workload)
     points: Run = []
 
@@ -75,12 +75,12 @@ def measure(model: str, workload: str, strategy: str, seed: int, time_limit_s: f
 
 
 def best_at(run: Run, axis: str, limit: float) -> float:
-    """The best requests/s of a run until `limit` on an axis (evaluations or seconds)."""
+    """The best requests/s that a run reached by `limit` on an axis (evaluations or seconds)."""
     return max((p.req_s for p in run if getattr(p, axis) <= limit), default=0.0)
 
 
 def close_at(run: Run, axis: str) -> float:
-    """When a run came within CLOSE of its own end."""
+    """When a run came within CLOSE of its own final value."""
     return min(getattr(p, axis) for p in run if p.req_s >= run[-1].req_s * CLOSE)
 
 
@@ -105,7 +105,7 @@ def summary(runs: list[Run], ratio: float) -> list[str]:
 
 
 def plot(cells: dict[tuple[str, str], dict[str, list[Run]]], workloads: list[str], path: Path) -> None:
-    """One panel per cell: requests/s by seconds, the mean over seeds and the range between them."""
+    """One panel per cell: requests/s over seconds, as the mean over seeds and their range."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(len(MODELS), len(workloads), figsize=(18, 8), squeeze=False)
@@ -124,7 +124,7 @@ def plot(cells: dict[tuple[str, str], dict[str, list[Run]]], workloads: list[str
 
 
 def main() -> None:
-    """Run the grid, print the table, write the files asked for."""
+    """Measure every cell, print the table and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, default=15)
     parser.add_argument("--time-limit", type=float)

@@ -1,4 +1,4 @@
-"""The CSV files that benchmarks of the search leave for whoever wants more than their printed tables."""
+"""CSV output of the search benchmarks, with more detail than their printed tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """One line for each row, under the names that the first has."""
+    """Write one line per row; the first row's keys are the header."""
     with path.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, rows[0])
         writer.writeheader()

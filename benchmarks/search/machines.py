@@ -1,4 +1,4 @@
-"""Kinds of machines that one machine can pass for, by variables that libraries read when they are loaded."""
+"""Imitate other kinds of machines on this one, by environment variables that libraries read at load time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ ANSWERS = Path(__file__).with_name("answers.py")
 ROOT = Path(__file__).resolve().parents[2]
 
 NEEDS = {"SkylakeX": "AVX512F", "Haswell": "AVX2", "Zen": "AVX2", "Prescott": "SSE3"}
-"""Kernels of OpenBLAS, and what the processor must have for them."""
+"""OpenBLAS kernels, and the processor features that they need."""
 
 
 def machines() -> dict[str, dict[str, str]]:
-    """Environments by name: kernels of OpenBLAS, its threads, orders of hashes; with those for the oldest
-    processors also neither numpy's vector instructions nor the C library's fused multiplications."""
+    """Environment variables by machine name. They vary OpenBLAS kernels, thread counts and hash seeds; those
+    for the oldest processors also switch off numpy's vector instructions and the C library's fused
+    multiply-add."""
     has = _cpu_features()
     found = {
         kernels: {
@@ -43,7 +44,7 @@ def machines() -> dict[str, dict[str, str]]:
 def answers(
     commands: Sequence[Sequence[str]], environment: Mapping[str, str], disturb: int | None = None
 ) -> list[dict[str, Any]]:
-    """What a process in that environment answers to hexgen2 commands (see answers.py)."""
+    """The answers of a process in that environment to hexgen2 commands (see answers.py)."""
     options = [] if disturb is None else ["--disturb", str(disturb)]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.run(

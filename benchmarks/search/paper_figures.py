@@ -1,15 +1,16 @@
-"""HexGen-2's Figures 6 to 9 and Tables 3 and 4, simulated: who serves how much more than whom.
+"""HexGen-2's Figures 6 to 9 and Tables 3 and 4, simulated: how much more each system serves than the others.
 
     python -m benchmarks.search.paper_figures [--parts table3,table4,settings,assumptions]
         [--seconds 300] [-o DIR]
 
-Every system is planned by its own rules and simulated under the same requests (see `hexgen2 compare`), on the
-clusters that the paper gives it: HexGen-2 and HexGen on the heterogeneous settings, DistServe and vLLM on 8
-H100 for the same money, all three on 4 H100 for Table 4. vLLM runs with chunked prefill (its default today)
-and without. "online" has the lengths of the Azure conversation trace by class, arriving at 75 % of the peak.
+Each system plans by its own rules, and all are simulated under the same requests (see `hexgen2 compare`), on
+the clusters that the paper gives them: HexGen-2 and HexGen on the heterogeneous settings, DistServe and vLLM
+on 8 H100 for the same money, and for Table 4 all three on 4 H100. vLLM runs with chunked prefill (its default
+today) and without. "online" has the request lengths of the Azure conversation trace, by class, arriving at 75
+% of the peak rate.
 
-Prints tables in Markdown: output tokens/s as simulated, and ratios beside those that the paper prints;
-Figures 6 to 9 are pictures, of which it states means and extremes only.
+Prints Markdown tables with the simulated output tokens/s, and ratios beside those that the paper prints. For
+Figures 6 to 9 the paper prints only means and extremes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ FOUR_H100 = "name: four-h100\nnodes:\n  - {name: h100-1, accelerators: 'H100:4',
 
 
 def tok_s(entry: Entry) -> float:
-    """Output tokens/s: at the peak, or online while requests arrive at 75 % of it."""
+    """Output tokens/s: at peak for offline workloads, or at 75 % of the peak rate for "online"."""
     if not entry.offline:
         return 0.0
     if entry.workload == "online" and entry.online:
@@ -63,7 +64,7 @@ def tok_s(entry: Entry) -> float:
 
 
 class Grid:
-    """Entries by (cluster's contender, workload), compared once."""
+    """Results by (cluster's contender, workload); each comparison runs once."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -71,7 +72,7 @@ class Grid:
     def run(
         self, name: str, model: str, cluster: str, strategies: str, workloads: Sequence[str]
     ) -> list[Entry]:
-        """Compare, and keep the files if a folder is asked for."""
+        """Run a comparison, and keep its files if a folder is given."""
         settings = Settings(model, seconds=self.arguments.seconds)
         contenders = parse_contenders(strategies, cluster)
 
@@ -85,7 +86,7 @@ class Grid:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """In Markdown."""
+    """A Markdown table."""
     print(f"\n{title}\n")
     print("| " + " | ".join(columns) + " |")
     print("|" + "---|" * len(columns))
@@ -94,7 +95,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def beside_the_paper(title: str, entries: list[Entry], paper: Mapping[str, Sequence[int]]) -> None:
-    """Tokens/s, then HexGen-2's advantage over each of the others, with the paper's in brackets."""
+    """Tokens/s, then HexGen-2's advantage over each of the others, with the paper's value in brackets."""
     workloads = list(dict.fromkeys(entry.workload for entry in entries))
     names = list(dict.fromkeys(entry.contender.name.partition("@")[0] for entry in entries))
     found = {(e.contender.name.partition("@")[0], e.workload): tok_s(e) for e in entries}
@@ -167,16 +168,16 @@ def all_settings(grid: Grid) -> None:
 
 
 def assumptions(grid: Grid) -> None:
-    """What decides: HexGen-2's advantage on setting 1 as predicted, without simulation, under other
-    assumptions, one at a time."""
+    """How the predicted advantage of HexGen-2 on setting 1 depends on each assumption: change one at a time,
+    without simulation."""
     spec = load_cluster("hexgen2-setting-1")
     cases: dict[str, dict[str, Any]] = {
         "as above": {},
-        "routes have links to themselves": {"links": "pairwise"},
+        "routes do not share links": {"links": "pairwise"},
         "all links 4 times as fast": {"spec": faster(spec, 4)},
         "all links a quarter as fast": {"spec": faster(spec, 0.25)},
-        "stages one at a time (Appendix A)": {"pipeline": "literal"},
-        "each stage a full batch (Appendix E.2)": {"pipeline": "paper_optimistic"},
+        "one stage at a time (Appendix A)": {"pipeline": "literal"},
+        "a full batch in each stage (Appendix E.2)": {"pipeline": "paper_optimistic"},
         "at most 64 requests in a batch": {"batch_cap": 64},
         "at most 16 requests in a batch": {"batch_cap": 16},
         "Table 1 as printed": {"cost_model": "table1"},
@@ -193,7 +194,7 @@ def assumptions(grid: Grid) -> None:
             cells.append(" ".join(f"{ratio:.2f}" for ratio in ratios))
         rows.append([name, *cells])
     columns = ["assumption", *(f"/ {name} ({' '.join(OFFLINE)})" for name in ("hexgen", "distserve", "vllm"))]
-    table("Llama-2 70B, setting 1: hexgen2's predicted throughput over others'", columns, rows)
+    table("Llama-2 70B, setting 1: predicted throughput of hexgen2 over that of others", columns, rows)
 
 
 def faster(spec: ClusterSpec, factor: float) -> ClusterSpec:
@@ -218,7 +219,7 @@ def predicted(
     batch_cap: int | None = None,
     **options: str,
 ) -> float:
-    """Requests/s of a strategy's placement of Llama-2 70B, on setting 1 if no cluster is given."""
+    """Requests/s of a strategy's placement of Llama-2 70B, on setting 1 by default."""
     problem = make_problem(cluster or "hexgen2-setting-1", MODELS[0], workload, **options)  # type: ignore[arg-type]
     if spec is not None and cluster is None:
         problem = replace(problem, spec=spec, cluster=Cluster.from_spec(spec))
@@ -246,14 +247,14 @@ def latency_table(title: str, entries: list[Entry]) -> None:
                 ]
             )
     names = [f"{name} {kind}" for name in ("TTFT", "TPOT", "E2EL") for kind in ("mean", "p90", "p99")]
-    table(f"{title}, ms, all at the same rate", ["system", "requests/s", *names, "SLO scale"], rows)
+    table(f"{title}, in ms, all at the same rate", ["system", "requests/s", *names, "SLO scale"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--parts", default="table3,table4,settings,assumptions")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of load in a simulation")
-    parser.add_argument("-o", "--output", type=Path, help="folder for CSV, JSON and plots")
+    parser.add_argument("--seconds", type=float, default=300.0, help="seconds of simulated load")
+    parser.add_argument("-o", "--output", type=Path, help="write CSV, JSON and plots to this folder")
     arguments = parser.parse_args()
     parts = {"table3": table_3, "table4": table_4, "settings": all_settings, "assumptions": assumptions}
     for part in arguments.parts.split(","):

@@ -1,11 +1,11 @@
-"""Time re-planning (`hexgen2 search --from`) after losses and changes of workload, and show its trade.
+"""Time re-planning (`hexgen2 search --from`) after losses and workload changes, and show what it trades.
 
     python -m benchmarks.search.replan [--runs 3] [--csv FILE]
 
-The paper's setting 1 (20 GPUs) and Helix's single cluster (24 GPUs), both models. One row for each change:
-requests/s before, if nothing is done, after, and of the best plan found without regard to moves; weights to
-load in GB and requests missed, of this plan and of that one; median seconds of the search and of a whole
-process.
+Covers the paper's setting 1 (20 GPUs) and Helix's single cluster (24 GPUs), with both models. Prints one row
+per change: requests/s before, after without re-planning, after re-planning, and of the best plan that ignores
+the cost of moves; for the re-plan and for that plan, GB of weights to load and requests missed; and the
+median seconds of the search and of a whole process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMMAND = str(Path(sys.executable).with_name("hexgen2"))
 
 
 def run(*arguments: str) -> tuple[dict, float]:
-    """The placement that a process prints, and its seconds."""
+    """The placement that a process prints, and the seconds it took."""
     started = time.perf_counter()
     done = subprocess.run(
         [COMMAND, "search", "--json", *arguments], check=True, capture_output=True, text=True
@@ -52,7 +52,7 @@ def run(*arguments: str) -> tuple[dict, float]:
 
 
 def measure(path: str, change: list[str], runs: int) -> dict:
-    """One row, without its cluster and model."""
+    """One row, without its cluster and model columns."""
     done = [run("--from", path, *change) for _ in range(runs)]
     placement = done[0][0]
     migration = placement["migration"]
@@ -75,7 +75,7 @@ def measure(path: str, change: list[str], runs: int) -> dict:
 
 
 def main() -> None:
-    """Every cluster, model and change."""
+    """Measure every cluster, model and change."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--csv", type=Path)

@@ -1,12 +1,13 @@
-"""The same command with the same seed on every kind of machine that this one can pass for.
+"""Check that a command with a given seed answers the same on every kind of machine that this one can imitate.
 
     python -m benchmarks.search.same_answer [--clusters 6] [--seed N] [--disturb 2]
         [--strategies NAME ...]
 
-For shipped clusters and for random ones (drawn by --seed, a fresh one by default), one row for each command:
-a digest of the bytes with each machine's libraries (OpenBLAS's kernels, threads, orders of hashes, without
-vector instructions and fused multiplications), then of the answer in six digits with other last bits in every
-cost and other bases of eigenvectors. Rows whose digests differ are marked; they are the exit code.
+Covers shipped clusters and random ones (drawn with --seed; without it, the seed is new in every run). Prints
+one row per command: a digest of the output bytes under each machine's libraries (OpenBLAS kernels, threads,
+hash seeds, no vector instructions or fused multiply-add), then of the answer in six digits with the last bits
+of every cost changed and other bases of eigenspaces. Rows whose digests differ are marked; the exit code is
+how many there are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MODELS = ("llama-2-13b", "llama-3-8b", "opt-30b", "llama-2-70b")
 
 
 def random_cluster(draw: random.Random, folder: Path, number: int) -> str:
-    """A file with 3 to 8 nodes of few kinds, so that many are alike."""
+    """Write a cluster file with 3 to 8 nodes of few kinds, so that many are alike."""
     kinds = [(draw.choice(CARDS), draw.choice((1, 2, 4, 8))) for _ in range(draw.randint(1, 3))]
     nodes = []
     for node in range(draw.randint(3, 8)):
@@ -73,7 +74,7 @@ def main() -> int:
         found = {name: answers(commands, environment) for name, environment in machines().items()}
         for number in range(1, options.disturb + 1):
             found[f"disturbed {number}"] = answers(commands, {}, disturb=number)
-    print(f"random clusters of --seed {seed}")
+    print(f"random clusters drawn with --seed {seed}")
     exact, rough = list(machines()), [name for name in found if name.startswith("disturbed")]
     print(f"{'':58}{'  '.join(f'{name:>11}' for name in (*exact, 'six digits', *rough))}")
     differ = 0

@@ -1,15 +1,16 @@
-"""Two checkouts beside each other: do the same commands give the same bytes, and how long do they take?
+"""Run the same commands in two checkouts: compare their output byte by byte, and their times.
 
     python -m benchmarks.search.same_placements --before CHECKOUT [--sample N] [--seed N] [--timeout 25]
 
-The commands: `hexgen2 search` on every shipped cluster, with three models, three workloads, every strategy;
-re-plans after a loss, simulations of the placements found, rentals, and searches for goodput, for latency,
-for the least cost and with a certificate. --sample draws that many of them (by --seed, by default a fresh
-one). Each command runs once in either checkout, in turns, in a process forked after the imports; times that
-the output states are ignored. Prints every command whose exit code or bytes differ, and compares the seconds
-of each kind of command. Commands that take the other checkout longer than --timeout seconds are skipped.
+The commands: `hexgen2 search` on every shipped cluster, with three models, three workloads and every
+strategy; re-plans after a loss; simulations of the placements found; rentals; and searches for goodput, for
+latency, for the least cost and with a certificate. --sample draws that many of them (with --seed; without it,
+the seed is new in every run). Each command runs once in each checkout, in turns, in a process that is forked
+after the imports; times in the output are ignored. Prints every command whose exit code or bytes differ, and
+compares the seconds by kind of command. Commands that take the other checkout longer than --timeout seconds
+are skipped.
 
-Exit code 1 if anything differs.
+The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ Command = list[str]
 
 
 def search(cluster: str, model: str, workload: str, strategy: str, *more: str) -> Command:
-    """`hexgen2 search` with the seed 0."""
+    """`hexgen2 search` with seed 0."""
     load = ["--cluster", cluster, "--model", model, "--workload", workload, "--strategy", strategy]
     return ["search", *load, "--seed", "0", "--json", *more]
 
 
 def chains() -> list[list[Command]]:
-    """All that is compared: chains of commands of which later ones may read what the first wrote."""
+    """Everything to compare: chains of commands, where a later command may read what the first one wrote."""
     simulate = ["simulate", "placement.json", "--json", "--num-requests", "400"]
     found = []
     clusters = ("hetis-12", "hexgen2-setting-1", "hexgen2-case-study", "hexgen2-setting-5")
@@ -100,7 +101,7 @@ def chains() -> list[list[Command]]:
 
 
 class Side:
-    """A process that answers chains of commands by the code of one checkout."""
+    """A process that answers chains of commands with the code of one checkout."""
 
     def __init__(self, checkout: Path, timeout_s: int) -> None:
         path = {"PYTHONPATH": str(checkout), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
@@ -114,7 +115,7 @@ class Side:
         )
 
     def ask(self, chain: list[Command]) -> list[dict[str, Any]] | None:
-        """An answer for each command, see answers.py; None if the chain took too long."""
+        """One answer per command (see answers.py); None if the chain took too long."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(chain) + "\n")
         self._process.stdin.flush()
@@ -125,7 +126,7 @@ class Side:
 
 
 def kind_of(command: Command) -> str:
-    """What commands are timed together."""
+    """The kind of a command, by which its times are grouped."""
     if command[0] != "search" or "--from" in command:
         return "re-plan" if "--from" in command else command[0]
     return f"search {command[command.index('--strategy') + 1]}"
@@ -136,7 +137,7 @@ def main() -> int:
     parser.add_argument("--before", type=Path, required=True, help="the other checkout")
     parser.add_argument("--sample", type=int)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--timeout", type=int, default=25, help="seconds for each command")
+    parser.add_argument("--timeout", type=int, default=25, help="time limit of each command in s")
     options = parser.parse_args()
     work = chains()
     if options.sample is not None:

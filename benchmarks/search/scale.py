@@ -1,10 +1,10 @@
-"""Time `hexgen2 search` on large synthetic clusters, beside Table 5 of HexGen-2.
+"""Time `hexgen2 search` on large synthetic clusters, beside Table 5 of the HexGen-2 paper.
 
     python -m benchmarks.search.scale [--gpus 64,128,192,256,320,1024] [--model llama-2-70b] [--runs 3]
 
-Four types in racks of eight nodes: 100 Gbit/s inside a rack and 25 between racks, per node 8 H100 or 8 A100
-on NVLink, or 4 L40 or 4 A6000 on PCIe, as many GPUs of each. Whole processes, start-up included: median
-seconds, peak memory, requests/s, and how far from the bound at most.
+A cluster has equally many GPUs of four types. A node has 8 H100 or 8 A100 on NVLink, or 4 L40 or 4 A6000 on
+PCIe; a rack has eight nodes, with 100 Gbit/s inside a rack and 25 between racks. Measures whole processes,
+start-up included. Prints median seconds, peak memory, requests/s, and the largest gap to the bound.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ COMMAND = str(Path(sys.executable).with_name("hexgen2"))
 RACK = 8
 NODES = (("H100:8", "nvlink"), ("A100-80GB:8", "nvlink"), ("L40:4", "pcie4"), ("A6000:4", "pcie4"))
 PAPER_MINUTES = {64: 4.03, 128: 7.93, 192: 21.66, 256: 28.44, 320: 47.77}
-"""Table 5 of HexGen-2: minutes on so many GPUs."""
+"""Table 5 of HexGen-2: search minutes by number of GPUs."""
 
 
 def synthetic(gpus: int) -> dict:
-    """A cluster of so many GPUs, a multiple of 32: a quarter of each type."""
+    """A cluster with that many GPUs (a multiple of 32): a quarter of each type."""
     nodes = []
     for accelerators, interconnect in NODES:
         size = int(accelerators.split(":")[1])
         nodes += [
             {"accelerators": accelerators, "interconnect": interconnect} for _ in range(gpus // 4 // size)
         ]
-    # Dealt out like cards, so that every rack holds some of each type.
+    # Round robin, so that every rack holds some of each type.
     racks = -(-len(nodes) // RACK)
     dealt = sorted((k % racks, k) for k in range(len(nodes)))
     named = [{"name": f"r{rack}-n{place}", **nodes[k]} for place, (rack, k) in enumerate(dealt)]
@@ -73,7 +73,7 @@ def measure(cluster: Path, model: str, workload: str, runs: int) -> tuple[float,
 
 
 def main() -> None:
-    """One line per size and workload."""
+    """Print one line per size and workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gpus", default="64,128,192,256,320,1024")
     parser.add_argument("--model", default="llama-2-70b")

@@ -1,12 +1,12 @@
-"""`hexgen2 search` as a user meets it on the paper's settings: whole processes, start-up included.
+"""Time `hexgen2 search` as a user runs it on the paper's settings: whole processes, start-up included.
 
     python -m benchmarks.search.settings [--runs 3] [--certify] [--rivals 3] [--settings 1,5] [--csv FILE]
 
-Every setting of HexGen-2, both of its models, its four offline workloads. Prints requests/s and the median
-seconds of a process, the gap to the bound with and without KV transfers, and whether all runs gave the same
-bytes. With --certify the same for the answer and the bound of `--certify`; with --rivals also the best that
-any disaggregated strategy finds, hexgen2 certified with so many other seeds among them, and the answer's
-share of it.
+Covers every setting of HexGen-2, both of its models and its four offline workloads. Prints requests/s, the
+median seconds of a process, the gap to the bound with and without KV transfers, and whether all runs gave the
+same bytes. --certify adds the same figures for `hexgen2 search --certify`. --rivals N adds the best placement
+that any disaggregated strategy finds, including hexgen2 --certify with N other seeds, and the answer's share
+of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Cell = tuple[str, str, str]
 
 
 def search(cell: Cell, *options: str) -> tuple[dict, float]:
-    """The placement, empty if there is none, and the seconds of the process."""
+    """The placement (empty if there is none) and the seconds of the process."""
     setting, model, workload = cell
     arguments = ["search", "--cluster", setting, "--model", model, "--workload", workload, "--json", *options]
     started = time.perf_counter()
@@ -45,7 +45,7 @@ def search(cell: Cell, *options: str) -> tuple[dict, float]:
 
 
 def measure(cell: Cell, runs: int, *options: str) -> dict:
-    """Figures of the placement and the median seconds of `runs` processes."""
+    """Figures of the placement, and the median seconds of `runs` processes."""
     seconds, outputs = [], set()
     placement: dict = {}
     for _ in range(runs):
@@ -66,7 +66,7 @@ def measure(cell: Cell, runs: int, *options: str) -> dict:
 
 
 def best_of_rivals(cell: Cell, seeds: int) -> tuple[float, str]:
-    """The best requests/s of any strategy, and whose it is."""
+    """The best requests/s of any strategy, and which strategy found it."""
     asked: list[tuple[str, ...]] = [("hexgen2", str(seed), "--certify") for seed in range(1, seeds + 1)]
     asked += [(name, "0") for name in SEEDLESS]
     asked += [(name, str(seed)) for name in SEEDED for seed in range(seeds)]
@@ -79,12 +79,12 @@ def best_of_rivals(cell: Cell, seeds: int) -> tuple[float, str]:
 
 
 def main() -> None:
-    """Run the grid."""
+    """Measure every setting and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--certify", action="store_true")
     parser.add_argument("--rivals", type=int, default=0)
-    parser.add_argument("--settings", help="a part of their names each, such as homogeneous,1")
+    parser.add_argument("--settings", help="parts of their names, such as homogeneous,1")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     chosen = arguments.settings.split(",") if arguments.settings else [""]

@@ -1,11 +1,11 @@
-"""Compare strategies on the paper's settings: predicted requests/s, and the TPOT that goes with it.
+"""Compare strategies on the paper's settings: predicted requests/s, and TPOT at that load.
 
     python -m benchmarks.search.strategies [--settings NAME ...] [--strategies NAME ...]
 
-Both models of HexGen-2, its four offline workloads. Each cell is requests/s and, in brackets, TPOT in ms at
-full load without queueing; a dash where the strategy finds no placement. Colocated replicas (hexgen, vllm)
-share their time between the phases without disturbance, so their throughput is an upper estimate, and
-what disaggregation is for shows in TPOT.
+Covers both models of HexGen-2 and its four offline workloads. Each cell is requests/s and, in brackets, TPOT
+in ms at full load without queueing; a dash means that the strategy finds no placement. For colocated replicas
+(hexgen, vllm) the prediction ignores interference between prefill and decode, so their throughput is
+overestimated; TPOT shows what disaggregation gains.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def cell(strategy: str, problem: Problem) -> str:
 
 
 def main() -> None:
-    """Run the grid."""
+    """Run every cell and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--settings", nargs="+", default=SETTINGS)
     parser.add_argument("--strategies", nargs="+", default=COMPARED, choices=STRATEGIES)

@@ -1,26 +1,26 @@
-"""A fleet under faults while clients stream from it.
+"""Break a fleet while clients stream from it, and check that every request still gets its answer.
 
     python -m benchmarks.serving.chaos [--fleet torch|emulated] [--requests N] [--seconds S] [--every 4]
         [--front-end-deaths 2] [--poison 0.05] [--seed 0]
 
-The torch fleet has two prefill and two decode replicas of a small random Llama: of one rank, two pipeline
-stages, two tensor-parallel ranks and one rank. The emulated one is the placement of llama-2-70b that the
-search finds for hexgen2-setting-1: 20 GPUs.
+The torch fleet has two prefill and two decode replicas of a small random Llama: one with one rank, one with
+two pipeline stages, one with two tensor-parallel ranks and one with one rank. The emulated fleet is the
+placement of llama-2-70b that the search finds for hexgen2-setting-1: 20 GPUs.
 
-Requests come at random within --seconds. About every --every seconds a rank chosen at random is killed (kill
--9) or stopped (SIGSTOP), or a TCP connection between two workers is cut, in a random order: of five faults
-two kill, one stops and two cut. --front-end-deaths times the front end is killed and launched again on its
-port. A replica is spared while none of its role could take its requests, or while one
-is down already, so that every request can be finished. Clients know their answers beforehand: those of an
-undisturbed run (torch), or by the formula of the emulated engine. Those that the front end's death cuts off
-ask again, and so do those that were on board when two replicas died, which ends a request (docs/security.md).
+Requests arrive at random within --seconds. About every --every seconds the script kills a random rank (kill
+-9), stops one (SIGSTOP), or cuts a TCP connection between two workers, in random order: of five faults, two
+kill, one stops and two cut. --front-end-deaths is how often it kills the front end and launches it again on
+its port. A replica is spared while no other replica of its role could take its requests, or while another one
+is down, so that every request can finish. Clients know the right answers in advance: from an undisturbed run
+(torch), or by the formula of the emulated engine. Clients ask again when the front end's death cuts off their
+request, or when the request lost two replicas, which ends it (docs/security.md).
 
-With --poison so large a share of the requests is poisonous (chaos_poison.py): refused, or failing in a
-worker. Without faults (--every 0) no replica may then be lost.
+--poison is the share of poisonous requests (chaos_poison.py): they are refused, or fail in a worker. Without
+faults (--every 0), no replica may be lost to them.
 
-Exit code 1 unless all of this holds: every request ended with exactly its tokens, none lost, repeated or
-wrong; no stream hung; at rest every block of every replica is free and no token is accounted for; no process,
-port or shared memory is left.
+The exit code is 1 unless all of this holds: every request ended with exactly its tokens, none lost, repeated
+or wrong; no stream hung; at rest every block of every replica is free and no tokens are accounted for; no
+process, port or shared memory is left.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PROBES = 16
 
 
 def make_emulated(work: Path) -> tuple[Placement, list[str]]:
-    """The 20 GPUs of the paper's setting 1, and how they are launched."""
+    """The 20 GPUs of the paper's setting 1, and how to launch them."""
     path = work / "placement.json"
     search(path, "--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--workload", "HPHD")
     return Placement.load(path), [COMMAND, "launch", str(path), "--engine", "emulated"]
@@ -129,7 +129,7 @@ async def questions(options: argparse.Namespace, placement: Placement, clients: 
 
 
 async def undisturbed(clients: Clients, few: asyncio.Semaphore, prompt: tuple[int, ...], tokens: int) -> str:
-    """The text that the fleet gives while nothing is wrong."""
+    """The text that the fleet answers while nothing is wrong."""
     body = {"model": clients.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     async with few:
         request = json.dumps(body | {"ignore_eos": True}).encode()
@@ -140,7 +140,7 @@ async def undisturbed(clients: Clients, few: asyncio.Semaphore, prompt: tuple[in
 async def ask_all(
     clients: Clients, asked: list[Question], poison: Poison, poisons: int, seconds: float, rng: random.Random
 ) -> None:
-    """All questions and so many poisonous requests, at random times."""
+    """Send all questions, and the poisonous requests, at random times."""
     begun = time.monotonic()
     async with asyncio.TaskGroup() as group:
         for at, number in sorted((rng.random() * seconds, k) for k in range(len(asked) + poisons)):
@@ -151,7 +151,7 @@ async def ask_all(
 async def break_things(
     fleet: Fleet, options: argparse.Namespace, done: Counter[str], until: asyncio.Task[None]
 ) -> None:
-    """Faults, one after the other, while a task runs."""
+    """Cause one fault after the other while a task runs."""
     begun, rng, every_s, count = time.monotonic(), fleet.rng, options.every, options.front_end_deaths
     deaths = [begun + options.seconds * (k + 1) / (count + 1) for k in range(count)]
     kinds: list[str] = []
@@ -181,7 +181,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 async def until_whole(fleet: Fleet, server: Server) -> bool:
-    """Wait until every replica serves; whether that came."""
+    """Wait until every replica serves; return whether that happened in time."""
     deadline = time.monotonic() + RECOVERY_S
     while time.monotonic() < deadline:
         fleet.watch()
@@ -197,7 +197,7 @@ async def until_whole(fleet: Fleet, server: Server) -> bool:
 
 
 async def run(fleet: Fleet, options: argparse.Namespace) -> bool:
-    """The whole of it; whether all was as it should be."""
+    """The whole run; returns whether everything was as it should be."""
     server = Server(Address.parse(fleet.url))
     clients = Clients(server, await find_model(server, None), lambda: fleet.turns)
     poisons = round(options.requests * options.poison)
@@ -212,7 +212,7 @@ async def run(fleet: Fleet, options: argparse.Namespace) -> bool:
     await asking
     seconds = time.monotonic() - begun
     whole = await until_whole(fleet, server)
-    for question in asked[:PROBES]:  # so that every replica has said how many of its blocks are free
+    for question in asked[:PROBES]:  # makes every replica report its free blocks
         await clients.ask(question)
     at_rest = await rest(server)
     print(f"\n{options.requests} requests in {seconds:.0f} s; faults: {_listed(faults)}")
@@ -235,7 +235,7 @@ async def run(fleet: Fleet, options: argparse.Namespace) -> bool:
 
 
 def blocks_are_free(metrics: dict[str, dict[str, float]]) -> list[bool]:
-    """Of every replica that has told."""
+    """Whether the blocks of every replica that has reported are free."""
     good = []
     for replica, budget in metrics["hexgen2_kv_tokens_budget"].items():
         free = metrics["hexgen2_kv_blocks_free"].get(replica)
@@ -246,7 +246,7 @@ def blocks_are_free(metrics: dict[str, dict[str, float]]) -> list[bool]:
 
 
 def nothing_is_left(fleet: Fleet, code: int, shared_before: set[str]) -> list[bool]:
-    """Of processes, the port and shared memory."""
+    """Whether no process, port or shared memory is left."""
     left = [f"{each.pid} {each.status()}" for each in fleet.family()]
     with socket.socket() as probe:
         listening = probe.connect_ex(("127.0.0.1", fleet.port)) == 0
@@ -261,12 +261,12 @@ def nothing_is_left(fleet: Fleet, code: int, shared_before: set[str]) -> list[bo
 
 
 def shared_memory() -> set[str]:
-    """Segments of shared memory; semaphores (of which a fleet has none) are other programs'."""
+    """Shared memory segments, without semaphores: a fleet has none, so those belong to other programs."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def _in_use(name: str) -> bool:
-    """Whether any process has a segment of shared memory mapped: it may be another program's."""
+    """Whether any process maps a shared memory segment, which may belong to another program."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             if f"/dev/shm/{name}" in maps.read_text():
@@ -288,16 +288,16 @@ def _quantiles(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Break one fleet."""
+    """Run one fleet under faults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--fleet", choices=("torch", "emulated"), default="torch")
     parser.add_argument("--requests", type=int, help="default: 300 (torch), 2000 (emulated)")
     parser.add_argument("--seconds", type=float, help="default: 120 (torch), 240 (emulated)")
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults; 0: none")
-    parser.add_argument("--poison", type=float, default=0.0, help="share of the requests that is poisonous")
+    parser.add_argument("--poison", type=float, default=0.0, help="share of poisonous requests")
     parser.add_argument("--front-end-deaths", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep-logs", type=Path, help="a folder for the logs of the launches")
+    parser.add_argument("--keep-logs", type=Path, help="keep the logs of the launches in this folder")
     options = parser.parse_args()
     options.requests = options.requests or REQUESTS[options.fleet]
     options.seconds = options.seconds or SECONDS[options.fleet]

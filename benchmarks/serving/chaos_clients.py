@@ -1,4 +1,4 @@
-"""Clients of a fleet under faults: each knows its answer beforehand and checks every token as it comes."""
+"""Clients of a fleet under faults: each one knows its answer in advance and checks every token on arrival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hexgen2.bench.http import HttpError, Server
 
 SILENCE_S = 60.0
-"""A stream that says nothing for so long hangs."""
+"""A stream that is silent for this long counts as hung."""
 ATTEMPTS_S = 600.0
 QUARANTINED = "two replicas died with it"
 RETRY_S, LONGEST_RETRY_S = 0.5, 8.0
@@ -30,15 +30,15 @@ class Question:
 
 @dataclass
 class Clients:
-    """What clients saw.
+    """Sends questions and records what clients see.
 
     Attributes
     ----------
-    turns : deaths and new lives of the front end so far
-    ended : how requests ended: "whole" is as it should be
-    retried : why requests were asked again
-    wrong : what must not be
-    gaps_s : of each whole answer, the longest time between two pieces of it
+    turns : deaths and restarts of the front end so far
+    ended : how requests ended, with counts; "whole" is the right way
+    retried : why requests were asked again, with counts
+    wrong : everything that must never happen, but did
+    gaps_s : for each whole answer, the longest time between two pieces of it
     """
 
     server: Server
@@ -50,7 +50,7 @@ class Clients:
     gaps_s: list[float] = field(default_factory=list)
 
     async def ask(self, question: Question) -> None:
-        """Ask until the answer is whole, or wrong, or patience ends."""
+        """Ask until the answer is whole or wrong, or time runs out."""
         try:
             async with asyncio.timeout(ATTEMPTS_S):
                 wait_s = RETRY_S
@@ -66,14 +66,17 @@ class Clients:
             self.ended["whole"] += 1
 
     async def _attempt(self, question: Question) -> str:
-        """One request; why it must be asked again, or "". Only a dying front end may break a connection."""
+        """Send one request; return why to ask again, or "". Only the front end's death may break a
+        connection."""
         turns = self.turns()
         try:
             return await self._stream(question)
         except HttpError as error:
-            await asyncio.sleep(0.2)  # for the restart to be counted
+            await asyncio.sleep(0.2)  # gives the restart time to be counted
             if self.turns() == turns and turns % 2 == 0:
-                if str(error).startswith("no answer within"):  # none was made: it is very busy
+                if str(error).startswith(
+                    "no answer within"
+                ):  # no connection was made: the server is very busy
                     return "no connection"
                 raise _Wrong(f"a connection broke by itself: {error}") from error
             return "front end restarted"

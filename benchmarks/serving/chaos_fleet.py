@@ -17,22 +17,22 @@ from hexgen2.placement import Placement, Replica
 
 START_S, END_S = 240.0, 60.0
 FOUND_S = 6.0
-"""A fault that loses a replica does so within this time."""
+"""If a fault loses a replica, it does so within this time."""
 MARK = "HEXGEN2_CHAOS"
-_PIDFD_GETFD = 438  # the same number on all of Linux' architectures
+_PIDFD_GETFD = 438  # the same number on every Linux architecture
 
 
 @dataclass
 class Fleet:
-    """`hexgen2 launch` on one port, again and again.
+    """`hexgen2 launch` on one port, with restarts.
 
     Attributes
     ----------
-    turns : deaths and new lives of the front end: it is dead while the number is odd
+    turns : deaths and restarts of the front end: it is dead while the number is odd
     struck : replicas that were hit and do not serve again yet, with the time (time.monotonic)
-    recovered_s : from a hit until the replica served again
-    unprovoked : replicas that were lost without a fault: they answered too late, being too busy
-    restarted_s : from the death of the front end until the next one served
+    recovered_s : seconds from a hit until the replica served again
+    unprovoked : replicas that were lost without a fault, because they were busy and answered too late
+    restarted_s : seconds from the death of the front end until the next one served
     """
 
     command: list[str]
@@ -78,16 +78,16 @@ class Fleet:
             time.sleep(0.1)
 
     def family(self) -> list[psutil.Process]:
-        """All processes that run and were started by any launch of this fleet."""
+        """All running processes that any launch of this fleet started."""
         return [each for each in psutil.process_iter() if _mark(each) == self.mark]
 
     def workers(self) -> dict[str, psutil.Process]:
-        """The workers that run, by GPU; each shows the end of its GPU's name as its own."""
+        """The running workers by GPU; a worker shows the end of its GPU's name as its process name."""
         names = {gpu[-15:]: gpu for gpu in self.replica_of}
         return {names[name]: each for each in self.family() if (name := _name(each)) in names}
 
     def watch(self) -> None:
-        """Read what the front end says of its replicas since the last time."""
+        """Read what the front end has logged about its replicas since the last call."""
         text = self.log.read_text()
         end = text.rfind("\n") + 1
         now = time.monotonic()
@@ -103,12 +103,12 @@ class Fleet:
         self._read = end
 
     def may_strike(self, replica: Replica) -> bool:
-        """Whether it serves and another one could take its requests."""
+        """Whether the replica serves and another one could take its requests."""
         alike = [each.id for each in self.placement.replicas if each.role == replica.role]
         return not any(each in self.struck for each in alike) and len(alike) > 1
 
     def strike(self, how: signal.Signals) -> str:
-        """Send a signal to a random rank; what was done, or "" if no replica may be struck now."""
+        """Send a signal to a random rank; return what was done, or "" if no replica may be struck now."""
         workers = self.workers()
         fit = sorted(gpu for gpu in workers if self.may_strike(self.replica_of[gpu]))
         if not fit:
@@ -119,7 +119,7 @@ class Fleet:
         return f"{how.name} to {gpu} of {self.replica_of[gpu].id}"
 
     def cut(self) -> str:
-        """Break a random TCP connection between two workers: shut the socket of one of them down."""
+        """Break a random TCP connection between two workers, by shutting down the socket of one of them."""
         workers = self.workers()
         ends = {}
         for gpu, process in workers.items():
@@ -143,7 +143,8 @@ class Fleet:
         return self.may_strike(one) if one is two else one.id not in self.struck and two.id not in self.struck
 
     def restart_front_end(self) -> None:
-        """Kill it, launch again on the same port; all of the old one must go by itself."""
+        """Kill the front end and launch it again on the same port; the old processes must all exit by
+        themselves."""
         begun, old = time.monotonic(), self.family()
         self.turns += 1
         self.process.kill()
@@ -155,12 +156,12 @@ class Fleet:
         self.left_behind += len(psutil.wait_procs(old, 5)[1])
 
     def stop(self) -> int:
-        """Ctrl-C; the exit code."""
+        """Send Ctrl-C; return the exit code."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(END_S)
 
     def close(self) -> None:
-        """Whatever is left."""
+        """Kill whatever is left."""
         for each in self.family():
             each.kill()
 
@@ -188,8 +189,8 @@ def _connections(process: psutil.Process) -> list:
 
 
 def _shut_down(pid: int, descriptor: int) -> None:
-    """Shut a socket of another process down, through a copy of its descriptor. It needs no help from the
-    process; both ends see the stream end."""
+    """Shut down a socket of another process through a copy of its descriptor. The process need not cooperate;
+    both ends see the end of the stream."""
     handle = os.pidfd_open(pid)
     try:
         copied = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, handle, descriptor, 0)

@@ -1,7 +1,7 @@
-"""Poisonous requests for a fleet: what no client should send, and faults planted in its workers.
+"""Poisonous requests for a fleet: requests that no client should send, and faults planted in its workers.
 
-The faults are those of poison/, which the fleet's processes import at their start: requests of
-some seeds fail in a worker, and those of one kill it.
+poison/ plants the faults; the fleet's processes import it when they start. Requests with certain seeds then
+fail in a worker, and requests with one other seed kill it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MIB = 1024 * 1024
 
 @dataclass
 class Poison:
-    """Sends poison, and says what came of it.
+    """Sends poison, and records what came of it.
 
     Attributes
     ----------
-    ended : by kind of poison and status
-    wrong : statuses that must not be
+    ended : counts by kind of poison and status
+    wrong : statuses that must not occur
     """
 
     port: int
@@ -38,7 +38,7 @@ class Poison:
     wrong: Counter[str] = field(default_factory=Counter)
 
     def draw(self) -> tuple[str, bytes, set[int]]:
-        """A kind, the bytes of a request of that kind, and the statuses that may answer it."""
+        """A kind of poison, the bytes of such a request, and the statuses that may answer it."""
         refused = {400}
         fields: dict[str, tuple[dict[str, object], set[int]]] = {
             "top_k of 2**64": ({"top_k": 2**64}, refused),
@@ -76,7 +76,7 @@ class Poison:
         return head + b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
     async def send(self) -> None:
-        """One poisonous request, drawn at random; while the front end is away, again."""
+        """Send one random poisonous request; send it again if the front end is down."""
         kind, data, allowed = self.draw()
         while True:
             status = await self._status(data)
@@ -88,7 +88,7 @@ class Poison:
             self.wrong[f"{kind} got {status}"] += 1
 
     async def _status(self, data: bytes) -> int:
-        """The status of the answer to some bytes; 0 without any."""
+        """The status that answers these bytes, or 0 without an answer."""
         try:
             async with asyncio.timeout(LIMIT_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.port)

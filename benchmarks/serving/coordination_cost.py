@@ -1,12 +1,12 @@
-"""What it costs that tokens come over libp2p: CPU per streamed token and added latency, against a socket.
+"""Cost of streaming tokens over libp2p instead of a socket: CPU time per token, and latency.
 
     python -m benchmarks.serving.coordination_cost [--repeats 3] [--steps 150]
 
-Two processes on this machine, a node with decode replicas and a front end. Each replica sends one StepOutput
-per decode step, as it would; the front end decodes it. The same frames go over socket pairs (StreamLink, what
-`--launcher local` uses) and over libp2p (one Channel per replica, on one connection), in turns. CPU is that
-of both processes, all threads, from the first step to the last; latency is from before a frame is encoded to
-after it is decoded, by the one clock of the machine.
+Uses two processes on this machine: a node with decode replicas, and a front end. Each replica sends one
+StepOutput per decode step, as real ones do, and the front end decodes it. The same frames go over socket
+pairs (StreamLink, which `--launcher local` uses) and over libp2p (one Channel per replica, on one
+connection), in turns. CPU time is that of both processes, all threads, from the first step to the last;
+latency runs from before a frame is encoded to after it is decoded, by the machine's one clock.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from runtime.protocol.codec import decode, encode
 from runtime.protocol.from_workers import StepOutput, TokenOutput
 from runtime.protocol.message import Message
 
-STEP_S = 0.04  # of a decode step: 25 tokens a second and stream
+STEP_S = 0.04  # of a decode step: 25 tokens/s per stream
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 SERVICE = "steps"
 
 
 @dataclass(frozen=True)
 class Load:
-    """So many replicas, each with so many streams in its batch."""
+    """A number of replicas, each with a number of streams in its batch."""
 
     replicas: int
     tokens_a_frame: int
@@ -54,14 +54,14 @@ LOADS = (Load(1, 1), Load(1, 16), Load(1, 32), Load(8, 32))
 
 @dataclass(frozen=True)
 class Cost:
-    """cpu_us : of both processes per token; latencies in ms, one per frame."""
+    """cpu_us is the CPU time of both processes per token; latencies are in ms, one per frame."""
 
     cpu_us: float
     latency_ms: list[float]
 
 
 async def stream_steps(send: Callable[[Message], None], replica: int, tokens: int, steps: int) -> None:
-    """The frames of one replica at their times; `index` of the first token carries the time of sending."""
+    """Send the frames of one replica on schedule; `index` of the first token carries the sending time."""
     await asyncio.sleep(random.random() * STEP_S)
     due = time.monotonic()
     for step in range(steps):
@@ -89,7 +89,7 @@ async def take_steps(receive: Callable[[], Awaitable[Message | None]], steps: in
 
 
 async def node(load: Load, steps: int, descriptors: list[int]) -> float:
-    """Serve the steps over these socket pairs, or over libp2p if there are none; its CPU seconds."""
+    """Serve the steps over these socket pairs, or over libp2p if there are none; return CPU seconds."""
     if descriptors:
         links = [await StreamLink.over(socket.socket(fileno=descriptor)) for descriptor in descriptors]
         senders = [link.send for link in links]
@@ -120,7 +120,7 @@ def over(channel: Channel) -> Callable[[Message], None]:
 
 
 async def send_all(senders: Sequence[Callable[[Message], None]], load: Load, steps: int) -> float:
-    await asyncio.sleep(1.0)  # until the connections are warm
+    await asyncio.sleep(1.0)  # lets the connections warm up
     started = time.process_time()
     work = [stream_steps(send, index, load.tokens_a_frame, steps) for index, send in enumerate(senders)]
     await asyncio.gather(*work)
@@ -132,7 +132,7 @@ async def send_all(senders: Sequence[Callable[[Message], None]], load: Load, ste
 
 
 async def front_end(load: Load, steps: int, libp2p: bool) -> Cost:
-    """Start a node and take all its steps."""
+    """Start a node and receive all its steps."""
     pairs = [] if libp2p else [socket.socketpair() for _ in range(load.replicas)]
     theirs = [pair[1].fileno() for pair in pairs]
     command = [sys.executable, __file__, "--node", json.dumps([load.replicas, load.tokens_a_frame, theirs])]
@@ -191,7 +191,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def report(load: Load, direct: list[Cost], libp2p: list[Cost]) -> str:
-    """One line of the table: medians over the repeats of CPU and of percentiles."""
+    """One line of the table: CPU time and percentiles, as medians over the repeats."""
 
     def medians(costs: list[Cost]) -> tuple[float, float, float]:
         return (
@@ -208,7 +208,7 @@ def report(load: Load, direct: list[Cost], libp2p: list[Cost]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150, help="decode steps of each replica")
+    parser.add_argument("--steps", type=int, default=150, help="decode steps per replica")
     parser.add_argument("--node", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.node:
@@ -216,7 +216,7 @@ def main() -> None:
         print(asyncio.run(node(Load(replicas, tokens), options.steps, descriptors)), flush=True)
         return
     heads = "streams|replicas|tok/frame|direct us|direct p50|direct p99|libp2p us|libp2p p50|libp2p p99"
-    print(f"us: CPU per token; p50, p99: ms a frame; load average {os.getloadavg()[0]:.1f}")
+    print(f"us: CPU per token; p50, p99: ms per frame; load average {os.getloadavg()[0]:.1f}")
     print(" | ".join(f"{head.strip():>11}" for head in [*heads.split("|"), "added us", "add p50", "add p99"]))
     for load in LOADS:
         costs: dict[bool, list[Cost]] = {False: [], True: []}

@@ -1,18 +1,18 @@
-"""One prefill and one decode replica against one colocated replica of the same cores, on this machine's CPU.
+"""One prefill and one decode replica against one colocated replica on the same cores of this machine.
 
     python -m benchmarks.serving.disaggregation [--seconds 60] [--rounds 3] [--attempts 1] [--plot FILE]
 
 A random Llama of 55 million parameters is launched twice: half of the cores prefill and half decode, or all
 of them do both. The two fleets take turns at the same requests:
 
-- at three loads, in shares of what the slower fleet serves of many requests at once: TTFT and TPOT, medians
-  over rounds of the means and of the 90th percentiles;
-- while a few requests decode, long prompts arrive one after the other: the times between the tokens of those
-  that decode (ITL) before and after the first of them. This is the interference that disaggregation is there
-  to avoid; --plot shows it over time (needs matplotlib).
+- at three loads, as shares of the requests/s that the slower fleet reaches with many requests at once: TTFT
+  and TPOT, as medians over rounds of the means and of the 90th percentiles;
+- while a few requests decode, long prompts arrive one after the other: the times between tokens (ITL) of the
+  decoding requests, before and after the first long prompt. This is the interference that disaggregation
+  avoids; --plot shows it over time (needs matplotlib).
 
-Front end and client share the cores. Where other programs took more than 2 % of the machine's time, a run is
-repeated up to --attempts times and the least disturbed counts.
+Front end and client share the cores. Where other programs took more than 2 % of the CPU time, a run is
+repeated up to --attempts times and the least disturbed one counts.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Interference:
-    """Tokens of requests that decode while long prompts arrive, from the first prompt on.
+    """Tokens of decoding requests while long prompts arrive; time counts from the first long prompt.
 
     Attributes
     ----------
-    at_s, gap_s : [tokens] when a token came, and the time since the one before it of the same request
+    at_s, gap_s : [tokens] when a token arrived, and the time since the previous one of the same request
     long_at_s, long_ttft_s : [prompts] when a long prompt was sent, and its TTFT
     """
 
@@ -78,7 +78,7 @@ class Interference:
     long_ttft_s: np.ndarray
 
     def gaps_ms(self, disturbed: bool) -> np.ndarray:
-        """Those before the first long prompt, or those from then on."""
+        """The gaps before the first long prompt, or those after it."""
         return 1e3 * self.gap_s[(self.at_s > 0) == disturbed]
 
 
@@ -88,7 +88,7 @@ Results = dict[str, list[dict[str, Any]]]
 def main() -> None:
     """Launch both fleets, measure them in turns, print and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals at each load")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the arrivals at each load")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--attempts", type=int, default=1)
     parser.add_argument("--plot", type=Path)
@@ -109,7 +109,7 @@ def main() -> None:
 
 def compare_loads(fleets: list[Fleet], options: argparse.Namespace) -> dict[float, Results]:
     """TTFT and TPOT of both fleets at each load."""
-    seeds = itertools.count()  # other prompts each time, so that none is found in a cache
+    seeds = itertools.count()  # new prompts each time, so that no cache holds them
     peaks = {}
     for fleet in fleets:
         burst = offline(fleet.lengths, AT_ONCE, 0)
@@ -171,7 +171,7 @@ def _interfere_now(url: str, rng: random.Random) -> Interference:
 
 
 async def interfere(url: str, rng: random.Random) -> Interference:
-    """Decode a few requests; after a while, send long prompts one after the other until the first of them is
+    """Decode a few requests; after a while, send long prompts one after the other until the first decode is
     done."""
     server = Server(Address.parse(url))
     model = await find_model(server, None)
@@ -195,7 +195,7 @@ async def interfere(url: str, rng: random.Random) -> Interference:
     await asyncio.gather(*(task for _, task in decodes + longs))
     failed = [reason for seen, _ in decodes + longs for reason in seen.failed.values()]
     if failed or not longs:
-        raise SystemExit(f"the fleet at {url} gave up requests: {failed}")
+        raise SystemExit(f"requests failed on the fleet at {url}: {failed}")
     sent = np.array([seen.sent_s[0] for seen, _ in longs])
     first = np.array([seen.first_s[0] for seen, _ in longs])
     at_s = [seen.first_s[0] + np.cumsum(seen.gap_s) for seen, _ in decodes]
@@ -204,7 +204,7 @@ async def interfere(url: str, rng: random.Random) -> Interference:
 
 
 def in_turn(fleets: list[Fleet], turn: int) -> list[Fleet]:
-    """Another one first in every round."""
+    """The fleets in rotating order: a different one goes first in every round."""
     first = turn % len(fleets)
     return fleets[first:] + fleets[:first]
 
@@ -214,7 +214,7 @@ def median(runs: list[dict[str, Any]], key: str) -> float:
 
 
 def plot(under_load: dict[float, Results], interference: dict[str, list[Interference]], path: Path) -> None:
-    """ITL of the decodes over time in the last round, and mean TTFT and TPOT by load."""
+    """Plot the ITL of decodes over time in the last round, and mean TTFT and TPOT by load."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 2, figsize=(14, 8))
@@ -224,7 +224,7 @@ def plot(under_load: dict[float, Results], interference: dict[str, list[Interfer
         for at_s in runs[-1].long_at_s:
             axis.axvline(at_s, color="tab:red", linewidth=0.8, alpha=0.6)
         title = f"{name}: {DECODES} decodes while prompts of {LONG_ISL} tokens arrive (red)"
-        axis.set(title=title, xlabel="seconds since the first of them", ylabel="ITL, ms", ylim=(0, top))
+        axis.set(title=title, xlabel="seconds since the first long prompt", ylabel="ITL, ms", ylim=(0, top))
     for axis, figure_name in zip(axes[1], ("TTFT", "TPOT"), strict=True):
         for name in interference:
             key = f"mean_{figure_name.lower()}_ms"

@@ -1,4 +1,4 @@
-"""A small model on CPU workers of this machine, launched as users do: what benchmarks of the runtime load."""
+"""A small model on CPU workers of this machine, launched as users do, for the benchmarks of the runtime."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SMALL = {
     "num_attention_heads": 10,
     "num_key_value_heads": 5,
 }
-"""55 million parameters: a step of a core takes some tens of ms, a hundred times what the front end takes for
-one of its tokens."""
+"""55 million parameters: a step takes one core some tens of ms, a hundred times the front end's time per
+token."""
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -44,11 +44,11 @@ TINY = {
     "num_key_value_heads": 4,
     "initializer_range": 0.15,
 }
-"""A step takes a ms."""
+"""A step takes 1 ms."""
 
 
 def make_model(folder: Path, sizes: Mapping[str, Any] = SMALL) -> None:
-    """A random Llama in float32, with a tokenizer."""
+    """Write a random Llama in float32, with a tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,21 +1,25 @@
-"""How many requests/s the front end serves before it saturates, on one core, beside the web stack alone.
+"""Measure how many requests/s the front end serves on one core before it saturates, beside the bare web
+stack.
 
     python -m benchmarks.serving.front_end_saturation [--repeats 3] [--seconds 3] [--cases stream-16 ...]
 
-The replicas cost the front end nothing but their messages (scripted_fleet.py). Clients, in this process, ask
-again as soon as they are answered; their number doubles until that gives no more requests/s. A case is a kind
-of answer, streamed or whole, of 1, 16 or 128 tokens after a prompt of 32 token ids. Its sides take turns:
+The replicas cost the front end nothing but their messages (scripted_fleet.py). Clients in this process send
+the next request as soon as the last one is answered; their number doubles until that gives no more
+requests/s. A case is a kind of answer, streamed or whole, of 1, 16 or 128 tokens after a prompt of 32 token
+ids. The sides of a case take turns:
 
-  socket  workers on socket pairs, as of `--launcher local`
-  libp2p  workers behind libp2p, as of `--launcher p2p`
+  socket  workers on socket pairs, as with `--launcher local`
+  libp2p  workers behind libp2p, as with `--launcher p2p`
   bare    web_stack.py: the same web framework and server, which send as many events from a loop
   before  socket, with the front end of another checkout (`--before FOLDER`), whose scripted fleet is
           --before-script
 
-CPU is that of the front end's process, all threads, kernel included. Every answer is checked, text and all.
+CPU time is that of the front end's process, all threads, kernel included. Every answer is checked, including
+its text.
 
-Then at half the requests/s of saturation, at random times, and at twice as many (`--overload`): what
-is answered, what is refused with a 503 and a Retry-After, and that nothing else comes of it.
+With `--overload`, requests then arrive at random times, at half, all and twice the saturation rate. The
+script shows how many are answered, and how many are refused with a 503 and a Retry-After; nothing else may
+happen.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ CASES = {
 PROMPT_TOKENS = 32
 FIRST_CLIENTS, MOST_CLIENTS = 16, 512
 GAIN = 1.04
-"""Twice the clients must give so many times the requests/s, or the front end is saturated."""
+"""The front end is saturated when doubling the clients multiplies requests/s by less than this."""
 STEP_S = 0.01
 OPEN_WARM_S = 20.0  # longer than any answer takes once all connections are taken
 START_S, HANGS_S = 180.0, 60.0
@@ -75,13 +79,13 @@ _read_answer = msgspec.json.Decoder(_Answer).decode
 
 @dataclass
 class Seen:
-    """What clients saw while it counted.
+    """What clients saw during the measurement.
 
     Attributes
     ----------
-    ended : answers by kind: "whole", "503", or what must not be
-    first_s : from asking to the first token of a stream, or to the whole answer
-    busy : share of a core that the server took; client_busy that of this process
+    ended : answers by kind: "whole", "503", or what must not happen
+    first_s : seconds from the request to the first token of a stream, or to the whole answer
+    busy : share of a core that the server used; client_busy is that of this process
     """
 
     seconds: float = 0.0
@@ -101,7 +105,7 @@ class Seen:
 
     @property
     def cpu_ms(self) -> float:
-        """Of the server, for each answer."""
+        """CPU time of the server per answer."""
         return 1e3 * self.busy / self.requests_s
 
     def first_ms(self, percent: int) -> float:
@@ -109,7 +113,7 @@ class Seen:
         return 1e3 * ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
     def wrong(self) -> dict[str, int]:
-        """What must not be."""
+        """Outcomes that must not happen."""
         return {what: count for what, count in self.ended.items() if what not in ("whole", "503")}
 
 
@@ -125,7 +129,7 @@ class Clients:
         self._body = json.dumps(body | {"temperature": 0, "ignore_eos": True, "stream": streamed}).encode()
 
     async def closed(self, clients: int, seconds: float) -> Seen:
-        """So many clients, each of which asks again at once."""
+        """A fixed number of clients, each of which sends the next request at once."""
         stopping, warm_s = asyncio.Event(), 0.5 + 2 * STEP_S * self._tokens
 
         async def one() -> None:
@@ -140,7 +144,7 @@ class Clients:
         return seen
 
     async def open(self, requests_s: float, seconds: float) -> Seen:
-        """So many requests/s, at random times, whatever becomes of them."""
+        """Requests at random times at a fixed rate, regardless of the answers."""
         warm_s = OPEN_WARM_S + 2 * STEP_S * self._tokens
 
         async def send() -> None:
@@ -156,7 +160,7 @@ class Clients:
         return await watching
 
     async def _watch(self, warm_s: float, seconds: float) -> Seen:
-        """Count for a while, once it is warm."""
+        """Warm up, then measure for a while."""
         await asyncio.sleep(warm_s)
         seen = self._seen = Seen()
         begun, busy, client_busy = time.monotonic(), _cpu_s(self._process), time.process_time()
@@ -182,7 +186,7 @@ class Clients:
                 self._seen.first_s.append(first_s)
 
     async def _answer(self, begun: float) -> tuple[str, float]:
-        """One answer: what became of it, and the seconds to its first token."""
+        """Read one answer: its outcome, and the seconds to its first token."""
         response = await self._server.post("/v1/completions", self._body)
         if response.status != 200:
             await response.read()
@@ -213,14 +217,14 @@ def _cpu_s(process: psutil.Process) -> float:
 
 @dataclass
 class Saturation:
-    """The load at which a side gives no more, and how many clients that took."""
+    """The load beyond which a side serves no more, and how many clients that took."""
 
     clients: int
     seen: Seen
 
 
 async def saturate(clients: Clients, seconds: float, count: int | None = None) -> Saturation:
-    """So many clients, or twice and twice as many until that gives no more requests/s."""
+    """Double the number of clients until that gives no more requests/s, unless it is given."""
     if count is not None:
         seen = await clients.closed(count, seconds)
         _check(seen)
@@ -276,7 +280,7 @@ def _listens(port: int) -> bool:
 
 
 def make_fleet(work: Path) -> tuple[Path, Path]:
-    """A model's tokenizer (its weights are not read), and a placement of four replicas of it."""
+    """Write a model's tokenizer (its weights are not read), and a placement with four replicas of it."""
     model, cluster, placement = work / "model", work / "cluster.yaml", work / "placement.json"
     make_model(model)
     cluster.write_text(CLUSTER.format(cores=4, memory_gib=2))
@@ -287,7 +291,7 @@ def make_fleet(work: Path) -> tuple[Path, Path]:
 
 
 def text_of(model: Path, tokens: int) -> str:
-    """What all answers of so many tokens say."""
+    """The text of every answer of this many tokens."""
     return ModelTokenizer.load(model).decode([token_at(index) for index in range(tokens)])
 
 
@@ -295,7 +299,7 @@ Servers = dict[str, tuple[str, psutil.Process]]
 
 
 def measure(options: argparse.Namespace, servers: Servers, model: Path) -> list[dict]:
-    """Saturation of each case and side, printed as a table."""
+    """Measure the saturation of each case and side, and print a table."""
     results = []
     print(
         "case        side    clients  requests/s  tokens/s  busy  client  ms/request  us/token  p50, p99 ms"
@@ -314,7 +318,7 @@ def measure(options: argparse.Namespace, servers: Servers, model: Path) -> list[
 
 
 def clients_of(case: str, side: str, servers: Servers, model: Path) -> Clients:
-    """Clients of one side for one case."""
+    """The clients of one side for one case."""
     streamed, tokens = CASES[case]
     text = TEXT * tokens if side == "bare" else text_of(model, tokens)
     return Clients(*servers[side], streamed, tokens, text)
@@ -346,7 +350,7 @@ def _line(case: str, side: str, each: dict[str, float]) -> str:
 
 
 def overload(options: argparse.Namespace, servers: Servers, model: Path) -> list[dict]:
-    """Half, all and twice the requests/s of saturation, at random times; of the front ends in turns."""
+    """Send half, all and twice the saturation rate at random times; the front ends take turns."""
     results = []
     titles = "offered  requests/s  answered/s  503/s  busy  client  p50, p99 ms of those answered"
     print(f"\ncase        side    {titles}")
@@ -371,14 +375,16 @@ def overload(options: argparse.Namespace, servers: Servers, model: Path) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each load")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--clients", type=int, help="so many instead of as many as it takes")
+    parser.add_argument(
+        "--clients", type=int, help="number of clients; default: doubled until the front end saturates"
+    )
     parser.add_argument("--sides", nargs="*", choices=SIDES[:3], default=SIDES[:3])
-    parser.add_argument("--before", type=Path, help="another checkout, which is one more side")
+    parser.add_argument("--before", type=Path, help="another checkout to compare as well")
     parser.add_argument("--before-script", type=Path, default=SCRIPTED)
     parser.add_argument("--overload", nargs="*", choices=CASES, default=["stream-16"])
-    parser.add_argument("--json", type=Path, help="a file for all figures")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
     options.sides = [*options.sides, *(["before"] if options.before else [])]
     with tempfile.TemporaryDirectory() as folder:

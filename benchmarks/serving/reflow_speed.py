@@ -1,10 +1,10 @@
-"""Time one re-solve of the flow in the front end after a loss (runtime/routing/reflow.py).
+"""Time how long the front end takes to re-solve the flow after a loss (runtime/routing/reflow.py).
 
     python -m benchmarks.serving.reflow_speed [--runs 15]
 
-Fleets of replicas of two GPUs, by hand, half prefill and half decode, over nodes with links that they share;
-few routes, as the search leaves of many. Each run loses other replicas, a twentieth of them. Milliseconds of
-CPU time: of the first, and median and worst of the others.
+The fleets are synthetic: replicas of two GPUs, half prefill and half decode, on nodes with links that they
+share, and few routes, as in placements from the search. Each run loses a different twentieth of the replicas.
+Prints milliseconds of CPU time: of the first run, and median and worst of the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PER_NODE = 4
 
 
 def fleet(replicas: int, chance: random.Random) -> Placement:
-    """So many replicas of two GPUs each, with random capacities and as many routes as a spanning tree has."""
+    """Replicas of two GPUs each, with random capacities and as many routes as a spanning tree has."""
     nodes = [NodeSpec(name=f"n{k}", accelerators="A100:8") for k in range(-(-replicas // PER_NODE))]
     cluster = resolve(ClusterSpec(name="fleet", nodes=nodes), "fleet", Path())
     model, workload = find_model("llama-2-70b"), load_workload("HPHD", None, None)

@@ -1,11 +1,11 @@
-"""A front end whose replicas cost it nothing: workers that speak the real messages and compute no token.
+"""A front end with scripted replicas: its workers speak the real messages but run no model.
 
     python -m benchmarks.serving.scripted_fleet PLACEMENT MODEL PORT [--link socket|libp2p] [--step-ms 10]
 
-The front end is that of `hexgen2 launch` (API, coordinator, router, admission, tokenizer); only its launcher
-is another. All workers are in one other process, over socket pairs as local ones, or over libp2p, a channel
-for each replica as from a node. A prompt has its first token at once, and every --step-ms a decode replica
-sends one frame with a token for each of its requests.
+The front end is that of `hexgen2 launch` (API, coordinator, router, admission, tokenizer) with another
+launcher. All workers are in one other process, over socket pairs like local workers, or over libp2p with one
+channel per replica, like workers on a node. A prompt gets its first token at once, and every --step-ms a
+decode replica sends one frame with a token for each of its requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from runtime.serve import serve
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 FIRST_TOKEN, TOKENS = 260, 200
-"""Of the vocabulary of a small Llama (see fleet.py): words and parts of words."""
+"""Token ids of a small Llama's vocabulary (see fleet.py): words and parts of words."""
 
 
 def token_at(index: int) -> int:
@@ -59,12 +59,12 @@ def token_at(index: int) -> int:
 
 
 class ScriptedWorker:
-    """The only worker of a replica: it answers as one does, without a model.
+    """The only worker of a replica: it answers as a real one does, without a model.
 
     Parameters
     ----------
-    send : a message to the front end
-    step_s : between two frames of tokens
+    send : sends a message to the front end
+    step_s : seconds between two frames of tokens
     """
 
     def __init__(self, send: Callable[[Message], None], step_s: float) -> None:
@@ -75,7 +75,7 @@ class ScriptedWorker:
         self._stepping = asyncio.create_task(self._steps())
 
     def handle(self, message: Message | None) -> None:
-        """Take a message of the front end."""
+        """Handle a message from the front end."""
         match message:
             case Configure():
                 self._replica, self._worker = message.replica, message.worker
@@ -106,7 +106,7 @@ class ScriptedWorker:
             self._last[request_id] = last
 
     async def _steps(self) -> None:
-        """Decode steps, for ever."""
+        """Run decode steps forever."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -136,7 +136,7 @@ class ScriptedWorker:
 
 
 async def over_sockets(descriptors: Sequence[int], step_s: float) -> None:
-    """A worker on each of these sockets, until the front end closes them."""
+    """Run a worker on each of these sockets until the front end closes them."""
 
     async def one(descriptor: int) -> None:
         link = await StreamLink.over(socket.socket(fileno=descriptor))
@@ -148,7 +148,7 @@ async def over_sockets(descriptors: Sequence[int], step_s: float) -> None:
 
 
 async def over_libp2p(network_key: bytes, step_s: float) -> None:
-    """A worker on each channel that a head opens; prints where, and ends with its standard input."""
+    """Run a worker on each channel that a head opens; print the address, and end when standard input ends."""
     peers = Peers(new_identity(), [LOCAL], network_key, None, [])
 
     async def one(channel: Channel) -> None:
@@ -177,7 +177,7 @@ async def over_libp2p(network_key: bytes, step_s: float) -> None:
 
 
 class ScriptedLauncher(Launcher):
-    """All workers in one process, each on a socket pair of its own, or on a channel over libp2p."""
+    """All workers in one process, each with its own socket pair, or its own channel over libp2p."""
 
     def __init__(self, libp2p: bool, step_s: float) -> None:
         self._libp2p, self._step_s = libp2p, step_s
@@ -186,7 +186,7 @@ class ScriptedLauncher(Launcher):
         self._peers: Peers | None = None
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
-        """Any placement will do whose replicas have one GPU each."""
+        """Accept any placement whose replicas have one GPU each."""
         assert all(len(replica.gpus) == 1 for replica in placement.replicas)
 
     async def start(
@@ -242,7 +242,7 @@ class ScriptedLauncher(Launcher):
 
 
 def main() -> None:
-    """Be the front end, or, with --workers, its workers."""
+    """Run the front end or, with --workers, its workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("placement", type=Path, nargs="?")
     parser.add_argument("model", type=Path, nargs="?")
@@ -256,7 +256,7 @@ def main() -> None:
         launcher = ScriptedLauncher(options.link == "libp2p", step_s)
         placement = Placement.load(options.placement)
         where = options.model, "127.0.0.1", options.port
-        # All clients have one address; another checkout may not limit that.
+        # All clients share one address; the front end of another checkout may not have this limit.
         limited = hasattr(FrontOptions, "max_address_connections")
         front = FrontOptions(max_address_connections=1000) if limited else FrontOptions()
         sys.exit(serve(placement, *where, launcher=launcher, engine=EMULATED, front=front))

@@ -1,21 +1,22 @@
-"""An hour of mixed requests, some of whose clients leave: memory must stay flat, and no KV block may leak.
+"""Serve mixed requests for an hour, some of whose clients leave: memory must stay flat and no KV block may
+leak.
 
     python -m benchmarks.serving.soak [--fleet pair|colocated] [--seconds 3600] [--load 0.6]
         [--memory-gib 0.36]
 
-A random Llama of 55 million parameters is launched with so little memory for KV cache that requests are
-preempted now and then. Prompts and outputs are short and long, many prompts share their beginning, half of
-the answers are streamed, and of those clients some hang up early, or before the first token. They come at
-random, in the share --load of what the fleet serves of many at once.
+A random Llama of 55 million parameters is launched with so little KV-cache memory that requests are preempted
+now and then. Prompts and outputs are short and long, many prompts share a prefix, half of the answers are
+streamed, and some of the streaming clients hang up early, or before the first token. Requests arrive at
+random, at --load times the rate that the fleet serves when it gets many at once.
 
-Every few seconds the memory (RSS) of all processes of the fleet is read, with their threads, open files and
-the fleet's own metrics. The verdict at the end, exit code 1 if any of it does not hold:
+Every few seconds the script reads the memory (RSS), threads and open files of all processes of the fleet, and
+the fleet's own metrics. The exit code is 1 unless all of this holds at the end:
 
 - RSS and threads: the trend after the first fifth of the time (the median of all slopes between two samples,
-  Theil-Sen) adds up to less than 1 % of each process's RSS, one thread;
-- at rest, without clients, as many files are open as before, but for two;
-- at rest every block of every replica is free, and the front end accounts for no token;
-- every request that was not left or refused for want of room got all of its tokens.
+  Theil-Sen) adds up to less than 1 % of each process's RSS, and less than one thread;
+- at rest, without clients, at most two more files are open than before;
+- at rest every block of every replica is free, and the front end accounts for no tokens;
+- every request got all of its tokens, unless its client left or it was refused for lack of memory.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from hexgen2.bench.completions import find_model
 from hexgen2.bench.http import Address, HttpError, Server
 from runtime.options import BLOCK_TOKENS
 
-PLANNED_ISL, PLANNED_OSL = 60, 16  # less than comes, so that more is let in than there is room for
-PROMPTS, OUTPUTS = (16, 500), (1, 250)  # with what is shared within the 1024 positions of the model
+PLANNED_ISL, PLANNED_OSL = 60, 16  # shorter than the real requests, so that too many are admitted
+PROMPTS, OUTPUTS = (16, 500), (1, 250)  # with the shared prefix, within the model's 1024 positions
 SHARED_TOKENS, SHARED_COUNT, SHARES = 256, 4, 0.4
 STREAMS, LEAVES, LEAVES_AT_ONCE = 0.5, 0.25, 0.1
 TOKEN_IDS = range(16, 240)
 AT_ONCE = 40
 EVERY_S, ROWS, REST_S = 3.0, 30, 60.0
 KEPT_S = 10.0
-"""Longer than the server keeps the connection of a client that asks nothing."""
+"""Longer than the server keeps an idle connection."""
 WARM_UP, RSS_GROWTH, THREADS_GROWTH, FILES_GROWTH = 0.2, 0.01, 1.0, 2
 TITLES = (
     "seconds",
@@ -67,8 +68,8 @@ Metrics = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Sample:
-    """The fleet at a moment: memory of its processes (front end, its two helpers, workers), threads and open
-    files of all, `metrics` by name and replica."""
+    """The fleet at one moment: memory of its processes (front end, its two helpers, workers), threads and
+    open files of all processes, and `metrics` by name and replica."""
 
     at_s: float
     rss_bytes: tuple[int, ...]
@@ -79,7 +80,7 @@ class Sample:
 
 @dataclass
 class Clients:
-    """Random requests to a fleet, none longer than it can hold, and how they ended."""
+    """Sends random requests that fit the fleet's memory, and records how they ended."""
 
     server: Server
     model: str
@@ -92,7 +93,7 @@ class Clients:
         self._shared = [self.rng.choices(TOKEN_IDS, k=SHARED_TOKENS) for _ in range(SHARED_COUNT)]
 
     async def ask(self) -> None:
-        """One request from its beginning to its end, or until its client leaves."""
+        """Follow one request to its end, or until its client leaves."""
         rng = self.rng
         shared = rng.choice(self._shared) if rng.random() < SHARES else []
         prompt = [*shared, *rng.choices(TOKEN_IDS, k=_skewed(rng, PROMPTS))]
@@ -137,20 +138,20 @@ class Clients:
 
 
 def _skewed(rng: random.Random, bounds: tuple[int, int]) -> int:
-    """Between bounds, evenly in the logarithm: many are short, few are long."""
+    """A random number between bounds, uniform in its logarithm: many are short, few are long."""
     least, most = bounds
     return round(least * (most / least) ** rng.random())
 
 
 def _counted(line: bytes) -> int:
-    """The output tokens that an answer or an event counts; 0 if it does not."""
+    """The output tokens that an answer or event reports, or 0."""
     text = line.removeprefix(b"data:").strip()
     usage = json.loads(text).get("usage") if text.startswith(b"{") else None
     return usage["completion_tokens"] if usage else 0
 
 
 async def read_metrics(server: Server) -> Metrics:
-    """Values of `/metrics` that are of the whole fleet (replica "") or of a replica."""
+    """Values of `/metrics` for a replica, or for the whole fleet (replica "")."""
     response = await server.get("/metrics")
     found: Metrics = {}
     for family in text_string_to_metric_families((await response.read()).decode()):
@@ -160,7 +161,7 @@ async def read_metrics(server: Server) -> Metrics:
 
 
 async def sample(server: Server, processes: list[psutil.Process], begun: float) -> Sample:
-    """Memory, threads, files and metrics now."""
+    """Read memory, threads, files and metrics."""
     rss = tuple(process.memory_info().rss for process in processes)
     threads = sum(process.num_threads() for process in processes)
     files = sum(process.num_fds() for process in processes)
@@ -168,7 +169,7 @@ async def sample(server: Server, processes: list[psutil.Process], begun: float) 
 
 
 async def soak(url: str, fleet: psutil.Process, options: argparse.Namespace) -> bool:
-    """Load a fleet; whether it is as good at the end as it was at the beginning."""
+    """Load a fleet; return whether it is as healthy at the end as at the beginning."""
     server = Server(Address.parse(url))
     room = min((await read_metrics(server))["hexgen2_kv_tokens_budget"].values())
     clients = Clients(server, await find_model(server, None), random.Random(options.seed), int(room))
@@ -192,20 +193,20 @@ async def soak(url: str, fleet: psutil.Process, options: argparse.Namespace) -> 
 
 
 async def files_without_clients(processes: list[psutil.Process]) -> int:
-    """Open files once the connections of clients are closed."""
+    """Open files after the connections of clients have closed."""
     await asyncio.sleep(KEPT_S)
     return sum(process.num_fds() for process in processes)
 
 
 async def capacity(clients: Clients) -> float:
-    """Requests/s of many at once; that warms the fleet up, too."""
+    """Requests/s with many requests at once; this also warms up the fleet."""
     begun = time.monotonic()
     await asyncio.gather(*(clients.ask() for _ in range(AT_ONCE)))
     return AT_ONCE / (time.monotonic() - begun)
 
 
 async def send(clients: Clients, rate: float, seconds: float) -> None:
-    """Requests at random, `rate` a second on average, until all have ended."""
+    """Send requests at random times, `rate` per second on average, and wait until all have ended."""
     end = time.monotonic() + seconds
     async with asyncio.TaskGroup() as group:
         while time.monotonic() < end:
@@ -214,7 +215,7 @@ async def send(clients: Clients, rate: float, seconds: float) -> None:
 
 
 async def rest(server: Server) -> Metrics:
-    """The metrics once nothing is under way, or after a while."""
+    """The metrics once nothing is in flight, or after a time limit."""
     deadline = time.monotonic() + REST_S
     while True:
         found = await read_metrics(server)
@@ -241,7 +242,7 @@ def print_sample(now: Sample, clients: Clients) -> None:
 
 
 def judge(samples: list[Sample], at_rest: Metrics, clients: Clients) -> bool:
-    """Print what was found, and whether all of it is as it should be."""
+    """Print the findings; return whether all of them are good."""
     ended = ", ".join(f"{count} {name}" for name, count in clients.ended.items())
     preempted = sum(at_rest["hexgen2_preemptions_total"].values())
     print(f"\nrequests: {ended}; {preempted:.0f} preemptions")
@@ -275,7 +276,9 @@ def main() -> None:
     parser.add_argument("--fleet", choices=("pair", "colocated"), default="pair")
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--load", type=float, default=0.6)
-    parser.add_argument("--memory-gib", type=float, default=0.36, help="of each worker, weights included")
+    parser.add_argument(
+        "--memory-gib", type=float, default=0.36, help="memory of each worker, weights included"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,17 +1,18 @@
-"""Three machines with a network between them: join, launch, serve, cut one off, freeze one, slow one down.
+"""Three machines on a network: join, launch, serve, cut one off, freeze one, slow one down.
 
     python -m benchmarks.serving.three_machines [--rate-mbit 200] [--delay-ms 1] [--requests 8]
 
-The machines are network namespaces on a switch of their own, each behind a link that the kernel shapes; it
-needs root, `ip` and `tc`, and says so (exit code 0) where they are missing. A head and two nodes are started
-as an operator would, with identities, a network key and addresses; each node has a prefill and a decode
-replica of a random Llama of 55 million parameters. KV caches go over TCP: processes of one kernel could share
-memory, which no link would slow down.
+The machines are network namespaces on a switch of their own, each behind a link that the kernel shapes. This
+needs root, `ip` and `tc`; where they are missing, the script says so and exits with 0. It starts a head and
+two nodes as an operator would, with identities, a network key and addresses; each node has a prefill and a
+decode replica of a random Llama of 55 million parameters. KV caches go over TCP, because processes on one
+kernel could otherwise use shared memory, which no link slows down.
 
-A link is cut and mended; a node's agent is stopped (SIGSTOP) and goes on; a link gets a tenth of its rate.
+The script cuts a link and mends it; stops a node's agent (SIGSTOP) and continues it; and slows a link to a
+tenth of its rate.
 
-Exit code 1 if a text differs from that of an undisturbed run, if what was lost does not come back, or if the
-slow link costs a replica.
+The exit code is 1 if a text differs from that of an undisturbed run, if a lost replica does not come back, or
+if the slow link costs a replica.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ MAIN = [sys.executable, "-c", "from hexgen2.cli import main; main()"]
 
 
 class Missing(Exception):
-    """This machine can't make other machines."""
+    """This machine cannot create network namespaces or shape their links."""
 
 
 def run(*words: str) -> None:
-    """A command of iproute2.
+    """Run a command of iproute2.
 
     Raises
     ------
@@ -86,7 +87,7 @@ def machines(links: Links) -> Iterator[str]:
 
 
 def _connect(name: str, address: str) -> None:
-    """A cable from a machine to the switch."""
+    """Connect a machine to the switch."""
     machine, switch = PREFIX + name, PREFIX + SWITCH
     run("ip", "-n", switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", machine)
     run("ip", "-n", switch, "link", "set", name, "master", "bridge", "up")
@@ -96,13 +97,13 @@ def _connect(name: str, address: str) -> None:
 
 @dataclass(frozen=True)
 class Links:
-    """What each machine's link is like, each way."""
+    """The rate and delay of each machine's link, in each direction."""
 
     rate_mbit: float
     delay_ms: float
 
     def shape(self, name: str) -> str:
-        """Make a machine's link like that; what it is like."""
+        """Shape a machine's link; return a description."""
         machine, switch = PREFIX + name, PREFIX + SWITCH
         rate = f"{self.rate_mbit:g}mbit"
         shape = f"{self.rate_mbit:g} Mbit/s each way"
@@ -111,13 +112,13 @@ class Links:
             try:
                 run(*qdisc, "netem", "rate", rate, "delay", f"{self.delay_ms:g}ms")
                 shape = f"{self.rate_mbit:g} Mbit/s and {self.delay_ms:g} ms each way"
-            except Missing:  # a kernel without netem: the rate at least
+            except Missing:  # the kernel has no netem: shape only the rate
                 run(*qdisc, "tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
         return shape
 
 
 def move_to(name: str) -> None:
-    """Let this process's sockets be those of a machine from now on."""
+    """Make this process open its sockets on a machine from now on."""
     with open(f"/var/run/netns/{PREFIX}{name}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
@@ -125,7 +126,7 @@ def move_to(name: str) -> None:
 
 @contextmanager
 def process(machine: str, log: Path, *words: str) -> Iterator[subprocess.Popen]:
-    """A command of hexgen2 on a machine, until the end of the block."""
+    """Run a command of hexgen2 on a machine until the block ends."""
     command = ["ip", "netns", "exec", PREFIX + machine, *MAIN, *words]
     with log.open("w") as stderr:
         started = subprocess.Popen(command, stderr=stderr, start_new_session=True)
@@ -137,7 +138,7 @@ def process(machine: str, log: Path, *words: str) -> Iterator[subprocess.Popen]:
 
 
 def line_of(log: Path, start: str, process: subprocess.Popen) -> str:
-    """The first line of a log that starts so."""
+    """Wait for the first line of a log with this start."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
         for line in log.read_text().splitlines():
@@ -148,7 +149,7 @@ def line_of(log: Path, start: str, process: subprocess.Popen) -> str:
 
 
 def mirrored(pair: Placement) -> Placement:
-    """A pair of replicas on one node, once on each node, with routes between all of them."""
+    """The same pair of replicas on each of two nodes, with routes between all of them."""
     (template,) = pair.cluster.nodes
     nodes = [template.model_copy(update={"name": name}) for name in NODES]
 
@@ -193,13 +194,13 @@ class Answer:
 
 
 class Client:
-    """Of the front end, on the head's machine."""
+    """A client of the front end, on the head's machine."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S)
 
     async def stream(self, number: int) -> Answer:
-        """A prompt of its own, so that no cache helps."""
+        """Stream one answer to a prompt of its own, so that no cache helps."""
         prompt = [16 + (31 * number + 7 * position) % 200 for position in range(PROMPT_TOKENS)]
         body = {"model": self.model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS}
         body |= {"temperature": 0, "ignore_eos": True, "stream": True}
@@ -224,33 +225,33 @@ class Client:
         return list(await asyncio.gather(*(self.stream(number) for number in range(count))))
 
     async def start(self) -> None:
-        """Learn the model's name."""
+        """Ask for the model's name."""
         self.model = (await self.http.get("/v1/models")).json()["data"][0]["id"]
 
     async def lost(self) -> set[str]:
-        """Replicas that don't serve."""
+        """Replicas that do not serve."""
         states = (await self.http.get("/health")).json()["replicas"]
         return {name for name, state in states.items() if state != "up"}
 
     async def kv_bytes(self) -> float:
-        """Moved so far."""
+        """KV-cache bytes moved so far."""
         lines = (await self.http.get("/metrics")).text.splitlines()
         return sum(
             float(line.split()[-1]) for line in lines if line.startswith("hexgen2_route_kv_bytes_total")
         )
 
     async def until(self, condition: Callable[[set[str]], bool]) -> float:
-        """Seconds until the lost replicas are such."""
+        """Seconds until the set of lost replicas meets a condition."""
         begun = time.monotonic()
         while not condition(await self.lost()):
             if time.monotonic() - begun > LIMIT_S:
-                raise SystemExit("the fleet did not get where it should be")
+                raise SystemExit("the fleet did not reach the expected state")
             await asyncio.sleep(0.02)
         return time.monotonic() - begun
 
 
 def say(what: str, answers: list[Answer]) -> None:
-    """One line of figures."""
+    """Print one line of figures."""
     ttft = sorted(answer.ttft_s for answer in answers)
     gap = max(answer.gap_s for answer in answers)
     routes = sorted({answer.route for answer in answers})
@@ -260,7 +261,7 @@ def say(what: str, answers: list[Answer]) -> None:
 
 @dataclass
 class Course:
-    """What happens to the fleet, one after the other; every answer is kept."""
+    """What happens to the fleet, step by step; every answer is kept."""
 
     client: Client
     requests: int
@@ -269,7 +270,7 @@ class Course:
     answers: list[Answer] = field(default_factory=list)
 
     async def run(self) -> bool:
-        """Whether all went as it should."""
+        """Run all steps; return whether all went as it should."""
         await self.client.start()
         first = await self.streams(f"serve, {self.requests} streams at once")
         self.first_s = min(answer.ttft_s for answer in first)
@@ -292,30 +293,30 @@ class Course:
         return answers
 
     async def during(self, disturb: Callable[[], None]) -> asyncio.Task[list[Answer]]:
-        """Streams, which are disturbed soon after the first of their tokens."""
+        """Stream answers, and disturb them soon after their first tokens."""
         streams = asyncio.create_task(self.client.streams(self.requests))
         await asyncio.sleep(self.first_s + 0.5)
         disturb()
         return streams
 
     async def lose(self, node: str, how: str, disturb: Callable[[], None]) -> None:
-        """Lose a node under streams, then serve on what is left."""
+        """Lose a node during streams, then serve with what is left."""
         streams = await self.during(disturb)
         begun = time.monotonic()
         found_s = await self.client.until(lambda lost: {f"prefill-{node}", f"decode-{node}"} <= lost)
         print(f"{how}: both replicas of `{node}` are found lost after {found_s:.2f} s")
         answers = await streams
         self.answers += answers
-        say(f"  {self.requests} streams under way ended after {time.monotonic() - begun:.2f} s", answers)
-        await self.streams("  and more, on what is left")
+        say(f"  {self.requests} in-flight streams ended after {time.monotonic() - begun:.2f} s", answers)
+        await self.streams("  more streams, on what is left")
 
     async def heal(self, node: str, how: str, mend: Callable[[], None]) -> bool:
-        """Let a node come back; whether it serves."""
+        """Let a node come back; return whether it serves."""
         mend()
         print(
             f"{how}: every replica serves again after {await self.client.until(lambda lost: not lost):.2f} s"
         )
-        answers = await self.streams("  and all of them together")
+        answers = await self.streams("  more streams, on all replicas")
         used = {replica for answer in answers for replica in answer.route.split(" -> ")}
         back = {f"prefill-{node}", f"decode-{node}"} <= used
         if not back:
@@ -323,7 +324,8 @@ class Course:
         return back
 
     async def slow(self, node: str) -> bool:
-        """Make a node's link a tenth as fast under streams, then whole again; whether no replica was lost."""
+        """Slow a node's link to a tenth during streams, then restore it; return whether no replica was
+        lost."""
         lost: set[str] = set()
         slower = replace(self.links, rate_mbit=self.links.rate_mbit / 10)
         streams = await self.during(lambda: print(f"slow: `{node}` has {slower.shape(node)}", flush=True))
@@ -331,7 +333,7 @@ class Course:
             lost |= await self.client.lost()
             await asyncio.sleep(0.05)
         self.answers += streams.result()
-        say(f"  {self.requests} streams under way", streams.result())
+        say(f"  {self.requests} in-flight streams", streams.result())
         await self.streams("  and more")
         lost |= await self.client.lost()
         print(
@@ -346,13 +348,13 @@ def _set_link(machine: str, state: str) -> None:
 
 
 def main() -> None:
-    """Make the machines, the model and the fleet, and drive it."""
+    """Make the machines, the model and the fleet, and run all steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate-mbit", type=float, default=200)
     parser.add_argument("--delay-ms", type=float, default=1)
     parser.add_argument("--requests", type=int, default=8)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the machines go in any case
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the machines are removed in any case
     try:
         links = Links(options.rate_mbit, options.delay_ms)
         with tempfile.TemporaryDirectory() as work, machines(links) as shape:
@@ -365,7 +367,7 @@ def main() -> None:
 
 
 def fleet(work: Path, requests: int, links: Links) -> bool:
-    """Join and launch, then drive."""
+    """Join and launch, then run all steps."""
     model = work / "model"
     make_model(model)
     found = Placement.load(search_pair(work, model, False, PROMPT_TOKENS, OUTPUT_TOKENS))

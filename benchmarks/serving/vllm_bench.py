@@ -1,12 +1,12 @@
-"""`vllm bench serve`, an independent client, against any OpenAI endpoints: ours, vLLM's own server, or both.
+"""Run `vllm bench serve`, an independent client, against any OpenAI endpoints: ours, vLLM's server, or both.
 
     python -m benchmarks.serving.vllm_bench --target fleet=http://127.0.0.1:8000 --target vllm=http://127.0.0.1:8001
         --tokenizer CHECKPOINT [--vllm vllm] [--rates 1,2,inf] [--isl 128] [--osl 64] [--prompts 100]
 
-Needs vLLM's command (a path may be given; it can live in an environment of its own) and servers that run:
-`hexgen2 launch placement.json --model-path CHECKPOINT`, `vllm serve CHECKPOINT`. All targets get the same
-random prompts, one rate after the other, the targets taking turns. Prints what vLLM's client measured: output
-tokens/s, mean and p90 TTFT and TPOT, and requests that failed.
+Needs vLLM's command (or its path; it can be in an environment of its own) and running servers: `hexgen2
+launch placement.json --model-path CHECKPOINT`, `vllm serve CHECKPOINT`. All targets get the same random
+prompts, one rate after the other, and take turns. Prints what vLLM's client measures: output tokens/s, mean
+and p90 of TTFT and TPOT, and failed requests.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ KEYS = (
 
 
 def model_of(url: str) -> str:
-    """The id of the first model that a server has."""
+    """The id of a server's first model."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
         return json.load(answer)["data"][0]["id"]
 
 
 def measure(url: str, rate: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """One run of vLLM's client."""
+    """Run vLLM's client once."""
     with tempfile.TemporaryDirectory() as folder:
         command = [arguments.vllm, "bench", "serve", "--backend", "openai", "--base-url", url]
         command += ["--endpoint", "/v1/completions", "--model", model_of(url)]
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100)
     arguments = parser.parse_args()
     if shutil.which(arguments.vllm) is None:
-        parser.error(f"{arguments.vllm} is not installed: give vLLM's command with --vllm")
+        parser.error(f"{arguments.vllm} is not installed: give the path of vLLM's command with --vllm")
     print("target", "rate", *KEYS, sep="\t")
     for rate in arguments.rates.split(","):
         for target in arguments.target:

@@ -1,9 +1,10 @@
-"""The web stack alone: the framework and server of the front end, which answer out of a loop.
+"""The bare web stack: the front end's framework and server, answering from a loop.
 
     python -m benchmarks.serving.web_stack PORT
 
-As many events, or as long a text, as a front end of scripted_fleet.py would send, each made on the way. What
-is missing is all that serves a model: checks of the request, queue, router, workers, tokenizer and metrics.
+It sends as many events, or as long a text, as a front end of scripted_fleet.py would, and makes each one on
+the way. It omits everything that serves a model: request checks, queue, router, workers, tokenizer and
+metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 TEXT = " replica"
-"""Of each token."""
+"""The text of each token."""
 app = FastAPI()
 
 

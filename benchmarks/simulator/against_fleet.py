@@ -1,13 +1,14 @@
-"""The simulator against the running fleet, on CPU workers of this machine.
+"""Compare the simulator with a running fleet of CPU workers on this machine.
 
     python -m benchmarks.simulator.against_fleet [--seconds 60] [--attempts 3]
 
 A random Llama of 55 million parameters is served by one prefill and one decode worker, then by one colocated
-worker, of one thread each. Each fleet is profiled with a few requests (step_profile.py); the
-simulator gets those step times, and both get the same requests at 30, 60 and 85 % of what the simulator says
-is the most. Workers, front end and client share this machine: on two cores the pair leaves them nothing of
-their own, and other programs disturb: the share of the machine's time that they took is printed, and where it
-is above 2 %, profile or run is repeated, up to so many attempts, of which the least disturbed counts.
+worker; each worker has one thread. A few requests measure each fleet's step times (step_profile.py), which
+the simulator then uses; both get the same requests, at 30, 60 and 85 % of the peak rate that the simulator
+predicts. Workers, front end and client share this machine: on two cores, the prefill and decode workers leave
+no core to the others. Other programs also disturb the measurement, so their share of CPU time is printed;
+where it is above 2 %, the profile or run is repeated up to --attempts times, and the least disturbed attempt
+counts.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ Found = TypeVar("Found")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Both fleets at all loads."""
+    """Compare both fleets at all loads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals at each load")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the arrivals at each load")
     parser.add_argument("--attempts", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -76,7 +77,7 @@ def compare(placement: Placement, url: str, server: psutil.Process, options: arg
     simulated = Options(front_end_s=times.front_end_s)
     most = simulate(placement, offline(lengths, 2000, seed), simulated, costs=costs)
     peak = most.steady_request_throughput
-    print(f"peak by the simulator: {peak:.3g} requests/s")
+    print(f"peak in the simulator: {peak:.3g} requests/s")
     print(f"{'load':>5} {'':14}" + "".join(f"{name:>14}" for name in SHOWN.values()))
     for load in LOADS:
         rate = load * peak
@@ -97,7 +98,7 @@ def compare(placement: Placement, url: str, server: psutil.Process, options: arg
 def least_disturbed(
     action: Callable[[], Found], server: psutil.Process, attempts: int
 ) -> tuple[Found, float]:
-    """What an action finds while other programs do least, and the share of the machine's time they took."""
+    """The result of the attempt in which other programs used the least CPU time, and their share of it."""
     best: tuple[Found, float] | None = None
     while best is None or (best[1] > QUIET and attempts > 0):
         before = _cpu_s(server)
@@ -114,7 +115,7 @@ def _print(load: str, who: str, found: dict[str, Any]) -> None:
 
 
 def _cpu_s(server: psutil.Process) -> tuple[float, float, float]:
-    """CPU seconds of the fleet and this client, of all programs, and of the machine, idle time included."""
+    """CPU seconds of the fleet and this client, of all programs, and of the machine (idle time included)."""
     own = 0.0
     for process in (psutil.Process(), server, *server.children(recursive=True)):
         spent = process.cpu_times()
@@ -125,7 +126,7 @@ def _cpu_s(server: psutil.Process) -> tuple[float, float, float]:
 
 
 def _others(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
-    """Share of the machine's time that other programs took."""
+    """Other programs' share of the machine's CPU time."""
     own, busy, total = (b - a for a, b in zip(before, after, strict=True))
     return max(0.0, busy - own) / total
 

@@ -1,18 +1,19 @@
-"""How far the cost models are from measured times: with nothing fitted, and fitted to other rows.
+"""Compare the cost models with measured times, both unfitted and fitted to other rows.
 
     python -m benchmarks.simulator.cost_model_accuracy measured_times.csv
         [--write cost_model/coefficients.json]
 
-Each row of the file is one prefill of a whole batch, or one decode step, of a model on one tensor group; see
-cost_model/measurements.py for its columns. Predictions:
+Each row of the file is one prefill of a whole batch, or one decode step, of a model on one tensor-parallel
+group; cost_model/measurements.py describes the columns. Predictions:
 
-    table1, zero-fit    the paper's formulas, and the default's priors: nothing fitted
-    left-out rows       coefficients fitted to four fifths of the rows predict the last, five times over
-    left-out gpu        ... fitted to all rows of other GPUs; left-out model, left-out engine likewise
-    shipped             the set that ships, under its mean engine; it has seen the rows it was fitted to
+    table1, zero-fit    the paper's formulas, and the default model with its priors: nothing is fitted
+    left-out rows       five-fold cross-validation: coefficients fitted to four fifths predict the last fifth
+    left-out gpu        coefficients fitted to the rows of all other GPUs; also left-out model and engine
+    shipped             the shipped coefficients for their mean engine; these have seen the rows
 
-Error is |predicted - measured| / measured, bias the same with its sign, tau Kendall's rank correlation.
---write fits a set to all rows, from the priors, and writes it with these errors.
+The error is |predicted - measured| / measured, the bias is the same with its sign, and tau is Kendall's rank
+correlation. --write fits coefficients to all rows, starting from the priors, and writes them with these
+errors.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from cost_model.table1 import Table1
 
 SOURCES = {
     "aic-kernels": "vLLM kernels of AIConfigurator 0.12",
-    "distserve-distserve": "fits of DistServe's engine (Zhong et al., OSDI 2024)",
-    "distserve-vllm": "fits of vLLM by the same",
+    "distserve-distserve": "fits to DistServe's engine (Zhong et al., OSDI 2024)",
+    "distserve-vllm": "fits to vLLM by the same authors",
     "helix": "vLLM layers of Helix (Mei et al., ASPLOS 2025)",
     "splitwise": "vLLM 2023 of Splitwise (Patel et al., ISCA 2024)",
     "vidur": "operators of Vidur (Agrawal et al., MLSys 2024)",
@@ -45,7 +46,7 @@ SOURCES = {
 
 
 def read_measurements(path: Path) -> tuple[list[Measurement], Counter[str]]:
-    """The rows of known accelerators and models, and how many others there are of each name."""
+    """The rows with known accelerators and models, and how many other rows there are per unknown name."""
     known: list[Measurement] = []
     skipped = Counter[str]()
     for row in read_rows(path, (*COLUMNS, "measured_ms"))[1]:
@@ -57,13 +58,13 @@ def read_measurements(path: Path) -> tuple[list[Measurement], Counter[str]]:
 
 
 def table1_s(row: Measurement) -> float:
-    """Seconds by the paper's formulas, which know neither attention nor LM head."""
+    """Seconds by the paper's formulas, which omit attention and the LM head."""
     step = row.step
     return step.model.layers * Table1(step.model, step.lengths).layer_s(step.phase, step.group, step.batch)
 
 
 def predicted_s(rows: list[Measurement]) -> dict[str, np.ndarray]:
-    """Seconds of each row by each way to predict it."""
+    """Seconds of each row, by each prediction method."""
     counted = CountedRows.of(rows)
     times = {
         "table1": np.array([table1_s(row) for row in rows]),
@@ -77,7 +78,7 @@ def predicted_s(rows: list[Measurement]) -> dict[str, np.ndarray]:
 
 
 def groups_of(rows: list[Measurement]) -> Iterator[tuple[str, str, list[int]]]:
-    """(which rows, phase, row numbers): all, with attention or not, per source and per GPU."""
+    """(group name, phase, row numbers): all rows, with or without attention, per source and per GPU."""
     whole = [k for k, row in enumerate(rows) if row.step.has_attention]
     everything = range(len(rows))
     kinds: list[tuple[str, list[int]]] = [
@@ -96,7 +97,7 @@ def groups_of(rows: list[Measurement]) -> Iterator[tuple[str, str, list[int]]]:
 
 
 def cells(measured: np.ndarray, predicted: np.ndarray) -> str:
-    """Mean error, bias (per cent) and Kendall's tau, of the rows that could be predicted."""
+    """Mean error, bias (both in per cent) and Kendall's tau over the rows that could be predicted."""
     known = ~np.isnan(predicted)
     if not known.any():
         return ""
@@ -106,7 +107,7 @@ def cells(measured: np.ndarray, predicted: np.ndarray) -> str:
 
 
 def accuracy_table(rows: list[Measurement]) -> Table:
-    """One line per group of rows, one column per prediction."""
+    """A table with one line per group of rows and one column per prediction."""
     measured = np.array([row.seconds for row in rows])
     times = predicted_s(rows)
     table = Table(title="Mean error %, bias %, Kendall's tau", padding=(0, 0))
@@ -120,7 +121,7 @@ def accuracy_table(rows: list[Measurement]) -> Table:
 
 
 def shipped_set(rows: list[Measurement]) -> CoefficientSet:
-    """What ships: fitted to all rows, from the priors."""
+    """The coefficients to ship: fitted to all rows, starting from the priors."""
     counts = Counter(row.step.engine for row in rows)
     source = "; ".join(f"{SOURCES.get(name, name)}: {count}" for name, count in sorted(counts.items()))
     return calibrate(rows, PRIORS, "fitted", f"{len(rows)} measured and derived step times ({source})")
@@ -128,8 +129,10 @@ def shipped_set(rows: list[Measurement]) -> CoefficientSet:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Accuracy of the cost models against measured times.")
-    parser.add_argument("csv", type=Path, help="measured times, see the head of this file")
-    parser.add_argument("--write", type=Path, help="write the set fitted to all rows to this file")
+    parser.add_argument(
+        "csv", type=Path, help="CSV file of measured times; cost_model/measurements.py lists its columns"
+    )
+    parser.add_argument("--write", type=Path, help="write coefficients fitted to all rows to this file")
     arguments = parser.parse_args()
     rows, skipped = read_measurements(arguments.csv)
     if arguments.write:

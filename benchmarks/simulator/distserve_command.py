@@ -1,4 +1,4 @@
-"""DistServe's simulator as a command: requests in, the times of their tokens out."""
+"""Run DistServe's simulator as a command that takes requests and returns the times of their tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from cost_model.errors import InputError
 from hexgen2.workload.requests import Requests
 
-# Its main() times decode steps by the prefill instance's tensor degree, whatever --tp-decode says.
+# simulate_dist.main() uses the prefill instance's tensor degree for decode steps and ignores --tp-decode.
 _RUN = """
 from simdistserve.benchmarks import simulate_dist as command
 asked, config = command.parse_args(), command.WorkerConfig
@@ -24,7 +24,7 @@ command.main(asked)
 
 
 class DistServe:
-    """One prefill and one decode instance ("distserve"), or one that does both ("vllm").
+    """One prefill and one decode instance ("distserve"), or one instance that does both ("vllm").
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class DistServe:
 
     Raises
     ------
-    InputError : it does not run
+    InputError : the simulator does not run
     """
 
     def __init__(self, folder: Path, python: str, backend: str, model: str) -> None:
@@ -44,16 +44,16 @@ class DistServe:
         self._start_s = self.simulate(Requests(np.zeros(1), one, one, ""), {})[2]
 
     def simulate(self, requests: Requests, degrees: dict[str, int]) -> tuple[np.ndarray, np.ndarray, float]:
-        """Seconds from the arrival of each request to its first and to its last token, [n] each, and the
-        seconds of CPU time that it took beyond those to start.
+        """Seconds from the arrival of each request to its first and to its last token, [n] each, and the CPU
+        seconds of the simulation without start-up.
 
         Parameters
         ----------
-        degrees : tensor degree of the instances by role
+        degrees : tensor-parallel degree of the instances by role
         """
         with tempfile.TemporaryDirectory() as folder:
             asked, answer = Path(folder) / "requests.json", Path(folder) / "latency.csv"
-            # It counts the tokens after the first.
+            # DistServe counts only the tokens after the first one.
             columns = requests.isl.tolist(), (requests.osl - 1).tolist(), requests.arrival_s.tolist()
             keys = "prompt_len", "output_len", "start_time"
             listed = [dict(zip(keys, own, strict=True)) for own in zip(*columns, strict=True)]
@@ -79,7 +79,7 @@ class DistServe:
         if done.returncode:
             said = (done.stderr.strip() or "nothing").splitlines()[-1]
             remedy = "see --distserve and --python"
-            raise InputError(str(self.folder), "", f"DistServe's simulator fails: {said}", remedy)
+            raise InputError(str(self.folder), "", f"DistServe's simulator failed: {said}", remedy)
         return _children_s() - before
 
 

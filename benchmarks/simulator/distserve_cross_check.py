@@ -1,30 +1,32 @@
-"""This simulator beside DistServe's own, and beside what DistServe measured: OPT-13B on A100s.
+"""Compare this simulator with DistServe's own, and with DistServe's measurements: OPT-13B on A100s.
 
     python -m benchmarks.simulator.distserve_cross_check --distserve PATH [--python PATH/.venv/bin/python]
         [--backend distserve|vllm] [--gpus 2|3] [--rates 1.5,3,4.5] [--requests 1000] [--workload NAME|FILE]
         [--measured FILE|FOLDER ...]
 
 PATH is a checkout of https://github.com/LLMServe/DistServe: `git clone` it, and install simpy, numpy and
-pandas where --python points. No GPU is needed. Both simulate the placement that our strategy of that name
-finds for DistServe's targets: one prefill and one decode instance of one GPU each, on three GPUs a prefill
-instance of two (what DistServe's planner finds, too); or one GPU that does both ("vllm"). Requests are the
-same: Poisson arrivals, with the lengths of the ShareGPT requests that DistServe was measured with (in PATH),
-or of --workload. Ours is shown with its own cost model, which has seen none of this, and with DistServe's
-profile as its cost model, so that what then differs is scheduling.
+pandas for the interpreter that --python names. No GPU is needed. Both simulators run the placement that our
+strategy of the backend's name finds for DistServe's targets: one prefill and one decode instance of one GPU
+each; on three GPUs, a prefill instance of two (DistServe's own planner finds the same); or one GPU that does
+both ("vllm"). Both get the same requests: Poisson arrivals, with the lengths of the ShareGPT requests in
+DistServe's measurements (in PATH), or those of --workload. Our simulator runs with its own cost model, which
+has not been fitted to any of these data, and with DistServe's profile as its cost model, which leaves
+scheduling as the only difference.
 
-Near saturation the two part by design: ours, as this project's runtime, begins a prefill only once the decode
-instance has room for the prompt and for all requests there to grow by half of a mean answer, so that waiting
-shows in TTFT; DistServe's prefills at once and lets requests wait between their tokens.
+Near saturation the two differ by design. Our simulator, like this project's runtime, starts a prefill only
+once the decode instance has memory for the prompt, and for all requests there to grow by half a mean answer,
+so waiting shows in TTFT. DistServe's simulator prefills at once and lets requests wait between their tokens.
 
-With --measured, the requests of DistServe's measured runs (*.exp files, real A100s, in PATH under
-simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt) are replayed instead. Of a folder, the
-runs with tensor degrees 2 and 1 (c21d11, see align_with_real.py there) are taken, and those that do not say.
-That these have the same degrees is concluded: prompts of more than 1300 tokens, alone, are computed at 276 to
-307 TFLOP/s, next to the 312 that a single A100 has at most, and as fast as in the runs that say c21d11.
+--measured replays the requests of DistServe's measured runs instead (*.exp files from real A100s, in PATH
+under simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt). From a folder, it takes the runs
+with tensor-parallel degrees 2 and 1 (c21d11, see align_with_real.py there), and those that do not state their
+degrees. We conclude that the latter have the same degrees: single prompts of more than 1300 tokens are
+computed at 276 to 307 TFLOP/s, close to the peak of 312 of one A100, and as fast as in the runs that state
+c21d11.
 
-Attainment is that of both of DistServe's targets for OPT-13B and ShareGPT (simdistserve/README.md). Times are
-in milliseconds; in brackets the difference from the first row. DistServe's CPU time includes its tables of
-events, and leaves out what it takes to start.
+Attainment counts requests that meet both of DistServe's targets for OPT-13B and ShareGPT
+(simdistserve/README.md). Times are in milliseconds, with the difference from the first row in brackets.
+DistServe's CPU time includes its event tables, but not its start-up.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ from hexgen2.workload.requests import Requests
 MODEL, THEIR_MODEL = "opt-13b", "facebook/opt-13b"
 TARGETS_MS = {"ttft": 200.0, "tpot": 100.0}
 GPUS = {"distserve": (2, 3), "vllm": (1, 1)}
-"""For requests made here, and as measured."""
+"""GPU counts by backend: default for generated requests, and the count of the measured runs."""
 SHAREGPT = "simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt-workload/distserve-300-3.exp"
 COLUMNS = ("mean_ttft_ms", "p90_ttft_ms", "mean_tpot_ms", "p90_tpot_ms")
 NEEDS = (
@@ -75,7 +77,7 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What requests saw, and the requests simulated per second of CPU time."""
+    """The latencies of the requests, and how many were simulated per second of CPU time."""
 
     name: str
     figures: dict[str, Any]
@@ -85,7 +87,7 @@ class Row:
 def row_of(
     name: str, requests: Requests, first_s: np.ndarray, end_s: np.ndarray, cpu_s: float | None = None
 ) -> Row:
-    """The figures of `hexgen2 simulate`, whoever the times [n] are from."""
+    """The figures that `hexgen2 simulate` reports, from times [n] of any source."""
     none = np.empty(0), np.empty(0, dtype=np.int64)
     asked = requests.arrival_s, first_s, end_s, requests.isl, requests.osl
     return Row(name, summarise(*asked, none, TARGETS_MS).to_dict(), len(requests) / cpu_s if cpu_s else None)
@@ -95,7 +97,7 @@ def row_of(
 
 
 def place(backend: str, gpus: int, requests: Requests) -> Placement:
-    """OPT-13B for requests of these mean lengths, on so many A100s of one node."""
+    """OPT-13B on A100s of one node, for requests with these mean lengths."""
     with tempfile.TemporaryDirectory() as folder:
         cluster = Path(folder) / "a100.yaml"
         node = f"{{name: a, accelerators: 'A100-80GB:{gpus}', interconnect: nvlink}}"
@@ -113,7 +115,8 @@ def shape(placement: Placement) -> str:
 
 
 def ours(name: str, placement: Placement, requests: Requests, costs: CostModel | None = None) -> Row:
-    """Simulated by this project; vLLM's engine prefills first, as DistServe's model of it does."""
+    """The result of this project's simulator. The vllm engine prefills first, as in DistServe's model of
+    vLLM."""
     began = time.process_time()
     records = Records(requests)
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
@@ -125,7 +128,7 @@ def ours(name: str, placement: Placement, requests: Requests, costs: CostModel |
 
 
 def sharegpt(distserve: Path) -> LengthSource:
-    """Of the ShareGPT requests that DistServe was measured with."""
+    """Lengths of the ShareGPT requests in DistServe's measurements."""
     asked = json.loads((distserve / SHAREGPT).read_text())
     isl, osl = (np.array([r[key] for r in asked]) for key in ("prompt_len", "output_len"))
     trace = Requests(
@@ -136,7 +139,7 @@ def sharegpt(distserve: Path) -> LengthSource:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run of a real system: its requests, and the seconds at which each had its first and last token."""
+    """A run of a real system: its requests, and the seconds at which each got its first and last token."""
 
     requests: Requests
     first_s: np.ndarray
@@ -144,11 +147,11 @@ class Measured:
 
 
 def read_measured(path: Path) -> Measured:
-    """An *.exp file of DistServe's: its first line lists the requests, with their times in seconds.
+    """Read an *.exp file of DistServe: its first line lists the requests, with their times in seconds.
 
     Raises
     ------
-    InputError : it is something else
+    InputError : the file is something else
     """
     keys = "issue_time", "first_token_time", "complete_time", "prompt_len", "output_len"
     try:
@@ -156,14 +159,14 @@ def read_measured(path: Path) -> Measured:
         rows = np.array(sorted([r[key] for key in keys] for r in listed), dtype=float)
         issued, first, end, isl, osl = rows.T
     except (OSError, ValueError, SyntaxError, KeyError, TypeError, IndexError) as error:
-        remedy = "give a measured run of DistServe's (*.exp)"
+        remedy = "give a measured run of DistServe (*.exp)"
         raise InputError(str(path), "", "lists no requests with times", remedy) from error
     lengths = isl.astype(np.int64), osl.astype(np.int64)
     return Measured(Requests(issued - issued[0], *lengths, path.stem), first - issued[0], end - issued[0])
 
 
 def measured_files(paths: Sequence[Path], backend: str) -> list[Path]:
-    """Files as given; of a folder those of this backend and its degrees, by request rate."""
+    """The given files, and from folders the runs of this backend and its degrees, by request rate."""
     found = []
     for path in paths:
         runs = {p: re.fullmatch(rf"{backend}(?:-c21d11)?-\d+-([\d.]+)", p.stem) for p in path.glob("*.exp")}
@@ -176,7 +179,7 @@ def measured_files(paths: Sequence[Path], backend: str) -> list[Path]:
 
 
 def table(title: str, rows: Sequence[Row]) -> None:
-    """In Markdown, with differences from the first row."""
+    """A Markdown table with differences from the first row."""
     print(f"\n{title}\n")
     print("| | attainment | mean TTFT | p90 TTFT | mean TPOT | p90 TPOT | requests per CPU second |")
     print("|---|---|---|---|---|---|---|")
@@ -193,13 +196,13 @@ def table(title: str, rows: Sequence[Row]) -> None:
 
 @dataclass(frozen=True)
 class Theirs:
-    """DistServe's simulator, and its step times by tensor degree."""
+    """DistServe's simulator, and its step times by tensor-parallel degree."""
 
     command: DistServe
     fits: dict[str, Any]
 
     def row(self, requests: Requests, placement: Placement) -> Row:
-        """Simulated by DistServe."""
+        """The result of DistServe's simulator."""
         phases = [replica for replica in placement.replicas if replica.role != "colocated"]
         degrees = {str(replica.role): replica.stages[0].tensor_parallel for replica in phases}
         first_s, last_s, cpu_s = self.command.simulate(requests, degrees)
@@ -207,14 +210,14 @@ class Theirs:
         return row_of("DistServe's simulator", requests, *times, cpu_s)
 
     def costs(self, placement: Placement) -> DistServeProfile:
-        """Its step times as a cost model."""
+        """DistServe's step times as a cost model."""
         return DistServeProfile(placement.model, placement.workload.lengths, self.fits)
 
 
 def compare(
     requests: Requests, placement: Placement, theirs: Theirs | None, measured: Row | None = None
 ) -> None:
-    """Print what was measured, DistServe's simulator and ours."""
+    """Print the measurements, and the results of DistServe's simulator and ours."""
     rows = [] if measured is None else [measured]
     if theirs is not None:
         rows.append(theirs.row(requests, placement))
@@ -225,7 +228,7 @@ def compare(
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """As the command line asks."""
+    """Run the comparison that the command line asks for."""
     backend, folder = arguments.backend, arguments.distserve
     if folder is None and not arguments.measured:
         raise InputError("--distserve", "", "is missing", NEEDS)
@@ -248,17 +251,19 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--distserve", type=Path, help="checkout of DistServe")
     parser.add_argument("--python", default=sys.executable, help="interpreter with simpy, numpy and pandas")
     parser.add_argument("--backend", choices=list(GPUS), default="distserve")
-    parser.add_argument("--gpus", type=int, choices=(2, 3), help="for backend distserve")
+    parser.add_argument("--gpus", type=int, choices=(2, 3), help="number of GPUs, for backend distserve")
     parser.add_argument("--rates", default="1.5,3,4.5", help="requests/s")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--workload", help="lengths; else those of DistServe's ShareGPT requests")
+    parser.add_argument("--workload", help="request lengths; default: those of DistServe's ShareGPT requests")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--measured", type=Path, nargs="+", default=[], help="measured runs, or their folder")
+    parser.add_argument(
+        "--measured", type=Path, nargs="+", default=[], help="measured runs, or a folder of them"
+    )
     try:
         run(parser.parse_args(argv))
     except HexGen2Error as error:

@@ -1,14 +1,15 @@
-"""DistServe's own step times as a cost model, so that only the scheduling differs between two simulators.
+"""DistServe's own step times as a cost model, so that two simulators differ only in scheduling.
 
-Its simulator (simdistserve, Zhong et al., OSDI 2024) fits, per model and tensor degree, in milliseconds:
+DistServe's simulator (simdistserve, Zhong et al., OSDI 2024) fits, per model and tensor-parallel degree, in
+milliseconds:
 
     prefill = a + b * tokens + c * sum of squared prompt lengths
-    decode  = a + b * context tokens + c * requests     (one fit below a number of requests, one from there)
+    decode  = a + b * context tokens + c * requests     (one fit for few requests, another for many)
 
-and adds the cost of a Ray call to every step. The coefficients are read from its profile
-(simdistserve/estimators/profile_data); what it adds stands in its code and is restated below. Memory and
-transfers are those of the project's default cost model. Of the decode fit for many requests the constant
-terms are taken, but the cost of context is that of the fit for few: the simulator asks for it once.
+and adds the cost of a Ray call to every step. The coefficients come from its profile
+(simdistserve/estimators/profile_data); the added costs are written in its code and repeated below. Memory and
+transfers follow the project's default cost model. The decode fit for many requests gives the constant terms,
+but the cost per context token is that of the fit for few, because our simulator asks for it only once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class DistServeProfile(Calibrated):
 
     Parameters
     ----------
-    fits : of one model, by tensor degree, as in DistServe's profile
+    fits : the fits of one model by tensor-parallel degree, as in DistServe's profile
     """
 
     def __init__(self, model: ModelArchitecture, lengths: RequestLengths, fits: dict[str, Any]) -> None:
@@ -45,7 +46,7 @@ class DistServeProfile(Calibrated):
         milliseconds = 0.0
         if work.prompt_tokens:
             a, b, c = fit["prefill"]
-            # The tokens that a prompt of n attends to are counted as n^2 / 2.
+            # A prompt of n tokens attends to n^2 / 2 tokens in our cost model.
             milliseconds += a + b * work.prompt_tokens + c * 2 * work.prompt_attended
             milliseconds += PREFILL_MS + STEP_MS + STEP_MS_PER_TOKEN * work.prompt_tokens
         if work.decodes:
@@ -61,15 +62,15 @@ class DistServeProfile(Calibrated):
 
 
 def read_fits(distserve: Path, backend: str, model: str) -> dict[str, Any]:
-    """The fits of a model, by tensor degree, from a checkout of DistServe.
+    """Read the fits of a model, by tensor-parallel degree, from a checkout of DistServe.
 
     Raises
     ------
-    InputError : the profile is not there, or lacks the model
+    InputError : the profile is missing, or lacks the model
     """
     path = distserve / f"simdistserve/estimators/profile_data/profiler-a100-80g.{backend}.json"
     try:
         return json.loads(path.read_text())[model]
     except (OSError, ValueError, KeyError) as error:
         remedy = "give --distserve a checkout of https://github.com/LLMServe/DistServe"
-        raise InputError(str(path), model, "is no profile of DistServe's with that model", remedy) from error
+        raise InputError(str(path), model, "is not a DistServe profile with that model", remedy) from error

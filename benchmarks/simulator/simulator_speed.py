@@ -1,11 +1,11 @@
-"""How fast the simulator is: an hour's trace, and a million requests.
+"""Time the simulator on an hour-long trace and on a million requests.
 
     python -m benchmarks.simulator.simulator_speed [--trace AZURE.csv] [--requests N]
 
-Through a placement of llama-2-70b on hexgen2-setting-1, searched on the spot. Each row is `hexgen2 simulate`
-as a whole process, start-up and reading included: a trace in Azure's format (not part of this repository: see
-https://github.com/Azure/AzurePublicDataset) at its own times, and N requests with the classes of the
-conversation trace at random, at 80 % of the placement's throughput.
+Simulates a placement of llama-2-70b on hexgen2-setting-1 that the script searches first. Each row is `hexgen2
+simulate` as a whole process, start-up and reading included: a trace in Azure's format (not part of this
+repository: see https://github.com/Azure/AzurePublicDataset) at its own times, and N requests with random
+classes of the conversation trace, at 80 % of the placement's throughput.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLUSTER, MODEL, SHARE = "hexgen2-setting-1", "llama-2-70b", 0.8
 
 
 def main() -> None:
-    """Search, then a row for each run."""
+    """Search a placement, then print a row for each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=1_000_000)
@@ -48,7 +48,7 @@ def searched(path: Path, workload: str) -> Path:
 
 
 def row(name: str, placement: Path, options: list[str]) -> None:
-    """Simulate in a process of its own."""
+    """Simulate in a separate process."""
     command = [COMMAND, "simulate", str(placement), *options, "--json"]
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -1,5 +1,5 @@
-"""How long the steps of a launched replica take, from a few requests through its API, and the cost model that
-says so."""
+"""Measure the step times of a launched replica with a few requests through its API, and make a cost model of
+them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hexgen2.workload.requests import Requests
 LENGTHS = (16, 64, 128, 256, 512)
 BURSTS = ((9, 64), (9, 128), (7, 256))
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
-"""All of the small ones: matrix products of 3 rows can take longer than of 4."""
+"""Every small size, because a matrix product of 3 rows can take longer than one of 4."""
 CONTEXTS = ((4, 384), (8, 256))
 SHORT, STEPS, REPEATS = 16, 40, 5
 TOGETHER_S = 0.01
-"""First tokens less than this apart came of one step."""
+"""First tokens less than this apart come from the same step."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of steps.
 
-    prompt_step_s, prompt_token_s, prompt_attended_s, prompt_s : a prefill step takes the first, and the
-        others for each of its tokens, of the tokens that these attend to, and of its prompts
-    batches, decode_s : a decode step of so many requests, without context; in between and beyond, linear
-    context_s : for each token of context
-    front_end_s : what a request takes besides
+    prompt_step_s, prompt_token_s, prompt_attended_s, prompt_s : a prefill step takes the first, plus the
+        others for each of its tokens, for each token that these attend to, and for each prompt
+    batches, decode_s : seconds of a decode step without context, by batch size; linear between and beyond
+    context_s : seconds per token of context
+    front_end_s : what a request costs outside the workers
     """
 
     prompt_step_s: float
@@ -60,7 +60,8 @@ class StepTimes:
 
 
 class Profiled(Calibrated):
-    """Times by a profile of replicas with one worker each; memory and bytes as ever."""
+    """Step times of replicas with one worker each, from a profile; memory and bytes as in the default
+    model."""
 
     name = "profiled"
 
@@ -83,7 +84,7 @@ class Profiled(Calibrated):
 
 
 def profile(url: str) -> StepTimes:
-    """Profile a fleet of one route that serves nothing else."""
+    """Profile a fleet of one route, while it serves nothing else."""
     front_end_s, step_s, token_s, attended_s, prompt_s = fit_prefill(url).tolist()
     decodes = [(batch, SHORT, _decode_s(url, batch, SHORT)) for batch in BATCHES]
     decodes += [(batch, length, _decode_s(url, batch, length)) for batch, length in CONTEXTS]
@@ -91,9 +92,10 @@ def profile(url: str) -> StepTimes:
 
 
 def fit_prefill(url: str) -> np.ndarray:
-    """[5] seconds of: front end, step, token, attended token, prompt; by least squares of relative errors.
+    """[5] seconds of: front end, step, token, attended token, prompt; a least-squares fit of relative errors.
 
-    A prompt alone shows its step and the front end; of a burst the first goes alone, the rest together.
+    A single prompt shows the costs of its step and of the front end; of a burst, the first prompt runs alone
+    and the rest run together.
     """
     rows, seconds = [], []
     for length in LENGTHS:
@@ -113,8 +115,8 @@ def fit_prefill(url: str) -> np.ndarray:
 
 
 def _decode_s(url: str, batch: int, length: int) -> float:
-    """Seconds of a step: the mean time between tokens. A twentieth at either end is left out: when not yet
-    all of the batch decode, and when second tokens wait for their KV cache."""
+    """Seconds of a step: the mean time between tokens, without a twentieth at either end, where not all of
+    the batch decodes yet or second tokens still wait for their KV cache."""
     seen = _run(url, batch, length, STEPS, at_once=True)
     gaps = np.sort(np.frombuffer(seen.gap_s, dtype=float))
     edge = -(-len(gaps) // 20)
@@ -122,7 +124,7 @@ def _decode_s(url: str, batch: int, length: int) -> float:
 
 
 def fit_decode(rows: list[tuple[int, int, float]]) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-    """Batches, their seconds without context, and the seconds of a token of context."""
+    """Batch sizes, their seconds without context, and the seconds per token of context."""
     batches, seconds = BATCHES, [s for _, length, s in rows if length == SHORT]
     extra, context = [], []
     for batch, length, found in rows:
@@ -136,6 +138,6 @@ def fit_decode(rows: list[tuple[int, int, float]]) -> tuple[tuple[float, ...], t
 
 
 def _run(url: str, count: int, isl: int, osl: int, at_once: bool) -> Measurements:
-    """Equal requests, all at once or one after the other."""
+    """Send equal requests, all at once or one after the other."""
     asked = Requests(np.zeros(count), np.full(count, isl), np.full(count, osl), "profile")
     return measure(Load(url, max_concurrency=None if at_once else 1), asked).seen

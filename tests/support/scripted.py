@@ -1,4 +1,4 @@
-"""A coordinator over lead workers that play their part without any model."""
+"""A coordinator over scripted drivers, without any model."""
 
 import asyncio
 import socket
@@ -17,9 +17,9 @@ PROMPT = [5, 6, 7]
 
 
 class FakeLead:
-    """The lead of a one-worker replica: request i's token n is 100 * prompt length + n.
+    """The driver of a one-worker replica: token n of request i is 100 * prompt length + n.
 
-    `held` has the requests that hold memory; `hold_back` stops it before a kind of message.
+    `held` has the requests that hold memory; `hold_back` stops the driver before a kind of message.
     """
 
     def __init__(self, replica_id, link):
@@ -75,7 +75,7 @@ class FakeLead:
 
 @asynccontextmanager
 async def serving(routes, budget=100, max_batch=4, lead=FakeLead, growth_tokens=3, **options):
-    """A coordinator over fake leads for every replica that the routes name."""
+    """A coordinator over a fake driver for every replica that the routes name."""
     leads, replicas, tasks = {}, {}, []
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
         ours, theirs = socket.socketpair()
@@ -120,7 +120,7 @@ PAIR = [Route("p0", "d0", 1.0)]
 
 
 class Starter:
-    """Starts a fake lead again once it may, or fails to."""
+    """Starts a fake driver again when the test allows it, or fails to."""
 
     def __init__(self, works=True):
         self.works, self.starts, self.leads = works, 0, []

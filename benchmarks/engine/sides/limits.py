@@ -1,10 +1,11 @@
-"""A side of benchmarks/engine/engine_speed.py: what the machine allows.
+"""A side of benchmarks/engine/engine_speed.py: the limits that the machine sets.
 
 PYTHONPATH=. python benchmarks/engine/sides/limits.py CHECKPOINT DTYPE
 
-Of a decode step, bytes over bandwidth: weights and KV cache at the fastest rate that memory was read at; and
-the time of its matrix products alone, by the fastest library call or our kernel, with the KV cache read at
-that rate. Of a prefill, the products; attention, which is a product too, is left out.
+For a decode step there are two limits: bytes over bandwidth, with weights and KV cache read at the fastest
+rate measured on this memory; and the time of its matrix products alone, by the fastest library call or our
+kernel, plus reading the KV cache at that rate. For a prefill, the limit is the time of the products with
+weights, without attention.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Products:
         self._dtype = dtype
 
     def seconds(self, rows: int, sampled: int) -> float:
-        """Of a step of so many tokens, after so many of which another one is chosen."""
+        """Seconds of one step for a number of tokens, of which some need a next token."""
         inputs = [torch.randn(rows, columns, dtype=self._dtype) for columns in self._inputs]
 
         def step() -> None:
@@ -60,7 +61,7 @@ class Products:
 
 
 def typical_s(action: Callable[[], object]) -> float:
-    """Median seconds of an action, after once to warm up."""
+    """Median seconds of an action, after one warm-up call."""
     action()
     seconds: list[float] = []
     while sum(seconds) < AT_LEAST_S:
@@ -71,7 +72,7 @@ def typical_s(action: Callable[[], object]) -> float:
 
 
 def read_bytes_s(data: torch.Tensor) -> float:
-    """Bytes/s at which all cores read memory, by the fastest of some calls that do little else."""
+    """Bytes/s at which all cores read memory, by the fastest of several calls that do little else."""
     calls: Sequence[Callable[[], object]] = (data.sum, data.max, lambda: torch.mv(data, data[0]))
     return data.nbytes / min(typical_s(call) for call in calls)
 
@@ -87,7 +88,8 @@ def transposed(weight: torch.Tensor) -> Product:
 
 @torch.inference_mode()
 def main(checkpoint: str, dtype_name: str) -> None:
-    """Answer cases with the seconds of a decode step, or of all their prompts if one token is asked for."""
+    """Answer each case with the seconds of a decode step, or of prefilling all its prompts if one token is
+    asked for."""
     channel, dtype = Channel(), getattr(torch, dtype_name)
     config = json.loads(Path(checkpoint, "config.json").read_text())
     calls: dict[str, Callable[[torch.Tensor], Product]] = {

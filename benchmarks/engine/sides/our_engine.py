@@ -23,7 +23,7 @@ from runtime.routing.router import Router, routes_of
 
 
 async def main(checkpoint: str, dtype: str, path: str) -> None:
-    """Answer cases on the placement's replicas."""
+    """Answer cases with the placement's replicas."""
     channel, placement, launcher = Channel(), Placement.load(Path(path)), LocalLauncher()
     told = configurations(placement, Path(checkpoint), dtype, EngineOptions(dtype=dtype))
     try:
@@ -44,7 +44,7 @@ async def main(checkpoint: str, dtype: str, path: str) -> None:
 
 
 async def watch(request: Request, begun: float) -> list[float]:
-    """When each token came, in seconds since `begun`."""
+    """When each token arrived, in seconds since `begun`."""
     return [time.perf_counter() - begun async for _ in request]
 
 

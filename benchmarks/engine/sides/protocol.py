@@ -1,6 +1,6 @@
-"""How engine_speed.py talks to its sides: JSON lines, a case in, and what was measured out.
+"""How engine_speed.py talks to its sides: JSON lines, with a case in and its measurements out.
 
-Needs the standard library alone: sides run in environments of their own.
+Uses only the standard library, because sides run in environments of their own.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from typing import Any
 
 
 class Channel:
-    """A side's end. What libraries print goes to stderr from now on."""
+    """A side's end of the channel. It redirects stdout to stderr, so that library output does not disturb
+    it."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
 
     def ready(self) -> None:
-        """The side has loaded and can be asked."""
+        """Say that this side has loaded and can be asked."""
         self.send({})
 
     def receive(self) -> dict[str, Any] | None:
-        """The next case: `prompts` of token ids, each to be followed by `new_tokens`; None at the end."""
+        """The next case: `prompts` of token ids, and how many `new_tokens` each needs; None at the end."""
         line = sys.stdin.readline()
         return json.loads(line) if line else None
 
     def send(self, answer: dict[str, Any]) -> None:
-        """The answer: `times_s`, for each prompt when each of its tokens came, since the case was begun."""
+        """Send the answer: `times_s` has, for each prompt, the seconds from the start of the case to each
+        token."""
         self._answers.write(json.dumps(answer) + "\n")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

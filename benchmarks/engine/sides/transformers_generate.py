@@ -16,7 +16,7 @@ from benchmarks.engine.sides.protocol import Channel
 
 
 class Watch(StoppingCriteria):
-    """Takes the time of every step, and stops none."""
+    """A stopping criterion that records the time of every step and never stops."""
 
     def __init__(self) -> None:
         self.begun = time.perf_counter()

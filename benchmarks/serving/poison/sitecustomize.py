@@ -1,8 +1,8 @@
-"""Poison for a fleet's processes: with this folder on PYTHONPATH, requests of some seeds make them fail.
+"""Poison for a fleet's processes: with this folder on PYTHONPATH, requests with certain seeds make them fail.
 
-What a request brings out is a fault of the code that nobody knows yet, so it has to be planted. It is planted
-from outside, in processes that import it at their start, and by seed, so that the front end's checks let it
-pass.
+Requests can only trigger faults that nobody knows yet, so the test has to plant some. It plants them from
+outside, in processes that import this module at start-up, and selects them by seed, so that the front end's
+checks let the requests pass.
 """
 
 import importlib.abc
@@ -44,7 +44,7 @@ def _poison_emulated(module):
         _fails(sampling)
         if sampling.seed == KILLS:
             os.kill(os.getpid(), signal.SIGKILL)
-        return None if sampling.seed == IN_SAMPLING else seed_of(sampling)  # nothing can be drawn with None
+        return None if sampling.seed == IN_SAMPLING else seed_of(sampling)  # sampling fails with None
 
     module.seed_of = poisoned
 
@@ -56,7 +56,7 @@ POISONS = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Poisons modules once they have run."""
+    """Poisons modules right after they have run."""
 
     def find_spec(self, name, path, target=None):
         if name not in POISONS:

@@ -1,4 +1,4 @@
-"""Where the options of `hexgen2 launch` go, without a launch."""
+"""What `hexgen2 launch` passes on from its options, without launching."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def placement(tmp_path_factory) -> str:
 
 @pytest.fixture
 def served(placement, monkeypatch):
-    """What `serve` is called with after these arguments, by name."""
+    """The arguments that `serve` is called with, by name."""
     monkeypatch.setenv(FORMAT_VARIABLE, "")
     monkeypatch.delenv("HEXGEN2_API_KEY", raising=False)
 
@@ -85,7 +85,7 @@ def served(placement, monkeypatch):
 
 
 def flags_of(options) -> list[str]:
-    """Options of the command line that say the same; not those that are None, nor keys."""
+    """The command-line flags for these options, without options that are None and without keys."""
     flags = []
     for name, value in dataclasses.asdict(options).items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""Replicas of the simulator outside of it: step times by hand, and a clock."""
+"""The simulator's replicas outside the simulator, with made-up step times and a clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP_S, TOKEN_S, HOP_S = 0.01, 1e-3, 0.002
 
 
 class Times:
-    """Of stages whose steps take STEP_S and TOKEN_S per token; the later ones a little less."""
+    """Times of stages whose steps take STEP_S plus TOKEN_S per token; later stages take a little less."""
 
     def __init__(self, stages: int = 1) -> None:
         self.stages = self.in_flight = stages

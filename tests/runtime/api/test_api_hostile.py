@@ -1,4 +1,4 @@
-"""What one client sends does not reach another: each gets its own answer, and the fleet serves on."""
+"""Requests do not affect each other: each client gets its own answer, and the fleet keeps serving."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_half_characters_are_refused(http, path, body, param):
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "text/json"])
 def test_a_body_that_does_not_say_that_it_is_json_is_refused(http, kind):
-    """What a web page could send to another site without asking."""
+    """Browsers let a web page send such a body to another site without asking."""
     body = json.dumps(COMPLETION).encode()
     response = http.post("/v1/completions", content=body, headers={"Content-Type": kind} if kind else {})
     check_error(response, 415, None)
@@ -54,7 +54,7 @@ def test_a_body_that_does_not_say_that_it_is_json_is_refused(http, kind):
     ids=str,
 )
 def test_the_ends_of_ranges_are_served(http, option):
-    """By the engine, which answers others afterwards."""
+    """The engine serves them, and other requests afterwards."""
     for body in (COMPLETION | option, COMPLETION):
         response = http.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
@@ -265,7 +265,7 @@ def test_brackets_in_a_text_are_no_structure(http):
 
 
 def test_a_text_that_cannot_fit_is_refused_by_its_bytes(model_folder):
-    """Nobody need count its tokens."""
+    """Without tokenizing it."""
 
     class Untouched(ModelTokenizer):
         def encode(self, text):

@@ -1,4 +1,4 @@
-"""Traces as a collector receives them, for requests of a coordinator over scripted leads."""
+"""Traces as a collector receives them, for requests to a coordinator with scripted drivers."""
 
 import gzip
 import itertools
@@ -19,7 +19,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 @pytest.fixture
 def collector():
-    """URL of an OTLP receiver, and the spans that it has got."""
+    """The URL of an OTLP receiver, and the spans that it has received."""
     spans = []
 
     class Receiver(BaseHTTPRequestHandler):

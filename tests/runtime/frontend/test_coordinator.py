@@ -1,4 +1,4 @@
-"""The coordinator against scripted lead workers: order, cancellation, overload, accounting."""
+"""The coordinator with scripted drivers: order, cancellation, overload, accounting."""
 
 import asyncio
 

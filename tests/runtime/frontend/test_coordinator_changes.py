@@ -1,5 +1,5 @@
-"""The coordinator on its way to other replicas: nobody waits for one that leaves, nobody is turned away while
-another starts."""
+"""The coordinator while replicas change: no request waits for one that leaves, and none is refused while
+another one starts."""
 
 import asyncio
 import socket
@@ -19,7 +19,7 @@ EXPECTED = [300, 301, 302, 303]
 
 
 class Plan:
-    """Routes as a placement would give them."""
+    """Routes as a placement would have them."""
 
     def __init__(self, routes):
         self.all = routes
@@ -29,7 +29,7 @@ class Plan:
 
 
 async def another(name):
-    """A fake lead of a new replica, running, and the link to it."""
+    """A running fake driver of a new replica, and the link to it."""
     ours, theirs = socket.socketpair()
     lead = FakeLead(name, await StreamLink.over(theirs))
     lead.task = asyncio.create_task(lead.run())

@@ -1,4 +1,4 @@
-"""The coordinator against scripted lead workers that refuse, fail, give up or go away."""
+"""The coordinator with scripted drivers that refuse, fail, give up or disappear."""
 
 import asyncio
 import random
@@ -50,7 +50,7 @@ def test_a_refusal_that_crosses_a_cancel_frees_the_room():
     async def scenario():
         async with serving(PAIR) as (coordinator, leads):
             lead = leads["d0"]
-            lead.refusals, lead.release = 1, lambda _: None  # it says Released of nothing it never held
+            lead.refusals, lead.release = 1, lambda _: None  # it sends no Released for what it never held
             lead.gate.clear()
             request = coordinator.submit(PROMPT, sampling())
             coordinator.cancel(request)
@@ -74,7 +74,7 @@ def test_a_request_that_ends_refused_lets_the_next_one_start():
 
 
 class Failing(FakeLead):
-    """Gives up the requests named in `gives_up` when a kind of message comes for them."""
+    """Gives up the requests named in `gives_up` when a kind of message arrives for them."""
 
     def __init__(self, replica_id, link):
         super().__init__(replica_id, link)
@@ -214,7 +214,7 @@ def test_a_lost_replica_fails_a_request_that_was_resumed_often_and_the_others_se
 @pytest.mark.parametrize("phase", ["reserving", "prefilling", "decoding"])
 @pytest.mark.parametrize("lost", ["p0", "d0"])
 def test_requests_of_a_lost_replica_go_on_elsewhere(lost, phase):
-    """Each token once, whatever the replica that is lost had said; nothing stays accounted for."""
+    """Each token comes once, whatever the lost replica had sent; nothing stays accounted for."""
 
     async def scenario():
         routes = [Route("p0", "d0", 1.0), Route("p1", "d1", 1.0)]
@@ -234,7 +234,7 @@ def test_requests_of_a_lost_replica_go_on_elsewhere(lost, phase):
             leads[lost].link.close()
             for request in requests:
                 if lost == "p0" and phase == "decoding":
-                    break  # they need it no more, and d0 says nothing
+                    break  # they no longer need it, and d0 is silent
                 assert await tokens_of(request) == [300, 301, 302, 303]
                 assert request.record.resumes == (request in doomed)
             else:
@@ -253,7 +253,7 @@ def test_requests_of_a_lost_replica_go_on_elsewhere(lost, phase):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_fails_every_token_comes_once(seed):
-    """Replicas that refuse, fail requests, or go away at random, one route staying whole."""
+    """Replicas refuse, fail requests or disappear at random, while one route stays intact."""
     rng = random.Random(seed)
 
     class Unreliable(FakeLead):

@@ -1,4 +1,4 @@
-"""The coordinator with more requests than it has room for: deadlines, shares, and what is said to whom."""
+"""The coordinator with more requests than it can hold: deadlines, shares, and the answers to each client."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from runtime.routing.refusals import Overloaded, TimedOut, TooMany
 
 
 def busy(coordinator, leads):
-    """One request takes all room and is not answered until the gates open."""
+    """One request takes all memory and is not answered until the gates open."""
     for lead in leads.values():
         lead.gate.clear()
     return coordinator.submit(PROMPT, sampling(4))

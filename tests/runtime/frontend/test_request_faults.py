@@ -1,5 +1,5 @@
-"""A request that fails by itself, in whatever part of the server, ends alone; one that kills replicas is
-resumed once and no more."""
+"""A request that fails by itself, in any part of the server, ends alone; one that kills replicas is resumed
+only once."""
 
 import asyncio
 import os
@@ -25,8 +25,8 @@ POISONOUS = Sampling(max_tokens=4, seed=13)
 
 
 class Mortal(FakeLead):
-    """Dies of requests with the seed 13, after `lives` of their tokens; another one is started in its place
-    by the test."""
+    """A driver that dies of requests with the seed 13, after `lives` of their tokens; the test starts a
+    replacement."""
 
     after = 0
 
@@ -63,7 +63,8 @@ def test_a_request_that_kills_two_replicas_is_not_resumed_again(after, caplog):
 
 
 def test_replicas_that_die_together_died_of_no_request():
-    """A machine goes, and with it replicas that a request is resumed on before the front end has noticed."""
+    """A machine fails with several replicas, and a request is resumed on another of them before the front end
+    notices."""
 
     async def scenario():
         routes = [Route(f"c{number}", f"c{number}", 1.0) for number in range(4)]
@@ -82,10 +83,11 @@ def test_replicas_that_die_together_died_of_no_request():
 
 
 def test_those_who_made_progress_beside_it_are_resumed():
-    """Both are on board when two replicas die; only one never got a token of either."""
+    """The poison and other requests are in flight when two replicas die, but only the poison never got a
+    token."""
 
     class Slow(Mortal):
-        """Gives others a token a time, and waits before the poison takes hold."""
+        """A driver that gives other requests one token at a time, and delays the effect of the poison."""
 
         def answer(self, message):
             if isinstance(message, Prefill):
@@ -176,7 +178,7 @@ def test_a_token_that_cannot_be_taken_in_ends_its_request_and_no_other():
 
 @pytest.fixture(scope="module")
 def poisoned(model_folder, tmp_path_factory):
-    """A fleet of real workers in which faults are planted, whose replicas come back."""
+    """A fleet of real workers with planted faults, whose replicas restart."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(POISON), before]))
     server = Server(model_folder, tmp_path_factory.mktemp("poisoned"), key=KEY, restarts=5)
@@ -213,7 +215,7 @@ def until_whole(http):
 def test_a_fault_in_a_worker_is_500_for_one_request_and_the_others_do_not_notice(
     asking, poisoned, seed, stream
 ):
-    """Beside it requests of all kinds run in the same steps; no replica is lost."""
+    """Requests of all kinds run in the same steps; no replica is lost."""
     prompts = [[20 + k] * (5 + 3 * k) for k in range(8)]
     sound = [asking.post("/v1/completions", json=body(each)).json()["choices"][0]["text"] for each in prompts]
     found, answers = {}, []

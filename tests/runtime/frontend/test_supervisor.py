@@ -1,4 +1,5 @@
-"""How often a replica is started again: a row of deaths, or too many within an hour, and it stays lost."""
+"""How often a replica is restarted: after several deaths in a row, or too many within an hour, it stays
+lost."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -17,7 +18,8 @@ def at_once(monkeypatch):
 
 
 class Scene:
-    """A supervisor over a pair of replicas: what it said, and who stays lost. `now_s` is its clock."""
+    """A supervisor of a pair of replicas: what it logged, and which replicas stay lost. `now_s` is its
+    clock."""
 
     def __init__(self, coordinator, leads, starter, limit):
         self.coordinator, self.leads, self.starter = coordinator, leads, starter
@@ -36,7 +38,7 @@ class Scene:
         await until(lambda: not self.coordinator.lost)
 
     async def lose_its_machine(self):
-        """That of d0; until the supervisor waits for it."""
+        """Lose the machine of d0, and wait until the supervisor waits for it."""
         self.starter.there.clear()
         self.lose(reason="its node is gone")
         await until(lambda: self.stayed)
@@ -100,7 +102,7 @@ def test_starts_that_fail_in_a_row_end_and_one_that_is_left_alone_is_not_started
 @pytest.mark.parametrize("lost", ["p0", "d0"])
 @pytest.mark.parametrize("works", [True, False])
 def test_requests_wait_for_the_only_replica_while_it_is_started_again(lost, works):
-    """Those that it served, and new ones; if it does not come back, each ends with an error."""
+    """Both its in-flight requests and new ones wait; if it does not come back, each ends with an error."""
 
     async def scenario():
         async with supervised(limit=2, works=works, may_start=False) as scene:

@@ -1,4 +1,4 @@
-"""What a node says that it has, how its GPUs are numbered, and that a head refuses what is not there."""
+"""The hardware that a node announces, how its GPUs are numbered, and that a head refuses missing GPUs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_declared_gpus_are_named_as_the_catalogue_does():
 
 
 def on_gpus(folder, card, indices):
-    """A placement whose prefill and decode replica, of two GPUs each, have these of node `left`."""
+    """A placement with a prefill and a decode replica of two GPUs each, on these GPUs of node `left`."""
     placement = fleet_placement(folder)
     pairs = [indices[at : at + 2] for at in range(0, len(indices), 2)]
     layers = (0, placement.model.layers)
@@ -104,7 +104,7 @@ def welcome(*gpus, **facts):
 
 
 def test_each_node_numbers_its_gpus_from_nought_whatever_the_replica(model_folder):
-    """The local launcher numbers those of `right` after those of `left`: they share a machine."""
+    """The local launcher numbers the GPUs of `right` after those of `left`, because they share a machine."""
     placement = fleet_placement(model_folder)
     nodes = [node.model_copy(update={"accelerators": "H100:2"}) for node in placement.cluster.nodes]
     cluster = placement.cluster.model_copy(update={"nodes": nodes, "accelerators": {}})
@@ -179,7 +179,7 @@ def test_a_placement_on_cpus_runs_on_any_node(model_folder):
 
 
 def test_a_launch_refuses_a_node_with_fewer_gpus_than_the_placement_uses(model_folder, tmp_path):
-    """A node that announces two, and a placement with four, as the command line has it."""
+    """On the command line, with a node that announces two GPUs, and a placement that uses four."""
     on_gpus(model_folder, "H100", [0, 1, 2, 3]).save(tmp_path / "placement.json")
     node = Node("left", tmp_path, model_folder, [], options=("--accelerators", "H100:2"))
     head = None

@@ -1,4 +1,5 @@
-"""Links to vLLM, over servers that play its part: streams, failures and cancellations, without any model."""
+"""Links to vLLM with scripted servers in its place: streams, failures and cancellations, without any
+model."""
 
 from __future__ import annotations
 
