@@ -43,8 +43,8 @@ _detail = options("Modelling details")
     default=STRATEGIES,
     show_default=True,
     metavar="NAME,...",
-    help="NAME@CLUSTER gives a strategy its own cluster (of equal price, say), NAME:POLICY its own batching policy "
-    "(see `simulate --policy`).",
+    help="NAME@CLUSTER gives a strategy its own cluster (of equal price, say), NAME:POLICY its own batching "
+    "policy (see `simulate --policy`).",
 )
 @_how(
     "--share",
