@@ -102,8 +102,8 @@ async def begin(
 ) -> dict[str, WorkerLink]:
     """Start a replica's vLLM, in place of an earlier one if there is one; return the links to it."""
     servers[name], ends[name] = FakeVllm(kv), asyncio.Event()
-    lead, url = f"n/{name}", await servers[name].start()
-    return {lead: VllmLink(lead, name, url, fleet, ends[name]), f"{lead}-1": QuietLink(ends[name])}
+    driver, url = f"n/{name}", await servers[name].start()
+    return {driver: VllmLink(driver, name, url, fleet, ends[name]), f"{driver}-1": QuietLink(ends[name])}
 
 
 @asynccontextmanager
@@ -113,8 +113,10 @@ async def serving(routes: list[Route], revives: bool = False):
     fleet, kv = VllmFleet("m", 10.0), set()
     servers, replicas, ends = {}, {}, {}
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
-        lead, links = f"n/{name}", await begin(name, fleet, kv, servers, ends)
-        replicas[name] = Replica(name, "decode" if name.startswith("d") else "prefill", lead, links, 1000, 4)
+        driver, links = f"n/{name}", await begin(name, fleet, kv, servers, ends)
+        replicas[name] = Replica(
+            name, "decode" if name.startswith("d") else "prefill", driver, links, 1000, 4
+        )
     coordinator = Coordinator(Router(routes), replicas, ping_every_s=0.2)
     coordinator.start(lambda _: revives)
     try:

@@ -51,7 +51,7 @@ def pair(folder: Path) -> Placement:
     )
 
 
-class VllmFleet(Launched):
+class LaunchedVllm(Launched):
     """`hexgen2 launch --engine vllm`, with access to the processes of its replicas."""
 
     def __init__(self, placement: Placement, folder: Path, work: Path) -> None:

@@ -84,9 +84,9 @@ def test_a_request_that_never_started_has_a_queue_and_no_parent(collector):
     tracer = Tracer(f"{url}/v1/traces", Metrics())
 
     async def scenario():
-        async with serving(PAIR, budget=7, observer=tracer) as (coordinator, leads):
-            for lead in leads.values():
-                lead.gate.clear()
+        async with serving(PAIR, budget=7, observer=tracer) as (coordinator, drivers):
+            for driver in drivers.values():
+                driver.gate.clear()
             coordinator.submit(PROMPT, sampling())
             coordinator.cancel(coordinator.submit(PROMPT, sampling(), origin=Origin(traceparent="nonsense")))
 

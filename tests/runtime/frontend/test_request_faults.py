@@ -8,7 +8,7 @@ import time
 
 import httpx
 import pytest
-from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
+from scripted import PAIR, PROMPT, FakeDriver, run, sampling, serving, settle, tokens_of
 from served import KEY, MODEL, ROOT, SECONDS, Server, until_idle
 
 from benchmarks.serving.poison.seeds import AT_START, IN_SAMPLING, KILLS
@@ -24,7 +24,7 @@ TWO = [Route("c0", "c0", 1.0), Route("c1", "c1", 1.0)]
 POISONOUS = Sampling(max_tokens=4, seed=13)
 
 
-class Mortal(FakeLead):
+class Mortal(FakeDriver):
     """A driver that dies of requests with the seed 13, after `lives` of their tokens; the test starts a
     replacement."""
 
@@ -45,10 +45,10 @@ def test_a_request_that_kills_two_replicas_is_not_resumed_again(after, caplog):
     async def scenario():
         explained = []
         routes = [Route(f"c{number}", f"c{number}", 1.0) for number in range(4)]
-        async with serving(routes, lead=Mortal) as (coordinator, leads):
+        async with serving(routes, driver=Mortal) as (coordinator, drivers):
             coordinator._on_explained = explained.append
-            for lead in leads.values():
-                lead.after = after
+            for driver in drivers.values():
+                driver.after = after
             poison = coordinator.submit(PROMPT, POISONOUS)
             with pytest.raises(Broken, match="failed at request r"):
                 await tokens_of(poison)
@@ -68,13 +68,13 @@ def test_replicas_that_die_together_died_of_no_request():
 
     async def scenario():
         routes = [Route(f"c{number}", f"c{number}", 1.0) for number in range(4)]
-        async with serving(routes) as (coordinator, leads):
+        async with serving(routes) as (coordinator, drivers):
             for name in ("c0", "c1", "c2"):
-                leads[name].answer = lambda _: None
+                drivers[name].answer = lambda _: None
             requests = [coordinator.submit(PROMPT, sampling(8)) for _ in range(8)]
             await asyncio.sleep(0.05)
             for name in ("c0", "c1", "c2"):
-                leads[name].link.close()
+                drivers[name].link.close()
             for request in requests:
                 assert await tokens_of(request) == list(range(300, 308))
             assert len(coordinator.lost) == 3
@@ -107,7 +107,7 @@ def test_those_who_made_progress_beside_it_are_resumed():
             self.release(message.request_id)
 
     async def scenario():
-        async with serving([*TWO, Route("c2", "c2", 1.0)], lead=Slow) as (coordinator, _):
+        async with serving([*TWO, Route("c2", "c2", 1.0)], driver=Slow) as (coordinator, _):
             poison = coordinator.submit(PROMPT, POISONOUS)
             others = [coordinator.submit(PROMPT, sampling(8)) for _ in range(6)]
             results = await asyncio.gather(*map(tokens_of, [poison, *others]), return_exceptions=True)
@@ -121,7 +121,7 @@ def test_those_who_made_progress_beside_it_are_resumed():
 @pytest.mark.parametrize("kind", [Prefill, ReserveKv, Decode])
 def test_a_message_that_cannot_be_made_ends_its_request_and_no_other(kind):
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
+        async with serving(PAIR) as (coordinator, drivers):
             for replica in coordinator.replicas.values():
                 replica.links = {name: Picky(link, kind) for name, link in replica.links.items()}
             poison, sound = coordinator.submit([7] * 5, sampling()), coordinator.submit(PROMPT, sampling())
@@ -130,7 +130,7 @@ def test_a_message_that_cannot_be_made_ends_its_request_and_no_other(kind):
             assert await tokens_of(sound) == [300, 301, 302, 303]
             await settle(coordinator)
             assert not coordinator.lost and not coordinator._in_flight.requests
-            assert not any(lead.held for lead in leads.values())
+            assert not any(driver.held for driver in drivers.values())
 
     run(scenario)
 
@@ -151,7 +151,7 @@ class Picky:
 
 
 def test_a_token_that_cannot_be_taken_in_ends_its_request_and_no_other():
-    class Odd(FakeLead):
+    class Odd(FakeDriver):
         def emit(self, request_id, indices, base, max_tokens):
             if request_id != "r0":
                 return super().emit(request_id, indices, base, max_tokens)
@@ -159,7 +159,7 @@ def test_a_token_that_cannot_be_taken_in_ends_its_request_and_no_other():
             self.link.send(StepOutput(replica=self.replica_id, outputs=(output,)))
 
     async def scenario():
-        async with serving([Route("c0", "c0", 1.0)], lead=Odd) as (coordinator, _):
+        async with serving([Route("c0", "c0", 1.0)], driver=Odd) as (coordinator, _):
             poison, sound = coordinator.submit(PROMPT, sampling()), coordinator.submit(PROMPT, sampling())
 
             def fails(event, put=poison.put):

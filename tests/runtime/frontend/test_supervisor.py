@@ -21,8 +21,8 @@ class Scene:
     """A supervisor of a pair of replicas: what it logged, and which replicas stay lost. `now_s` is its
     clock."""
 
-    def __init__(self, coordinator, leads, starter, limit):
-        self.coordinator, self.leads, self.starter = coordinator, leads, starter
+    def __init__(self, coordinator, drivers, starter, limit):
+        self.coordinator, self.drivers, self.starter = coordinator, drivers, starter
         self.said, self.stayed, self.now_s = [], [], 1e6
         self.supervisor = Supervisor(coordinator, starter, limit, self.said.append, lambda: self.now_s)
         self.supervisor.on_stays_lost(self.stayed.append)
@@ -46,8 +46,8 @@ class Scene:
 
 @asynccontextmanager
 async def supervised(limit, works=True, may_start=True, **options):
-    async with serving(PAIR, **options) as (coordinator, leads):
-        scene = Scene(coordinator, leads, Starter(works), limit)
+    async with serving(PAIR, **options) as (coordinator, drivers):
+        scene = Scene(coordinator, drivers, Starter(works), limit)
         if not may_start:
             scene.starter.may.clear()
         try:
@@ -106,7 +106,7 @@ def test_requests_wait_for_the_only_replica_while_it_is_started_again(lost, work
 
     async def scenario():
         async with supervised(limit=2, works=works, may_start=False) as scene:
-            scene.leads[lost].gate.clear()
+            scene.drivers[lost].gate.clear()
             served = scene.submit()
             await asyncio.sleep(0.02)
             scene.lose(lost)
@@ -129,7 +129,7 @@ def test_requests_wait_for_the_only_replica_while_it_is_started_again(lost, work
 def test_nobody_waits_for_ever_for_a_replica_that_does_not_come_back():
     async def scenario():
         async with supervised(limit=2, may_start=False, queue_timeout_s=0.2) as scene:
-            scene.leads["d0"].gate.clear()
+            scene.drivers["d0"].gate.clear()
             served = scene.submit()
             await asyncio.sleep(0.02)
             scene.lose()

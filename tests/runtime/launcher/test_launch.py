@@ -208,21 +208,24 @@ def test_the_kv_budget_is_what_memory_has_room_for_as_far_as_it_is_of_use(model_
 
 def test_every_worker_is_told_its_replica_and_the_same_secret(model_folder):
     placement = make_placement(model_folder)
-    told = configurations(placement, model_folder, "bfloat16")
-    assert list(told) == [gpu for replica in placement.replicas for gpu in replica.gpus]
-    assert len({each.secret for each in told.values()}) == 1
-    assert {each.dtype for each in told.values()} == {"float32"}
-    assert told["box/4"].replica == "decode-0" and told["box/4"].stages[0].workers == ("box/3", "box/4")
+    configured = configurations(placement, model_folder, "bfloat16")
+    assert list(configured) == [gpu for replica in placement.replicas for gpu in replica.gpus]
+    assert len({each.secret for each in configured.values()}) == 1
+    assert {each.dtype for each in configured.values()} == {"float32"}
+    assert configured["box/4"].replica == "decode-0" and configured["box/4"].stages[0].workers == (
+        "box/3",
+        "box/4",
+    )
 
 
 def test_emulated_links_lead_from_prefill_replicas_to_wherever_a_replan_may_decode(model_folder):
     placement = make_placement(model_folder)
-    told = configurations(placement, model_folder, "bfloat16", EngineOptions(emulate_links=True))
+    configured = configurations(placement, model_folder, "bfloat16", EngineOptions(emulate_links=True))
     prefill = {gpu for each in placement.replicas if each.role == "prefill" for gpu in each.gpus}
-    wanted = {(source, other) for source in prefill for other in told if other != source}
-    links = [link for each in told.values() for link in each.kv_links]
+    wanted = {(source, other) for source in prefill for other in configured if other != source}
+    links = [link for each in configured.values() for link in each.kv_links]
     assert {(link.source, link.destination) for link in links} == wanted
-    assert all(link.source == gpu for gpu, each in told.items() for link in each.kv_links)
+    assert all(link.source == gpu for gpu, each in configured.items() for link in each.kv_links)
     shared_memory, _ = interconnect_link("shared-memory", accelerator_of(placement.cluster, "Core"))
     speeds = (shared_memory.bandwidth_bytes_s, shared_memory.latency_s)
     assert {(link.bandwidth_bytes_s, link.latency_s) for link in links} == {speeds}
@@ -234,8 +237,8 @@ def test_a_transport_that_the_devices_do_not_have_is_refused(model_folder):
     for name in GPU_TRANSPORTS:
         with pytest.raises(InputError, match="use one of auto, tcp, nixl"):
             configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport=name))
-    told = configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport="shm"))
-    assert {each.kv_transport for each in told.values()} == {"shm"}
+    configured = configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport="shm"))
+    assert {each.kv_transport for each in configured.values()} == {"shm"}
     assert set(KV_TRANSPORTS) == {AUTO, *transport_names()}
 
 

@@ -108,7 +108,7 @@ def need_h100(values):
             ["placement.json", "replicas[1].stages[1].layers", "starts at layer 2 where layer 3 is due"],
         ),
         (use_twice, ["placement.json", "replicas[3].stages[0].gpus", "'box/0' is used by replicas[0]"]),
-        (need_h100, ["placement.json", "box/0", "needs cuda:0, and torch sees 0 CUDA devices here"]),
+        (need_h100, ["placement.json", "box/0", "needs cuda:0, but torch sees 0 CUDA devices here"]),
     ],
 )
 def test_a_placement_that_cannot_run_here(files, monkeypatch, edit, words):

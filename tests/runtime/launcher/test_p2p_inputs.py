@@ -50,7 +50,7 @@ def key(tmp_path):
         (["--name", "a/b"], ["--name", "'a/b'"]),
         (["--model-path", "nowhere"], ["--model-path", "nowhere is not a folder"]),
         (["--accelerators", "H100:x"], ["--accelerators", "'H100:x' is not NAME:COUNT"]),
-        (["--allow", "me"], ["--allow", "'me' is not the id of a node"]),
+        (["--allow", "me"], ["--allow", "'me' is not a peer id"]),
         (["--network-key", "nowhere"], ["nowhere", "network key"]),
     ],
 )

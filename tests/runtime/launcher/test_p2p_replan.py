@@ -129,8 +129,8 @@ def test_without_a_node_that_is_gone_and_with_it_once_it_is_back(fleet, referenc
         # The node comes back, but nothing starts there until another placement is requested.
         assert http.post("/replan").status_code == 409
         nodes["left"] = nodes["left"].again()
-        count = head.log.read_text().count("node left is there")
-        until(lambda: head.log.read_text().count("node left is there") > count, head)
+        count = head.log.read_text().count("node left joined")
+        until(lambda: head.log.read_text().count("node left joined") > count, head)
         assert answer(http) == expected
         assert live(http).lost == placement.lost and not workers(nodes["left"])
         assert replans() == 1

@@ -253,7 +253,7 @@ def test_a_taken_port_is_an_input_error():
     async def check():
         async with network() as (first, _second):
             taken = first.addresses[0].split("/p2p/")[0]
-            with pytest.raises(InputError, match="can't listen"):
+            with pytest.raises(InputError, match="cannot listen"):
                 await Peers(new_identity(), [taken], new_network_key(), None, []).start()
 
     run(check())

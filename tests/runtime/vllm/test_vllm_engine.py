@@ -17,7 +17,7 @@ import psutil
 import pytest
 from reference import Reference
 from served import alive
-from vllm_fleet import LIMIT_S, START_S, VllmFleet, pair, write_fleet_model
+from vllm_fleet import LIMIT_S, START_S, LaunchedVllm, pair, write_fleet_model
 
 from runtime.vllm.launcher import vllm_command
 
@@ -45,10 +45,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def fleet(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFleet]:
+def fleet(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedVllm]:
     """A prefill and a decode replica; nothing of them is left after Ctrl-C."""
     folder = Path(reference.model.name_or_path)
-    started = VllmFleet(pair(folder), folder, tmp_path_factory.mktemp("fleet"))
+    started = LaunchedVllm(pair(folder), folder, tmp_path_factory.mktemp("fleet"))
     try:
         started.until_serving(START_S)
         yield started
@@ -59,7 +59,7 @@ def fleet(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
         started.close()
 
 
-def stream(fleet: VllmFleet, prompt: list[int], seen: list[str]) -> list[str]:
+def stream(fleet: LaunchedVllm, prompt: list[int], seen: list[str]) -> list[str]:
     """The tokens of one streamed completion, as text, one by one; `seen` grows as they arrive."""
     body = {
         "model": "tiny-llama",
@@ -92,7 +92,7 @@ def texts(reference: Reference, prompt: list[int]) -> list[str]:
 class Streams:
     """Several streams at once, each with its own prompt."""
 
-    def __init__(self, fleet: VllmFleet, several: list[list[int]]) -> None:
+    def __init__(self, fleet: LaunchedVllm, several: list[list[int]]) -> None:
         self.prompts, self.seen = several, [[] for _ in several]
         self._pool = ThreadPoolExecutor(len(several))
         self._futures: list[Future[list[str]]] = [
