@@ -33,7 +33,7 @@ SMALL = {
     "serving.front_end_saturation": "--repeats 1 --seconds 0.5 --cases stream-1 --clients 4 --overload",
     "serving.reflow_speed": "--runs 2",
     "serving.soak": "--seconds 15",
-    "serving.three_machines": "--requests 2",
+    "serving.three_machines": "--requests 8",
     "simulator.against_fleet": "--seconds 3",
     "simulator.simulator_speed": "--requests 100",
 }
