@@ -247,8 +247,8 @@ def test_shared_bytes_count_every_weight_once(data):
         ({"lost": "h100-9/0"}, "h100-1"),
         ({"lost": "h100-1/7"}, "h100-1/"),
         ({"lost": "h100-1/0", "added": "l40-1/0"}, "not lost"),
-        ({"lost": "a6000-1/0", "added": "a6000-1"}, "as well"),
-        ({"model": "opt-30b"}, "anew"),
+        ({"lost": "a6000-1/0", "added": "a6000-1"}, "also in --lost"),
+        ({"model": "opt-30b"}, "new search"),
         ({"osl": 50.0}, "--isl"),
     ],
 )
