@@ -1,10 +1,10 @@
-"""The functions of `import hexgen2`; the command line calls the same ones.
+"""The public functions of `import hexgen2`, which the command line calls too.
 
 Arguments have the names of the command line's options, with units. Clusters, models, workloads and placements
-are names, paths or objects. Nothing is printed. Errors are InputError and InfeasibleError, whose text is the
-line that the command line prints; it names options as the command line spells them.
+are names, paths or objects. Nothing is printed. Errors are InputError and InfeasibleError; their text is what
+the command line prints, with options spelled as on the command line.
 
-Heavy modules are imported inside the functions, so that `import hexgen2` is quick.
+Heavy modules are imported inside the functions to keep `import hexgen2` fast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hexgen2.workload.lengths import Workload
 
 STRATEGIES = "hexgen2,hexgen,splitwise,vllm"
-"""What `compare` compares unless told otherwise."""
+"""The strategies that `compare` runs by default."""
 
 
 def search(
@@ -74,7 +74,7 @@ def search(
     isl, osl : mean prompt and output tokens; instead of a workload, or to override the workload's
     goal : instead of the following six options
     objective : "throughput", "goodput" (needs a target), "cost" or "latency" (both need request_rate)
-    request_rate : requests/s that arrive, at random
+    request_rate : mean arrival rate in requests/s; arrivals are random
     ttft_ms, tpot_ms : targets for the time to first token and the time per output token
     budget_per_hour : US dollars per hour that the GPUs in use may cost
     frontier : number of prices up to the budget for which to list the best rental
@@ -114,11 +114,11 @@ def search(
     if goal is None:
         goal = make_goal(*options)
     elif make_goal(*options) != Goal():
-        raise InputError("goal", "", "is given twice, as an object and as options", "give one of them")
+        raise InputError("goal", "", "is given twice, as an object and as options", "give only one of them")
     check_goal(goal)
     _check_choices(pipeline=pipeline, links=links, engine=engine)
     if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency"):
-        raise InputError("--certify", "", "goes with the plain search of hexgen2 alone", "leave it out here")
+        raise InputError("--certify", "", "only works with a plain search by hexgen2", "leave it out here")
     problem = make_problem(
         cluster, model, workload, isl, osl, cost_model, pipeline, goal, links=links, engine=engine
     )
@@ -147,24 +147,24 @@ def replan(
     time_limit_s: float | None = None,
     progress: Callable[[SearchState], None] | None = None,
 ) -> Placement:
-    """Find the next placement of a fleet that runs: GPUs were lost or added, or the workload changed.
+    """Find the next placement of a running fleet after GPUs were lost or added, or the workload changed.
 
-    The cost of the moves is weighed against their gain; `moves` and `migration` of the result say how to get
-    there. What is not given stays as it is in `placement`. Ctrl-C ends it as it ends `search`.
+    Re-planning weighs the cost of moving replicas against the gain; `moves` and `migration` of the result say
+    how to get there. Arguments not given keep the values of `placement`. Ctrl-C works as in `search`.
 
     Parameters
     ----------
-    placement : the one that runs, or its file
+    placement : the running one, or its file
     lost, added : ids of GPUs ("h100-1/0") or names of nodes, as a sequence or separated by commas
     horizon_s : seconds that the new placement will serve; 3600 if not given
-    load_gbyte_s : GB/s at which a GPU loads weights; 2 if not given, which is assumed
+    load_gbyte_s : GB/s at which a GPU loads weights; 2 (an assumption) if not given
 
     Others : see `search`
 
     Raises
     ------
-    InputError : an argument is wrong, or the placement was made for another objective than throughput
-    InfeasibleError : what is left serves no request
+    InputError : an argument is wrong, or the placement was made for an objective other than throughput
+    InfeasibleError : the GPUs that are left cannot serve a single request
 
     Examples
     --------
@@ -182,8 +182,8 @@ def replan(
 
     previous, source = _loaded(placement)
     if previous.goal.objective != "throughput":
-        key, problem_text = f"{source}: goal.objective", "re-planning weighs throughput, and no other goal"
-        raise InputError(key, "", problem_text, "leave the goal out, or search anew without --from")
+        key, problem_text = f"{source}: goal.objective", "re-planning can only optimise throughput"
+        raise InputError(key, "", problem_text, "leave the goal out, or run a new search without --from")
     terms = Terms()
     if horizon_s is not None:
         terms = replace(terms, horizon_s=_in_range("--horizon", horizon_s))
@@ -219,7 +219,9 @@ def simulate(
     requests_out: str | Path | None = None,
     progress: Callable[[Simulation], None] | None = None,
 ) -> SimulationResult:
-    """Simulate a placement under load: throughput, TTFT, TPOT, queues and traffic, by the cost model.
+    """Simulate a placement under load: throughput, TTFT, TPOT, queues and traffic.
+
+    Step and transfer times come from the cost model.
 
     The same arguments give the same result.
 
@@ -228,25 +230,25 @@ def simulate(
     placement : a placement or its file
     workload, isl, osl : see `search`; the placement's own if none is given; a trace with arrival times is
         replayed
-    request_rate : requests/s that arrive, at random
+    request_rate : mean arrival rate in requests/s; arrivals are random
     offline : all requests arrive at once
     num_requests : how many; 2000 if not given
-    duration_s : only requests that arrive within so many seconds
+    duration_s : seconds; requests that would arrive later are left out
     burstiness : 1 is Poisson, less is burstier
     ttft_ms, tpot_ms : targets, for `request_goodput` and `attainment`; the placement's if not given
     policy : how colocated replicas mix the phases: "mixed" as the runtime does, "prefill-first" or "chunked"
         as vLLM does without and with chunked prefill
-    queue_limit : requests that may wait; more fail
-    failures : (replica, seconds): replicas that are lost, and when
-    replans : (placement, seconds): placements made by `replan` to change over to, and when
-    recover : requests of a lost replica go on elsewhere, else they fail
+    queue_limit : requests that may wait; further ones fail
+    failures : (replica, seconds): replicas to lose, and when
+    replans : (placement, seconds): placements made by `replan` to switch to, and when
+    recover : whether requests of a lost replica resume elsewhere or fail
     seed : of lengths and arrivals
-    requests_out : CSV file to write with a line for each request
-    progress : called now and then with the simulation
+    requests_out : CSV file to write, with a line per request
+    progress : called regularly with the simulation
 
     Raises
     ------
-    InputError : an argument is wrong, or the arguments do not go together
+    InputError : an argument is wrong, or the arguments contradict each other
 
     Examples
     --------
@@ -299,7 +301,7 @@ def compare(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Plan by several strategies, each by its own rules, and simulate all under the same requests.
+    """Make a placement with each of several strategies and simulate all of them under the same requests.
 
     Parameters
     ----------
@@ -307,8 +309,8 @@ def compare(
     workload : one or several, as a sequence or as names separated by commas
     strategies : a sequence, or separated by commas; NAME@CLUSTER gives a strategy a cluster of its own, and
         NAME:POLICY another engine (see `simulate`)
-    share : of its peak throughput at which a strategy is measured online
-    seconds : of load in each simulation
+    share : online load, as a share of each strategy's own peak throughput
+    seconds : length of the load in each simulation
     cost_model, pipeline, links, time_limit_s, seed : see `search`
     progress : called with a line of text before each step
 
@@ -357,19 +359,19 @@ def estimate(
     engine: str | None = None,
     cost_model: str | Path | None = None,
 ) -> StepEstimate:
-    """Predict the time of a prefill and of a decode step, the memory, and the largest batch.
+    """Predict prefill time, decode step time, memory and the largest batch.
 
     Parameters
     ----------
-    gpu : NAME:COUNT, as "H100:8"
+    gpu : NAME:COUNT, such as "H100:8"
     model : see `search`
     isl, osl : prompt and output tokens of each request
     tp, pp : tensor-parallel degree (all GPUs of a stage if not given) and number of pipeline stages
     batch : requests in a step
     weights, kv : number formats; the model's own if not given
-    interconnect : class of the links between the GPUs; the usual one of such cards if not given
-    engine : one that the coefficients know; a mean one if not given
-    cost_model : file that `hexgen2 calibrate` wrote, or "zero-fit"; the coefficients that ship if not given
+    interconnect : class of the links between the GPUs; the usual one for these cards if not given
+    engine : one that has coefficients; an average engine if not given
+    cost_model : file that `hexgen2 calibrate` wrote, or "zero-fit"; the shipped coefficients if not given
 
     Raises
     ------
@@ -402,13 +404,13 @@ def load_placement(path: str | Path) -> Placement:
 
     Raises
     ------
-    InputError : the file is unreadable or no placement, or breaks an invariant: names the key
+    InputError : the file is unreadable, is not a placement, or breaks an invariant; the error names the key
     """
     return _loaded(path)[0]
 
 
 def _loaded(placement: Placement | str | Path) -> tuple[Placement, str]:
-    """A sound placement, and what errors call it."""
+    """A checked placement, and its name for error messages."""
     from hexgen2.checks import verify
     from hexgen2.placement import Placement
 
@@ -422,23 +424,25 @@ def _loaded(placement: Placement | str | Path) -> tuple[Placement, str]:
 
 
 def _checked(placement: Placement) -> Placement:
-    """A placement that was just made; a fault of ours if it breaks an invariant."""
+    """A placement that a strategy just made; breaking an invariant is a bug in the strategy."""
     from hexgen2.checks import violations
 
     for key, problem in violations(placement):
         strategy = placement.strategy
-        raise HexGen2Error(f"{strategy} made a wrong placement: {key}: {problem}; please report it")
+        raise HexGen2Error(f"{strategy} made an invalid placement: {key}: {problem}; please report this bug")
     return placement
 
 
 def _following(placement: Placement | str | Path, before: Placement) -> Placement:
-    """A placement to change over to: of the same model, and with moves."""
+    """A placement to switch to; it must have the same model, and moves."""
     found, source = _loaded(placement)
     remedy = "make it with `hexgen2 search --from`"
     if found.model != before.model:
         raise InputError(source, "model", f"is {found.model.name}, not {before.model.name}", remedy)
     if not found.moves:
-        raise InputError(source, "moves", "are missing, so nobody knows what has to load", remedy)
+        raise InputError(
+            source, "moves", "are missing, so it is unknown which GPUs must load weights", remedy
+        )
     return found
 
 
@@ -454,7 +458,7 @@ def _search_options(
 
 
 def _in_range(option: str, value: float, least: float | None = None, most: float | None = None) -> float:
-    """The value; InputError if it is outside of [least, most] (default: that of rates, times and prices)."""
+    """The value; InputError outside [least, most] (default: the range for rates, times and prices)."""
     from hexgen2.goal import LARGEST, SMALLEST
 
     least, most = SMALLEST if least is None else least, LARGEST if most is None else most
@@ -464,7 +468,7 @@ def _in_range(option: str, value: float, least: float | None = None, most: float
 
 
 def _check_choices(**values: str | None) -> None:
-    """Refuse unknown values of options that have a few; None was not given."""
+    """Refuse unknown values of options with a fixed set of choices; None means not given."""
     from typing import get_args
 
     from cost_model.pipeline import PIPELINE_SEMANTICS

@@ -1,4 +1,4 @@
-"""The checkpoint of a launch: its folder, checked against the placement."""
+"""Finds the checkpoint of a launch and checks it against the placement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def checkpoint_folder(placement: Placement, model_path: Path | None, source: str
 
     Raises
     ------
-    InputError : no folder, another shape than the placement's, or no tokenizer
+    InputError : the folder is missing, its model has another shape than the placement's, or has no tokenizer
     """
     folder = model_path or Path(placement.model.name)
     if not folder.is_dir():
@@ -35,7 +35,7 @@ def checkpoint_folder(placement: Placement, model_path: Path | None, source: str
     for key in MATCHED:
         planned, there = getattr(placement.model, key), getattr(found, key)
         if planned != there:
-            problem = f"is {there}, and the placement was made for {planned}"
+            problem = f"is {there}, but the placement was made for {planned}"
             remedy = "give the model that the placement was made for, or search a new placement"
             raise InputError(str(folder / "config.json"), key, problem, remedy)
     check_tokenizer_files(folder)
@@ -43,7 +43,7 @@ def checkpoint_folder(placement: Placement, model_path: Path | None, source: str
 
 
 def gpu_dtype(folder: Path | None) -> str:
-    """The type that a checkpoint names for its weights, or else bfloat16; None: there is no checkpoint."""
+    """The data type that a checkpoint names for its weights, else bfloat16; folder None: no checkpoint."""
     if folder is None:
         return GPU_DTYPES[0]
     config = json.loads((folder / "config.json").read_text())

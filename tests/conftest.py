@@ -1,9 +1,9 @@
-"""Property tests draw the same examples in every run, and none has a deadline, so that a commit is judged by
-what it changes and not by what else the machine does.
+"""Property tests draw the same examples in every run, without deadlines, so that only a change of the code
+can break them.
 
-`HYPOTHESIS_PROFILE=explore` draws new ones, and many more where a test does not set their number;
-`FUZZ_EXAMPLES=2000` does the same for whole commands (test_file_fuzz.py). What they find belongs in a test as
-an @example.
+`HYPOTHESIS_PROFILE=explore` draws new examples, and many more where a test does not set their number;
+`FUZZ_EXAMPLES=2000` does the same for whole commands (test_file_fuzz.py). Add failures that these find to a
+test as an @example.
 """
 
 import os

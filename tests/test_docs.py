@@ -1,4 +1,4 @@
-"""The documentation names files, links and commands that exist."""
+"""Files, links and commands in the documentation exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("benchmarks", "cluster_specs", "cost_model", "examples", "hexgen2", 
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub generates them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

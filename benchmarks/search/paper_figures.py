@@ -253,7 +253,7 @@ def latency_table(title: str, entries: list[Entry]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--parts", default="table3,table4,settings,assumptions")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of simulated load")
+    parser.add_argument("--seconds", type=float, default=300.0, help="seconds of simulated load")
     parser.add_argument("-o", "--output", type=Path, help="write CSV, JSON and plots to this folder")
     arguments = parser.parse_args()
     parts = {"table3": table_3, "table4": table_4, "settings": all_settings, "assumptions": assumptions}

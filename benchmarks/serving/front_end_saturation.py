@@ -375,7 +375,7 @@ def overload(options: argparse.Namespace, servers: Servers, model: Path) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each load")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument(
         "--clients", type=int, help="number of clients; default: doubled until the front end saturates"

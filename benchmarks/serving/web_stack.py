@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 TEXT = " replica"
-"""Of each token."""
+"""The text of each token."""
 app = FastAPI()
 
 

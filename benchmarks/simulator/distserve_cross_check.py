@@ -67,7 +67,7 @@ from hexgen2.workload.requests import Requests
 MODEL, THEIR_MODEL = "opt-13b", "facebook/opt-13b"
 TARGETS_MS = {"ttft": 200.0, "tpot": 100.0}
 GPUS = {"distserve": (2, 3), "vllm": (1, 1)}
-"""Titles for generated and for measured requests."""
+"""GPU counts by backend: default for generated requests, and the count of the measured runs."""
 SHAREGPT = "simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt-workload/distserve-300-3.exp"
 COLUMNS = ("mean_ttft_ms", "p90_ttft_ms", "mean_tpot_ms", "p90_tpot_ms")
 NEEDS = (
@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--distserve", type=Path, help="checkout of DistServe")
     parser.add_argument("--python", default=sys.executable, help="interpreter with simpy, numpy and pandas")
     parser.add_argument("--backend", choices=list(GPUS), default="distserve")
-    parser.add_argument("--gpus", type=int, choices=(2, 3), help="for backend distserve")
+    parser.add_argument("--gpus", type=int, choices=(2, 3), help="number of GPUs, for backend distserve")
     parser.add_argument("--rates", default="1.5,3,4.5", help="requests/s")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--workload", help="request lengths; default: those of DistServe's ShareGPT requests")

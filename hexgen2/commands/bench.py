@@ -41,9 +41,14 @@ _goal = options("Targets")
     "--request-rate",
     type=POSITIVE,
     metavar="RATE",
-    help="Requests/s that are sent, at random.  [default: all at once]",
+    help="Mean requests/s, sent at random (Poisson).  [default: all at once]",
 )
-@_load("--num-prompts", type=click.IntRange(1, 10_000_000), metavar="N", help="How many.  [default: 1000]")
+@_load(
+    "--num-prompts",
+    type=click.IntRange(1, 10_000_000),
+    metavar="N",
+    help="Number of requests.  [default: 1000]",
+)
 @_load("--duration-s", type=POSITIVE, metavar="S", help="Only requests that arrive within S seconds.")
 @_load(
     "--burstiness",
@@ -51,13 +56,18 @@ _goal = options("Targets")
     default=1.0,
     show_default=True,
     metavar="SHAPE",
-    help="Of arrivals: 1 is Poisson, less is burstier.",
+    help="Burstiness of arrivals: 1 is Poisson, less is burstier.",
 )
 @_load(
     "--max-concurrency", type=click.IntRange(min=1), metavar="N", help="Most requests in flight at a time."
 )
 @_load(
-    "--seed", type=SEED, default=0, show_default=True, metavar="N", help="Of lengths, arrivals and prompts."
+    "--seed",
+    type=SEED,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed for lengths, arrivals and prompts.",
 )
 @_goal("--ttft", type=POSITIVE, metavar="MS", help="Target for the time to first token.")
 @_goal("--tpot", type=POSITIVE, metavar="MS", help="Target for the time per output token.")

@@ -27,11 +27,25 @@ _fit, _engine = options("Fit"), options("Running engine (with a URL)")
 )
 @click.argument("measured", metavar="CSV|URL")
 @_fit("--name", metavar="NAME", help="Name of the coefficients.  [default: the CSV file's name, or the URL]")
-@_fit("--seed", type=SEED, default=0, show_default=True, metavar="N", help="Of the split into rows held out.")
+@_fit(
+    "--seed",
+    type=SEED,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed for the choice of held-out rows.",
+)
 @output_option("coefficients")
 @_engine("--gpu", metavar="NAME", help="The GPUs that the engine runs on.")
 @_engine("--model", metavar="NAME|DIR", help="Its model: shipped name, or folder with a config.json.")
-@_engine("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Its tensor-parallel degree.")
+@_engine(
+    "--tp",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Its tensor-parallel degree.",
+)
 @_engine("--api-key", envvar="HEXGEN2_API_KEY", metavar="KEY", help="Sent as a bearer token.")
 @_engine("--rows", type=PATH, metavar="FILE", help="Write the measured steps to this CSV file.")
 def calibrate(

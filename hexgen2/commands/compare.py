@@ -43,8 +43,8 @@ _detail = options("Modelling details")
     default=STRATEGIES,
     show_default=True,
     metavar="NAME,...",
-    help="NAME@CLUSTER gives a strategy its own cluster (of equal price, say), NAME:POLICY another engine "
-    "(see `simulate --policy`).",
+    help="NAME@CLUSTER gives a strategy its own cluster (of equal price, say), NAME:POLICY its own batching "
+    "policy (see `simulate --policy`).",
 )
 @_how(
     "--share",
@@ -57,8 +57,10 @@ _detail = options("Modelling details")
 @_how(
     "--seconds", type=POSITIVE, default=300.0, show_default=True, metavar="S", help="Load in each simulation."
 )
-@_how("--time-limit", "time_limit_s", type=POSITIVE, metavar="S", help="Of each search.")
-@_how("--seed", type=SEED, default=0, show_default=True, metavar="N", help="Of searches and simulations.")
+@_how("--time-limit", "time_limit_s", type=POSITIVE, metavar="S", help="Time limit for each search.")
+@_how(
+    "--seed", type=SEED, default=0, show_default=True, metavar="N", help="Seed for searches and simulations."
+)
 @_output(
     "-o",
     "--output",

@@ -80,7 +80,7 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
     envvar="HEXGEN2_API_KEY",
     multiple=True,
     metavar="KEY|@FILE|-",
-    help="Clients must send one of these as a bearer token; repeatable. @FILE: its first line; -: prompt.",
+    help="Clients must send one of these as a bearer token; repeatable. @FILE: its first line; -: ask.",
 )
 @_server(
     "--api-keys",
@@ -105,7 +105,7 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
     "--cors-origin",
     multiple=True,
     metavar="ORIGIN",
-    help="Site whose pages may call the API, as https://chat.example.org; repeatable.",
+    help="Website whose pages may call the API, such as https://chat.example.org; repeatable.",
 )
 @_failures(
     "--restarts",
@@ -143,7 +143,7 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 @_engine(
     "--dtype",
     click.Choice(DTYPES),
-    "Type of weights and KV caches. auto: float32 if any worker runs on a CPU, else the checkpoint's.",
+    "Data type of weights and KV caches. auto: float32 if any worker runs on a CPU, else the checkpoint's.",
 )
 @_engine("--chunk-tokens", click.IntRange(1), "Most prompt tokens in a step that also decodes.", metavar="N")
 @_detail(
@@ -156,7 +156,7 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 @_engine(
     "--kv-transport",
     click.Choice(KV_TRANSPORTS),
-    "How KV caches travel between workers. auto: the best that both support.",
+    "How KV caches move between workers. auto: the fastest that both sides support.",
 )
 @_detail(
     "--cpu-instructions",
@@ -169,38 +169,40 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 @_engine(
     "--kv-scale",
     Number(1),
-    "The emulated engine moves one byte in N, in the time that all would take.",
+    "The emulated engine sends one byte in N, in the time that all of them would take.",
     metavar="N",
 )
 @_limit("--queue-limit", click.IntRange(0), "Requests that may wait; more are rejected.")
 @_limit(
     "--client-queue-limit",
     click.IntRange(0),
-    "Requests of one client (its key, or its address) that may wait.  [default: same as --queue-limit]",
+    "Requests that one client (an API key or an address) may have waiting.  [default: same as --queue-limit]",
 )
 @_limit("--queue-timeout-s", _SECONDS, "How long a request may wait before it starts.")
 @_limit(
     "--kv-high-water",
     Number(0, 1, min_open=True),
-    "Share of a KV cache up to which requests are admitted, their expected growth included.",
+    "Admit requests up to this share of the KV cache, including their expected growth.",
 )
-@_limit("--max-body-bytes", click.IntRange(1), "Size of one request's body.")
-@_limit("--max-total-body-bytes", click.IntRange(1), "Size of the bodies of all in-flight requests.")
+@_limit("--max-body-bytes", click.IntRange(1), "Bytes of one request body.")
+@_limit("--max-total-body-bytes", click.IntRange(1), "Bytes of all in-flight request bodies together.")
 @_limit("--max-choices", click.IntRange(1), "Answers per request: prompts times n.")
-@_limit("--max-prompt-tokens", click.IntRange(1), "Prompt tokens of all answers of one request.")
-@_limit("--max-messages", click.IntRange(1), "Messages of one chat, and parts of these messages.")
+@_limit("--max-prompt-tokens", click.IntRange(1), "Prompt tokens per request, counted once for each answer.")
+@_limit("--max-messages", click.IntRange(1), "Messages per chat, and content parts in these messages.")
 @_limit("--max-stop-strings", click.IntRange(1), "Stop strings per request.")
-@_limit("--max-stop-length", click.IntRange(1), "Characters of one stop string.")
+@_limit("--max-stop-length", click.IntRange(1), "Characters per stop string.")
 @_limit("--max-stop-token-ids", click.IntRange(1), "Stop tokens per request.")
-@_limit("--max-logit-bias", click.IntRange(1), "Tokens with a bias per request.")
-@_limit("--max-connections", click.IntRange(1), "Connections open at a time.")
+@_limit("--max-logit-bias", click.IntRange(1), "Tokens in logit_bias per request.")
+@_limit("--max-connections", click.IntRange(1), "Open connections.")
 @_limit(
     "--max-address-connections",
     click.IntRange(1),
-    "Connections of one address.  [default: nine tenths of --max-connections]",
+    "Open connections from one address.  [default: nine tenths of --max-connections]",
 )
-@_limit("--read-timeout-s", _SECONDS, "How long the headers of a request may take, and then its body.")
-@_limit("--write-timeout-s", _SECONDS, "How long a client may read nothing of its answer.")
+@_limit(
+    "--read-timeout-s", _SECONDS, "How long the headers of a request may take to arrive, and then its body."
+)
+@_limit("--write-timeout-s", _SECONDS, "How long a client may stop reading its answer.")
 def launch(
     placement: Path,
     model_path: Path | None,
@@ -279,7 +281,7 @@ def checked_hosts(names: tuple[str, ...]) -> tuple[str, ...] | None:
     for name in found:
         if name != "*" and not _HOST.fullmatch(name):
             raise InputError(
-                "--allowed-hosts", "", f"{name!r} is no host name", "write it without port or path"
+                "--allowed-hosts", "", f"{name!r} is not a host name", "write it without port or path"
             )
     return tuple(found) or None
 
@@ -288,8 +290,8 @@ def checked_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     """Origins of --cors-origin."""
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
-            remedy = "write it as the browser does: https://chat.example.org"
-            raise InputError("--cors-origin", "", f"{origin!r} is no origin", remedy)
+            remedy = "write it as browsers do: https://chat.example.org"
+            raise InputError("--cors-origin", "", f"{origin!r} is not an origin", remedy)
     return origins
 
 
@@ -303,5 +305,7 @@ def _membership(launcher: str, **asked: Any) -> Membership | None:
     for name, value in asked.items():
         if value:
             option = f"--{name.replace('_', '-')}"
-            raise InputError(option, "", "is for a network of nodes", "add --launcher p2p, or leave it out")
+            raise InputError(
+                option, "", "only applies to --launcher p2p", "add --launcher p2p, or leave this option out"
+            )
     return None

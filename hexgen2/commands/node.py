@@ -1,4 +1,4 @@
-"""`hexgen2 node`: makes a machine a node, on which a launch elsewhere starts workers of its placement."""
+"""`hexgen2 node`: offers this machine to launches elsewhere, which start workers on it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ EXTRAS = "pip install 'hexgen2[runtime,p2p]'"
     default=socket.gethostname,
     show_default="host name",
     metavar="NAME",
-    help="Name of this node in the cluster spec; no other node may have it.",
+    help="Name of this node in the cluster spec; must be unique.",
 )
 @_machine("--model-path", type=PATH, metavar="DIR", help="Folder of the checkpoint on this machine.")
 @_machine(
     "--accelerators",
     metavar="NAME:COUNT",
-    help="The GPUs here, as in the cluster spec.  [default: what the driver reports]",
+    help="GPUs of this machine, as in the cluster spec.  [default: what the driver reports]",
 )
-@_machine("--address", metavar="HOST", help="Address at which workers of other nodes reach workers here.")
+@_machine("--address", metavar="HOST", help="Address at which workers on other nodes reach the workers here.")
 @_machine(
     "--cpu-instructions",
     type=click.Choice(INSTRUCTIONS),
@@ -70,7 +70,7 @@ def node(
     cpu_instructions: str,
     new_network_key: Path | None,
 ) -> None:
-    """Make this machine a node, until Ctrl-C: launches elsewhere (--launcher p2p) start workers here."""
+    """Offer this machine's GPUs until Ctrl-C: launches elsewhere (--launcher p2p) start workers on it."""
     try:
         from runtime.launcher.nodes.node import run_node
         from runtime.launcher.processes import limit_instructions

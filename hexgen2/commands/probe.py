@@ -25,7 +25,7 @@ _what = options("What to measure")
     "--devices",
     type=click.IntRange(1, 64),
     metavar="N",
-    help="How many.  [default: all GPUs, or one CPU device per core]",
+    help="Number of devices.  [default: all GPUs, or one CPU device per core]",
 )
 @output_option("cluster")
 def probe(kind: str | None, devices: int | None, output: Path | None) -> None:

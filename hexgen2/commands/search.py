@@ -1,4 +1,4 @@
-"""`hexgen2 search`: a placement for a cluster, a model and a workload."""
+"""`hexgen2 search`: finds a placement for a cluster, a model and a workload."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hexgen2.terminal import echo_json, note
 _what = options("What to place")
 _goal = options("What to optimise")
 _how = options("How to search")
-_again = options("Re-planning a placement that runs")
+_again = options("Re-planning a running placement")
 _detail = options("Modelling details")
 
 
@@ -86,11 +86,28 @@ _detail = options("Modelling details")
     metavar="S",
     help="Stop after S seconds with the best placement found. Ctrl-C does the same at any time.",
 )
-@_how("--seed", type=SEED, default=0, show_default=True, metavar="N", help="Same seed, same placement.")
-@_how("--certify", is_flag=True, help="Spend some more seconds on proving how good the answer is.")
+@_how(
+    "--seed",
+    type=SEED,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Random seed; the same seed gives the same placement.",
+)
+@_how(
+    "--certify",
+    is_flag=True,
+    help="Spend some extra seconds on proving how close to optimal the placement is.",
+)
 @output_option("placement")
 @json_option("placement")
-@_again("--from", "previous", type=PATH, metavar="FILE", help="Placement that runs; what is not given stays.")
+@_again(
+    "--from",
+    "previous",
+    type=PATH,
+    metavar="FILE",
+    help="The running placement. Options that are not given keep its values.",
+)
 @_again("--lost", metavar="GPU,...", help="GPUs or nodes that are out of service.")
 @_again("--added", metavar="GPU,...", help="GPUs or nodes that are back, or new.")
 @_again(
@@ -152,7 +169,7 @@ def _new(lost: str, added: str, horizon_s: float, load_gbyte_s: float, **asked: 
     changes = {"--lost": lost, "--added": added, "--horizon": horizon_s, "--load-gbyte-s": load_gbyte_s}
     for option, value in changes.items():
         if value is not None:
-            raise InputError(option, "", "is for re-planning", "name the placement that runs with --from")
+            raise InputError(option, "", "is for re-planning", "name the running placement with --from")
     for name in ("cluster", "model"):
         if asked[name] is None:
             raise InputError(f"--{name}", "", "is missing", "name one, or re-plan a placement with --from")
@@ -160,11 +177,11 @@ def _new(lost: str, added: str, horizon_s: float, load_gbyte_s: float, **asked: 
 
 
 def _next(previous: Path, strategy: str, certify: bool, engine: str, **asked: Any):
-    """A placement to change over to from one that runs."""
+    """A placement to switch to from a running one."""
     from hexgen2.replan.search import NAME
 
     if certify:
-        raise InputError("--certify", "", "goes with the plain search of hexgen2 alone", "leave it out here")
+        raise InputError("--certify", "", "only works with a plain search by hexgen2", "leave it out here")
     if engine != "any":
         remedy = "leave it out, or search a new placement"
         raise InputError("--engine", engine, "does not go with --from", remedy)
@@ -172,18 +189,18 @@ def _next(previous: Path, strategy: str, certify: bool, engine: str, **asked: An
         raise InputError("--strategy", strategy, "cannot re-plan", f"leave it out: {NAME} does")
     goal = ("objective", "request_rate", "ttft_ms", "tpot_ms", "budget_per_hour", "frontier")
     if make_goal(**{name: asked.pop(name) for name in goal}) != Goal():
-        problem, remedy = "re-planning weighs throughput, and no other goal", "leave the goal out"
-        raise InputError("--objective", "", problem, f"{remedy}, or search anew without --from")
+        problem, remedy = "re-planning can only optimise throughput", "leave the goal out"
+        raise InputError("--objective", "", problem, f"{remedy}, or run a new search without --from")
     return hexgen2.replan(previous, **_given(asked))
 
 
 def _given(asked: dict[str, Any]) -> dict[str, Any]:
-    """Options without those that were left out: for these, the functions' defaults hold."""
+    """The options that were given; the functions have defaults for the others."""
     return {name: value for name, value in asked.items() if value is not None}
 
 
 def _progress():
-    """Prints the best so far to stderr, at most once a second (each improvement on a terminal)."""
+    """Print the best result so far to stderr, at most once a second (each improvement on a terminal)."""
     started, last = time.monotonic(), float("-inf")
     on_terminal = sys.stderr.isatty()
 

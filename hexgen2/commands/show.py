@@ -40,7 +40,7 @@ def show(placement: Path, svg: Path | None, html: Path | None) -> None:
 @click.command("list", cls=Command, examples=("hexgen2 list clusters", "hexgen2 list models"))
 @click.argument("what", type=click.Choice(["clusters", "gpus", "models", "workloads", "strategies"]))
 def list_(what: str) -> None:
-    """List what ships by name."""
+    """List the shipped clusters, GPUs, models, workloads or strategies."""
     from hexgen2 import listing
 
     for name, description in getattr(listing, what)():

@@ -44,9 +44,14 @@ _fleet = options("What happens to the fleet")
 )
 @_load("--isl", type=float, metavar="TOKENS", help="Mean prompt length, instead of --workload.")
 @_load("--osl", type=float, metavar="TOKENS", help="Mean output length, instead of --workload.")
-@_load("--request-rate", type=POSITIVE, metavar="RATE", help="Requests/s that arrive, at random.")
+@_load("--request-rate", type=POSITIVE, metavar="RATE", help="Mean requests/s, arriving at random (Poisson).")
 @_load("--offline", is_flag=True, help="Let all requests arrive at once.")
-@_load("--num-requests", type=click.IntRange(1, 100_000_000), metavar="N", help="How many.  [default: 2000]")
+@_load(
+    "--num-requests",
+    type=click.IntRange(1, 100_000_000),
+    metavar="N",
+    help="Number of requests.  [default: 2000]",
+)
 @_load("--duration-s", type=POSITIVE, metavar="S", help="Only requests that arrive within S seconds.")
 @_load(
     "--burstiness",
@@ -54,9 +59,9 @@ _fleet = options("What happens to the fleet")
     default=1.0,
     show_default=True,
     metavar="SHAPE",
-    help="Of arrivals: 1 is Poisson, less is burstier.",
+    help="Burstiness of arrivals: 1 is Poisson, less is burstier.",
 )
-@_load("--seed", type=SEED, default=0, show_default=True, metavar="N", help="Of lengths and arrivals.")
+@_load("--seed", type=SEED, default=0, show_default=True, metavar="N", help="Seed for lengths and arrivals.")
 @_goal("--ttft", "ttft_ms", type=POSITIVE, metavar="MS", help="Target for the time to first token.")
 @_goal("--tpot", "tpot_ms", type=POSITIVE, metavar="MS", help="Target for the time per output token.")
 @output_option("results")
@@ -84,7 +89,7 @@ _fleet = options("What happens to the fleet")
     "replans",
     multiple=True,
     metavar="FILE@S",
-    help="Change over to this placement after S seconds.",
+    help="Switch to this placement after S seconds.",
 )
 @_fleet(
     "--recover/--no-recover",

@@ -1,7 +1,8 @@
 """What a request occupies between GPUs: which links, network cards, uplinks and ports, and for how long.
 
-This is the only place that says how traffic shares bandwidth. The search asks it for stages whose GPUs have
-no names yet; the checks, the flow after a loss and the simulator ask it for the GPUs of a placement.
+How traffic shares bandwidth is decided here. The search asks for stages whose GPUs have no names yet; the
+checks, the flow after a loss and the simulator ask for the GPUs of a placement. The bound's program states
+the same limits as rows (search/bounds/configuration_lp.py).
 
 Between two nodes, traffic takes every resource on its way (see SharedLinks), each for the time that this one
 would need alone. Inside a node, each GPU sends through one port of its own and receives through another.

@@ -1,4 +1,4 @@
-"""The checks that every request passes first: its key, Host name and sizes, and who sends it."""
+"""The checks that every request passes first: its key, Host name and sizes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from runtime.options import FrontOptions
 
 OPEN_PATHS = frozenset({"/health", "/live"})
 CLIENT_PATHS = ("/v1/", "/openapi.json")
-"""All others are the operator's."""
+"""All other paths are for the operator."""
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 LONGEST_TIMEOUT_S = 1e6
 BEARER = re.compile("^bearer ", re.IGNORECASE)  # schemes have no case (RFC 9110, section 11.1)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]*)(?::\d{0,5})?")
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
-"""What proxies add: the client is elsewhere, though the connection comes from here."""
+"""Headers that proxies add: the client is on another machine even if the connection is local."""
 OPERATOR, ANY = "operator", "*"
 
 
@@ -42,8 +42,8 @@ class AccessControl:
     may name its request with X-Request-Id, which every answer carries, and limit its time with
     X-Request-Timeout-S. HEAD is answered like GET, without the body.
 
-    What is not for clients (metrics, requests, the placement) needs the operator's key if there is one; else,
-    where clients have keys, it is shown to this machine alone, and changed with one of those keys.
+    Operator paths (metrics, requests, placement) need the operator's key if there is one. Otherwise,
+    if clients have keys, only this machine may read them, and changes need one of those keys.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class AccessControl:
             self._body_bytes -= body.received
 
     def _origin(self, scope: Scope, headers: Headers, request_id: str) -> Origin:
-        """Who asks; raises ApiError if it may not."""
+        """Who sends the request; raises ApiError if they may not."""
         raw = scope["headers"]
         size = len(scope["raw_path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in raw)
@@ -109,8 +109,8 @@ class AccessControl:
         return Origin(client, request_id, _timeout_s(headers), headers.get("traceparent", ""))
 
     def _check_host(self, host: str) -> None:
-        """Refuse what asks under a strange name: a web page whose name its owner has pointed at this machine
-        (DNS rebinding) asks under that. Clients that name no host (HTTP/1.0) are no browsers."""
+        """Refuse unknown Host names: a web page can reach this machine by pointing its own name at it (DNS
+        rebinding). Clients that send no Host (HTTP/1.0) are not browsers."""
         allowed = self.options.allowed_hosts
         if allowed is None or ANY in allowed:
             return
@@ -121,7 +121,7 @@ class AccessControl:
             raise ApiError(403, message, "invalid_request_error", "Host")
 
     def _client(self, scope: Scope, headers: Headers) -> str:
-        """The name of the client's key; of an open server, its address, or the net that it may choose in."""
+        """The name of the client's key; without keys, its address or IPv6 network (see site_of)."""
         path, address = scope["path"], scope["client"][0] if scope.get("client") else ""
         site = site_of(address)
         if path in OPEN_PATHS:
@@ -148,13 +148,11 @@ class AccessControl:
             return
         elsewhere = not is_loopback(address) or any(name in headers for name in FORWARDED)
         if self._keys and elsewhere:
-            message = (
-                "only the server's own machine may see this, unless the server is started with --operator-key"
-            )
+            message = "only the server's own machine may use this unless it was started with --operator-key"
             raise ApiError(403, message, "invalid_request_error")
 
     def take(self, size: int) -> None:
-        """Count bytes of a body; raises ApiError if there is no room for them."""
+        """Count bytes of a body; raises ApiError if they exceed the limit for all bodies."""
         self._body_bytes += size
         most = self.options.max_total_body_bytes
         if self._body_bytes > most:
@@ -213,8 +211,8 @@ def is_loopback(name: str) -> bool:
 
 
 def hosts_of(front: FrontOptions, host: str) -> tuple[str, ...] | None:
-    """The names under which a server on an address may be asked; None: any. Without keys, and on this machine
-    alone, what comes under another name is from a web page that should not be here."""
+    """The Host names that a server on an address accepts; None: any. A server without keys that only this
+    machine can reach must refuse other names, as they come from web pages (DNS rebinding)."""
     given = front.allowed_hosts or ()
     if given or (not front.api_keys and is_loopback(host)):
         return given
@@ -222,14 +220,14 @@ def hosts_of(front: FrontOptions, host: str) -> tuple[str, ...] | None:
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's own id of the request if it is fit for a log, else a new one."""
+    """The client's own id for the request if it is safe to log, else a new one."""
     given = headers.get("x-request-id", "")
     return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _check_json(headers: Headers) -> None:
-    """Refuse a body that does not say that it is JSON: browsers send that to another site only if it agrees,
-    so that no web page can post requests for whoever looks at it."""
+    """Refuse a body that is not declared as JSON. Browsers send JSON to another site only with that site's
+    consent (CORS), so no web page can post requests on behalf of its visitors."""
     kind = headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         message = "the body must be JSON; send it with Content-Type: application/json"

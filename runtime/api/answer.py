@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 SEED_MASK = 2**63 - 1
 SEED_STRIDE = 0x9E3779B97F4A7C15
 MAX_UNREAD = 8192
-"""Pieces of an answer that may wait for its client to read; one that is so far behind is given up."""
+"""Pieces of an answer that may wait for the client to read them; if more wait, the answer is aborted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """How tokens become the text of an answer: stop strings end it, and are shown only if `show_stop` (as are
-    the texts of end tokens)."""
+    """How tokens become the text of an answer: stop strings end it; they, and the text of end tokens, are
+    part of it only if `show_stop`."""
 
     stops: tuple[str, ...] = ()
     show_stop: bool = False
@@ -56,14 +56,14 @@ class Answer:
     Parameters
     ----------
     prompts : token ids of each prompt
-    sampling : of the first choice; the others of a prompt differ in their seed
-    choices : per prompt
-    text_rules : of every choice
-    origin : who asks
+    sampling : for the first choice; a prompt's other choices differ in their seed
+    choices : number per prompt
+    text_rules : for every choice
+    origin : the client
 
     Raises
     ------
-    Overloaded, Unavailable, TooLong, Broken : nothing is left behind
+    Overloaded, Unavailable, TooLong, Broken : no request was started
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Answer:
 
         Raises
         ------
-        Unavailable : a choice cannot be finished
+        Unavailable : a choice cannot be completed
         """
         while self._unfinished:
             piece = await self._pieces.get()
@@ -111,7 +111,7 @@ class Answer:
 
     @property
     def must_wait(self) -> bool:
-        """Whether there is a next piece and it has yet to come."""
+        """Whether another piece is expected but not there yet."""
         return self._unfinished > 0 and self._pieces.empty()
 
     def close(self) -> None:
@@ -122,11 +122,11 @@ class Answer:
             self._coordinator.cancel(request)
 
     def opening(self, prefix: str, kind: str, model: str) -> dict[str, Any]:
-        """The members with which each JSON object of the answer begins.
+        """The fields at the start of each JSON object of the answer.
 
         Parameters
         ----------
-        prefix, kind : OpenAI's prefix of the id and type of the object
+        prefix, kind : OpenAI's id prefix and object type
         """
         return {
             "id": f"{prefix}-{self.request_id}",
@@ -136,11 +136,11 @@ class Answer:
         }
 
     def closing(self) -> dict[str, Any]:
-        """The members with which the answer ends: OpenAI's usage, and where the request ran."""
+        """The fields at the end of the answer: OpenAI's usage, and where the request ran."""
         return {"usage": self.usage(), "hexgen2": self._trace()}
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object, up to now. Cached are prompt tokens that first choices found."""
+        """OpenAI's usage object so far. Cached tokens count only each prompt's first choice."""
         output = sum(request.record.output_tokens for request in self.requests)
         first_choices = self.requests[:: self._choices]
         return {
@@ -200,7 +200,7 @@ class Answer:
         except HexGen2Error as error:
             self._give_up(request, error)
         except Exception as error:
-            log.error("request %s cannot be shown", self.request_id, exc_info=error)
+            log.error("converting request %s to text failed", self.request_id, exc_info=error)
             self._give_up(request, Broken(self.request_id))
 
     def _give_up(self, request: Request, error: HexGen2Error) -> None:

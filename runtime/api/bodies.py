@@ -1,7 +1,7 @@
-"""Request bodies: read, bounded before any work goes into them, and checked.
+"""Reads request bodies: checks their sizes first, then parses and validates them.
 
-Whatever a body of the greatest size holds, the event loop does not stand still for it: what is large is read
-in a thread, in pieces none of which keeps the interpreter to itself for long.
+No body, whatever it holds, may block the event loop: large ones are parsed in a thread, in steps that each
+hold the interpreter lock only briefly.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from runtime.options import FrontOptions
 
 AT_ONCE_BYTES = 32 * 1024
 MAX_CONTAINERS = 16384
-"""Objects and arrays in a body: four for each message of the longest chat, and as many again."""
+"""Most objects and arrays in a body: four per message of the longest chat, times two."""
 OUT_OF_RANGE = frozenset(
     {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
 )
 SPARE_VALUES = 262144
-"""Values in a body, besides the tokens of its prompts."""
+"""Most values in a body, not counting the tokens of its prompts."""
 Body = TypeVar("Body", bound=BaseModel)
 
 
 class Bodies:
-    """Reads bodies as models.
+    """Parses request bodies into pydantic models.
 
     Parameters
     ----------
-    context_tokens : says how many tokens a prompt may have now
+    context_tokens : returns how many tokens a prompt may have now
     """
 
     def __init__(self, options: FrontOptions, context_tokens: Callable[[], int]) -> None:
@@ -48,12 +48,12 @@ class Bodies:
 
         Raises
         ------
-        ApiError : 400 with the field and what is wrong with it
+        ApiError : 400, which names the field and what is wrong with it
         """
         try:
             raw = await request.body()
         except ClientDisconnect:
-            raise bad_request("the connection ended within the body") from None
+            raise bad_request("the connection closed before the body was complete") from None
         return await self._room.do(len(raw), lambda: self._parse(raw, model))
 
     def _parse(self, raw: bytes, model: type[Body]) -> Body:
@@ -72,7 +72,7 @@ class Bodies:
             raise _explained(model, error.errors(include_url=False, include_input=False)) from None
 
     def _check_sizes(self, fields: dict[str, Any]) -> None:
-        """Refuse more of anything than there may be, before each of them is looked at."""
+        """Refuse lists and strings that are too long, before validating their entries."""
         options = self._options
         for name, most, option in (
             ("stop", options.max_stop_strings, "--max-stop-strings"),
@@ -106,18 +106,18 @@ class Bodies:
 
 
 def _too_many(param: str, found: str, most: int, option: str) -> ApiError:
-    return bad_request(f"{param}: {found}, and this server takes {most} at most ({option})", param)
+    return bad_request(f"{param}: {found}, but this server accepts at most {most} ({option})", param)
 
 
 def _json(raw: bytes, most_values: int) -> Any:
-    """The value that a body holds; strictly JSON. What has more parts than any request is not looked into:
-    that would keep the interpreter to itself meanwhile."""
+    """Parse a body as strict JSON. A body with more parts than any valid request is refused unparsed, since
+    parsing it would hold the interpreter lock for too long."""
     if _containers(raw) > MAX_CONTAINERS or raw.count(b",") > most_values:
         structure = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
         if _containers(structure) > MAX_CONTAINERS:
             raise bad_request(f"the body has more than {MAX_CONTAINERS} objects and arrays")
         if structure.count(b",") > most_values:
-            message = f"the body has more than {most_values} values, prompts that fit among them"
+            message = f"the body has more than {most_values} values, the largest prompts included"
             raise bad_request(message)
     try:
         return json.loads(raw, parse_constant=_no_number)
@@ -132,16 +132,16 @@ def _containers(text: bytes) -> int:
 
 
 def _unknown(where: str, param: str | None) -> ApiError:
-    return bad_request(f"{where}: this server does not know the field, and would not heed it", param)
+    return bad_request(f"{where}: unknown field; this server would ignore it", param)
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _explained(model: type[BaseModel], errors: list[ErrorDetails]) -> ApiError:
-    """The first thing that is wrong, for the one who can mend it: the field, where in it, and why. Of a field
-    that may have several types, the one counts that fits best."""
+    """The first error as a message for the client: the field, where in it, and what is wrong. For a field
+    with several possible types, the error of the best-matching type is reported."""
     first = errors[0]["loc"][:1]
     error = max((each for each in errors if each["loc"][:1] == first), key=lambda each: len(each["loc"]))
     steps = [shown(step) for step in error["loc"]]
@@ -161,7 +161,7 @@ def _explained(model: type[BaseModel], errors: list[ErrorDetails]) -> ApiError:
 
 @cache
 def _range_of(model: type[BaseModel], field: str) -> str:
-    """The range of the numbers of a field, or of those in it; "" if they have none."""
+    """The allowed range of a numeric field, or of the numbers in it; "" if there is none."""
     found = [model.model_json_schema()["properties"].get(field, {})]
     for schema in found:
         found += [*schema.get("anyOf", ()), *_inside(schema)]
@@ -172,7 +172,7 @@ def _range_of(model: type[BaseModel], field: str) -> str:
 
 
 def _inside(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the entries of a list or an object may be."""
+    """The schemas of the entries of a list or an object."""
     parts = [
         schema.get("items"),
         schema.get("additionalProperties"),
@@ -182,9 +182,9 @@ def _inside(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _above(schema: dict[str, Any]) -> str:
-    return f"above {schema['exclusiveMinimum']}, and {schema['maximum']} at most"
+    return f"above {schema['exclusiveMinimum']} and at most {schema['maximum']}"
 
 
 def _is_a_branch(step: str) -> bool:
-    """Whether a step is pydantic's name for one of the types that a field may have."""
+    """Whether a step of an error location is pydantic's name for one type of a union."""
     return "[" in step or "function-" in step or step in ("str", "int")

@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""The endpoint /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.api.tokenizer import BadChat, NoChatTemplate
 
 
 def chat_router(service: Service) -> APIRouter:
-    """The route, for a service."""
+    """The /v1/chat/completions endpoint of a service."""
     router = APIRouter()
 
     @router.post(
@@ -49,7 +49,7 @@ async def _prompt(service: Service, body: ChatRequest) -> list[int]:
         message = f"{service.model} has no chat template; use /v1/completions"
         raise bad_request(message, "messages") from None
     except BadChat as error:
-        raise bad_request(f"the model's chat template refuses these messages: {error}", "messages") from None
+        raise bad_request(f"the model's chat template rejects these messages: {error}", "messages") from None
 
 
 async def _whole(service: Service, body: ChatRequest, answer: Answer) -> Response:

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""The endpoint /v1/completions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def completions_router(service: Service) -> APIRouter:
-    """The route, for a service."""
+    """The /v1/completions endpoint of a service."""
     router = APIRouter()
 
     @router.post(
@@ -48,7 +48,7 @@ def completions_router(service: Service) -> APIRouter:
 
 
 def _echoes(service: Service, body: CompletionRequest, prompts: Sequence[list[int]]) -> list[str]:
-    """What each choice's text begins with: its prompt, if the client asks for that."""
+    """The prompt that each choice's text starts with if the client asks for echo, else ""."""
     if not body.echo:
         return [""] * (len(prompts) * (body.n or 1))
     texts = [
@@ -95,7 +95,7 @@ async def _chunks(
     echoes: Sequence[str],
     pieces: AsyncIterator[Piece],
 ) -> AsyncIterator[dict[str, Any]]:
-    """A chunk for each token, so that a client can measure; some have no text, as in vLLM's answers."""
+    """One chunk per token, so that clients can measure latency; some have no text, as in vLLM."""
     envelope = answer.opening("cmpl", "text_completion", service.model)
     logprobs = [CompletionLogprobs(service.tokenizer.token_text) for _ in answer.requests]
     async for piece in pieces:

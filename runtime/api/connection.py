@@ -1,8 +1,8 @@
-"""One HTTP connection of the server, with limits on clients that are slow, large or many.
+"""One HTTP connection, with limits on clients that are slow, send too much, or open too many connections.
 
-This is the one file that relies on the inside of uvicorn (how `HttpToolsProtocol` keeps its parser, pipeline
-and request cycle, `_unset_keepalive_if_required`, `STATUS_LINE`). It was tried on uvicorn 0.54 with
-httptools 0.9; with others, run tests/runtime/api/test_api_hostile.py and test_front_limits.py.
+This is the only file that relies on uvicorn's internals (how `HttpToolsProtocol` keeps its parser, pipeline
+and request cycle, `_unset_keepalive_if_required`, `STATUS_LINE`). It was tested with uvicorn 0.54 and
+httptools 0.9; with other versions, run tests/runtime/api/test_api_hostile.py and test_front_limits.py.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from runtime.options import FrontOptions
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32 * 1024
-"""Of what comes before the body of a request."""
+"""Most bytes before the body of a request."""
 OFFERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 PROBE_S, LONGEST_PROBE_S = 0.1, 1.0
 READ_BYTES = 64 * 1024
-"""At one time, of one connection: then it is another's turn."""
+"""Most bytes to read from one connection before the others get their turn."""
 MAX_HEADERS = 100
 MAX_HEADER_LINES = 2 * MAX_HEADERS
-"""Before the body and behind it."""
+"""Headers and trailers together."""
 MAX_PIPELINED = 128
 MAX_ADDRESS = 64
 MAX_PIECES, MIN_PIECE_BYTES = 1000, 64
 BAD = "invalid_request_error"
 LINGER_S = 5.0
-"""How long the rest of what was refused is read, so that its sender sees the refusal."""
+"""How long to keep reading a refused request, so that its sender gets to see the refusal."""
 
 
 class _Gathered:
-    """A transport of which all that is written in one round of the event loop leaves in one write: the head,
-    the body and the end of an answer, or what a stream has to say."""
+    """A transport that joins everything written in one iteration of the event loop into one write: the head,
+    body and end of an answer, or the events of a stream."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -71,29 +71,30 @@ class _Gathered:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's connection over httptools, which answers whatever is not a request in OpenAI's error format:
+    """uvicorn's httptools connection, with limits; it refuses clients in OpenAI's error format.
 
-    503 beyond `max_connections`, 429 for too many connections of one address, 408 for
-    headers that do not arrive within `read_timeout_s`, 431 for too many bytes of them, 405 for CONNECT, 400
-    for what is not HTTP. One whose client reads nothing for `write_timeout_s` is cut. Offers of other
-    protocols (h2c of Java's client) are passed over. A client that sends no more, but listens, is answered.
+    503 beyond `max_connections`, 429 for too many connections from one address, 408 for headers that do not
+    arrive within `read_timeout_s`, 431 for too many bytes of headers, 405 for CONNECT, 400 for input that is
+    not HTTP. A connection whose client reads nothing for `write_timeout_s` is aborted. Offers to upgrade the
+    protocol (such as h2c by Java's client) are ignored. A client that closed only its sending side still
+    gets its answer.
     """
 
     options: FrontOptions
     by_address: Counter[str]
-    """How many there are now."""
+    """Open connections by address."""
     _address = ""
     _half_closed = False
     _why: ApiError | None = None
     _pieces = _body_bytes = 0
-    """Of the body that comes."""
+    """Chunks and bytes of the current body so far."""
     _probing: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _refused = False
     _in_head = True
     _heads = _head_bytes = 0
-    """Those that have come, and of the next one what has come in pieces that hold nothing else."""
+    """Request heads received, and bytes received of the next one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _Gathered(transport, self.loop)))
@@ -130,7 +131,7 @@ class HttpConnection(HttpToolsProtocol):
             self._within(self.options.read_timeout_s, self._too_slow)
 
     def _feed(self, data: bytes) -> None:
-        """Let the parser have it. An offer of another protocol ends what it reads, so that it is told again
+        """Feed the parser. It stops at an offer to upgrade the protocol; then a new parser gets the same head
         without the offer."""
         self._unset_keepalive_if_required()
         while data:
@@ -160,7 +161,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         if len(self.pipeline) >= MAX_PIPELINED:
             raise self._stop(
-                ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection", BAD)
+                ApiError(400, f"more than {MAX_PIPELINED} requests are waiting on this connection", BAD)
             )
         super().on_headers_complete()
         self._in_head, self._head_bytes = False, 0
@@ -168,16 +169,18 @@ class HttpConnection(HttpToolsProtocol):
         self._pieces = self._body_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """Each chunk is a call, so a body of tiny ones costs far more than it weighs."""
+        """Refuse bodies of tiny chunks: each chunk costs a call, however small it is."""
         self._pieces, self._body_bytes = self._pieces + 1, self._body_bytes + len(body)
         if self._pieces > MAX_PIECES and self._body_bytes < self._pieces * MIN_PIECE_BYTES:
-            tiny = f"the body comes in more than {MAX_PIECES} chunks of less than {MIN_PIECE_BYTES} bytes"
+            tiny = (
+                f"the body has more than {MAX_PIECES} chunks of fewer than {MIN_PIECE_BYTES} bytes on average"
+            )
             raise self._stop(ApiError(400, tiny, BAD))
         super().on_body(body)
 
     def _stop(self, refusal: ApiError) -> ApiError:
-        """Have the parser stop at once, and what it was fed refused: where each line or chunk costs a call,
-        a piece of input that holds thousands would hold up everybody."""
+        """Make the parser stop at once, so that the input is refused: as each line or chunk costs a call,
+        parsing thousands of them would hold up all other clients."""
         self._why = refusal
         return refusal
 
@@ -192,23 +195,23 @@ class HttpConnection(HttpToolsProtocol):
         return self.parser.should_upgrade()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more, but for what has come it may still hear an answer."""
+        """The client will send nothing more, but may still read the answer to what it sent."""
         if not self._refused and (self._head_bytes or not self._in_head):
-            self._refuse(ApiError(400, "the connection ended within a request", BAD))
+            self._refuse(ApiError(400, "the connection closed before the request was complete", BAD))
         elif self._refused or self.cycle is None or self.cycle.response_complete:
-            self.transport.close()  # with what is still to be written
+            self.transport.close()  # after writing what is still pending
         elif not self._half_closed:
             self._half_closed = True
             self._probe(PROBE_S)
         return True
 
     def _probe(self, again_s: float) -> None:
-        """Find out whether the client has only ended its sending, or has gone: nothing tells but that what is
-        sent to it comes back. Until there is an answer to send, that is an interim one."""
+        """Find out whether the client closed only its sending side or is gone: only a failing write tells.
+        Until there is an answer to send, write interim responses."""
         cycle = self.cycle
         if self.transport.is_closing() or cycle.response_complete:
             return
-        waits = not (cycle.response_started or self.pipeline)  # no answer is under way
+        waits = not (cycle.response_started or self.pipeline)  # no answer is being sent
         if waits and self.scope["http_version"] != "1.0":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._probing = self.loop.call_later(again_s, self._probe, LONGEST_PROBE_S)
@@ -249,11 +252,11 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse(ApiError(408, late, BAD))
 
     def _reads_nothing(self) -> None:
-        log.info("a client read nothing for %g s and was cut", self.options.write_timeout_s)
+        log.info("closed a connection whose client read nothing for %g s", self.options.write_timeout_s)
         self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer where there is no request, read on for a moment so that the answer arrives, and close."""
+        """Send an error without a request, keep reading for a moment so that the error arrives, and close."""
         self._refused = True
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
@@ -281,18 +284,18 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def limited_by(options: FrontOptions) -> type[HttpConnection]:
-    """The class of connections with these limits."""
+    """A connection class with these limits, for uvicorn."""
     return type("HttpConnection", (HttpConnection,), {"options": options, "by_address": Counter()})
 
 
 def most_of_one_address(options: FrontOptions) -> int:
-    """Connections that one address may have; unless it is said, the last tenth is left to others."""
+    """Connections that one address may have; by default nine tenths of all."""
     most = options.max_address_connections
     return options.max_connections - options.max_connections // 10 if most is None else most
 
 
 def site_of(address: str) -> str:
-    """What counts as one client: an IPv4 address, or the /64 that an IPv6 host is free to choose from."""
+    """What counts as one client: an IPv4 address, or the /64 network of an IPv6 one."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What /openapi.json says of the answers: OpenAI's objects with the additions of this server."""
+"""The responses in /openapi.json: OpenAI's objects with this server's additions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Usage(_Described):
 
 
 class Trace(_Described):
-    """Where the request ran, and the KV cache moved for it."""
+    """Where the request ran, and how many bytes of KV cache moved for it."""
 
     prefill_replica: str
     decode_replica: str
@@ -47,7 +47,7 @@ class Trace(_Described):
 
 
 class _Answer(_Described):
-    """What completions of both kinds have; object and choices are of the kind."""
+    """The fields that text and chat completions share; object and choices depend on the kind."""
 
     id: str
     object: str
@@ -110,24 +110,24 @@ EVENTS: dict[str, Any] = {"text/event-stream": {}}
 REFERENCE = "#/components/schemas/{model}"
 BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest)
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is wrong, too large, too slow, or not allowed"},
+    "4XX": {"model": ErrorBody, "description": "The request is invalid, too large, too slow, or not allowed"},
     "5XX": {"model": ErrorBody, "description": "The server is overloaded (with Retry-After), or failed"},
 }
 
 
 def answers(model: type[BaseModel], streamed: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that answers with a model, or with server-sent events of it if asked for."""
+    """The `responses` of an endpoint that returns a model, or streams it on request."""
     return {200: {"model": model, "content": EVENTS} if streamed else {"model": model}}
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:
-    """What `openapi_extra` says of a route whose body is read as a model (see `describe`)."""
+    """The `openapi_extra` of an endpoint whose body is parsed as a model (see `describe`)."""
     content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=model.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def describe(app: FastAPI, with_keys: bool) -> None:
-    """Serve the description at /openapi.json, with the key that clients need if there is one."""
+    """Serve /openapi.json; with_keys: it says that clients need an API key."""
 
     def described() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,4 +1,4 @@
-"""Every error of the API in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+"""Turns every error of the API into OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from runtime.routing.refusals import Broken, Overloaded, TimedOut, TooLong, TooM
 
 SHOWN = 64
 RESTART_S = 1
-"""Until a client whose replica is lost should try again: others, or the same, may serve it by then."""
+"""Retry-After when a replica is lost: by then it, or another one, may serve again."""
 
 
 class ApiError(Exception):
-    """An answer other than 200, in OpenAI's terms."""
+    """An error response in OpenAI's terms."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The JSON object of the answer."""
+        """The JSON object of the response."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -44,7 +44,7 @@ class ApiError(Exception):
 
 
 def shown(name: object) -> str:
-    """A name that a client has sent, as an answer may repeat it: printable, and not for ever."""
+    """A name that a client sent, made printable and short enough to repeat in an error."""
     text = printable(str(name)[: SHOWN + 1])
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
@@ -55,7 +55,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def from_serving(error: HexGen2Error) -> ApiError:
-    """The answer to an error of the coordinator."""
+    """The response to an error of the coordinator."""
     if isinstance(error, TooLong):
         return bad_request(str(error), code="context_length_exceeded")
     if isinstance(error, TooMany):
@@ -72,7 +72,7 @@ def from_serving(error: HexGen2Error) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception of the app in OpenAI's form."""
+    """Answer every exception of the app in OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> JSONResponse:
@@ -89,4 +89,6 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_fault(_: Request, __: Exception) -> JSONResponse:
-        return ApiError(500, "the server made an error; its log has the details", "server_error").response()
+        return ApiError(
+            500, "internal server error; the server's log has the details", "server_error"
+        ).response()

@@ -1,4 +1,4 @@
-"""The HTTP server: its address, and uvicorn from its start to its end."""
+"""The HTTP server: binds its address, and runs uvicorn from start to end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.operator import report
 from runtime.options import FrontOptions
 
 DRAIN_S = 5
-"""How long open connections have to end once the server stops."""
+"""How long open connections may take to finish once the server stops."""
 
 
 @contextlib.contextmanager
@@ -41,16 +41,19 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                problem, remedy = "is in use by another program", "stop that, or choose another --port"
+                problem, remedy = (
+                    "is in use by another program",
+                    "stop that program, or choose another --port",
+                )
             else:
-                problem = f"cannot be served on ({error.strerror})"
+                problem = f"cannot be bound ({error.strerror})"
                 remedy = "choose an address of this machine with --host, and a free --port from 1024"
             raise InputError("--port", where, problem, remedy) from error
         yield listener
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves the signals to this module."""
+    """uvicorn's server without its signal handlers; `serve_http` decides when it stops."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,7 +68,7 @@ async def serve_http(
     stopping: asyncio.Event,
     banner: str,
 ) -> None:
-    """Serve until `stopping`; then end every request, and with them the connections."""
+    """Serve until `stopping` is set, then end all requests and connections."""
     config = uvicorn.Config(
         app,
         log_level="warning",

@@ -1,4 +1,4 @@
-"""API keys: who may ask, each with a name that logs and metrics may show."""
+"""API keys: which clients may send requests, each under a name that is safe to log."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cost_model.errors import InputError
 
 
 def read_key(given: str, option: str, ask: Callable[[str], str]) -> str:
-    """A key as an option has it: itself, the first line of a file (@FILE), or what the operator types (-).
+    """The key that an option gives: directly, as the first line of a file (@FILE), or typed at a prompt (-).
 
     Parameters
     ----------
-    ask : shows a question and returns the answer, which nobody sees
+    ask : shows a prompt and returns what is typed, without echoing it
 
     Raises
     ------
@@ -33,7 +33,7 @@ def read_key(given: str, option: str, ask: Callable[[str], str]) -> str:
 
 
 def check_operator_key(key: str, others: Mapping[str, str]) -> None:
-    """Raise InputError if a key is not fit for the operator: none, or a client's."""
+    """Raise InputError if an operator key is malformed, or also a client's key."""
     _check(key, "--operator-key")
     if key in others.values():
         remedy = "give the operator a key of its own"
@@ -41,13 +41,14 @@ def check_operator_key(key: str, others: Mapping[str, str]) -> None:
 
 
 def collect(keys: Iterable[str], path: Path | None = None) -> dict[str, str]:
-    """Keys by name: those given bare, and those of a file with `name: key` or a bare key on each line.
+    """Keys by name: those given as options, and those in a file with `name: key` or just a key on each line.
 
-    Bare keys are named key-1, key-2, ... in their order; empty lines and lines that begin with # say nothing.
+    Keys without a name are called key-1, key-2, ... in order; empty lines and lines starting with # are
+    ignored.
 
     Raises
     ------
-    InputError : the file cannot be read, a key is empty or has spaces, a name or key is there twice
+    InputError : the file cannot be read, a key is empty or has spaces, or a name or key occurs twice
     """
     found: dict[str, str] = {}
     for key in keys:
@@ -57,7 +58,7 @@ def collect(keys: Iterable[str], path: Path | None = None) -> dict[str, str]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:
-        remedy = "name a text file with one key a line"
+        remedy = "name a text file with one key per line"
         raise InputError("--api-keys", str(path), f"cannot be read ({error})", remedy) from error
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):
@@ -67,7 +68,7 @@ def collect(keys: Iterable[str], path: Path | None = None) -> dict[str, str]:
             )
     if not found:
         raise InputError(
-            "--api-keys", str(path), "has no key", "write one key a line, or leave the option out"
+            "--api-keys", str(path), "has no key", "write one key per line, or leave the option out"
         )
     return found
 
@@ -78,17 +79,17 @@ def _add(found: dict[str, str], name: str, key: str, where: str) -> None:
     if name in found:
         raise InputError(where, name, "names two keys", "give each key a name of its own")
     if key in found.values():
-        raise InputError(where, name, "has a key that is there already", "give each client a key of its own")
+        raise InputError(where, name, "repeats another client's key", "give each client a key of its own")
     found[name] = key
 
 
 def _check(key: str, where: str) -> None:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise InputError(where, "", "is no key", "give printable ASCII characters without spaces")
+        raise InputError(where, "", "is not a valid key", "give printable ASCII characters without spaces")
 
 
 class KeyRing:
-    """Finds the name of a key, in a time that says nothing about the keys."""
+    """Finds the name of a key in constant time, so that timing reveals nothing about the keys."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         self._digests = [(name, _digest(key)) for name, key in keys.items()]
@@ -97,7 +98,7 @@ class KeyRing:
         return bool(self._digests)
 
     def name_of(self, given: str) -> str | None:
-        """The name of a key; None if it is none of ours."""
+        """The name of a key; None if the key is unknown."""
         digest, name = _digest(given), None
         for own, known in self._digests:
             if hmac.compare_digest(digest, known):

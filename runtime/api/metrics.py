@@ -1,4 +1,4 @@
-"""Prometheus metrics of the front end, on a registry of their own."""
+"""Prometheus metrics of the front end, in a registry of their own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROUTE = ["prefill_replica", "decode_replica"]
 
 
 class Metrics:
-    """Counts every request once, at its end; told by the coordinator (see Observer).
+    """Counts every request once, when it ends; the coordinator notifies it (see Observer).
 
     Parameters
     ----------
-    clients : those that have a key are counted by name; the others are not, there may be any number
+    clients : names of the clients with a key; only these are counted by client
     """
 
     def __init__(self, clients: Iterable[str] = ()) -> None:
@@ -31,25 +31,29 @@ class Metrics:
         registry = self.registry
         self._requests = Counter("hexgen2_requests", "Requests by outcome", ["outcome"], registry=registry)
         self._refused = Counter(
-            "hexgen2_requests_refused", "Requests never queued", ["reason"], registry=registry
+            "hexgen2_requests_refused", "Requests rejected before queueing", ["reason"], registry=registry
         )
         self._resumes = Counter(
-            "hexgen2_requests_resumed", "Requests taken up elsewhere after a failure", registry=registry
+            "hexgen2_requests_resumed",
+            "Requests resumed on another replica after a failure",
+            registry=registry,
         )
-        self._replans = Counter("hexgen2_replans", "Placements taken up while serving", registry=registry)
+        self._replans = Counter(
+            "hexgen2_replans", "Switches to another placement while serving", registry=registry
+        )
         self._prompt = Counter("hexgen2_prompt_tokens", "Prompt tokens", registry=registry)
         self._cached = Counter(
-            "hexgen2_prompt_tokens_cached", "Prompt tokens computed before", registry=registry
+            "hexgen2_prompt_tokens_cached", "Prompt tokens found in the KV cache", registry=registry
         )
         self._output = Counter("hexgen2_output_tokens", "Output tokens", registry=registry)
         self._route_requests = Counter(
             "hexgen2_route_requests", "Requests by route", ROUTE, registry=registry
         )
         self._route_bytes = Counter(
-            "hexgen2_route_kv_bytes", "KV cache moved, bytes", ROUTE, registry=registry
+            "hexgen2_route_kv_bytes", "Bytes of KV cache transferred", ROUTE, registry=registry
         )
         self._route_seconds = Counter(
-            "hexgen2_route_kv_seconds", "Time in which KV cache moved, summed up", ROUTE, registry=registry
+            "hexgen2_route_kv_seconds", "Total time of KV transfers", ROUTE, registry=registry
         )
         self._client_requests = Counter(
             "hexgen2_client_requests", "Requests by key", ["client", "outcome"], registry=registry
@@ -61,18 +65,18 @@ class Metrics:
         self._tpot = _histogram(registry, "time_per_output_token", "TPOT, mean per request", TOKEN_SECONDS)
         self._itl = _histogram(registry, "inter_token_latency", "ITL", TOKEN_SECONDS)
         self._e2e = _histogram(registry, "e2e_request_latency", "From arrival to the last token", SECONDS)
-        self._queue = _histogram(registry, "queue_time", "From arrival to the route", SECONDS)
+        self._queue = _histogram(registry, "queue_time", "From arrival to the start on a route", SECONDS)
         self._transfer = _histogram(registry, "kv_transfer", "First to last byte of a KV transfer", SECONDS)
 
     def token_gap(self, seconds: float) -> None:
         self._itl.observe(seconds)
 
     def refused(self, reason: str) -> None:
-        """A request that was turned away before it was queued."""
+        """Count a request that was rejected before it was queued."""
         self._refused.labels(reason).inc()
 
     def replanned(self) -> None:
-        """Another placement serves."""
+        """Count a switch to another placement."""
         self._replans.inc()
 
     def ended(self, record: RequestRecord) -> None:
@@ -102,24 +106,24 @@ class Metrics:
             self._e2e.observe(record.ended_s - record.arrived_s)
 
     def watch(self, coordinator: Coordinator) -> None:
-        """Show the coordinator's queue and replicas too."""
+        """Also export the coordinator's queue and replicas."""
         self.registry.register(_Gauges(coordinator))
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 ENGINE = {
-    "running": ("hexgen2_engine_requests_running", "In-flight requests, as the engine says"),
-    "waiting": ("hexgen2_engine_requests_waiting", "Requests that wait inside the engine, as it says"),
-    "kv_use": ("hexgen2_engine_kv_use_ratio", "Share of the KV cache in use, as the engine says"),
+    "running": ("hexgen2_engine_requests_running", "In-flight requests, as the engine reports"),
+    "waiting": ("hexgen2_engine_requests_waiting", "Requests waiting inside the engine, as it reports"),
+    "kv_use": ("hexgen2_engine_kv_use_ratio", "Share of the KV cache in use, as the engine reports"),
 }
-"""Of engines that schedule for themselves (vLLM), by their own account; names of messages.Load."""
+"""Gauges that engines with a scheduler of their own (vLLM) report, by field of the Load message."""
 
 
 class _Gauges(Collector):
-    """What the coordinator holds at the moment of the scrape."""
+    """The coordinator's state at the moment of the scrape."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -129,11 +133,17 @@ class _Gauges(Collector):
         yield GaugeMetricFamily("hexgen2_requests_waiting", "Requests in the queue", coordinator.waiting)
         running = GaugeMetricFamily("hexgen2_requests_running", "Requests on a replica", labels=["replica"])
         used = GaugeMetricFamily("hexgen2_kv_tokens", "KV cache tokens accounted for", labels=["replica"])
-        budget = GaugeMetricFamily("hexgen2_kv_tokens_budget", "KV cache tokens at most", labels=["replica"])
-        free = GaugeMetricFamily("hexgen2_kv_blocks_free", "KV cache blocks nobody holds", labels=["replica"])
-        preempted = CounterMetricFamily("hexgen2_preemptions", "Requests recomputed", labels=["replica"])
+        budget = GaugeMetricFamily(
+            "hexgen2_kv_tokens_budget", "KV cache tokens available", labels=["replica"]
+        )
+        free = GaugeMetricFamily("hexgen2_kv_blocks_free", "Free KV cache blocks", labels=["replica"])
+        preempted = CounterMetricFamily(
+            "hexgen2_preemptions", "Requests preempted and recomputed", labels=["replica"]
+        )
         up = GaugeMetricFamily("hexgen2_replica_up", "1 while the replica serves", labels=["replica"])
-        restarts = CounterMetricFamily("hexgen2_replica_restarts", "Times started again", labels=["replica"])
+        restarts = CounterMetricFamily(
+            "hexgen2_replica_restarts", "Times the replica was restarted", labels=["replica"]
+        )
         unavailable = coordinator.lost.keys() | coordinator.states.which_are(ReplicaState.STARTING)
         for replica_id, replica in coordinator.replicas.items():
             running.add_metric([replica_id], len(replica.held))

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies with vLLM's extensions; what is not served is refused, never ignored."""
+"""OpenAI's request bodies with vLLM's extensions; unsupported options are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 LARGEST = 2**31 - 1
-"""Of numbers that reach the engine, which holds them in 64 bits and adds them up; as in vLLM, a seed may have
-all 64."""
+"""Largest number that reaches the engine, which adds such numbers up in 64 bits; seeds alone may use all 64
+bits, as in vLLM."""
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -27,14 +27,14 @@ Prompts = list[str] | list[list[int]]
 
 
 class _Harmless(AfterValidator):
-    """The validator of an option that is not served, described by the values that it may have."""
+    """The validator of an unsupported option; its JSON schema lists the harmless values."""
 
     def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
         return {"enum": [None, *self.func.harmless]}  # type: ignore[union-attr]
 
 
 def _off(*harmless: Any) -> AfterValidator:
-    """Of an option that is not served: null, or what changes nothing."""
+    """Annotates an unsupported option: only null and values that change nothing are accepted."""
 
     def check(value: Any) -> Any:
         if value is not None and not any(_same(value, each) for each in harmless):
@@ -46,7 +46,7 @@ def _off(*harmless: Any) -> AfterValidator:
 
 
 def _same(value: Any, harmless: Any) -> bool:
-    """Equal, where true is not 1 and false not 0."""
+    """Whether two values are equal, without treating true as 1 or false as 0."""
     return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
 
 
@@ -55,18 +55,18 @@ def _refusal(text: str) -> PydanticCustomError:
 
 
 def _whole(text: str) -> str:
-    """The text; half of a character (a lone surrogate, which JSON can write) is none."""
+    """The text itself; refuses lone surrogates, which JSON can express but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _refusal(f"has half of a character (a lone surrogate) at {error.start}") from None
+        raise _refusal(f"has a lone surrogate (half of a character) at position {error.start}") from None
     return text
 
 
 def _prompts(value: Any) -> Prompts:
-    """The prompts of a completion, one or several: each a text, or token ids; never both, and never none.
+    """The prompts of a completion, one or more, either all texts or all lists of token ids.
 
-    One pass over what may be a million of tokens, by hand: a union of types would look at each four times.
+    Checked by hand in one pass over up to a million tokens: pydantic would check a union four times.
     """
     if isinstance(value, str):
         return [_whole(value)]
@@ -74,7 +74,7 @@ def _prompts(value: Any) -> Prompts:
         raise _refusal("must be a text, a list of texts, a list of token ids, or a list of such lists")
     if isinstance(value[0], str):
         if not all(isinstance(each, str) for each in value):
-            raise _refusal("has a text first, and later something else")
+            raise _refusal("starts with a text but also has something else")
         return [_whole(each) for each in value]
     if isinstance(value[0], list):
         for each in value:
@@ -86,7 +86,7 @@ def _prompts(value: Any) -> Prompts:
 
 def _check_token_ids(value: Any) -> None:
     if not isinstance(value, list) or any(type(each) is not int for each in value):
-        raise _refusal("must have texts alone, or whole numbers (token ids) alone")
+        raise _refusal("must have only texts, or only integers (token ids)")
     if value and not 0 <= min(value) <= max(value) <= LARGEST:
         raise _refusal(f"has a token id outside the range from 0 to {LARGEST}")
 
@@ -98,7 +98,7 @@ Text = Annotated[str, AfterValidator(_whole)]
 
 
 class Accepted(BaseModel):
-    """Fields without effect on the answer, which clients send: anything in them is accepted."""
+    """Fields that clients send but that have no effect on the answer: any value is accepted."""
 
     user: Any = None
     metadata: Any = None
@@ -117,8 +117,8 @@ class Accepted(BaseModel):
 
 
 class NotServed(BaseModel):
-    """Options of OpenAI and vLLM that would change the answer, or what is promised of it, and are refused;
-    null, and values that change nothing, are not."""
+    """Options of OpenAI and vLLM that would change the answer and are not supported: refused, unless null or
+    set to a value that changes nothing."""
 
     suffix: Annotated[Any, _off("")] = None
     tools: Annotated[Any, _off([])] = None
@@ -161,7 +161,7 @@ class NotServed(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """include_obfuscation has no effect: nothing is hidden."""
+    """Options of a stream. include_obfuscation is accepted and has no effect."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -171,7 +171,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerateRequest(Accepted, NotServed):
-    """What completions and chat completions have in common. Every field that is not here is refused."""
+    """The fields that completions and chat completions share. Unknown fields are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -203,22 +203,22 @@ class GenerateRequest(Accepted, NotServed):
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """logit_bias with token ids as numbers."""
+        """logit_bias as pairs of (token id, bias)."""
         return tuple({int(token): bias for token, bias in (self.logit_bias or {}).items()}.items())
 
     @property
     def usage_at_end(self) -> bool:
-        """Whether a stream ends with a chunk that has the usage."""
+        """Whether the last chunk of a stream reports the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def usage_in_chunks(self) -> bool:
-        """Whether every chunk of a stream has the usage up to then (vLLM's extension)."""
+        """Whether every chunk of a stream reports the usage so far (vLLM's extension)."""
         return self.usage_at_end and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerateRequest):
-    """Body of /v1/completions. prompt: one text, several, one list of token ids, or several."""
+    """Body of /v1/completions. prompt: a text, a list of token ids, or a list of either."""
 
     prompt: Annotated[Prompts, PlainValidator(_prompts), WithJsonSchema(_PROMPT)]
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -230,14 +230,14 @@ class CompletionRequest(GenerateRequest):
     @classmethod
     def _best_of_is_n(cls, best_of: int | None, info: ValidationInfo) -> int | None:
         if best_of not in (None, info.data.get("n") or 1):
-            raise _refusal("is supported only where it equals n")
+            raise _refusal("is supported only if it equals n")
         return best_of
 
     @field_validator("echo")
     @classmethod
     def _echo_has_no_logprobs(cls, echo: bool | None, info: ValidationInfo) -> bool | None:
         if echo and info.data.get("logprobs") is not None:
-            raise _refusal("is not supported with logprobs: those of the prompt are not known")
+            raise _refusal("is not supported with logprobs: this server does not compute logprobs of prompts")
         return echo
 
 
@@ -249,8 +249,8 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message of the conversation so far. Calls of tools and what else would change the answer are refused,
-    as long as they say something."""
+    """A message of the conversation so far. Tool calls and other unsupported fields are refused unless they
+    are empty."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -267,7 +267,7 @@ class ChatMessage(BaseModel):
     reasoning_content: Annotated[Any, _off("")] = None
 
     def plain(self) -> dict[str, str]:
-        """The message as a chat template takes it."""
+        """The message in the form that chat templates expect."""
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
         message = {"role": self.role, "content": text}

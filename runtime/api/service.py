@@ -1,4 +1,4 @@
-"""What the routes of the API share: the placement that is served, and the way into it."""
+"""What the API's endpoints share: the placement being served and the access to its coordinator."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from runtime.routing.refusals import Overloaded, TooLong, Unavailable
 from runtime.routing.replica_state import ReplicaState
 
 TEXT_AT_ONCE, MESSAGE_COST = 2000, 50
-"""Characters that are tokenised where they are; a message of a chat takes as long as so many."""
+"""Texts of up to so many characters are tokenised on the event loop; a chat message costs this many extra."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """A placement with its workers up."""
+    """A placement whose workers are running."""
 
     placement: Placement
     coordinator: Coordinator
@@ -51,16 +51,16 @@ class Service:
 
     @property
     def context_tokens(self) -> int:
-        """Prompt and output of the longest request that can be served now."""
+        """Prompt and output tokens of the longest request that can be served now."""
         return min(self.placement.model.max_position, self.coordinator.context_tokens)
 
     async def encode(self, text: str, param: str) -> list[int]:
-        """Token ids of a text; one that cannot fit whatever its tokens are is refused at once (ApiError)."""
+        """Token ids of a text. Raises ApiError at once for a text too long to fit however it is tokenised."""
         self._check_bytes(len(text.encode()), param)
         return await self.texts.do(len(text), lambda: self.tokenizer.encode(text))
 
     async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a chat, likewise.
+        """Token ids of a chat, with the same check.
 
         Raises
         ------
@@ -75,8 +75,8 @@ class Service:
         longest, context = self.tokenizer.token_bytes, self.context_tokens
         if count > context * longest:
             message = (
-                f"{param}: the longest context is {context} tokens of {longest} bytes at most each, "
-                f"and the text has {count} bytes"
+                f"{param}: the longest context is {context} tokens of at most {longest} bytes each, "
+                f"but the text has {count} bytes"
             )
             raise bad_request(message, param, "context_length_exceeded")
 
@@ -85,8 +85,8 @@ class Service:
         most = self.options.max_choices
         if prompts * (n or 1) > most:
             param = "n" if prompts == 1 else "prompt"
-            message = f"{param}: the request asks for {prompts * (n or 1)} answers, prompts times n"
-            raise bad_request(f"{message}, and this server takes {most} at most (--max-choices)", param)
+            message = f"{param}: the request asks for {prompts * (n or 1)} answers (prompts times n)"
+            raise bad_request(f"{message}, but this server accepts at most {most} (--max-choices)", param)
 
     def check_model(self, name: str) -> None:
         if name != self.model:
@@ -101,19 +101,19 @@ class Service:
         logprobs: int,
         origin: Origin = UNKNOWN,
     ) -> Answer:
-        """Start to answer; max_tokens None means whatever the context leaves, logprobs -1 none.
+        """Start answering. max_tokens None: as many as the context allows; logprobs -1: none.
 
         Raises
         ------
-        ApiError : a prompt is empty, too long, or not of this model
-        HexGen2Error : the coordinator refuses
+        ApiError : a prompt is empty, too long, or has tokens outside the vocabulary
+        HexGen2Error : the coordinator refuses the request
         """
         with self._counting_refusals():
             self.coordinator.check_serving()
             return self._answer(body, prompts, max_tokens, logprobs, origin)
 
     def check_place(self, client: str) -> None:
-        """Raise HexGen2Error if no request of a client can be taken now: nobody need read what it asks."""
+        """Raise HexGen2Error if no request of a client can be accepted now, before its body is read."""
         with self._counting_refusals():
             self.coordinator.check_place(client)
 
@@ -137,7 +137,9 @@ class Service:
         self._check_prompts(prompts, longest, max_tokens)
         total, most = sum(map(len, prompts)) * (body.n or 1), self.options.max_prompt_tokens
         if total > most:
-            message = f"the prompts of all answers have {total} tokens, and this server takes {most} at most"
+            message = (
+                f"the prompts of all answers have {total} tokens, but this server accepts at most {most}"
+            )
             raise bad_request(f"{message} (--max-prompt-tokens)", "prompt")
         sampling = Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -155,9 +157,7 @@ class Service:
             logprobs=logprobs,
         )
         if sampling.min_tokens > sampling.max_tokens:
-            message = (
-                f"min_tokens is {sampling.min_tokens}, more than the {sampling.max_tokens} of the answer"
-            )
+            message = f"min_tokens is {sampling.min_tokens}, but max_tokens is {sampling.max_tokens}"
             raise bad_request(message, "min_tokens")
         self._check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
         self._check_tokens(body.stop_token_ids or (), "stop_token_ids")
@@ -174,7 +174,7 @@ class Service:
         context = self.context_tokens
         if longest + (max_tokens or 1) > context:
             message = (
-                f"the longest context is {context} tokens, and the request asks for "
+                f"the longest context is {context} tokens, but the request asks for "
                 f"{longest + (max_tokens or 1)} ({longest} in the prompt, {max_tokens or 1} in the answer)"
             )
             raise bad_request(message, "prompt", "context_length_exceeded")
@@ -184,11 +184,11 @@ class Service:
     def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
         vocabulary = self.placement.model.vocab
         if max(tokens, default=0) >= vocabulary:
-            outside = f"{param}: a token id is outside the vocabulary, which goes from 0 to {vocabulary - 1}"
+            outside = f"{param}: a token id is outside the vocabulary (0 to {vocabulary - 1})"
             raise bad_request(outside, param)
 
     def health(self) -> dict[str, Any]:
-        """ "ok", or "degraded" and why."""
+        """The body of /health: "ok", or "degraded" with the reason, and the state of each replica."""
         states = self.coordinator.states
         lost, starting = states.lost, states.which_are(ReplicaState.STARTING)
         state: dict[str, Any] = {"status": "degraded" if lost else "ok"}
@@ -201,7 +201,7 @@ class Service:
         return state
 
     def live_placement(self) -> Placement:
-        """The placement as it serves now: without replicas that are lost or start, with the flow of the
+        """The placement as it serves now: without replicas that are lost or starting, with the flow of the
         others."""
         plan = self.coordinator.plan
         return plan.placement(self.coordinator.states.absent) if plan else self.placement

@@ -1,4 +1,4 @@
-"""Answers on the wire: server-sent events, and an end to the work when the client has gone."""
+"""Sends answers, whole or as server-sent events, and stops the work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _json = msgspec.json.Encoder()
 
 
 class ClientGone(Exception):
-    """The client closed its connection; nobody will read the answer."""
+    """The client disconnected; nobody will read the answer."""
 
 
 def event(chunk: dict[str, Any]) -> bytes:
@@ -39,10 +39,10 @@ def whole_json(content: dict[str, Any], headers: dict[str, str]) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Streams the chunks of an answer, then [DONE]; whatever ends the stream closes the answer.
+    """Streams the chunks of an answer, then [DONE]; the answer is closed however the stream ends.
 
-    What is there at one time is sent at once, so that an event costs the less the more of them wait. An error
-    after the first chunk becomes an event with OpenAI's error object.
+    Chunks that are ready at the same time are sent in one write. An error after the first chunk becomes an
+    event with OpenAI's error object.
     """
 
     def __init__(self, answer: Answer, chunks: AsyncIterator[dict[str, Any]]) -> None:
@@ -67,7 +67,7 @@ async def _events(answer: Answer, chunks: AsyncIterator[dict[str, Any]]) -> Asyn
                 events.clear()
     except Exception as error:
         if not isinstance(error, HexGen2Error):
-            log.exception("request %s cannot be streamed", answer.request_id)
+            log.exception("streaming request %s failed", answer.request_id)
             error = Broken(answer.request_id)
         events.append(event(from_serving(error).body()))
     yield b"".join([*events, DONE])
@@ -79,8 +79,9 @@ async def respond(
     stream: Callable[[AsyncIterator[Piece]], AsyncIterator[dict[str, Any]]] | None,
     whole: Callable[[], Coroutine[Any, Any, Response]],
 ) -> Response:
-    """The answer as a stream of chunks made of its pieces, or (stream is None) whole; it is closed if the
-    client goes or anything fails before there is something to send."""
+    """The response: a stream of chunks made from the answer's pieces, or all at once if stream is None.
+
+    Closes the answer if the client disconnects, or anything fails, before there is something to send."""
     try:
         if stream is None:
             return await unless_gone(request, whole())
@@ -91,7 +92,7 @@ async def respond(
 
 
 async def first_of(answer: Answer) -> AsyncIterator[Piece]:
-    """An answer's pieces, once the first is there: what fails before can still get a status of its own."""
+    """An answer's pieces, once the first one is there: errors before it can still set the HTTP status."""
     pieces = answer.pieces()
     first = await anext(pieces)
 

@@ -1,4 +1,4 @@
-"""From tokens to text while they arrive: whole characters only, and nothing beyond a stop string."""
+"""Turns tokens into text as they arrive: whole characters only, and nothing after a stop string."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ UNFINISHED = "\ufffd"
 
 
 class Detokenizer:
-    """Text of a growing token sequence, in pieces that together are the text of the whole.
+    """Decodes a growing token sequence piece by piece; the pieces add up to the text of the whole.
 
     A piece ends before a character whose bytes have not all arrived. The last tokens of the prompt are
-    decoded along, because many tokenizers decode a token differently at the start of a text.
+    decoded as context, because many tokenizers decode a token differently at the start of a text.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What is left: an unfinished character shows as U+FFFD."""
+        """The rest of the text; an incomplete character becomes U+FFFD."""
         return self._decode(self._window)[self._shown :]
 
     def _slide(self) -> None:
@@ -55,9 +55,9 @@ def _complete(text: str) -> str:
 
 
 class StopStrings:
-    """Passes text on until a stop string ends; holds back what may be the start of one.
+    """Passes text on up to a stop string, and holds back text that may be the start of one.
 
-    Of several, the one that ends first counts. It is shown, as the last text, only if `show`.
+    If there are several, the one that ends first counts. It is part of the text only if `show`.
     """
 
     def __init__(self, stops: Sequence[str], show: bool = False) -> None:
@@ -66,8 +66,8 @@ class StopStrings:
         self.met = False
 
     def push(self, text: str, may_end: bool = True) -> str:
-        """The text that is safe to show; after a stop string (`met`) there is none. A stop string that ends
-        in a text that may not end the answer is text as any other."""
+        """The text that is safe to show; none after a stop string (`met`). While `may_end` is false, stop
+        strings are ordinary text."""
         if self.met:
             return ""
         if not self._stops:
@@ -93,13 +93,13 @@ class StopStrings:
         return min(found, default=None)
 
     def finish(self) -> str:
-        """What was held back and did not become a stop string."""
+        """The text that was held back and did not become a stop string."""
         rest, self._held = self._held, ""
         return rest
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper start of `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

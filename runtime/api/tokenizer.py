@@ -1,4 +1,4 @@
-"""The model's own tokenizer: texts and chats to token ids and back, and which tokens end an answer."""
+"""The model's tokenizer: texts and chats to token ids and back, and the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class BadChat(Exception):
 
 
 class Tokenizer(Protocol):
-    """What the API needs: texts and chats to token ids and back, which tokens end an answer, and how many
-    bytes of a text one token is at most. It may be used from several threads."""
+    """What the API needs: texts and chats to token ids and back, the tokens that end an answer, and the most
+    bytes of text that one token stands for. It may be used from several threads."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
@@ -51,7 +51,7 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 class ModelTokenizer:
-    """A Hugging Face tokenizer with what the API needs of it."""
+    """A Hugging Face tokenizer behind the interface that the API uses."""
 
     def __init__(self, hugging_face: Any, stop_token_ids: tuple[int, ...]) -> None:
         self._hugging_face = hugging_face
@@ -63,7 +63,7 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
-        """Load from a model folder; slow (imports transformers).
+        """Load the tokenizer from a model folder; slow, as it imports transformers.
 
         Raises
         ------
@@ -79,12 +79,12 @@ class ModelTokenizer:
             raise InputError(str(folder), "tokenizer", f"cannot be read ({error})", remedy) from error
         if not tokenizer.is_fast:
             raise InputError(
-                str(folder), "tokenizer", "has no tokenizer.json form", "convert it to a fast one"
+                str(folder), "tokenizer", "has no tokenizer.json", "convert it to a fast tokenizer"
             )
         return cls(tokenizer, _stop_token_ids(folder, tokenizer.eos_token_id))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the model begins with."""
+        """Token ids of a text, with the special tokens that start a sequence."""
         return self._ids(text)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
@@ -115,7 +115,7 @@ class ModelTokenizer:
         return self._core.decode([token], skip_special_tokens=False)
 
     def _ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """As `encode` of the core does it, which would keep all other threads from running meanwhile."""
+        """Like the core's `encode`, which would hold the interpreter lock while it runs."""
         (encoding,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
@@ -129,7 +129,7 @@ def _stop_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
             try:
                 named = json.loads(path.read_text()).get("eos_token_id")
             except (OSError, ValueError, AttributeError) as error:
-                remedy = "restore the file, or remove it if the model came without"
+                remedy = "restore the file, or remove it if the model came without it"
                 raise InputError(str(path), "", f"cannot be read ({error})", remedy) from error
             found += named if isinstance(named, list) else [named]
     return tuple(sorted({token for token in found if isinstance(token, int)}))

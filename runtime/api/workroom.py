@@ -1,4 +1,4 @@
-"""Work on what clients send that may take long: off the event loop, one piece at a time."""
+"""Runs work that may take long on a thread instead of the event loop, one piece at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Result = TypeVar("Result")
 
 
 class Workroom:
-    """A thread beside the event loop. The smallest piece of work comes first, so that nobody's small request
-    waits for more than one large one.
+    """A worker thread beside the event loop. The smallest piece of work runs first, so that a small request
+    waits for at most one large one.
 
     Parameters
     ----------
-    at_once : work of this size at most is done where it is asked for: a thread would take longer
+    at_once : work up to this size runs directly on the event loop, as switching threads would take longer
     """
 
     def __init__(self, name: str, at_once: int) -> None:
@@ -28,7 +28,7 @@ class Workroom:
         self._busy = False
 
     async def do(self, size: int, work: Callable[[], Result]) -> Result:
-        """The result of some work, whose time grows with its size."""
+        """Run some work whose time grows with its size, and return the result."""
         if size <= self._at_once:
             return work()
         loop = asyncio.get_running_loop()
@@ -38,7 +38,7 @@ class Workroom:
         return await asyncio.shield(done)
 
     async def _turn(self, size: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait until nothing smaller, or earlier of the same size, waits, and nothing is being done."""
+        """Wait until the thread is free and no smaller work, or earlier work of the same size, is waiting."""
         if not self._busy:
             self._busy = True
             return
@@ -52,7 +52,7 @@ class Workroom:
             raise
 
     def _over(self, done: asyncio.Future[Any]) -> None:
-        done.exception()  # nobody else looks at it if who asked has gone
+        done.exception()  # marks the exception as retrieved if the caller has gone
         self._next()
 
     def _next(self) -> None:

@@ -5,11 +5,11 @@ Each request is a state machine (`request_state.py`), driven by the messages of 
     waiting -> reserving (ReserveKv) -> prefilling (Prefill) -> decoding (Decode) -> ended
 
 A request that decodes where it was prefilled, or that asks for one token, skips reserving and
-decoding. One whose replica is lost or gives it up waits again, under another id, to be resumed elsewhere: its
-prompt and the tokens so far are prefilled, and the stream goes on with the next one. One that may be what two
-replicas died of is not resumed again, and neither is one that a replica calls broken. Memory is accounted
-for from the moment a request is routed until every replica involved has said Released (or refused it), so
-that the accounting never runs ahead of the workers.
+decoding. When a replica is lost or gives a request up, the request waits again under a new id and resumes
+elsewhere: its prompt and the tokens so far are prefilled, and the stream continues with the next token. A
+request that may have killed two replicas is not resumed, and neither is one that a replica reports as
+broken. Memory is accounted for from the moment a request is routed until every replica involved has sent
+Released (or refused the request), so that the accounting never runs ahead of the workers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 
 RECORDS_KEPT = 1000
 RESUMES = 3
-"""Most resumes of one request: it may be the reason why its replicas fail."""
+"""Most resumes of one request, since it may be the cause of the failures."""
 DEATHS = 2
-"""A request is not resumed again after so many replicas died with it on board: it may be the cause."""
+"""A request is not resumed after this many replicas died while serving it, since it may be the cause."""
 
 
 class InFlight:
@@ -53,8 +53,8 @@ class InFlight:
 
     Attributes
     ----------
-    requests : those that a message may still be about, by the id that the workers know
-    records : those of the latest requests that ended, oldest first
+    requests : those that messages may still refer to, by the id that the workers know
+    records : the records of the latest requests that ended, oldest first
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class InFlight:
     admit : starts waiting requests after memory may have become free
     can_wait_again : whether a request could begin on some route, now or later
     wait_again : puts a request first in the queue, under a new id
-    explained : called with replicas that died of a request which is not resumed again
+    explained : called with the replicas that a quarantined request is blamed for
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class InFlight:
     ) -> None:
         """Close the request's stream, and have every replica free what it still holds for it.
 
-        After an end by itself (its last token came) they do so unasked, but for a decode replica that
-        still waits for its KV cache.
+        After `by_itself` (the last token arrived) they do so without a message, except a decode replica that
+        still waits for the KV cache.
         """
         if request.state is RequestState.RESERVING:
             request.release(request.record.prefill_replica)
@@ -138,17 +138,17 @@ class InFlight:
                 log.exception("the observer failed at the end of request %s", request.client_request_id)
 
     def _break(self, request: Request, why: Exception | str) -> None:
-        """End a request that is itself the fault; the other requests of its replicas go on."""
+        """End a request that is itself the cause of an error; other requests of its replicas continue."""
         extra = about(request.client_request_id, request.request_id)
         if isinstance(why, Exception):
-            log.error("what was done for a request failed", exc_info=why, extra=extra)
+            log.error("handling a request failed", exc_info=why, extra=extra)
         text = "request %s fails by itself, after %d tokens: %s"
         tokens = request.record.output_tokens
         log.error(text, request.client_request_id, tokens, why, extra={**extra, EACH: True})
         if not request.has_ended:
             self.end(request, "failed", Broken(request.client_request_id))
 
-    # without a replica
+    # when a replica is lost
 
     def send_away(self, replica: Replica, error: HexGen2Error) -> None:
         """Resume the requests of a replica elsewhere; those that cannot be resumed end with the error."""
@@ -158,9 +158,9 @@ class InFlight:
                 self._resume(request, error)
 
     def lose(self, replica: Replica, error: HexGen2Error) -> None:
-        """Resume elsewhere the requests that need a lost replica, which no longer holds anything."""
+        """Resume the requests of a lost replica, whose KV cache is gone, on other replicas."""
         on_board = list[Request]()
-        for request_id in reversed(list(replica.held)):  # the oldest goes to the head of the queue last
+        for request_id in reversed(list(replica.held)):  # so that the oldest ends up at the head of the queue
             replica.release(request_id)
             request = self.requests.get(request_id)
             if request is None:
@@ -175,10 +175,11 @@ class InFlight:
                 self._resume(request, error)
 
     def _quarantine(self, replica: Replica, on_board: Sequence[Request]) -> None:
-        """End requests that have been on board when DEATHS replicas died, since one of them may be the cause.
-        If some of them never got a token from a replica that died, it is one of those: the others ran on
-        without harm beside them. A replica that did not live to see a request that was resumed there, since
-        it died together with the one before, did not die of it."""
+        """End the requests that DEATHS replicas were serving when they died: one of them may be the cause.
+
+        If some of these never got a token from a replica that died, only those are suspects: the others ran
+        without harm. A death does not count against a request that was resumed on the replica but that the
+        replica, dying together with the previous one, never received."""
         self._deaths += 1
         for request in on_board:
             if not request.deaths or replica.heard > request.boarded.get(replica.replica_id, 0):
@@ -190,7 +191,7 @@ class InFlight:
         explained = {death.number: death.replica_id for request in caught for death in request.deaths}
         for request in caught:
             died = ", ".join(death.replica_id for death in request.deaths)
-            self._break(request, f"it was on board when replicas died ({died}), and is not resumed again")
+            self._break(request, f"replicas died while serving it ({died}), so it is not resumed again")
         for request in on_board:
             if request not in caught:
                 request.deaths = [death for death in request.deaths if death.number not in explained]
@@ -208,16 +209,16 @@ class InFlight:
             request.release(record.prefill_replica)
         for replica in request.holders.values():
             replica.send(Cancel(request_id=record.request_id))
-        request.holders.clear()  # what they hold counts as used until they say Released of the old id
+        request.holders.clear()  # what they hold counts as used until they send Released for the old id
         self.requests.pop(record.request_id, None)
         record.resumes += 1
         record.kv_bytes, record.kv_s, record.kv_arrived = 0, 0.0, False
         self._wait_again(request)
 
-    # messages of the workers
+    # messages from the workers
 
     def handle(self, replica: Replica, message: Message) -> None:
-        """Handle a message of a worker. If this fails for one request, that request ends."""
+        """Handle a message from a worker. If handling fails for one request, only that request ends."""
         for part in message.outputs if isinstance(message, StepOutput) else (message,):
             try:
                 self._take(replica, part)
@@ -248,7 +249,7 @@ class InFlight:
                     replica.free_blocks, replica.preemptions = message.free_blocks, message.preemptions
                 self._on_released(replica, request_id)
             case Pong():
-                pass  # the link has counted it
+                pass  # the link has already counted it
             case _:
                 log.warning("replica %s sent an unexpected %s", replica.replica_id, type(message).__name__)
 
@@ -337,7 +338,7 @@ class InFlight:
         self._admit()
 
     def _forget_if_settled(self, request: Request) -> None:
-        """Drop a request that has ended and holds nothing: no message can be about it."""
+        """Drop a request that has ended and holds nothing: no more messages can refer to it."""
         if request.has_ended and not request.holders:
             self.requests.pop(request.request_id, None)
 
@@ -351,8 +352,8 @@ def _needs(request: Request, replica_id: str) -> bool:
 def _ask(replica: Replica, request: Request, message: Message) -> None:
     """Send a replica its first message about a request; if that fails, the replica holds nothing.
 
-    A Ping precedes a request that may have killed another replica: whether it is answered tells whether this
-    one was alive by then.
+    A Ping precedes a request that may have killed another replica: the answer to it shows that this replica
+    was alive when the request arrived.
     """
     try:
         if request.deaths:

@@ -1,4 +1,4 @@
-"""A replica as the front end sees it: its workers' links, and its room for KV cache."""
+"""A replica as the front end sees it: the links to its workers, and its KV cache budget."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from runtime.protocol.to_workers import Configure
 from runtime.routing.kv_budget import KvBudget, growth_tokens
 
 FULL = 0.9
-"""An engine with requests that wait inside it, and so much of its KV cache in use, is given no more."""
+"""An engine that has requests waiting and uses this share of its KV cache gets no more requests."""
 
 
 class Replica(KvBudget):
-    """Links by worker, one of whom is the driver, and what requests hold here.
+    """The links to the workers, one of which is the driver, and the KV cache that requests hold here.
 
-    free_blocks and preemptions are what the driver said last (None: nothing yet); so is load, of engines that
-    schedule for themselves.
+    free_blocks and preemptions are what the driver reported last (None: nothing yet), and so is load, which
+    only engines with a scheduler of their own report.
     """
 
     __slots__ = ("driver", "free_blocks", "links", "load", "preemptions", "replica_id", "restarts", "role")
@@ -42,7 +42,7 @@ class Replica(KvBudget):
         self.preemptions = self.restarts = 0
 
     def begin_again(self, links: Mapping[str, WorkerLink]) -> None:
-        """Other workers take the place of those that were lost, with nothing in them."""
+        """Replace lost workers by new ones, which hold no KV cache."""
         self.links, self.free_blocks, self.preemptions = links, None, 0
         self.load, self.crowded = None, False
         self.restarts += 1
@@ -50,13 +50,13 @@ class Replica(KvBudget):
             self.release(request_id)
 
     def take(self, load: Load) -> None:
-        """Go by what the engine says of itself."""
+        """Take over the load that the engine reports."""
         self.load, self.free_blocks, self.preemptions = load, load.free_blocks, load.preemptions
         self.crowded = load.waiting > 0 and load.kv_use >= FULL * self.high_water
 
     @property
     def heard(self) -> int:
-        """Messages of the driver so far."""
+        """Number of messages from the driver so far."""
         return self.links[self.driver].heard if self.driver in self.links else 0
 
     def send(self, message: Message) -> None:
@@ -74,7 +74,7 @@ def make_replicas(
 
     Parameters
     ----------
-    configurations, links : by worker, which has the id of its GPU
+    configurations, links : by worker id, which is the id of its GPU
     high_water : see KvBudget
     """
     return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wave:
-    """Replicas that leave together, and those that start once these have ended their requests."""
+    """Replicas that leave together, and those that start once these have finished their requests."""
 
     leave: frozenset[str]
     start: frozenset[str]
@@ -20,17 +20,17 @@ def waves(
     blockers: Mapping[str, Collection[str]],
     roles: Mapping[str, str],
 ) -> list[Wave]:
-    """The way from one set of replicas to another.
+    """The waves that lead from one set of replicas to another.
 
-    As many change at a time as leave somebody to prefill and somebody to decode; only if nothing could change
-    otherwise, all of them at once.
+    Each wave replaces as many replicas as possible while some can still prefill and some decode; only if no
+    such wave exists does one replace all that are left.
 
     Parameters
     ----------
-    staying : replicas in both sets, which serve
-    leaving : those that serve until their wave comes
-    blockers : of each new replica, those of `leaving` that have its GPUs
-    roles : of all of them: "prefill", "decode" or "colocated"
+    staying : replicas in both sets, which serve throughout
+    leaving : replicas that serve until their wave
+    blockers : for each new replica, those of `leaving` that occupy its GPUs
+    roles : by replica: "prefill", "decode" or "colocated"
     """
     standing, left, found = set(staying) | set(leaving), dict(blockers), list[Wave]()
     while left:

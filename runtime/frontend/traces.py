@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for each request, with its phases, made from its record at its end."""
+"""OpenTelemetry traces: when a request ends, a span with its phases is made from its record."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ FLUSH_MS = 3000
 
 
 class Tracer:
-    """Passes on what it is told to the next observer, and exports a request's spans once it has ended.
+    """An observer that exports a request's spans when it ends, and notifies the next observer.
 
     Parameters
     ----------
-    endpoint : of a collector that speaks OTLP over HTTP; its path is /v1/traces if it has none
-    following : told of everything, too
+    endpoint : URL of an OTLP/HTTP collector; the path defaults to /v1/traces
+    following : the next observer
 
     Raises
     ------
-    InputError : no URL, or OpenTelemetry is not installed
+    InputError : the endpoint is not a URL, or OpenTelemetry is not installed
     """
 
     def __init__(self, endpoint: str, following: Observer) -> None:
@@ -67,7 +67,7 @@ class Tracer:
         span.end(self._ns(record.ended_s))
 
     def stop(self) -> None:
-        """Export what is left, within FLUSH_MS."""
+        """Export the remaining spans, for at most FLUSH_MS."""
         self._provider.force_flush(FLUSH_MS)
         self._provider.shutdown()
 
@@ -90,7 +90,7 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
 
 
 def _phases(record: RequestRecord) -> list[tuple[str, float, float]]:
-    """Name, begin and end of each phase that began; one that a failure cut ends with the request."""
+    """Name, begin and end of each phase that began; one that a failure cut short ends with the request."""
     phases = [("queue", record.arrived_s, record.routed_s or record.ended_s)]
     if record.routed_s:
         phases.append(("prefill", record.routed_s, record.first_token_s or record.ended_s))

@@ -1,9 +1,10 @@
-"""The driver's accounts of a replica's KV cache blocks: which are free, shared, or kept for reuse.
+"""Tracks which blocks of a replica's KV cache are free, shared, or kept for reuse; the driver's bookkeeping.
 
-Full blocks are identified by a digest of all tokens up to their end, so that a prompt finds what an earlier
-request with the same beginning computed (W. Kwon and others, Efficient Memory Management for Large Language
-Model Serving with PagedAttention, SOSP 2023). A block is free when no request holds it; a free block keeps
-its content, and can be found, until another request takes it, the least recently used block first.
+Full blocks are identified by a digest of all tokens up to their end, so that a prompt finds the blocks that
+an earlier request with the same prefix computed (W. Kwon and others, Efficient Memory Management for Large
+Language Model Serving with PagedAttention, SOSP 2023). A block is free when no request holds it; a free block
+keeps its content and can be found until another request takes it; the least recently used block is taken
+first.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _DIGEST_BYTES = 16
 
 
 def prefix_digests(tokens: Sequence[int], block_tokens: int, known: Sequence[Digest] = ()) -> list[Digest]:
-    """A digest of each full block of tokens, which covers everything up to the block's end.
+    """The digest of each full block of tokens; it covers all tokens up to the end of the block.
 
     Parameters
     ----------
-    known : digests of the first blocks, computed before
+    known : digests of the first blocks, if computed before
     """
     digests = list(known)
     for first in range(len(digests) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
@@ -34,11 +35,11 @@ def prefix_digests(tokens: Sequence[int], block_tokens: int, known: Sequence[Dig
 
 
 class BlockPool:
-    """Blocks [0, blocks) of a replica with reference counts; thread-safe.
+    """Hands out blocks [0, blocks) of a replica, with reference counts; thread-safe.
 
     Parameters
     ----------
-    reuse : keep the content of freed blocks for prompts with the same beginning
+    reuse : keep the content of freed blocks for prompts with the same prefix
     """
 
     def __init__(self, blocks: int, block_tokens: int, reuse: bool = True) -> None:
@@ -57,28 +58,27 @@ class BlockPool:
             return len(self._blank) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
-        """Number of blocks that so many tokens need."""
+        """Number of blocks that this many tokens need."""
         return -(-tokens // self.block_tokens)
 
     def allocate(self, count: int, spare: int = 0) -> list[int] | None:
-        """Take `count` blocks; None, and nothing taken, unless `spare` more are free."""
+        """Take `count` blocks; takes nothing and returns None unless `spare` more are free."""
         with self._lock:
             if not self._has(count + spare):
                 return None
             return [self._take() for _ in range(count)]
 
     def begin(self, tokens: int, digests: Sequence[Digest], spare: int = 0) -> tuple[list[int], int] | None:
-        """Take blocks for a request's first `tokens` tokens: shared ones that hold them already, then new
-        ones.
+        """Take blocks for a request's first `tokens` tokens: shared ones that hold them already, then new.
 
         Parameters
         ----------
-        digests : of the blocks that may be shared
-        spare : blocks that must stay free
+        digests : digests of the blocks that may be shared
+        spare : number of blocks that must stay free
 
         Returns
         -------
-        the blocks, and how many of the tokens they hold already; None, and nothing taken, without room
+        the blocks, and how many of the tokens they hold already; None (and nothing taken) without room
         """
         with self._lock:
             found = self._find(digests)
@@ -91,14 +91,16 @@ class BlockPool:
             return found + [self._take() for _ in range(fresh)], len(found) * self.block_tokens
 
     def publish(self, block: int, digest: Digest) -> None:
-        """Announce what a block holds, or will hold before any later step runs."""
+        """Make a block findable by its digest. Its content must be written before any later step runs."""
         with self._lock:
             if self.reuse and digest not in self._block and block not in self._digest:
                 self._digest[block], self._block[digest] = digest, block
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Release what a request held. Its last blocks are reused before its first, which are more useful to
-        others."""
+        """Release the blocks of a request.
+
+        Its last blocks are reused before its first ones, which other prompts are more likely to share.
+        """
         with self._lock:
             for block in reversed(list(blocks)):
                 self._holders[block] -= 1

@@ -1,8 +1,8 @@
-"""Which worker holds which part of a KV cache, and which sends what to whom in a transfer between replicas.
+"""Which worker holds which part of a KV cache, and which worker sends what to which in a transfer.
 
-A worker holds the layers of its pipeline stage and the KV heads of its tensor-parallel rank. Two replicas of
-different shapes cut the same (layer, head) grid differently; a transfer plan maps one to the other: every
-cell that a destination worker holds comes from exactly one source worker.
+A worker holds the layers of its pipeline stage and the KV heads of its tensor-parallel rank. Replicas of
+different shapes divide the same (layer, head) grid differently. A transfer plan maps one division to the
+other: each cell that a destination worker holds comes from exactly one source worker.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class KvTransfer:
 def head_range(rank: int, degree: int, kv_heads: int) -> tuple[int, int]:
     """Global KV heads [first, end) of a tensor-parallel rank.
 
-    Heads are split evenly; with more ranks than heads each head is replicated on degree / kv_heads
+    Heads are split evenly. With more ranks than heads, each head is replicated on degree / kv_heads
     neighbouring ranks.
 
     Raises
@@ -90,9 +90,9 @@ def transfers(source: Stages, destination: Stages, kv_heads: int) -> tuple[KvTra
 
     Notes
     -----
-    If the source replicates a head, the copies share the work: the (layer, destination) cells of that head
-    are dealt in turn, by layer. So the copies' loads differ by one cell at most, and all copies have
-    something to send as soon as the first layers are computed.
+    If the source replicates a head, the copies share the work: they take turns with the (layer, destination)
+    cells of that head, layer by layer. So their loads differ by at most one cell, and all have something to
+    send as soon as the first layers are computed.
     """
     wanted = _cells_wanted(destination, kv_heads)
     if missing := sorted(set(wanted) - {layer for stage in source for layer in _layers(stage)}):
@@ -116,7 +116,7 @@ def outgoing(source: Stages, worker: str, destination: Stages, kv_heads: int) ->
 
 
 def even_share(rank: int, degree: int, size: int) -> tuple[int, int]:
-    """Rows [first, end) of a dimension cut into `degree` equal pieces, the last ones shorter or empty."""
+    """Rows [first, end) of one of `degree` equal pieces of a dimension; the last may be shorter or empty."""
     width = math.ceil(size / degree)
     return min(rank * width, size), min((rank + 1) * width, size)
 
@@ -135,7 +135,7 @@ def _holders(stage: StageShape, kv_heads: int) -> list[list[str]]:
 
 
 def _cells_wanted(stages: Stages, kv_heads: int) -> dict[int, list[tuple[str, int]]]:
-    """(worker, head) pairs by layer."""
+    """The (worker, head) pairs that need each layer, by layer."""
     wanted: dict[int, list[tuple[str, int]]] = {}
     for stage in stages:
         pairs = [
@@ -149,7 +149,7 @@ def _cells_wanted(stages: Stages, kv_heads: int) -> dict[int, list[tuple[str, in
 
 
 def _merged(dealt: dict[tuple[str, str, int], list[int]]) -> tuple[KvTransfer, ...]:
-    """Merge cells to few rectangles: first layers to runs, then heads with equal runs of layers."""
+    """Merge cells into few rectangles: first layers into runs, then heads with the same runs of layers."""
     heads: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
     for (source, destination, head), layers in dealt.items():
         for first, end in _runs(layers):

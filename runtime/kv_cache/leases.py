@@ -1,4 +1,4 @@
-"""Time limits on how long blocks are kept for KV caches that do not arrive."""
+"""Leases: how long a decode replica keeps blocks reserved for a KV cache that does not arrive."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 
 class Leases:
-    """The leases of requests whose KV cache is expected; all have the same length.
+    """The leases of requests that wait for their KV cache; all have the same length.
 
     Parameters
     ----------
-    lease_s : length of a lease
+    lease_s : length of a lease, in seconds
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -19,12 +19,12 @@ class Leases:
         self._since_s: dict[str, float] = {}
 
     def begin(self, request_id: str) -> None:
-        """Start a request's lease, or start it again."""
+        """Start or restart a request's lease."""
         self._since_s.pop(request_id, None)
         self._since_s[request_id] = time.monotonic()
 
     def over(self) -> Iterator[str]:
-        """The requests whose lease has expired, each once."""
+        """Remove and yield the requests whose lease has expired."""
         limit_s = time.monotonic() - self.lease_s
         while self._since_s and next(iter(self._since_s.values())) <= limit_s:
             request_id = next(iter(self._since_s))

@@ -1,7 +1,7 @@
-"""The geometry of a worker's KV cache, for any engine: where a request's tokens are, and how many bytes.
+"""The geometry of a worker's KV cache, for all engines: where a request's tokens are and how large they are.
 
-All workers of a replica use the same block numbers: each block holds the same tokens everywhere, in the
-layers and heads of that worker. The driver hands blocks out (`blocks.py`).
+All workers of a replica use the same block numbers: on every worker a block holds the same tokens, for the
+layers and heads of that worker. The driver hands out blocks (`blocks.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runtime.kv_cache.layout import Part
 
 @dataclass(frozen=True, slots=True)
 class PageShape(ABC):
-    """What a worker's cache holds of each token: layers, heads, sizes."""
+    """What a worker's cache holds for each token: layers, heads, sizes."""
 
     part: Part
     head_dim: int
@@ -33,16 +33,16 @@ class PageShape(ABC):
     @property
     @abstractmethod
     def dtype_name(self) -> str:
-        """The type of a value; both ends of a transfer must have the same."""
+        """The type of the values, which must be the same at both ends of a transfer."""
 
     @property
     @abstractmethod
     def bytes_per_token_cell(self) -> int:
-        """Bytes of the key and value of one token in one (layer, head) cell."""
+        """Bytes of one token's key and value in one (layer, head) cell."""
 
 
 class Pages:
-    """Blocks of `block_tokens` tokens; a slot holds one token. Layers and heads are global numbers."""
+    """Blocks of `block_tokens` slots, one token each. Layers and heads are numbered as in the model."""
 
     shape: PageShape
 
@@ -50,7 +50,7 @@ class Pages:
         self.shape, self.blocks, self.block_tokens = shape, blocks, block_tokens
 
     def slots(self, table: Sequence[int], first_token: int, end_token: int) -> np.ndarray:
-        """The slots of a request's tokens [first, end): [tokens] int64."""
+        """The slots of a request's tokens [first_token, end_token), as int64 array [tokens]."""
         size = self.block_tokens
         first_block = first_token // size
         blocks = np.asarray(table[first_block : -(-end_token // size)], dtype=np.int64)
@@ -58,7 +58,7 @@ class Pages:
         return slots[first_token - first_block * size : end_token - first_block * size]
 
     def runs(self, table: Sequence[int], first_token: int, end_token: int) -> np.ndarray:
-        """The same slots as runs [first, end), one for neighbouring blocks: [runs, 2] int64."""
+        """The same slots as int64 array [runs, 2] of ranges [first, end); adjacent blocks share a range."""
         size = self.block_tokens
         if first_token >= end_token:
             return np.empty((0, 2), np.int64)

@@ -1,4 +1,4 @@
-"""The KV cache of one worker in torch: keys and values in a pool of blocks (`pages.py`)."""
+"""One worker's KV cache as a torch tensor: keys and values in a pool of blocks (`pages.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.kv_cache.pages import Pages, PageShape
 
 @dataclass(frozen=True, slots=True)
 class CacheShape(PageShape):
-    """What a worker's cache holds of each token."""
+    """What a worker's cache holds for each token, with torch type and device."""
 
     dtype: torch.dtype
     device: torch.device
@@ -26,7 +26,7 @@ class CacheShape(PageShape):
 
 
 class PagedCache(Pages):
-    """A pool of keys and values. On a CPU it takes memory only as far as it is used.
+    """A pool of keys and values. On a CPU, memory is taken only when a block is first used.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class PagedCache(Pages):
 
     Parameters
     ----------
-    pool : memory of that shape to use instead of allocating
+    pool : tensor of that shape to use; None: allocate one
     """
 
     shape: CacheShape
@@ -47,5 +47,5 @@ class PagedCache(Pages):
         self.pool = torch.empty(size, dtype=shape.dtype, device=shape.device) if pool is None else pool
 
     def layer(self, layer: int) -> torch.Tensor:
-        """Keys and values of a layer: [2, slots, heads, head_dim], a view."""
+        """A view of the keys and values of a layer: [2, slots, heads, head_dim]."""
         return self.pool[layer - self.shape.part.first_layer]

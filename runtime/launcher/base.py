@@ -1,4 +1,4 @@
-"""The interface of a launcher: it turns configurations into connected, ready workers."""
+"""The interface of launchers, which turn configurations into connected, ready workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Launcher(ABC):
 
     Attributes
     ----------
-    can_change : whether it implements `change`, which switching to another placement needs
+    can_change : whether the launcher implements `change`, which a switch to another placement needs
     """
 
     can_change: ClassVar[bool] = False
@@ -28,12 +28,12 @@ class Launcher(ABC):
 
         Parameters
         ----------
-        source : what error messages call the placement
+        source : name of the placement in error messages
         emulated : the devices need not exist
 
         Raises
         ------
-        InputError : with the remedy
+        InputError : a machine or device is out of reach
         """
 
     @abstractmethod
@@ -42,23 +42,23 @@ class Launcher(ABC):
     ) -> dict[str, WorkerLink]:
         """Start every worker and wait until all are ready; returns the links by worker.
 
-        report gets lines of progress. After an error, call `stop`.
+        `report` receives lines of progress. After an error, call `stop`.
 
         Raises
         ------
-        InputError : a worker refused what the user gave it
+        InputError : a worker refused something that the user gave
         HexGen2Error : a worker failed or was not ready in time
         """
 
     @abstractmethod
     async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, WorkerLink]:
-        """End what is left of a replica's workers and start them again; returns the links once all are ready.
+        """Kill what is left of a replica's workers and restart them; returns the links once all are ready.
 
-        The other workers learn where these listen now.
+        The other workers learn the new addresses.
 
         Raises
         ------
-        HexGen2Error : a worker failed or was not ready in time; none of them is left
+        HexGen2Error : a worker failed or was not ready in time; none of them is left running
         """
 
     async def change(
@@ -66,35 +66,35 @@ class Launcher(ABC):
     ) -> dict[str, WorkerLink]:
         """End some workers for good and start others; returns the links of the new ones once they are ready.
 
-        The workers that stay learn who is there now, and where.
+        The workers that stay learn the addresses of the new ones.
 
         Parameters
         ----------
-        ended : workers whose replicas serve nothing any more; they may be gone already
-        started : configurations of new workers, also on the GPUs of those that ended
+        ended : workers of replicas that no longer serve requests; they may have ended already
+        started : configurations of new workers, which may use the GPUs of those that ended
 
         Raises
         ------
-        HexGen2Error : a worker failed or was not ready in time; none of the new ones is left
+        HexGen2Error : a worker failed or was not ready in time; none of the new ones is left running
         """
-        raise HexGen2Error("this launcher cannot change its workers while it serves")
+        raise HexGen2Error("this launcher cannot change workers while serving")
 
     def unreachable(self, workers: Collection[str]) -> list[str]:
-        """Those of these workers (or GPUs that could have one) whose machine is gone or never joined."""
+        """The workers among these (or GPUs that could have one) whose machine is gone or never joined."""
         return []
 
     async def until_reachable(self, workers: Collection[str]) -> None:
-        """Wait until the machines of these workers are there; for ever if one is gone for good."""
+        """Wait until the machines of these workers are reachable; never returns if one is gone for good."""
         return None
 
     @abstractmethod
     async def stop(self) -> None:
-        """Stop every worker, gracefully first, and leave no process behind. May be called twice."""
+        """Stop every worker, gracefully if possible, and leave no process behind. May be called twice."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End every worker at once, without waiting."""
+        """Kill every worker, without waiting."""
 
     def views(self) -> dict[str, Callable[[], Any]]:
-        """What the API shows of the launcher while it serves: functions that return JSON values, by path."""
+        """Extra paths for the API while the fleet serves, each with a function that returns a JSON value."""
         return {}

@@ -1,4 +1,4 @@
-"""From a placement to what each worker is told at its start."""
+"""Turns a placement into the configuration message of each worker."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from runtime.routing.kv_budget import kv_budgets
 
 
 def device_of(placement: Placement, gpu: str) -> str:
-    """The torch device of a GPU id, with all nodes on this machine: "cpu" or "cuda:N".
+    """The torch device of a GPU id when all nodes are on this machine: "cpu" or "cuda:N".
 
-    GPUs of several nodes are numbered one node after the other, so that two nodes described on one
-    machine never share a card.
+    The GPUs of all nodes are numbered consecutively, so that two nodes on one machine never share a GPU.
     """
     if is_cpu(placement, gpu):
         return "cpu"
@@ -48,7 +47,7 @@ def device_of(placement: Placement, gpu: str) -> str:
 
 
 def stage_shapes(replica: Replica) -> tuple[StageShape, ...]:
-    """The stages of a replica as they are written on the wire."""
+    """The stages of a replica as messages carry them."""
     return tuple(
         StageShape(workers=tuple(stage.gpus), first_layer=stage.layers[0], end_layer=stage.layers[1])
         for stage in replica.stages
@@ -56,8 +55,10 @@ def stage_shapes(replica: Replica) -> tuple[StageShape, ...]:
 
 
 def shares_of(cores: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Cores for the CPU workers of this machine: as many for each, neighbours together; none if there are not
-    two for each, so that the system may move them about."""
+    """Divide this machine's cores evenly among its CPU workers, neighbouring cores to the same worker.
+
+    With fewer than two cores per worker the result is empty: the operating system then schedules them freely.
+    """
     count = len(cores) // max(len(workers), 1)
     if count < 2:
         return {}
@@ -65,8 +66,10 @@ def shares_of(cores: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[i
 
 
 def emulated_links(placement: Placement) -> dict[str, tuple[KvLink, ...]]:
-    """What the placement's cluster has between prefill workers and all other GPUs, by the worker that sends:
-    after a re-plan, caches may have to go to any of them."""
+    """The cluster's links from each prefill worker to every other GPU, by the sending worker.
+
+    All other GPUs, because after a re-plan KV caches may go to any of them.
+    """
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     senders = [gpu for replica in placement.replicas if replica.role == "prefill" for gpu in replica.gpus]
     index = {gpu: number for number, gpu in enumerate(cluster.gpu_ids)}
@@ -87,19 +90,24 @@ def emulated_links(placement: Placement) -> dict[str, tuple[KvLink, ...]]:
 
 
 def _check_transport(name: str, on_cpu: list[bool]) -> None:
-    """Refuse at the launch what every request would fail with."""
+    """Refuse a transport with which every request would fail.
+
+    Raises
+    ------
+    InputError : the transport does not suit these devices, or its package is not installed
+    """
     if (name in GPU_TRANSPORTS and any(on_cpu)) or (name in CPU_TRANSPORTS and not all(on_cpu)):
         kind = "GPUs" if name in GPU_TRANSPORTS else "CPUs"
         others = ", ".join(each for each in KV_TRANSPORTS if each not in GPU_TRANSPORTS + CPU_TRANSPORTS)
-        problem = f"is between {kind} only, and the placement has others"
+        problem = f"works between {kind} only, and the placement has other devices"
         raise InputError("--kv-transport", name, problem, f"use one of {others}")
     if name == NIXL and importlib.util.find_spec(NIXL) is None:
-        problem = "the package nixl is not installed"
+        problem = "the Python package nixl is not installed"
         raise InputError("--kv-transport", name, problem, "pip install '.[nixl]', or use auto")
 
 
 def _emulated_transport(name: str) -> str:
-    """The emulated engine has its own, over TCP."""
+    """The transport of the emulated engine, which has its own over TCP."""
     if name not in ("auto", "tcp"):
         raise InputError("--kv-transport", name, "is not for the emulated engine", "use auto or tcp")
     return EMULATED
@@ -112,14 +120,14 @@ def configurations(
     options: EngineOptions = DEFAULTS,
     engine: str = TORCH,
 ) -> dict[str, Configure]:
-    """The first message of every worker, by worker, in the placement's order.
+    """The first message to every worker, by worker, in the placement's order.
 
-    All workers hold the KV cache in one type: the one in `options`, or float32 as soon as one of them is a
-    CPU (its fast type), else `gpu_dtype`.
+    All workers hold the KV cache in the same type: the one in `options`. If that is "auto": float32 if any
+    worker is a CPU (on which float32 is fast), else `gpu_dtype`.
 
     Raises
     ------
-    InputError : the transport in `options` is not for these devices, or not installed
+    InputError : the transport in `options` does not suit these devices, or its package is not installed
     """
     secret, block = secrets.token_hex(32), options.block_tokens
     budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}

@@ -1,4 +1,4 @@
-"""All workers on this machine."""
+"""The local launcher: starts every worker on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.protocol.to_workers import Configure, Shutdown
 
 
 class LocalLauncher(WorkersLauncher):
-    """Workers that are processes of this machine, each on a socket pair of its own."""
+    """Starts workers as processes of this machine, each connected by a socket pair."""
 
     def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
         super().__init__(start_timeout_s)
@@ -27,7 +27,7 @@ class LocalLauncher(WorkersLauncher):
                 raise InputError(
                     source,
                     f"cluster.nodes.{node.name}.address",
-                    f"{node.address} is another machine, and the local launcher starts workers here only",
+                    f"{node.address} is another machine; the local launcher starts workers only on this one",
                     "remove the addresses to serve on this machine",
                 )
         if not emulated:
@@ -71,7 +71,7 @@ def _is_this_machine(address: str) -> bool:
 
 
 def _check_cuda(placement: Placement, source: str) -> None:
-    """Every GPU that the placement uses must be here; asks torch only if it uses one."""
+    """Check that every GPU of the placement is present; imports torch only if the placement uses GPUs."""
     gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
     needed = {gpu: device for gpu in gpus if (device := device_of(placement, gpu)) != "cpu"}
     if not needed:
@@ -84,6 +84,6 @@ def _check_cuda(placement: Placement, source: str) -> None:
             raise InputError(
                 source,
                 gpu,
-                f"needs {device}, and torch sees {present} CUDA devices here",
-                "launch on a machine with these GPUs, or search a placement for the devices at hand",
+                f"needs {device}, but torch sees {present} CUDA devices here",
+                "launch on a machine with these GPUs, or search a placement for the GPUs of this one",
             )

@@ -1,4 +1,4 @@
-"""Workers on other machines: each node's agent starts those of its GPUs, and carries their frames."""
+"""The p2p launcher: starts workers on other machines through the agent of each node."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from runtime.protocol.to_workers import Configure, Shutdown
 JOIN_TIMEOUT_S = 120.0
 STOP_GRACE_S = 10.0
 START_ATTEMPTS = 3
-SETTLE_S = 0.5  # for the end of a node to be known wherever it shows
+SETTLE_S = 0.5  # time for a node's departure to show in the roster as well as in its channels
 
 
 class P2pLauncher(WorkersLauncher):
-    """Has the agents of nodes start their workers, over one channel per replica and node.
+    """Asks each node's agent to start workers; one channel per replica and node carries their messages.
 
-    A node that is gone takes its replicas with it; nothing can be started on it until it is there again.
+    When a node is gone, so are its replicas; nothing can start on it until it is back.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class P2pLauncher(WorkersLauncher):
         self._cluster: list[str] = []
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
-        """Any placement will do, as far as can be known before its nodes have joined."""
+        """Accept any placement: nothing is known of its nodes until they have joined."""
         self._real = None if emulated else placement
         self._cluster = [node.name for node in placement.cluster.nodes]
 
@@ -106,8 +106,10 @@ class P2pLauncher(WorkersLauncher):
     async def _start_on_nodes(
         self, roster: Roster, workers: Sequence[str], report: Callable[[str], None]
     ) -> dict[str, WorkerLink]:
-        """Start workers once all their nodes are there; again if a node was gone for a moment meanwhile: this
-        process itself may have been busy with its imports for so long that a node gave it up."""
+        """Start workers once all their nodes have joined, and try again if a node was lost meanwhile.
+
+        The loss may be this process's own doing: while it imports packages it may not answer in time.
+        """
         attempts = 0
         while True:
             await self._join(roster, {node_of(worker) for worker in workers}, report)
@@ -141,9 +143,9 @@ class P2pLauncher(WorkersLauncher):
             for each in waiting:
                 each.cancel()
         missing, there = roster.missing(names), sorted(roster.nodes.keys() - set(names))
-        others = f" (others did: {', '.join(there)})" if there else ""
+        others = f" (nodes that did: {', '.join(there)})" if there else ""
         problem = f"{', '.join(missing)} did not join within {self._join_timeout_s:.0f} s{others}"
-        remedy = f"run `hexgen2 node --name {missing[0]}` there, and name its address with --join"
+        remedy = f"run `hexgen2 node --name {missing[0]}` on that machine and give its address with --join"
         raise InputError("--launcher p2p", "nodes", problem, remedy)
 
     async def _connect(self, workers: Sequence[str]) -> None:
@@ -160,14 +162,14 @@ class P2pLauncher(WorkersLauncher):
             await self._open(replica, nodes[name], name, own)
 
     def _settle(self, name: str, node: JoinedNode) -> None:
-        """Tell the workers of a node what is so there, if it has what they need."""
-        own = {worker: told for worker, told in self._configurations.items() if node_of(worker) == name}
+        """Check that a node has the hardware its workers need, and adapt their configurations to it."""
+        own = {worker: each for worker, each in self._configurations.items() if node_of(worker) == name}
         if self._real is not None:
             check_hardware(self._real, own, node.welcome)
         self._configurations |= on_node(own, node.welcome, self._checkpoint)
 
     async def _open(self, replica: str, node: JoinedNode, name: str, workers: Sequence[str]) -> None:
-        """A channel to a node's agent, which has been asked to start the replica's workers there."""
+        """Open a channel to a node's agent and ask it to start the replica's workers."""
         try:
             opened = await self._member.peers.open(node.target, WORKERS_SERVICE)
         except ConnectionError as error:
@@ -186,7 +188,7 @@ class P2pLauncher(WorkersLauncher):
         channel.send(request)
 
     def _end(self, workers: Sequence[str]) -> None:
-        """Close the channels of some replicas' workers: their agents end what is left of them."""
+        """Close the channels of these workers; their agents kill whatever is still running."""
         for worker in workers:
             self._links.pop(worker, None)
             if channel := self._channels.pop(worker, None):

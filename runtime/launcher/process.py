@@ -13,8 +13,9 @@ _SET_DEATH_SIGNAL, _SET_NAME, _NAME_BYTES = 1, 15, 15  # of prctl(2)
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends: the fork server, which ends with the front end.
 
-    A closed socket does not end a process that is stopped: it would stay for ever, and so would the fork
-    server, which waits for all that have a descriptor of it. There is no public call to give that up.
+    A closed socket does not end a process that is stopped: it would stay forever, and so would the fork
+    server, which waits for all processes that hold its descriptor. There is no public call to close that; the
+    private names used here were tried on Python 3.11.
     """
     server = getattr(forkserver, "_forkserver", None)
     descriptor = getattr(server, "_forkserver_alive_fd", None)

@@ -123,7 +123,8 @@ class WorkerProcesses:
 def _stop_helpers() -> None:
     """End the fork server and the resource tracker, which otherwise live as long as this process.
 
-    The standard library has no public call for it; its own tests use these.
+    The standard library has no public call for this; the private ones used here, which its own tests use too,
+    were tried on Python 3.11.
     """
     for helper in (
         getattr(forkserver, "_forkserver", None),

@@ -1,8 +1,8 @@
-"""Workers in an existing Ray cluster: a placement group for each replica, an actor for each worker.
+"""The Ray launcher: a placement group for each replica of an existing Ray cluster, an actor for each worker.
 
-Ray finds the machines and keeps the devices; messages go over a connection from each worker to the head,
-with a secret, and never through Ray. A replica that is lost is started again by the supervisor, in the same
-placement group, which Ray moves if its node is gone. A replica that leaves gives its group back.
+Ray chooses the machines and reserves the devices. Messages do not go through Ray: each worker connects to the
+head and authenticates with a secret. The supervisor restarts a lost replica in the same placement group,
+which Ray moves if its node is gone. When a replica leaves, its group is removed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Members = tuple[str, ...]
 
 
 class RayLauncher(WorkersLauncher):
-    """Workers as actors of the Ray cluster at RAY_ADDRESS, or of the one that runs on this machine."""
+    """Starts workers as actors of the Ray cluster at RAY_ADDRESS, or else of the one on this machine."""
 
     def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
         super().__init__(start_timeout_s)
@@ -48,8 +48,8 @@ class RayLauncher(WorkersLauncher):
 
     def check(self, placement: Placement, source: str, emulated: bool = False) -> None:
         if emulated:
-            problem = "has real devices to give only"
-            raise InputError("--launcher", "ray", problem, "emulate with --launcher local or p2p")
+            problem = "cannot emulate devices"
+            raise InputError("--launcher", "ray", problem, "use --launcher local or p2p")
         ray = _connected()
         self._placement = placement
         have = Counter({name: float(amount) for name, amount in ray.available_resources().items()})
@@ -62,10 +62,10 @@ class RayLauncher(WorkersLauncher):
                 continue
             if name in ("CPU", "GPU"):
                 problem = f"the placement needs {amount:g} {name}, and Ray has {have[name]:g} free"
-                remedy = "add machines to the Ray cluster, or end what runs there"
+                remedy = "add machines to the Ray cluster, or stop what is running there"
             else:
                 problem = f"no Ray node has the resource {name}"
-                remedy = f"start the node's Ray with --resources '{{\"{name}\": 1}}'"
+                remedy = f"start Ray on that node with --resources '{{\"{name}\": 1}}'"
                 if name.startswith("node:"):
                     remedy = "start Ray at this address, or correct the placement's addresses"
             raise InputError("--launcher", "ray", problem, remedy)
@@ -83,8 +83,8 @@ class RayLauncher(WorkersLauncher):
     async def change(
         self, ended: Sequence[str], started: Mapping[str, Configure], report: Callable[[str], None]
     ) -> dict[str, WorkerLink]:
-        stay = {worker: told for worker, told in self._configurations.items() if worker not in ended}
-        used = {_members(told) for told in (stay | dict(started)).values()}
+        staying = {worker: each for worker, each in self._configurations.items() if worker not in ended}
+        used = {_members(each) for each in (staying | dict(started)).values()}
         self._forget(ended)
         await asyncio.to_thread(self._give_back, [each for each in self._groups if each not in used])
         return await super().change(ended, started, report)
@@ -109,7 +109,7 @@ class RayLauncher(WorkersLauncher):
         self._give_back(list(self._groups))
 
     def _give_back(self, groups: Sequence[Members]) -> None:
-        """Have Ray let go of what some replicas had."""
+        """Remove the placement groups of some replicas."""
         import ray
 
         for members in groups:
@@ -117,7 +117,7 @@ class RayLauncher(WorkersLauncher):
                 ray.util.remove_placement_group(self._groups.pop(members))
 
     def _bundles(self, gpus: Sequence[str], cpu: bool) -> list[dict[str, float]]:
-        """Of a replica on these GPUs; where Ray has one node only, that is every node of the placement."""
+        """The resource bundles of a replica on these GPUs. A Ray cluster of one node stands for all nodes."""
         import ray
 
         assert self._placement is not None
@@ -130,18 +130,19 @@ class RayLauncher(WorkersLauncher):
         return [{key: value for key, value in bundle.items() if key not in names} for bundle in bundles]
 
     def _make_room(self, workers: Sequence[str]) -> None:
-        """Have a placement group for each replica of these workers, and wait until Ray has a place for it."""
+        """Create missing placement groups of these workers' replicas, and wait until Ray has placed all."""
         import ray
 
-        told = {_members(each): each for each in map(self._configurations.__getitem__, workers)}
-        for members, one in told.items():
+        replicas = {_members(each): each for each in map(self._configurations.__getitem__, workers)}
+        for members, configuration in replicas.items():
             if members not in self._groups:
-                bundles = self._bundles(members, one.device == "cpu")
+                bundles = self._bundles(members, configuration.device == "cpu")
                 self._groups[members] = ray.util.placement_group(bundles, strategy="PACK")
-        for members, one in told.items():
+        for members, configuration in replicas.items():
             if not self._groups[members].wait(PLACE_TIMEOUT_S):
                 resources = ", ".join(f"{key} {value:g}" for key, value in ray.available_resources().items())
-                raise HexGen2Error(f"Ray found no place for replica {one.replica} (free: {resources})")
+                problem = f"Ray could not place replica {configuration.replica}"
+                raise HexGen2Error(f"{problem} (free resources: {resources})")
 
     async def _connect(self, workers: Sequence[str]) -> None:
         import ray
@@ -158,15 +159,15 @@ class RayLauncher(WorkersLauncher):
         except ray.exceptions.RayError as error:
             raise HexGen2Error(f"Ray could not start the workers: {' '.join(str(error).split())}") from error
         for worker, host in zip(addresses, hosts, strict=True):
-            told = self._configurations[worker]
-            device = "cpu" if told.device == "cpu" else "cuda:0"  # Ray shows a worker its own GPU only
+            configuration = self._configurations[worker]
+            cpu = configuration.device == "cpu"
             self._configurations[worker] = msgspec.structs.replace(
-                told,
+                configuration,
                 host=host,
-                device=device,
+                device="cpu" if cpu else "cuda:0",  # Ray shows a worker only its own GPU
                 cores=(),
-                threads=1 if told.device == "cpu" else told.threads,
-                secret="",  # it went by Ray: others may read our streams
+                threads=1 if cpu else configuration.threads,
+                secret="",  # the worker has it from Ray; others may be able to read our connections
             )
         self._links |= {worker: await StreamLink.over(await coming[worker]) for worker in workers}
 
@@ -174,8 +175,8 @@ class RayLauncher(WorkersLauncher):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        told = self._configurations[worker]
-        members, cpu = _members(told), told.device == "cpu"
+        configuration = self._configurations[worker]
+        members, cpu = _members(configuration), configuration.device == "cpu"
         bundle = list(gpus_by_node(members)).index(node_of(worker))
         return (
             ray.remote(WorkerActor)
@@ -201,13 +202,13 @@ class RayLauncher(WorkersLauncher):
                     ray.kill(actor)
 
 
-def _members(told: Configure) -> Members:
-    """The workers of a worker's replica, in the order of its stages."""
-    return tuple(worker for stage in told.stages for worker in stage.workers)
+def _members(configuration: Configure) -> Members:
+    """All workers of the replica that this configuration belongs to, in the order of its stages."""
+    return tuple(worker for stage in configuration.stages for worker in stage.workers)
 
 
 async def _drained(link: WorkerLink) -> None:
-    """Until the worker at the other end has gone."""
+    """Wait until the worker at the other end has closed its connection."""
     with contextlib.suppress(HexGen2Error):
         while await link.receive() is not None:
             pass
@@ -218,12 +219,12 @@ def _connected() -> Any:
 
     Raises
     ------
-    InputError : it is not installed, or no cluster answers
+    InputError : ray is not installed, or no cluster answers
     """
     try:
         import ray
     except ModuleNotFoundError as error:
-        problem = "the package ray is not installed"
+        problem = "the Python package ray is not installed"
         raise InputError("--launcher", "ray", problem, "pip install 'hexgen2[ray]'") from error
     if ray.is_initialized():
         return ray
@@ -239,7 +240,7 @@ def _connected() -> Any:
 
 
 def _check_answers(address: str) -> None:
-    """Raise OSError if nobody is at an address of host and port; Ray itself would ask for minutes."""
+    """Raise OSError if nothing listens at this host:port; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), timeout=ANSWER_TIMEOUT_S).close()

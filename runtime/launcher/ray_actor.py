@@ -1,4 +1,4 @@
-"""The actor that holds a worker's place in a Ray cluster, and the process that it starts there."""
+"""The Ray actor that reserves a worker's GPU, and the worker process that it starts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ PURPOSE = "worker"
 
 
 class WorkerActor:
-    """Runs in an actor of Ray, which gives it its GPU; the worker is a process of its own, so that it may end
-    as workers do. It ends with the actor, too: its stdin closes."""
+    """A Ray actor with one GPU that starts a worker in a process of its own.
+
+    The worker may therefore exit without taking the actor with it. When the actor ends, the worker's stdin
+    closes, and the worker exits.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, worker: str, head: tuple[str, int], secret: str) -> str:
-        """Start the worker, which connects to the head; the address of this machine."""
+        """Start the worker, which connects to the head; returns the address of this machine."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "runtime.launcher.ray_actor", worker, head[0], str(head[1])],
             stdin=subprocess.PIPE,
@@ -36,7 +39,7 @@ class WorkerActor:
         return ray.util.get_node_ip_address()
 
     def end(self) -> None:
-        """Kill the worker, and wait for its end."""
+        """Kill the worker and wait until it has exited."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -49,7 +52,7 @@ def _end_with_the_actor() -> None:
 
 
 def main(worker: str, host: str, port: str) -> None:
-    """Body of the worker's process."""
+    """Run the worker process: connect to the head and serve it."""
     from runtime.worker.process import worker_main
 
     secret = sys.stdin.readline().strip()

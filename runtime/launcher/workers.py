@@ -1,4 +1,4 @@
-"""What all launchers of our own workers share: who is told what, and when, wherever the workers run."""
+"""The base of the local, p2p and Ray launchers: the start sequence and changes of workers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ START_TIMEOUT_S = 600.0
 
 
 class WorkersLauncher(Launcher):
-    """Takes workers to Ready, ends them, and tells those that stay where the others are.
+    """Brings workers to Ready, ends them, and tells the remaining ones where the others listen.
 
-    Each launcher of this kind adds how processes are started (`_connect`) and ended (`_end`, `_until_ended`).
+    Subclasses say how processes are started (`_connect`) and ended (`_end`, `_until_ended`).
     """
 
     can_change = True
@@ -49,8 +49,9 @@ class WorkersLauncher(Launcher):
         except BaseException:
             self._forget(list(started))
             raise
-        # The new ones are told too: others that started beside them may listen only now. Workers that are
-        # still starting are not: they would take it for their first Connect, with outdated addresses.
+        # New workers get this too, because workers that started at the same time may have begun to listen
+        # only now. Workers that are still starting do not: they would take it for their first Connect, with
+        # outdated addresses.
         for worker in self._ready:
             self._links[worker].send(connect_message(self._configurations, self._listening, worker))
         return links
@@ -69,7 +70,7 @@ class WorkersLauncher(Launcher):
         return links
 
     def _forget(self, workers: Sequence[str]) -> None:
-        """End some workers, and tell nobody any more where they listen."""
+        """End some workers and drop their addresses."""
         self._ready.difference_update(workers)
         for worker in workers:
             self._listening.pop(worker, None)
@@ -77,19 +78,23 @@ class WorkersLauncher(Launcher):
 
     @abstractmethod
     async def _connect(self, workers: Sequence[str]) -> None:
-        """Start the processes of some workers. Links go into `_links` as soon as they exist, and what only
-        the workers' machine knows (its address, say) into `_configurations`.
+        """Start the processes of some workers.
+
+        Put links into `_links` as soon as they exist, and what only the workers' machine knows, such as its
+        address, into `_configurations`.
 
         Raises
         ------
-        HexGen2Error : they cannot be started
+        HexGen2Error : the processes cannot be started
         """
 
     @abstractmethod
     def _end(self, workers: Sequence[str]) -> None:
-        """End some workers at once, even stopped or half-started ones, and close their links. They may
-        be gone already."""
+        """Kill some workers, even stopped or half-started ones, and close their links.
+
+        The workers may have ended already.
+        """
 
     async def _until_ended(self, workers: Sequence[str]) -> None:
-        """Wait a while until these workers have ended, since others are about to take their devices."""
+        """Wait, within a time limit, until these workers have ended and their devices are free."""
         return None

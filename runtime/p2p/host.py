@@ -1,4 +1,4 @@
-"""Peers: the node's place among the others, for asyncio. libp2p itself runs in one thread of its own."""
+"""Connections and channels to other nodes, for asyncio; libp2p itself runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEET_EVERY_S = 2.0
-REMIND_EVERY_S = 60.0  # of a bootstrap peer that cannot be joined
+REMIND_EVERY_S = 60.0  # how often an unreachable bootstrap peer is reported again
 
 Handler = Callable[[Channel], Awaitable[None]]
 
 
 class Peers:
-    """One node of the network: it listens, keeps to its bootstrap peers, serves and opens channels.
+    """One node of the network: it listens, stays connected to its bootstrap peers, serves and opens channels.
 
     Parameters
     ----------
-    identity : who this node is
-    listen : multiaddrs, such as /ip4/0.0.0.0/tcp/7400; port 0 for any
-    network_key : 32 bytes that all nodes of the private network share; None for no private network
-    allowed : the peer ids that may connect; None for whoever has the network key
-    bootstrap : multiaddrs with /p2p/PEER_ID that this node stays connected to
-    mdns : also find peers of the same private network on the local network
-    protocol : version of what goes through the channels; peers with another one are refused
+    identity : key pair of this node
+    listen : multiaddrs to listen on, such as /ip4/0.0.0.0/tcp/7400; port 0 for any free port
+    network_key : 32 bytes that all nodes of the private network share; None: no private network
+    allowed : peer ids that may connect; None: everybody who has the network key
+    bootstrap : multiaddrs with /p2p/PEER_ID of peers to stay connected to
+    mdns : also find peers of the same private network on the local network by multicast DNS
+    protocol : version of the messages on channels; peers with a different one are refused
 
     Raises
     ------
-    InputError : neither a network key nor a list, or a bad bootstrap address
+    InputError : there is neither a network key nor a list of allowed peers, or a bootstrap address is invalid
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Peers:
     ) -> None:
         if network_key is None and allowed is None:
             problem = "anybody could connect"
-            raise InputError("peers", "", problem, "give a network key, or a list of allowed peers")
+            raise InputError("peers", "", problem, "give a network key or a list of allowed peers")
         for address in bootstrap:
             peer_of(address)
         self.peer_id = identity.peer_id
@@ -86,15 +86,15 @@ class Peers:
 
     @property
     def refused(self) -> dict[str, int]:
-        """How often each stranger was refused, by peer id, or by address if it did not get so far."""
+        """How often each stranger was refused, by peer id, or by IP address if it proved no id."""
         return self._gate.refused
 
     async def start(self) -> None:
-        """Listen and begin to connect.
+        """Begin to listen and to connect.
 
         Raises
         ------
-        InputError : an address can't be listened on, or has no multicast for mDNS
+        InputError : an address cannot be listened on, or has no multicast for mDNS
         """
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = loop.create_future()
@@ -105,7 +105,7 @@ class Peers:
             await self._announce()
 
     async def stop(self) -> None:
-        """Close every channel, with what was sent delivered, and end the thread; again is no harm."""
+        """Close every channel after delivering what was sent, and end the thread. May be called twice."""
         if not self._running:
             return
         self._running = False
@@ -129,8 +129,10 @@ class Peers:
             await neighbours.start()
         except OSError as error:
             await self.stop()
-            problem = f"no multicast where this node listens: {error.strerror or error}"
-            raise InputError("--mdns", "", problem, "name other nodes with --join") from error
+            problem = f"the interface of --listen has no multicast: {error.strerror or error}"
+            raise InputError(
+                "--mdns", "", problem, "give the addresses of other nodes with --join"
+            ) from error
         self._neighbours = neighbours
         self._keep(self._meet(neighbours))
 
@@ -139,7 +141,7 @@ class Peers:
         self.connect(peer_id)
 
     async def _meet(self, neighbours: Neighbours) -> None:
-        """Connect to one neighbour at random of those that are not connected, now and then."""
+        """Every MEET_EVERY_S, connect to one random neighbour that is not connected."""
         while True:
             await asyncio.sleep(MEET_EVERY_S)
             if unmet := neighbours.known.keys() - self.connected:
@@ -151,30 +153,30 @@ class Peers:
         task.add_done_callback(self._tasks.discard)
 
     def serve(self, service: str, handler: Handler) -> None:
-        """Call this with each channel that a peer opens to this service; its return closes the channel."""
+        """Call `handler` with each channel that peers open to this service, then close the channel."""
         self._handlers[service] = handler
         self._thread.serve(service)
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Where a peer may be reached, for `open`."""
+        """Remember the addresses of a peer for `open` and `connect`."""
         self._known[peer_id] = tuple(addresses)
 
     def forget(self, peer_id: str) -> None:
-        """Remember no more where a peer may be reached."""
+        """Forget the addresses of a peer."""
         self._known.pop(peer_id, None)
 
     def connect(self, peer_id: str) -> None:
-        """Try once to connect to a peer whose addresses are known; `on_peer_joined` tells if it worked."""
+        """Try once to connect to a peer with known addresses; success calls `on_peer_joined`'s callbacks."""
         if self._running and peer_id in self._known and peer_id not in self.connected:
             self._thread.bridge.to_trio(self._thread.found, peer_id, list(self._known[peer_id]))
 
     async def open(self, target: str, service: str) -> Channel:
-        """A channel to a service of a peer: by its id, or by a multiaddr with /p2p/PEER_ID.
+        """Open a channel to a service of a peer, given by its id or by a multiaddr with /p2p/PEER_ID.
 
         Raises
         ------
-        ConnectionError : not reached, or it does not serve that, within some seconds; names the peer
-        InputError : the address is none
+        ConnectionError : the peer was not reached in time, or does not offer the service
+        InputError : the multiaddr is invalid
         """
         by_address = target.startswith("/")
         peer_id = peer_of(target) if by_address else target
@@ -187,48 +189,50 @@ class Peers:
         try:
             return await future
         except ConnectionError as error:
-            raise ConnectionError(f"peer {peer_id}: service {service} not reached: {error}") from None
+            raise ConnectionError(f"peer {peer_id}: cannot open service {service}: {error}") from None
         finally:
             self._opening.pop(ticket, None)
 
     def on_peer_lost(self, callback: Callable[[str], None]) -> None:
-        """Call this with the id of each peer whose last connection is gone."""
+        """Call `callback` with the id of each peer whose last connection is gone."""
         self._on_lost.append(callback)
 
     def on_peer_joined(self, callback: Callable[[str], None]) -> None:
-        """Call this with the id of each peer that is connected from now on."""
+        """Call `callback` with the id of each peer that becomes connected."""
         self._on_joined.append(callback)
 
     def on_measured(self, callback: Callable[[str, float], None]) -> None:
-        """Call this with a peer id and milliseconds whenever a ping comes back."""
+        """Call `callback` with the peer id and the milliseconds of each answered ping."""
         self._on_measured.append(callback)
 
     def on_not_joined(self, callback: Callable[[str], None]) -> None:
-        """Call this with a line for the operator if a bootstrap peer cannot be joined, and now and then."""
+        """Call `callback` with a line for the operator while a bootstrap peer cannot be joined."""
         self._on_not_joined.append(callback)
 
     @property
     def refused_by_all(self) -> bool:
-        """Whether this node has no way into the network as options are: every bootstrap peer refuses it or is
-        refused by it, nobody is connected, and there is no mDNS to find others."""
+        """Whether this node has no way into the network until somebody changes options.
+
+        True if all bootstrap peers refuse this node or are refused, no peer is connected, and mDNS is off.
+        """
         return self._all_refused.is_set()
 
     async def until_refused_by_all(self) -> list[str]:
-        """Wait for that; returns why, for each bootstrap peer."""
+        """Wait until `refused_by_all`; returns the reason for each bootstrap peer."""
         await self._all_refused.wait()
         return list(self._not_joined.values())
 
-    # what the other thread tells
+    # callbacks of the libp2p thread
 
     def started(self, addresses: list[str]) -> None:
-        """It listens."""
+        """The thread listens on these addresses."""
         self.addresses, self._running = addresses, True
         self._started.set_result(None)
 
     def ended(self, error: BaseException | None) -> None:
-        """The thread is at its end; if by an error, so is every channel."""
+        """The thread has ended, perhaps with an error; all channels end too."""
         if error is not None and self._started.done():
-            log.error("the peer-to-peer network ended: %s", error_line(error))
+            log.error("the peer-to-peer network failed: %s", error_line(error))
         self._running = False
         for channel in list(self._channels):
             channel.end()
@@ -238,7 +242,9 @@ class Peers:
         for peer_id in list(self.connected):
             self.lost(peer_id)
         if not self._started.done():
-            self._started.set_exception(error or ConnectionError("the network ended at its start"))
+            self._started.set_exception(
+                error or ConnectionError("the peer-to-peer network ended while it was starting")
+            )
         self._ended.set_result(None)
 
     def joined(self, peer_id: str) -> None:
@@ -258,7 +264,7 @@ class Peers:
             callback(peer_id)
 
     def not_joined(self, address: str, reason: str, final: bool) -> None:
-        """A bootstrap peer could not be joined; final: it will not be, until somebody changes something."""
+        """A bootstrap peer could not be joined; final: retries are pointless until options change."""
         if final:
             self._not_joined[address] = reason
         others = {each for each in self._bootstrap if peer_of(each) != self.peer_id}
@@ -266,10 +272,10 @@ class Peers:
             self._all_refused.set()
         if self._notices.times(address, reason if final else ""):
             for callback in self._on_not_joined:
-                callback(f"not joined yet, trying on: {reason}")
+                callback(f"not joined yet, still trying: {reason}")
 
     def measured(self, peer_id: str, latency_ms: float) -> None:
-        """A ping came back."""
+        """A peer has answered a ping."""
         self.latency_ms[peer_id] = latency_ms
         for callback in self._on_measured:
             callback(peer_id, latency_ms)
@@ -291,7 +297,7 @@ class Peers:
             self._channels.discard(channel)
 
     def opened(self, ticket: int, channel: StreamChannel) -> None:
-        """A channel that this node asked for is there."""
+        """A channel that this node asked for is open."""
         future = self._opening.get(ticket)
         if future is None or future.done() or not self._running:
             channel.close()
@@ -301,7 +307,7 @@ class Peers:
             future.set_result(channel)
 
     def not_opened(self, ticket: int, reason: str) -> None:
-        """A channel that this node asked for can't be had."""
+        """A channel that this node asked for could not be opened."""
         future = self._opening.get(ticket)
         if future is not None and not future.done():
             future.set_exception(ConnectionError(reason))

@@ -1,4 +1,4 @@
-"""Who may start, and on which route: the queue of the requests that wait for KV cache room."""
+"""Decides which waiting request starts next, and on which route, once there is KV cache for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RoutesLeft = Callable[[Collection[str]], Iterable[Route]]
 
 
 class Waiting(Protocol):
-    """A request that waits, with the KV tokens that it takes."""
+    """A waiting request, with the KV cache tokens that it needs."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -32,13 +32,13 @@ Request = TypeVar("Request", bound=Waiting)
 
 
 class Admission(Generic[Request]):
-    """The first in the queue starts as soon as a route has room for it.
+    """Starts the first request in the queue as soon as a route has KV cache for it.
 
     Parameters
     ----------
-    queue : says who is first, and how many may wait
-    routes_left : the routes without the replicas that are lost (see reflow.py); None: the router's,
-        without those that lead to them
+    queue : decides which request is first, and how many may wait
+    routes_left : returns the routes without some lost replicas (see reflow.py); None: the router's routes
+        that do not touch them
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class Admission(Generic[Request]):
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """The queue, first to start first."""
+        """The queue, in the order in which requests will start."""
         return tuple(self._queue)
 
     @property
     def context_tokens(self) -> int:
-        """Prompt and output tokens that the roomiest route can hold; 0 without routes."""
+        """Prompt and output tokens that the route with the most KV cache can hold; 0 without routes."""
         return max((self._replicas[route.decode].kv_budget_tokens for route in self._in_sight), default=0)
 
     def check_serving(self) -> None:
-        """Raise Unavailable if no route is left, nor will be once those that start serve."""
+        """Raise Unavailable if there is no route, and starting replicas will not provide one either."""
         if not self._in_sight:
             raise Unavailable("no replica is left to serve: " + "; ".join(self.states.lost.values()))
 
@@ -76,7 +76,7 @@ class Admission(Generic[Request]):
 
         Returns
         -------
-        the request that must be withdrawn for it, if any
+        the request that must be withdrawn to make room for it, if any
 
         Raises
         ------
@@ -90,7 +90,7 @@ class Admission(Generic[Request]):
         return crowded_out
 
     def put_back(self, request: Request) -> None:
-        """Make a request that could not start, or must start again, the first."""
+        """Put a request that could not start, or must start again, at the head of the queue."""
         self._queue.appendleft(request)
 
     def withdraw(self, request: Request) -> None:
@@ -98,7 +98,7 @@ class Admission(Generic[Request]):
         self._queue.remove(request)
 
     def next(self) -> tuple[Request, Route] | None:
-        """Take out the first request with the route that it starts on now; None while it must wait."""
+        """Take out the first request, with the route that it starts on; None while it must wait."""
         if not self._queue:
             return None
         route = self.router.pick(self._has_room(self._queue.first()))
@@ -111,7 +111,7 @@ class Admission(Generic[Request]):
 
         Parameters
         ----------
-        returns : it is being started again, so that requests may wait for it
+        returns : it is being restarted, so requests may wait for it
 
         Returns
         -------
@@ -123,13 +123,13 @@ class Admission(Generic[Request]):
         return self._stranded()
 
     def give_up(self, replica_id: str) -> list[Request]:
-        """Stop expecting a lost replica back; the requests in the queue that can no longer start."""
+        """Stop expecting a lost replica back; returns the requests in the queue that can no longer start."""
         self.states.on(ReplicaEvent.GIVE_UP, replica_id)
         self._take_routes()
         return self._stranded()
 
     def restore(self, replica_id: str) -> None:
-        """Use a replica that has started, again or for the first time."""
+        """Use a replica that has started or restarted."""
         self.states.on(ReplicaEvent.SERVE, replica_id)
         self._take_routes()
 
@@ -138,22 +138,22 @@ class Admission(Generic[Request]):
 
         Parameters
         ----------
-        starting : its replicas that do not serve yet
-        forgotten : replicas that were lost and are not part of it
+        starting : replicas of the new placement that do not serve yet
+        forgotten : lost replicas that are not part of it
         """
         self._routes_left = routes_left
         self.states.begin_placement(starting, forgotten)
         self._take_routes()
 
     def retire(self, replica_ids: Collection[str]) -> list[Request]:
-        """Let no new requests begin on some replicas; the requests in the queue that can no longer start."""
+        """Start no more requests on some replicas; returns queued requests that can no longer start."""
         for replica_id in replica_ids:
             self.states.on(ReplicaEvent.RETIRE, replica_id)
         self._take_routes()
         return self._stranded()
 
     def _take_routes(self) -> None:
-        """Use the routes between the replicas that serve."""
+        """Update the routes to those between the replicas that serve."""
         absent, unexpected = self.states.absent, self.states.unexpected
         self.router = self.router.with_routes(self._routes_left(absent))
         self._to_come = tuple(self._routes_left(unexpected)) if absent != unexpected else ()
@@ -163,15 +163,15 @@ class Admission(Generic[Request]):
 
     @property
     def _in_sight(self) -> tuple[Route, ...]:
-        """The routes that there are, and those that there will be."""
+        """The current routes, and those that starting replicas will add."""
         return self.router.routes + self._to_come
 
     def can_ever_start(self, request: Request) -> bool:
-        """Whether a route is left that has room for the request while it serves nothing else."""
+        """Whether some route could hold the request if it served nothing else."""
         return any(self._could_hold(request, route) for route in self._in_sight)
 
     def _could_hold(self, request: Request, route: Route) -> bool:
-        """Whether the route has room for the request while it serves nothing else."""
+        """Whether the route could hold the request if it served nothing else."""
         prefill, decode = self._replicas[route.prefill], self._replicas[route.decode]
         if request.one_token:
             return request.capacity_tokens <= prefill.kv_budget_tokens
@@ -181,7 +181,7 @@ class Admission(Generic[Request]):
         )
 
     def _has_room(self, request: Request) -> Callable[[Route], bool]:
-        """Whether a route has room for the request now. Each replica is asked once, whatever its routes."""
+        """A test whether a route has KV cache for the request now; asks each replica only once."""
         prompt, whole, one_token = request.prompt_tokens, request.capacity_tokens, request.one_token
         begins: dict[str, bool] = {}
         ends: dict[str, bool] = {}

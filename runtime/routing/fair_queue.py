@@ -1,4 +1,4 @@
-"""The order of the requests that wait: first come, first served, or fair between clients."""
+"""The order of waiting requests: first come, first served, or fair between clients."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Generic, Protocol, TypeVar
 from runtime.routing.refusals import Overloaded, TooMany
 
 QUEUE_LIMIT = 256
-"""Requests that may wait, unless an option says otherwise."""
+"""Default number of requests that may wait."""
 IDLE_CLIENTS = 1024
-"""Clients that have nothing waiting and are remembered at most."""
+"""Most clients to remember that have no requests waiting."""
 
 
 class ClientRequest(Protocol):
-    """A request that somebody waits for."""
+    """A request of some client, with its cost in tokens."""
 
     @property
     def client(self) -> str: ...
@@ -30,29 +30,29 @@ Request = TypeVar("Request", bound=ClientRequest)
 
 
 class Queue(Protocol[Item]):
-    """What waits, in the order in which it is served."""
+    """Waiting items, in the order in which they are served."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Item]: ...
 
     def make_way(self, item: Item) -> Item | None:
-        """What must leave the queue so that the item may join it, if anything. Raises Overloaded, TooMany."""
+        """The item, if any, that must leave the queue for this one to join. Raises Overloaded, TooMany."""
 
     def append(self, item: Item) -> None:
-        """Join the queue."""
+        """Add an item to the queue."""
 
     def appendleft(self, item: Item) -> None:
-        """Be served next, free of charge: it was served before, and to no avail."""
+        """Put an item at the head, free of charge: it has been charged when it was served before."""
 
     def first(self) -> Item:
-        """What is served next."""
+        """The item to serve next."""
 
     def popleft(self) -> Item:
-        """Take that out."""
+        """Remove and return the item to serve next."""
 
     def remove(self, item: Item) -> None:
-        """Leave the queue, wherever in it."""
+        """Remove an item, wherever it is in the queue."""
 
 
 class FirstCome(deque[Item]):
@@ -71,14 +71,14 @@ class FirstCome(deque[Item]):
 
 @dataclass(slots=True)
 class _Line(Generic[Request]):
-    """What waits of one client, each with the virtual time at which it ends, and when the last one did."""
+    """One client's waiting requests, each with its virtual end time; `finish` is that of the last one."""
 
     waiting: deque[tuple[float, Request]] = field(default_factory=deque)
     finish: float = 0.0
 
 
 class FairQueue(Generic[Request]):
-    """Clients get equal shares of tokens while they have requests waiting; each client's are served in order.
+    """Gives clients with waiting requests equal shares of tokens; each client's are served in order.
 
     Parameters
     ----------
@@ -87,12 +87,12 @@ class FairQueue(Generic[Request]):
 
     Notes
     -----
-    Self-clocked fair queueing: in virtual time a request starts where the one of its client before it ends,
-    or now, whatever is later, and lasts as long as it has tokens. The one that ends first is served first,
-    and now is its end. While two clients have requests waiting, their service differs by no more than the
-    largest request of each; clients that come and go hold nobody up for ever.
+    Self-clocked fair queueing: in virtual time, a request starts when its client's previous one ends, or now,
+    whichever is later, and lasts as long as it has tokens. The request that ends first is served first, and
+    the virtual clock moves to its end. While two clients have requests waiting, their service differs by no
+    more than the largest request of each; clients that come and go cannot starve the others.
 
-    A full queue makes way for a client that has fewer waiting: the last one of who has the most leaves.
+    A full queue makes room for a client with fewer requests: the client with the most loses its last one.
 
     References
     ----------
@@ -117,7 +117,7 @@ class FairQueue(Generic[Request]):
         yield from (request for _, request in sorted(tagged, key=lambda entry: entry[0]))
 
     def waiting_of(self, client: str) -> int:
-        """Requests of a client that wait for the first time."""
+        """Waiting requests of a client, without those that were put back."""
         line = self._lines.get(client)
         return len(line.waiting) if line else 0
 
@@ -133,7 +133,7 @@ class FairQueue(Generic[Request]):
         return longest.waiting[-1][1] if longest else None
 
     def check_place(self, client: str) -> None:
-        """Raise Overloaded or TooMany if one more request of a client would find no place."""
+        """Raise Overloaded or TooMany if the queue has no place for one more request of a client."""
         self._line_to_shorten(client)
 
     def append(self, request: Request) -> None:
@@ -169,10 +169,10 @@ class FairQueue(Generic[Request]):
         self._left()
 
     def _line_to_shorten(self, client: str) -> _Line[Request] | None:
-        """Whose last request makes way for one of this client, if the queue is full."""
+        """The client queue that must lose its last request for this client's, if the queue is full."""
         own = self.waiting_of(client)
         if self._client_limit is not None and own >= self._client_limit:
-            raise TooMany(f"{own} requests of this client are waiting already")
+            raise TooMany(f"{own} requests of this client are already waiting")
         if len(self) < self._limit:
             return None
         longest = max(self._lines.values(), key=lambda line: len(line.waiting), default=None)
@@ -188,7 +188,7 @@ class FairQueue(Generic[Request]):
         return self._lines[self._next]
 
     def _left(self) -> None:
-        """Forget what clients have had once nobody waits, or, of many, once it makes no difference."""
+        """Forget clients once nobody waits, or, if there are many, those whose past no longer matters."""
         self._waiting -= 1
         self._next = None
         if not self._waiting:
@@ -201,4 +201,4 @@ class FairQueue(Generic[Request]):
 
 def _check(waiting: int, limit: int) -> None:
     if waiting >= limit:
-        raise Overloaded(f"{waiting} requests are waiting already")
+        raise Overloaded(f"{waiting} requests are already waiting")

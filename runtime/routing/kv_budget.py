@@ -1,4 +1,4 @@
-"""The front end's account of the KV cache of a replica; the simulator uses the same."""
+"""The front end's account of a replica's KV cache; the simulator uses it too."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BATCHES_PER_REPLICA = 2
 
 
 def kv_budgets(placement: Placement) -> dict[str, int]:
-    """Tokens of KV cache that each replica may hold: what its memory has room for, as far as it is of use.
+    """Tokens of KV cache that each replica may hold: what fits in its memory, up to a useful limit.
 
-    Where requests decode, that is what BATCHES_PER_REPLICA full batches of the longest context would take. A
-    prefill replica takes no more prompts than keep it busy, so that those which wait can still go elsewhere:
-    BATCHES_PER_REPLICA times those that it computes and sends, or as many of the longest.
+    For replicas that decode, the limit is BATCHES_PER_REPLICA full batches of the longest context. A prefill
+    replica takes only as many prompts as keep it busy, so that waiting ones can still go elsewhere:
+    BATCHES_PER_REPLICA times the prompts that it computes and sends, or the longest prompt if that is more.
     """
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
@@ -33,7 +33,7 @@ def kv_budgets(placement: Placement) -> dict[str, int]:
 
 
 def growth_tokens(placement: Placement) -> int:
-    """What a request that decodes is expected to grow by, at any time: half of the workload's mean output."""
+    """Tokens by which a decoding request is expected to grow: half of the workload's mean output."""
     return math.ceil(placement.workload.osl / 2)
 
 
@@ -49,14 +49,13 @@ def _useful_tokens(replica: Replica, placement: Placement) -> int:
 
 @dataclass(slots=True)
 class KvBudget:
-    """The KV cache of a replica, and what each request holds of it.
+    """The KV cache of a replica, and how much of it each request holds.
 
-    `held` has the tokens of KV cache per request, up to now: a request takes more as it goes on, and another
-    one is let in only if every one of them may still grow by `growth_tokens`. If they grow beyond that, the
-    replica preempts. All that may be `high_water` of the budget; a request that is alone may have the whole.
-    `refused` is set when the replica had no room although the accounting saw some; it lasts until something
-    is released. `crowded` is set while its engine says so; what one that serves nothing says does not count,
-    as it may be old.
+    `held` has the current KV cache tokens per request. Requests grow as they decode, so a new one is admitted
+    only if all of them can still grow by `growth_tokens`; if they grow further, the replica preempts. Their
+    total may reach `high_water` of the budget; a request that is alone may use all of it. `refused` is set
+    when the replica had no room although the account showed some, until something is released. `crowded` is
+    set while the engine reports so; it is ignored for an idle replica, whose report may be stale.
     """
 
     kv_budget_tokens: int
@@ -69,10 +68,10 @@ class KvBudget:
     crowded: bool = False
 
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
-        """Whether a request of that many KV tokens, which could be served here, may be sent now.
+        """Whether a request of that many KV tokens, which fits an idle replica, may be sent now.
 
-        Where requests decode: within the KV budget with what all of them will take, and one batch in
-        flight and one to follow. Where they are only prefilled, within the KV budget.
+        Prefill-only requests need room in the KV budget. Those that decode also need room for the expected
+        growth of all, and at most BATCHES_PER_REPLICA batches may be on the replica.
         """
         if self.refused:
             return False
@@ -90,7 +89,7 @@ class KvBudget:
         self.held_tokens += tokens
 
     def grow(self, request_id: Any, tokens: int = 1) -> None:
-        """A request that holds something here takes more."""
+        """Count further tokens of a request that holds KV cache here."""
         if request_id in self.held:
             self.held[request_id] += tokens
             self.held_tokens += tokens

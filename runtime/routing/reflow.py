@@ -1,9 +1,9 @@
-"""The routes and their weights once replicas are lost: a maximum flow over what is left, evened out.
+"""Recomputes routes and weights after replicas are lost: a balanced maximum flow over the rest.
 
-What the search does for a whole placement (HexGen-2, section 3.3), done anew in the front end, in
-milliseconds: replicas and plans stay as they are, only the flow changes. Two linear programs: the largest
-flow, and of the flows as large the one whose busiest replicas are least busy. Links, network cards, uplinks
-and the ports of GPUs are shared as hexgen2.checks has it, unless the placement says that they are not.
+The front end repeats the flow step of the search (HexGen-2, section 3.3) in milliseconds: replicas and their
+plans stay, only the flow changes. It solves two linear programs: the first finds the maximum flow, the second
+a flow of that size with the lowest peak utilisation. Links, network cards, uplinks and GPU ports are shared
+as in hexgen2.checks, unless the placement says that links are pairwise.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hexgen2.prediction.latency import latency_of
 from runtime.routing.router import Route, routes_of
 
 MANY_PAIRS = 400
-"""Up to so many pairs of a prefill and a decode replica all of them may become routes; beyond, only the
-placement's own, and those of replicas that lost all of theirs."""
+"""Up to this many pairs of a prefill and a decode replica, every pair may become a route; beyond, only the
+placement's own routes, plus new ones for replicas that lost all of theirs."""
 PARTNERS = 4
-"""Of such a replica, the routes to so many others: those with the largest capacity."""
+"""New routes for such a replica: to this many others, those with the largest capacity."""
 NEGLIGIBLE = 1e-6
 """A route that carries less than this share of the flow is a spare."""
 FULL = 1 - 1e-9
@@ -43,7 +43,7 @@ Pair = tuple[str, str]
 
 
 class Reflow:
-    """Flows of one placement without some of its replicas.
+    """Computes the flow of a placement without some of its replicas.
 
     Parameters
     ----------
@@ -64,8 +64,8 @@ class Reflow:
     def routes(self, lost: Collection[str]) -> list[Route]:
         """The routes without the lost replicas, with the flow in requests/s as weight; 0 makes a spare.
 
-        Without a loss these are the placement's. Colocated replicas keep what they carry. As long as a
-        prefill and a decode replica are left, there is a route between two such.
+        Without a loss these are the placement's own routes. Colocated replicas keep their load. As long as a
+        prefill and a decode replica are left, there is a route between such a pair.
         """
         if not lost:
             return list(self._planned)
@@ -77,8 +77,8 @@ class Reflow:
         return routes + [r for r in self._planned if r.colocated and r.prefill not in lost]
 
     def placement(self, lost: Collection[str]) -> Placement:
-        """The placement without the lost replicas, with the flow of the others and what follows from it; as
-        sound as it was. The bound is that of all GPUs, so one for fewer, too; `goodput` is left out."""
+        """The placement without the lost replicas, with the recomputed flow and figures; it passes the same
+        checks. The bound stays that of all GPUs, which holds for fewer too; `goodput` is left out."""
         if not lost:
             return self._placement
         routes = self.routes(lost)
@@ -117,7 +117,7 @@ class Reflow:
         return self._placement.model_copy(update=changed)
 
     def between(self, prefill: str, decode: str) -> PlacedRoute:
-        """What KV caches take between two replicas, whether or not the placement has a route there."""
+        """The route between two replicas, whether or not the placement has one."""
         pair = prefill, decode
         if pair not in self._known:
             self._known[pair] = self._made(self._replicas[prefill], self._replicas[decode])
@@ -126,7 +126,7 @@ class Reflow:
     # -- candidates
 
     def _pairs(self, lost: Collection[str]) -> list[Pair]:
-        """Pairs of replicas that are left and may become routes; the placement's first."""
+        """Pairs of remaining replicas that may become routes; the placement's own come first."""
         left = [replica for replica in self._placement.replicas if replica.id not in lost]
         prefill = [replica for replica in left if replica.role == "prefill"]
         decode = [replica for replica in left if replica.role == "decode"]
@@ -148,7 +148,7 @@ class Reflow:
         return list(pairs)
 
     def _made(self, source: Replica, target: Replica) -> PlacedRoute:
-        """A route that the placement lacks."""
+        """A new route between two replicas."""
         route = PlacedRoute.between(source, target, self._costs.kv_bytes_per_layer)
         seconds = KvTransfer.of(parts_of_gpus(self._cluster, route.parts)).alone_s(self._links)
         return route.model_copy(update={"capacity_req_s": 1 / max(seconds, 1e-12)})
@@ -156,7 +156,7 @@ class Reflow:
     # -- what is shared
 
     def _use(self, pair: Pair) -> dict[Resource, float]:
-        """Seconds for which one request of a route occupies each resource, pipelines included."""
+        """Seconds that one request of a route occupies each resource, pipeline traffic included."""
         if pair not in self._busy:
             transfer = KvTransfer.of(parts_of_gpus(self._cluster, self.between(*pair).parts))
             prefill, decode = (self._replicas[name] for name in pair)
@@ -165,13 +165,13 @@ class Reflow:
         return self._busy[pair]
 
     def _activations(self, replica: Replica, tokens: float) -> list[Sent]:
-        """What so many tokens send from stage to stage."""
+        """The activations that so many tokens send from stage to stage."""
         nodes = self._cluster.nodes_of(stage.gpus[0] for stage in replica.stages)
         return activations(nodes, tokens * self._costs.activation_bytes_per_token)
 
     def _shared(self, pairs: list[Pair], lost: Collection[str]) -> tuple[csr_array, np.ndarray]:
-        """Seconds per request [resources, pairs], and the seconds per second [resources] that colocated
-        replicas leave; no rows if routes share nothing."""
+        """Seconds per request [resources, pairs], and the share of each resource's time [resources] that
+        colocated replicas leave free; no rows if routes share nothing."""
         if self._placement.cost_model.links != "shared":
             return csr_array((0, len(pairs))), np.zeros(0)
         sent = list[Sent]()
@@ -193,10 +193,12 @@ class Reflow:
     # -- the flow
 
     def _flow(self, pairs: list[Pair], lost: Collection[str]) -> np.ndarray:
-        """[pairs] requests/s."""
+        """The flow of each pair [pairs], in requests/s."""
         sides = [_Side.of([pair[end] for pair in pairs], self._replicas) for end in (0, 1)]
         shared, left = self._shared(pairs, lost)
-        unit = min(float(side.capacity.sum()) for side in sides)  # of rates, so that tolerances are relative
+        unit = min(
+            float(side.capacity.sum()) for side in sides
+        )  # scale rates, so that tolerances are relative
         if unit <= 0:
             return np.zeros(len(pairs))
         capacities = [side.capacity / unit for side in sides]
@@ -207,7 +209,7 @@ class Reflow:
         value = float(largest.sum())
         if value <= 0:
             return np.zeros(len(pairs))
-        # Evenly: capacities between the role's mean utilisation (slack 0) and what they are (slack 1).
+        # Balance: scale each capacity from the role's mean utilisation (slack 0) up to the whole (slack 1).
         means = [min(1.0, value / float(capacity.sum())) for capacity in capacities]
         even = [capacity * mean for capacity, mean in zip(capacities, means, strict=True)]
         spread = [capacity * (mean - 1) for capacity, mean in zip(capacities, means, strict=True)]
@@ -220,7 +222,7 @@ class Reflow:
 
 
 class _Side:
-    """The replicas at one end of the pairs: which pairs are whose [n, pairs], and capacities [n]."""
+    """The replicas at one end of the pairs: which pairs belong to which [n, pairs], and capacities [n]."""
 
     def __init__(self, members: csr_array, capacity: np.ndarray) -> None:
         self.members, self.capacity = members, capacity
@@ -242,5 +244,5 @@ def _minimised(cost: np.ndarray, matrix: csr_array, limits: np.ndarray, most: np
     bounds = np.stack([np.zeros(len(most)), most], axis=1)
     found = linprog(cost, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
     if not found.success:
-        raise RuntimeError(f"the flow ended with {found.message}")
+        raise RuntimeError(f"the solver found no flow: {found.message}")
     return np.asarray(found.x)

@@ -1,7 +1,7 @@
-"""Which prefill and which decode replica serve a request: interleaved weighted round-robin.
+"""Picks the prefill and the decode replica of each request, by interleaved weighted round-robin.
 
-The weights are the flows of the placement, so the traffic follows the plan that the search made. It
-needs neither torch nor asyncio: the runtime and the simulator share it.
+The weights are the placement's flows, so traffic follows the plan of the search. This file needs neither
+torch nor asyncio: the runtime and the simulator share it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hexgen2.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A prefill replica and the decode replica that takes over; the same one twice if colocated.
+    """A prefill replica and the decode replica that continues its requests; the same one if colocated.
 
-    weight is the flow of the placement in requests per second (only proportions matter); a route of
+    weight is the flow of the placement in requests per second (only proportions matter); a route with
     weight 0 is a spare.
     """
 
@@ -33,7 +33,7 @@ class Route:
 def routes_of(placement: Placement) -> list[Route]:
     """The routes of a placement, one per pair of replicas, in its order.
 
-    A colocated replica is a route to itself, with the load that it was planned for as weight.
+    A colocated replica is a route to itself, weighted with its planned load.
     """
     flows = {(route.from_, route.to): route.flow_req_s for route in placement.routes}
     for replica in placement.replicas:
@@ -43,13 +43,13 @@ def routes_of(placement: Placement) -> list[Route]:
 
 
 def routes_without(routes: Iterable[Route], lost: Collection[str]) -> list[Route]:
-    """Those that touch no lost replica."""
+    """The routes that use no lost replica."""
     return [route for route in routes if route.prefill not in lost and route.decode not in lost]
 
 
 @dataclass(slots=True)
 class _Standing:
-    """How a route stands: what it has earned, and not been picked for yet."""
+    """A route with its credit: the share of requests that it was due but has not been picked for yet."""
 
     route: Route
     credit: float = 0.0
@@ -62,15 +62,15 @@ def _always(_: Route) -> bool:
 class Router:
     """Interleaved weighted round-robin over routes.
 
-    Each pick earns every admissible route its share of one request as credit, and costs the route
-    picked one. Of the routes that are due, the one that must be served soonest goes next.
+    Each pick credits every admissible route with its share of one request, and charges the picked route
+    one. Among the routes that are due, the one that must be picked soonest is next.
 
     Notes
     -----
     This is Tijdeman's algorithm: while every route is admissible, after any N picks each route was
     picked within 1 - 1/(2n-2) of N * weight / sum(weights), with n routes. So there are no bursts.
-    A route that is not admissible stands still and the others keep their proportions among each other;
-    once it has room it goes on where it stood, neither starved nor catching up in a burst.
+    A route that is not admissible keeps its credit, and the others keep their proportions among each other;
+    once it has room it continues with that credit, neither starved nor catching up in a burst.
 
     Spares (weight 0) are used only while no other route is admissible, the least used first. With
     room counted per decode replica that means: a spare only ever leads to a decode replica that the
@@ -88,10 +88,7 @@ class Router:
         self._margin = 1 / (2 * max(len(self._standing), 2) - 2)
 
     def pick(self, admissible: Callable[[Route], bool] = _always) -> Route | None:
-        """The next request's route among the admissible ones; None if there is none.
-
-        Nothing changes when None is returned.
-        """
+        """The route of the next request; None, which changes nothing, if no route is admissible."""
         candidates = [standing for standing in self._standing if admissible(standing.route)]
         if not candidates:
             return self._pick_spare(admissible)
@@ -104,7 +101,7 @@ class Router:
         return picked.route
 
     def with_routes(self, routes: Iterable[Route]) -> Router:
-        """A router over other routes that goes on where this one stands on those that stay."""
+        """A router over other routes; those that stay keep their credit."""
         successor = Router(routes)
         earned = {(own.route.prefill, own.route.decode): own.credit for own in self._standing}
         for own in successor._standing:
@@ -112,7 +109,7 @@ class Router:
         return successor
 
     def _time_left(self, standing: _Standing) -> float:
-        """Until a route must be served, up to a factor."""
+        """Time until a route must be picked, up to a constant factor."""
         return (1 - self._margin - standing.credit) / standing.route.weight
 
     def _pick_spare(self, admissible: Callable[[Route], bool]) -> Route | None:

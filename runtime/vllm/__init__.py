@@ -1,1 +1,1 @@
-"""vLLM as the engine: a `vllm serve` for each replica, behind links that speak this project's messages."""
+"""The vLLM engine: one `vllm serve` per replica, behind links that translate the runtime's messages."""

@@ -1,9 +1,9 @@
 """Runs a command that ends with its parent: `python -m runtime.vllm.guard COMMAND...`.
 
-vLLM is several processes, and none of them ends when the one that started it is killed. This one holds the
-pipe from it as stdin, and kills them all at its end; the exit code is the command's. If it is killed itself,
-its parent calls `kill_rest`: it starts this with `start_new_session`, so all below is of one session. This
-imports nothing but the standard library.
+vLLM consists of several processes, none of which ends when the process that started it is killed. The guard's
+stdin is a pipe from that parent: when the pipe closes, the guard kills the command and all its processes. Its
+exit code is the command's. If the guard itself is killed, the parent calls `kill_rest`; it started the guard
+with `start_new_session`, so that all these processes are in one session. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GRACE_S = 5.0
 
 
 def main(command: list[str]) -> int:
-    """Run the command in a process group of its own until it or this process's parent ends."""
+    """Run the command in its own process group until the command or this process's parent ends."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides
@@ -32,7 +32,7 @@ def main(command: list[str]) -> int:
 
 
 def kill_rest(session: int, limit_s: float = GRACE_S) -> None:
-    """Kill every process of a session, and wait until none is left; there may be none to begin with."""
+    """Kill every process of a session, if any, and wait at most `limit_s` until none is left."""
     deadline = time.monotonic() + limit_s
     while (rest := _of_session(session)) and time.monotonic() < deadline:
         for pid in rest:
@@ -42,7 +42,7 @@ def kill_rest(session: int, limit_s: float = GRACE_S) -> None:
 
 
 def _of_session(session: int) -> list[int]:
-    """The processes of a session that run; those that wait to be reaped do not."""
+    """The process ids of a session, without zombies."""
     found = []
     for each in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Whether a vLLM answers and computes, and what it has to do, by its own /health and /metrics.
+"""Checks that a vLLM server answers and computes, and reads its load, from its /health and /metrics.
 
-/health speaks for the process of the API, which may live while that of the engine hangs. The engine is known
-to work by what comes out of it: tokens, or figures of /metrics that change. Where nothing does, because it is
-idle or because all its requests wait for KV caches, it is asked for a token of another prompt.
+/health covers only the API process, which may be alive while the engine process hangs. Signs that the engine
+works are tokens, and figures in /metrics that change. When there are none, because the engine is idle or all
+its requests wait for KV caches, a probe request asks it for one token.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from runtime.vllm.requests import probe
 
 HEALTH_TIMEOUT_S = 5.0
 SILENCE_S = 30.0
-"""An API on a busy machine may be silent for so long; a process that ends is seen at once."""
+"""How long the API may be silent, as on a busy machine; the end of the process is noticed at once."""
 PROBE_AFTER_S, PROBE_IDLE_AFTER_S = 10.0, 60.0
-"""An engine, with work and without, of which nothing has come for so long is asked for a token, ..."""
+"""How long after the engine's last sign of work it is probed, while it is busy and while it is idle."""
 STALL_S = 110.0
-"""... and hangs if it shows no sign of work for so long: it may compile something in a step."""
+"""How long after a probe the engine counts as hanging; a step that compiles something may take long."""
 LOAD_EVERY_S = 1.0
 END_S = 10.0
-"""A vLLM whose engine has died ends within this time, or is ended."""
+"""How long a vLLM whose engine has died may take to exit before it is killed."""
 _SAMPLE = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _MOVES = ("generation_tokens", "prompt_tokens", "request_success", "num_preemptions")
 
 
 class Health:
-    """Asks one vLLM, as often as `ask` is called.
+    """Watches one vLLM server; it is asked each time `ask` is called.
 
     Parameters
     ----------
-    http : to its API
-    model : what it calls the model
-    busy : whether requests are in flight there
-    on_load, on_death : told of its load whenever that changes, and once that it can compute no more, and why
+    http : client of its API
+    model : name of the model in its API
+    busy : returns whether requests are in flight there
+    on_load : called with its load whenever that changes
+    on_death : called with the reason once it can no longer compute
     """
 
     def __init__(
@@ -62,42 +63,44 @@ class Health:
 
     @property
     def good(self) -> bool:
-        """Whether it has answered lately, and computes."""
-        hangs = self._owes_a_token and self._still_s > STALL_S
+        """Whether the server has answered recently and its engine does not hang."""
+        hangs = self._probe_pending and self._quiet_s > STALL_S
         return time.monotonic() - self._answered_s < SILENCE_S and not hangs
 
     def moved(self) -> None:
-        """Something came out of the engine."""
+        """Note a sign of work from the engine."""
         self._moved_s = time.monotonic()
 
     def ask(self) -> None:
-        """Ask whether it is there, and now and then for its load, unless it still owes an answer."""
+        """Ask for its health, every LOAD_EVERY_S also for its load, and probe a quiet engine."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         after_s = PROBE_AFTER_S if self._busy() else PROBE_IDLE_AFTER_S
-        if not self._owes_a_token and self._still_s > after_s:
+        if not self._probe_pending and self._quiet_s > after_s:
             self._probing = asyncio.create_task(self._probe())
 
     @property
-    def _owes_a_token(self) -> bool:
+    def _probe_pending(self) -> bool:
         return self._probing is not None and not self._probing.done()
 
     @property
-    def _still_s(self) -> float:
-        """Since something came out of the engine, or it was asked for it."""
+    def _quiet_s(self) -> float:
+        """Seconds since the engine's last sign of work or the last probe."""
         return time.monotonic() - max(self._moved_s, self._probed_s)
 
     async def ends(self, ended: asyncio.Event) -> bool:
-        """After a fault: whether this vLLM is no more, rather than one request of it. If so, this returns
-        when its process has ended, or `on_death` was told."""
+        """After a fault: whether the whole server is dead, and not just one request.
+
+        If it is dead, this returns after its process has ended or `on_death` has been called.
+        """
         problem = ""
         try:
             response = await self._http.get("/health", timeout=HEALTH_TIMEOUT_S)
             if response.status_code == 200:
                 return False
-            problem = f"its /health says {response.status_code}"
+            problem = f"its /health answers {response.status_code}"
         except httpx.TimeoutException:
-            return False  # `good` decides
+            return False  # it may just be slow: `good` decides
         except httpx.HTTPError as error:
             problem = f"its API is gone ({type(error).__name__})"
         with contextlib.suppress(TimeoutError):
@@ -107,7 +110,7 @@ class Health:
         return True
 
     def close(self) -> None:
-        """Ask nothing any more."""
+        """Stop asking."""
         for task in (self._asking, self._probing):
             if task is not None:
                 task.cancel()
@@ -115,7 +118,7 @@ class Health:
     async def _ask(self) -> None:
         with contextlib.suppress(httpx.HTTPError, ValueError):
             response = await self._http.get("/health", timeout=HEALTH_TIMEOUT_S)
-            if response.status_code == 503:  # the engine is dead; anything else may pass
+            if response.status_code == 503:  # means that the engine is dead; any other error may be temporary
                 self._on_death("its engine is dead")
                 return
             if response.status_code != 200:
@@ -142,7 +145,7 @@ class Health:
 
 
 def load_of(text: str) -> tuple[Load, tuple[float, ...]]:
-    """What /metrics says (vLLM 0.32), and figures that change whenever the engine does something."""
+    """The load in the text of /metrics (vLLM 0.32), and figures that change whenever the engine works."""
     sums: dict[str, float] = {}
     blocks = 0
     for name, labels, value in _SAMPLE.findall(text):

@@ -1,4 +1,4 @@
-"""Starts a `vllm serve` for each replica of a placement on this machine, by the commands of an export."""
+"""The vLLM launcher: runs the `vllm serve` commands of an export, one per replica, on this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TORCH_ONLY = ("chunk_tokens", "kv_transport", "emulate_links")
 
 
 class VllmLauncher(Launcher):
-    """One vLLM per replica. Replicas that end are started again as a whole, with ports of their own."""
+    """Starts one vLLM server per replica. A lost replica is restarted as a whole, on a new port."""
 
     def __init__(self, options: EngineOptions = DEFAULTS, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._options, self._start_timeout_s = options, start_timeout_s
@@ -57,15 +57,17 @@ class VllmLauncher(Launcher):
         LocalLauncher().check(placement, source)
         for replica in placement.replicas:
             if len({node_of(gpu) for gpu in replica.gpus}) > 1:
-                problem = f"{replica.id} spans nodes, and one vLLM is started for it here"
+                problem = f"{replica.id} spans several nodes, but --engine vllm runs a replica on one machine"
                 remedy = "use `hexgen2 export --format vllm`, or --engine torch"
                 raise InputError(source, "replicas", problem, remedy)
         for name in TORCH_ONLY:
             if getattr(self._options, name) != getattr(DEFAULTS, name):
                 option = f"--{name.replace('_', '-')}"
-                raise InputError(option, "", "is for --engine torch", "leave it out")
+                raise InputError(option, "", "works with --engine torch only", "leave it out")
         if vllm_command() is None:
-            raise InputError("--engine", "vllm", "there is no command vllm", "pip install 'hexgen2[vllm]'")
+            raise InputError(
+                "--engine", "vllm", "the command vllm is not installed", "pip install 'hexgen2[vllm]'"
+            )
         self._placement = placement
         key = secrets.token_hex(16)
         self._fleet = VllmFleet(placement.model.name, placement.model.kv_bytes_per_token, key)
@@ -73,12 +75,11 @@ class VllmLauncher(Launcher):
     async def start(
         self, configurations: Mapping[str, Configure], report: Callable[[str], None]
     ) -> dict[str, WorkerLink]:
-        told = next(iter(configurations.values()))
-        self._folder = told.checkpoint
+        self._folder = next(iter(configurations.values())).checkpoint
         self._replica_of = {worker: each.replica for worker, each in configurations.items()}
         self._logs = Path(tempfile.mkdtemp(prefix="hexgen2-vllm-"))
         replicas = list(dict.fromkeys(self._replica_of.values()))
-        report(f"starting vLLM for {len(replicas)} replicas; their output goes to {self._logs}")
+        report(f"starting vLLM for {len(replicas)} replicas; logs are in {self._logs}")
         return await self._start(replicas, report)
 
     async def restart(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, WorkerLink]:
@@ -170,15 +171,15 @@ class VllmLauncher(Launcher):
                         return
                 await asyncio.sleep(ASK_EVERY_S)
         log = self._logs / f"{process.replica}.log"
-        raise HexGen2Error(f"vLLM of replica {process.replica} ended: {_last_error(log)} (all in {log})")
+        raise HexGen2Error(f"vLLM of replica {process.replica} ended: {_last_error(log)} (full log: {log})")
 
     def _end(self, replicas: Sequence[str]) -> None:
-        """End some processes, kindly first, and wait for it."""
+        """Stop some processes, gracefully if possible, and wait until they have ended."""
         processes = [self._processes.pop(name) for name in replicas if name in self._processes]
         for process in processes:
             with contextlib.suppress(OSError):
                 assert process.stdin is not None
-                process.stdin.close()  # what its guard waits for
+                process.stdin.close()  # its guard then ends vLLM
         for process in processes:
             try:
                 process.wait(STOP_GRACE_S)
@@ -189,7 +190,7 @@ class VllmLauncher(Launcher):
 
 
 def vllm_command() -> str | None:
-    """The path of `vllm`: beside this Python, or where the shell would find it; None: nowhere."""
+    """The path of `vllm`, next to this Python or on PATH; None if it is not installed."""
     beside = Path(sys.executable).with_name(COMMAND)
     return str(beside) if beside.exists() else shutil.which(COMMAND)
 
@@ -208,12 +209,12 @@ def _free_port() -> int:
 async def _watch(process: subprocess.Popen[bytes], ended: asyncio.Event) -> None:
     while process.poll() is None:
         await asyncio.sleep(0.1)
-    await asyncio.to_thread(kill_rest, process.pid)  # its guard may have been killed before it could
+    await asyncio.to_thread(kill_rest, process.pid)  # in case the guard itself was killed
     ended.set()
 
 
 def _last_error(log: Path) -> str:
-    """The last line of a log that speaks of an error, or just the last."""
+    """The last line of a log that mentions an error, or else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["without a word"])[-1][-300:]
+    return (errors or lines or ["no output"])[-1][-300:]

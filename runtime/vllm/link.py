@@ -1,9 +1,9 @@
-"""Links to a replica that is a `vllm serve`: our messages on one side, vLLM's HTTP API on the other.
+"""Links to `vllm serve` replicas: they translate between the runtime's messages and vLLM's HTTP API.
 
-A request that decodes elsewhere is prefilled for one token, which is thrown away; what vLLM says of its KV
-cache goes, unopened, to the link of the decode replica, whose vLLM fetches the cache and chooses every token,
-the first one too. So the first token that a client sees has the transfer behind it, and tells that the
-prefill side holds nothing more.
+To prefill for another replica, vLLM generates one token, which is thrown away. Its `kv_transfer_params` go
+unchanged to the link of the decode replica, whose vLLM fetches the KV cache and chooses every token,
+including the first. So when the first token arrives, the transfer is complete and the prefill side no longer
+needs the cache.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class VllmFleet:
-    """What the links of a fleet have in common: who is there, what a token of KV cache weighs, and the key
-    that each vLLM asks for: others on this machine have no business with them."""
+    """What the links of a fleet share: each other by replica, the model's name and KV cache size, and the API
+    key, which keeps other users of this machine out.
+    """
 
     def __init__(self, model: str, kv_bytes_per_token: float, key: str = "") -> None:
         self.model, self.kv_bytes_per_token, self.key = model, kv_bytes_per_token, key
@@ -52,7 +53,7 @@ class VllmFleet:
 
 @dataclass(slots=True)
 class _Prefilled:
-    """What a decode side is prefilled once a prompt is prefilled."""
+    """What the decode side receives once a prompt is prefilled."""
 
     message: Prefill
     kv: dict[str, Any] | None
@@ -60,12 +61,12 @@ class _Prefilled:
 
 
 class VllmLink(WorkerLink):
-    """To the driver of a replica; its other workers have `QuietLink`s.
+    """The link to a replica's vLLM server, in the place of its driver; its other workers have `QuietLink`s.
 
     Parameters
     ----------
-    url : of its API
-    ended : done once its process has ended
+    url : address of its API
+    ended : set once its process has ended
     """
 
     def __init__(self, worker: str, replica: str, url: str, fleet: VllmFleet, ended: asyncio.Event) -> None:
@@ -96,10 +97,10 @@ class VllmLink(WorkerLink):
             case Prefill(request_id=request_id):
                 self._held.add(request_id)
                 self._begin(request_id, self._prefill(message))
-            case Decode(request_id=request_id):  # the first token has come, and so has the cache
-                self._leave_the_other_side(request_id)
+            case Decode(request_id=request_id):  # the first token is here, so the transfer is complete
+                self._release_prefill_side(request_id)
             case Cancel(request_id=request_id):
-                self._leave_the_other_side(request_id)
+                self._release_prefill_side(request_id)
                 if task := self._tasks.pop(request_id, None):
                     task.cancel()
                 self._release(request_id)
@@ -130,21 +131,21 @@ class VllmLink(WorkerLink):
             self._closing = asyncio.create_task(self._http.aclose())
 
     def take_over(self, prefilled: _Prefilled) -> None:
-        """Decode a request whose KV cache another replica has."""
+        """Decode a request that another replica has prefilled."""
         request_id = prefilled.message.request_id
         if request_id not in self._held:
-            prefilled.release()  # cancelled here meanwhile
+            prefilled.release()  # the request was cancelled meanwhile
             return
         self._prefilled[request_id] = prefilled
         self._begin(request_id, self._generate(prefilled.message, prefilled))
 
     def _say(self, message: Message) -> None:
-        if not isinstance(message, Load):  # which an engine that hangs may have, too
+        if not isinstance(message, Load):  # the API reports a load even if the engine hangs
             self.heard += 1
         self._inbox.put_nowait(message)
 
-    def _leave_the_other_side(self, request_id: str) -> None:
-        """The prefill side of a request need not hold its cache any more."""
+    def _release_prefill_side(self, request_id: str) -> None:
+        """Let the prefill side of a request release its KV cache."""
         if prefilled := self._prefilled.pop(request_id, None):
             prefilled.release()
 
@@ -157,7 +158,7 @@ class VllmLink(WorkerLink):
         self._tasks[request_id] = asyncio.create_task(self._guarded(request_id, work))
 
     async def _guarded(self, request_id: str, work: Coroutine[Any, Any, None]) -> None:
-        """One request's work; whatever ends it early gives the request up."""
+        """Do the work of one request; if that fails, report the request as failed and release it."""
         problem, fault = "", True
         try:
             await work
@@ -167,10 +168,10 @@ class VllmLink(WorkerLink):
         except (httpx.HTTPError, ValueError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
         except Exception as error:
-            log.exception("a request failed by itself", extra=about(attempt=request_id))
+            log.exception("a request failed", extra=about(attempt=request_id))
             problem, fault = f"{type(error).__name__}: {error}", False
         if fault and await self._health.ends(self._ended):
-            return  # the replica is lost as a whole, and nothing need be said of one request
+            return  # the whole replica is lost, which covers this request
         self._tasks.pop(request_id, None)
         text = " ".join(problem.split())[:500]
         self._say(RequestFailed(request_id=request_id, replica=self._replica, text=text, fault=fault))
@@ -207,10 +208,10 @@ class VllmLink(WorkerLink):
                 self._tasks.pop(request_id, None)
                 self._release(request_id)
                 return
-        raise EngineError("its stream ended before the output did", fault=True)
+        raise EngineError("the stream ended before the output was complete", fault=True)
 
     def _moved(self, message: Prefill, kv: dict[str, Any] | None, begun_s: float) -> KvMoved:
-        """The bytes are counted from the model's shape; the time includes the first decode step."""
+        """The report of a transfer: bytes computed from the model, time including the first decode step."""
         size = len(message.prompt) * self._fleet.kv_bytes_per_token if kv else 0
         taken_s = time.monotonic() - begun_s
         return KvMoved(request_id=message.request_id, bytes_received=int(size), seconds=taken_s)
@@ -228,7 +229,7 @@ class VllmLink(WorkerLink):
 
 
 class QuietLink(WorkerLink):
-    """To a worker that vLLM itself looks after: it is there as long as the process is."""
+    """The link to a worker that vLLM itself manages: it lives as long as vLLM's process."""
 
     def __init__(self, ended: asyncio.Event) -> None:
         self.heard, self._ended = 0, ended
@@ -242,7 +243,7 @@ class QuietLink(WorkerLink):
         return None
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no connection."""
 
 
 def _check(status: int, body: bytes) -> None:

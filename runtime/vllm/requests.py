@@ -1,4 +1,4 @@
-"""What vLLM's completions API is asked, and what its stream says, in this project's terms (vLLM 0.32)."""
+"""Translates requests to vLLM's completions API, and its streams to tokens (vLLM 0.32)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ID = "token_id:"
 
 
 class EngineError(Exception):
-    """vLLM did not do what it was asked to. `fault`: another attempt may succeed."""
+    """vLLM failed a request. `fault`: another attempt may succeed."""
 
     def __init__(self, text: str, fault: bool) -> None:
         super().__init__(text)
@@ -23,9 +23,9 @@ class EngineError(Exception):
 def completion(
     model: str, prompt: Sequence[int], sampling: Sampling, index: int, kv: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The body of a request for the tokens from output `index` on; `prompt` has those before it.
+    """The body of a request for the output tokens from `index` on; `prompt` includes the earlier ones.
 
-    kv : where the KV cache of the prompt is, as vLLM's prefill side said; None: nowhere
+    kv : the prefill server's `kv_transfer_params`, which say where the prompt's KV cache is; None: nowhere
     """
     body: dict[str, Any] = {
         "model": model,
@@ -41,7 +41,7 @@ def completion(
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "seed": sampling.seed % 2**63,
-        "ignore_eos": True,  # the tokens that end the output are these:
+        "ignore_eos": True,  # the output ends at these tokens instead:
         "stop_token_ids": list(sampling.end_token_ids),
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
@@ -57,8 +57,10 @@ def completion(
 
 
 def prefill(model: str, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    """The body of a request that only prefills, for a decode elsewhere. Its one token is of no use: the
-    decode side chooses it again, with the rules of the request."""
+    """The body of a request that only prefills, for a decode on another server.
+
+    Its one token is thrown away: the decode server chooses it again, with the request's sampling options.
+    """
     return {
         "model": model,
         "prompt": list(prompt),
@@ -72,16 +74,16 @@ def prefill(model: str, prompt: Sequence[int], sampling: Sampling) -> dict[str, 
 
 
 def probe(model: str) -> dict[str, Any]:
-    """The body of a request that an engine which works answers soon, whatever else it is asked."""
+    """The body of a one-token request, which a working engine answers soon even under load."""
     return {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0.0}
 
 
 def outputs_of(chunk: dict[str, Any], request_id: str, index: int, top: int) -> list[TokenOutput]:
-    """The tokens of one chunk of a stream; the first is output `index`. top : as Sampling.logprobs.
+    """The tokens in one chunk of a stream, the first of which is output `index`; top : as Sampling.logprobs.
 
     Raises
     ------
-    EngineError : the chunk is an error, or not what was asked for
+    EngineError : the chunk is an error, or ends the output for an unexpected reason
     """
     if "error" in chunk:
         error = chunk["error"]
@@ -90,7 +92,7 @@ def outputs_of(chunk: dict[str, Any], request_id: str, index: int, top: int) -> 
     for choice in chunk.get("choices", []):
         reason = choice.get("finish_reason") or ""
         if reason not in ("", "stop", "length"):
-            raise EngineError(f"it ended with {reason}", fault=True)
+            raise EngineError(f"the output ended with {reason}", fault=True)
         tokens, logprobs = choice.get("token_ids") or [], choice.get("logprobs")
         for k, token in enumerate(tokens):
             last = k == len(tokens) - 1
@@ -104,7 +106,7 @@ def outputs_of(chunk: dict[str, Any], request_id: str, index: int, top: int) -> 
                 )
             )
         if reason and not tokens:
-            raise EngineError(f"it ended with {reason}, and no token", fault=True)
+            raise EngineError(f"the output ended with {reason} but without a token", fault=True)
     return outputs
 
 

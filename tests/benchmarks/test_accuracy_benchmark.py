@@ -1,4 +1,4 @@
-"""benchmarks/simulator/cost_model_accuracy.py on a few rows written here."""
+"""benchmarks/simulator/cost_model_accuracy.py on a few rows that are written here."""
 
 from __future__ import annotations
 

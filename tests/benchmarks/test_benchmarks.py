@@ -1,4 +1,4 @@
-"""The benchmarks of the simulator: that they run, and that step times come back out of what a profile saw."""
+"""The benchmarks of the simulator run, and recover known step times from a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""distserve_cross_check.py without DistServe: its step times by hand, and files written here."""
+"""distserve_cross_check.py without DistServe: with step times made by hand, and files written here."""
 
 import json
 import subprocess
@@ -36,10 +36,10 @@ def simulated(requests: Requests):
 
 def test_a_request_alone_takes_what_the_fits_add_up_to():
     figures = simulated(requests_of((0.0, 100, 11)))
-    # Beside the fit: 3 ms of every prefill, 2 ms of every decode step, and 0.1 us per token of context.
+    # Added to the fit: 3 ms per prefill, 2 ms per decode step, and 0.1 us per token of context.
     assert figures["mean_ttft_ms"] == approx(10 + 0.1 * 100 + 1e-5 * 100**2 + 3 + 1e-4 * 100)
     steps = [20 + 1e-3 * (101 + made) + 0.5 + 2 + 1e-4 * (100 + made) for made in range(10)]
-    # The KV cache is under way for less than 5 ms more.
+    # The KV transfer adds less than 5 ms.
     assert np.mean(steps) <= figures["mean_tpot_ms"] <= np.mean(steps) + 0.5
 
 
@@ -73,7 +73,7 @@ def test_measured_runs_are_read_by_arrival_and_summed_up_as_simulated_ones(tmp_p
     assert run.requests.isl.tolist() == [9, 7] and run.requests.osl.tolist() == [11, 3]
     figures = row_of("measured", run.requests, run.first_s, run.end_s).figures
     assert figures["mean_ttft_ms"] == approx((100 + 500) / 2)
-    # Both have 200 ms per output token, twice the target.
+    # Both take 200 ms per output token, twice the target.
     assert figures["mean_tpot_ms"] == approx(200) and figures["attainment"] == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Every benchmark runs from a clean checkout: each script once, as small as it goes."""
+"""Every benchmark runs from a clean checkout, as small as possible."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SMALL = {
     "serving.front_end_saturation": "--repeats 1 --seconds 0.5 --cases stream-1 --clients 4 --overload",
     "serving.reflow_speed": "--runs 2",
     "serving.soak": "--seconds 15",
-    "serving.three_machines": "--requests 2",
+    "serving.three_machines": "--requests 8",
     "simulator.against_fleet": "--seconds 3",
     "simulator.simulator_speed": "--requests 100",
 }
-"""Script to options. Those that measure what has to be fetched first are in ELSEWHERE."""
+"""Options by script. ELSEWHERE has the scripts that need something to be fetched first."""
 ELSEWHERE = {
     "engine.sides.limits": "engine.engine_speed runs it",
     "engine.sides.our_engine": "engine.engine_speed runs it",
@@ -53,7 +53,7 @@ ELSEWHERE = {
 
 
 def scripts() -> set[str]:
-    """All files under benchmarks/ that can be run, as module names."""
+    """The module names of all scripts under benchmarks/."""
     files = (path for path in BENCHMARKS.rglob("*.py") if "__main__" in path.read_text())
     return {".".join(path.relative_to(BENCHMARKS).with_suffix("").parts) for path in files}
 
@@ -81,7 +81,7 @@ def test_it_runs(script: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_engine_speed_beside_vllm():
-    """vLLM's python sees the benchmarks, and nothing there hides a package that vLLM imports."""
+    """vLLM's interpreter sees the benchmarks, and nothing there shadows a package that vLLM imports."""
     python = ROOT / ".venv-vllm" / "bin" / "python"
     if not python.exists():
         pytest.skip("no environment with vLLM: `make environments`")

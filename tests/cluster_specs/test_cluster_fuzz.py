@@ -1,4 +1,4 @@
-"""Cluster files of any kind: a spec, or InputError in one line; never a traceback."""
+"""Any cluster file gives either a spec or a one-line InputError, never a traceback."""
 
 import json
 from pathlib import Path

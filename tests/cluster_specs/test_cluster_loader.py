@@ -1,4 +1,4 @@
-"""Bad cluster files: exactly one line that names the file, the key and the remedy."""
+"""Bad cluster files give exactly one line that names the file, the key and the remedy."""
 
 import os
 

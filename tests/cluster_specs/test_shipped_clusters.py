@@ -1,4 +1,4 @@
-"""The cluster files that ship: they load, are self-contained and match the papers."""
+"""The shipped cluster files load, are self-contained and match the papers."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Models, tensor groups and workload shapes for the tests of the cost models, drawn at random."""
+"""Random models, tensor-parallel groups and workload shapes for the tests of the cost models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ fixed = RequestLengths.fixed
 
 
 def like(model: ModelArchitecture, **changes: Any) -> ModelArchitecture:
-    """The model with some fields changed and every count made anew (model_copy keeps counts once made)."""
+    """The model with some fields changed and all counts recomputed (model_copy keeps counts that are
+    cached)."""
     return ModelArchitecture(**{**model.model_dump(), **changes})
 
 
@@ -29,14 +30,14 @@ FP32 = like(find_model("opt-13b"), name="fp32", weight_bytes=4.0, kv_value_bytes
 
 MODELS: list[ModelArchitecture] = [*map(find_model, SHIPPED), WINDOWED, FP32]
 DEGREES_TO = 16
-"""Beyond the 8 KV heads of grouped-query models, so that some groups hold copies of a head."""
+"""More than the 8 KV heads of grouped-query models, so that some groups hold copies of a head."""
 
 phases = st.sampled_from(["prefill", "decode"])
 batches = st.integers(1, 512) | st.floats(0.25, 512)
 
 
 def group_of(card: str, degree: int, interconnect: str = "nvlink") -> TensorGroup:
-    """So many of one catalogue card on one interconnect."""
+    """A number of cards of one type from the catalogue, on one interconnect."""
     accelerator = find_accelerator(card)
     return TensorGroup(accelerator, degree, interconnect_link(interconnect, accelerator)[0])
 
@@ -48,7 +49,7 @@ def alone(group: TensorGroup) -> TensorGroup:
 
 @st.composite
 def priced_groups(draw: st.DrawFn) -> tuple[CostModel, TensorGroup]:
-    """Any cost model of any model and workload shape, with a group of any card that can split the model."""
+    """Any cost model with any model and workload shape, and a group of any card that can split the model."""
     model = draw(st.sampled_from(MODELS))
     isl, osl = draw(st.integers(1, 8192)), draw(st.integers(1, 2048))
     kind = draw(st.sampled_from([*sorted(COST_MODELS), *fitted().engines]))

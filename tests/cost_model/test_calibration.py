@@ -1,4 +1,5 @@
-"""Fits recover what made the times, whatever a few rows say; and errors are of rows that were not seen."""
+"""Fits recover the coefficients behind the times despite outliers; reported errors are those of unseen
+rows."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ MODELS = ("llama-2-7b", "llama-2-70b")
 
 
 def write_rows(path: Path, truth: CoefficientSet = TRUTH, noise: float = 0.02) -> Path:
-    """Steps of two GPUs, two models and two engines, timed by `truth` within some noise."""
+    """Steps of two GPUs, two models and two engines, timed by `truth` with some noise."""
     path.write_text(f"engine,{','.join(COLUMNS)},measured_ms\n")
     shapes = [
         (phase, batch, tokens)
@@ -76,7 +77,7 @@ def rows(tmp_path_factory) -> list[Measurement]:
 
 
 def errors(rows: list[Measurement], found: CoefficientSet) -> np.ndarray:
-    """Relative, against the times that TRUTH gives without noise."""
+    """Relative errors against the noiseless times that TRUTH gives."""
     true = np.array([row.step.seconds_by(TRUTH, row.step.engine) for row in rows])
     return np.abs(np.array([row.step.seconds_by(found, row.step.engine) for row in rows]) / true - 1)
 
@@ -97,7 +98,7 @@ def test_wild_rows_do_not_bend_the_rest(rows):
 
 
 def test_few_rows_stay_near_the_start(rows):
-    """Three rows of one phase say nothing of the other."""
+    """Three rows of one phase say nothing about the other phase."""
     few = [row for row in rows if row.step.phase == "prefill"][:3]
     found = fit(CountedRows.of(few), fitted(), "found", "rows")
     assert found.base.memory_efficiency == pytest.approx(fitted().base.memory_efficiency, rel=0.2)
@@ -116,7 +117,7 @@ def test_held_out_errors_grow_with_what_is_left_out(rows):
 
 
 def test_a_label_is_never_predicted_by_a_fit_that_saw_it(rows):
-    """Times of one engine multiplied by 100 change nothing in how it is predicted."""
+    """Multiplying the times of one engine by 100 does not change its predictions."""
     labels = [row.step.engine for row in rows]
     changed = [replace(r, seconds=r.seconds * (100 if r.step.engine == "slow" else 1)) for r in rows]
     before, after = (left_out_predictions(data, labels, ZERO_FIT) for data in (rows, changed))
@@ -171,7 +172,7 @@ def test_the_shipped_set_says_where_it_comes_from_and_how_far_off_it_is():
 def test_published_times(line, milliseconds, tmp_path):
     """Splitwise's measurements of vLLM on DGX machines (Patel et al., ISCA 2024, its published data).
 
-    Prefills on 8 GPUs are where the fit is worst: beyond 2048 tokens they were far slower than below.
+    The fit is worst for prefills on 8 GPUs, which were far slower beyond 2048 tokens than below.
     """
     (tmp_path / "step.csv").write_text(f"{','.join(COLUMNS)},measured_ms\n{line},{milliseconds}\n")
     (row,) = measurements(read_rows(tmp_path / "step.csv")[1])

@@ -1,4 +1,4 @@
-"""Times of all-reduces against what was measured, and their order where nothing was."""
+"""All-reduce times against measurements, and their order where there are none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ links = st.sampled_from(
 
 
 def bus_bandwidth(link: Link, degree: int, size: float) -> float:
-    """Bytes/s as nccl-tests count them, latency included."""
+    """Bus bandwidth in bytes/s as nccl-tests define it, latency included."""
     return 2 * (degree - 1) / degree * size / all_reduce_s(link, degree, size)
 
 
@@ -41,7 +41,7 @@ def test_pcie_collapses_as_l40s_were_measured(cards, gbyte_s):
     ],
 )
 def test_eight_h20_as_measured(size, microseconds):
-    """NCCL on 8 H20 (kvcache-ai/Mooncake pull request 3484), bus bandwidth 358 GB/s at most."""
+    """NCCL on 8 H20 (kvcache-ai/Mooncake pull request 3484): bus bandwidth of at most 358 GB/s."""
     h20 = Link(358e9, 8e-6, "nvlink")
     assert all_reduce_s(h20, 8, size) == pytest.approx(microseconds * 1e-6, rel=0.15)
 
@@ -64,7 +64,8 @@ def test_more_devices_take_longer(link, degree, size):
 
 
 def test_eight_l40s_prefill_no_faster_than_two():
-    """What the table is for: over PCIe the all-reduces of Llama-2 70B eat up what six more cards compute."""
+    """This is why the table exists: over PCIe, all-reduces of Llama-2 70B cost as much time as six more cards
+    save."""
     costs = Calibrated(LLAMA_70B, fixed(2048, 128))
     two, eight = (costs.layer_s("prefill", group_of("L40S", n, "pcie4"), 1) for n in (2, 8))
     assert eight > two

@@ -1,4 +1,4 @@
-"""Weights and KV caches in fewer bits: bytes, and which cards compute faster for it."""
+"""Weights and KV caches with fewer bits: bytes, and which cards compute faster with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def times(model, card, phase, batch):
     ],
 )
 def test_prefill_gains_where_the_card_has_the_tensor_cores(card, weights, speedup):
-    """Data sheets: fp8 from Ada and Hopper on, int8 from Turing on, int4 weights are unpacked to 16 bits.
+    """Data sheets: fp8 from Ada and Hopper on, int8 from Turing on; int4 weights are unpacked to 16 bits.
     Attention, a fortieth of the work here, stays in 16 bits."""
     plain, packed = (
         times(LLAMA_70B, card, "prefill", 8),
@@ -42,7 +42,7 @@ def test_prefill_gains_where_the_card_has_the_tensor_cores(card, weights, speedu
     ("weights", "smaller"), [("fp8", 2), ("int8", 2), ("int4", 2 / WEIGHT_BYTES["int4"])]
 )
 def test_decode_of_one_request_gains_what_is_not_read(weights, smaller):
-    """Weights are 99.8 % of what it reads."""
+    """Weights are 99.8 % of the bytes that it reads."""
     plain, packed = (
         times(LLAMA_70B, "A100", "decode", 1),
         times(in_formats(LLAMA_70B, weights), "A100", "decode", 1),
@@ -51,7 +51,8 @@ def test_decode_of_one_request_gains_what_is_not_read(weights, smaller):
 
 
 def test_int4_weights_of_70b_take_36_gb():
-    """4 bits and 20 more for each 128 weights; GPTQ and AWQ checkpoints of 70B models weigh 35 to 37 GB."""
+    """4 bits per weight and 20 more per 128 weights; GPTQ and AWQ checkpoints of 70B models have 35 to 37
+    GB."""
     packed = in_formats(LLAMA_70B, "int4")
     memory = ZeroFit(packed, fixed(1024, 128)).stage_memory("decode", group_of("A100", 1), True, True)
     assert 80 * memory.per_layer == pytest.approx(35.6e9, rel=0.01)
@@ -71,7 +72,7 @@ def test_kv_format_changes_the_cache_and_nothing_else(kv):
 
 
 def test_counts_are_made_anew():
-    LLAMA_70B.kv_bytes_per_token  # noqa: B018  (counts are kept once they are made)
+    LLAMA_70B.kv_bytes_per_token  # noqa: B018  (counts are cached on first use)
     assert in_formats(LLAMA_70B, "fp8", "fp8").kv_bytes_per_token == LLAMA_70B.kv_bytes_per_token / 2
     with pytest.raises(KeyError):
         in_formats(LLAMA_70B, "fp7")

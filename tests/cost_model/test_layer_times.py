@@ -1,4 +1,4 @@
-"""What the search relies on for every card and model, and the terms of the calibrated model one by one."""
+"""Properties that the search relies on for every card and model, and the calibrated model term by term."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_group_is_never_faster_than_its_devices_together(priced, phase, batch)
 
 @given(priced_groups(), phases, batches, batches)
 def test_a_larger_batch_never_lowers_the_rate(priced, phase, a, b):
-    """Requests/s of a layer, of a stage's edge and of a hop rise with the batch."""
+    """Requests/s of a layer, of a stage with embedding or head, and of a hop rise with the batch."""
     costs, group = priced
     small, large = sorted((a, b))
     for time_s in (
@@ -83,7 +83,7 @@ def test_times_are_finite_and_positive(priced, phase, batch, last):
 @pytest.mark.parametrize("card", sorted(CATALOGUE))
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_every_card_and_every_model(card, model):
-    """The properties above at the degrees and batches that plans use, without leaving any pair to chance."""
+    """The properties above at the degrees and batches that plans use, for every pair of card and model."""
     for name in ("table1", "zero-fit", "calibrated"):
         costs = make_cost_model(name, model, fixed(763, 232))
         for phase in ("prefill", "decode"):
@@ -116,7 +116,8 @@ def test_prefill_of_llama_70b_by_hand():
 
 
 def test_the_head_costs_the_last_stage_only():
-    """One position of each prompt passes the head, so at a small batch its weights are what is read."""
+    """One position per prompt passes the head, so at a small batch the time is that of reading its
+    weights."""
     costs, group = ZeroFit(LLAMA_70B, fixed(512, 128)), group_of("A100", 2)
     assert costs.edge_s("decode", group, 8, last=False) == 0
     for phase in ("prefill", "decode"):
@@ -140,7 +141,7 @@ def test_a_mixture_reads_the_experts_that_some_token_chose():
     rate = lone.accelerator.memory_bandwidth_bytes_s / 2
     expert = 3 * 4096 * 14336
     rest = mixtral.layer_params - 8 * expert
-    # One token reads its two experts, two tokens 8 * (1 - 0.75^2) = 3.5 of them.
+    # One token reads two experts, two tokens 8 * (1 - 0.75^2) = 3.5 of them.
     assert costs.layer_s("decode", lone, 1) == pytest.approx((rest + 2 * expert) / rate)
     assert costs.layer_s("decode", lone, 2) == pytest.approx((rest + 3.5 * expert) / rate)
     assert costs.layer_s("decode", lone, 64) == pytest.approx((rest + 8 * expert) / rate)
@@ -148,7 +149,8 @@ def test_a_mixture_reads_the_experts_that_some_token_chose():
 
 @pytest.mark.parametrize(("isl", "window"), [(10, 4), (7, 7), (5, 100), (2000, 1024)])
 def test_a_window_cuts_what_a_prompt_attends_to(isl, window):
-    """Token i of a prompt attends to min(i, window) tokens, itself included: up to half a token of each."""
+    """Token i of a prompt attends to min(i, window) tokens, itself included; the tolerance is half a token
+    each."""
     windowed, lone = like(WINDOWED, sliding_window=window), group_of("H100", 1)
     lone = replace(lone, accelerator=replace(lone.accelerator, memory_bandwidth_bytes_s=1e30))
     costs = Calibrated(windowed, fixed(isl, 0), coefficients=PEAK)

@@ -1,4 +1,4 @@
-"""Model shapes: parameter counts against published figures and against transformers, and bad configs."""
+"""Model shapes: parameter counts compared with published figures and with transformers, and bad configs."""
 
 import json
 

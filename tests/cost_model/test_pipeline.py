@@ -1,4 +1,4 @@
-"""The three readings of a pipeline, on a pipeline small enough for a pencil, and on Appendix E.2."""
+"""The three readings of a pipeline, on a pipeline small enough to compute by hand, and on Appendix E.2."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def test_a_slow_hop_is_a_bottleneck_too():
 
 
 def test_optimistic_prefill_is_the_papers():
-    """Appendix A divides the time period by the latency, whatever the decode side assumes."""
+    """Appendix A divides the time period by the latency, under any decode assumption."""
     assert prefill_pace("paper_optimistic", STAGES, HOPS, 3) == prefill_pace("literal", STAGES, HOPS, 3)
 
 
 def test_literal_decode_is_batch_over_the_sum():
-    """12 requests, each 10 tokens of 0.9 s."""
+    """12 requests, each with 10 tokens of 0.9 s."""
     pace = decode_pace("literal", STAGES, HOPS, batch=12, osl=10)
     assert (pace.capacity_req_s, pace.latency_s) == pytest.approx((12 / 9, 0.9))
 
 
 def test_pipelined_decode_shares_the_batch():
-    """Three micro-batches of 4 take turns of 0.5 s: a token every 1.5 s for each of the 12 requests."""
+    """Three micro-batches of 4 take turns of 0.5 s: each of the 12 requests gets a token every 1.5 s."""
     assert micro_batch("pipelined", 12, 3) == 4
     pace = decode_pace("pipelined", STAGES, HOPS, batch=12, osl=10)
     assert (pace.capacity_req_s, pace.latency_s) == pytest.approx((12 / 15, 1.5))
@@ -68,7 +68,7 @@ def test_optimistic_decode_fills_every_stage():
 
 
 def test_hops_that_outlast_the_turns_are_waited_for():
-    """Two stages of 0.1 s with 0.5 s between: the first waits for its own token, 0.7 s later."""
+    """Two stages of 0.1 s with 0.5 s in between: the first waits for its own token, 0.7 s later."""
     assert decode_pace("pipelined", [0.1, 0.1], [0.5], batch=2, osl=1).latency_s == pytest.approx(1.0)
     assert decode_pace("pipelined", [0.3, 0.1, 0.1], [0.3, 0.3], 3, 1).latency_s == pytest.approx(1.1)
 
@@ -82,7 +82,7 @@ def test_pipelined_colocation_lets_each_stage_divide_its_time():
 
 
 def test_tokens_of_a_colocated_replica_wait_for_slow_hops():
-    """A token comes around in 1.1 s, although no stage or hop is busy for as long as a third of that."""
+    """A token goes around in 1.1 s, although no stage or hop is busy for a third of that."""
     steps, hops = [0.3, 0.1, 0.1], [0.3, 0.3]
     prefill, decode = PhaseTimes([1e-3] * 3, [1e-3] * 2, batch=1), PhaseTimes(steps, hops, batch=3)
     pace = colocated_pace("pipelined", prefill, decode, osl=10)
@@ -90,7 +90,7 @@ def test_tokens_of_a_colocated_replica_wait_for_slow_hops():
 
 
 def test_one_stage_takes_turns():
-    """Two tokens of 2 s after a prefill of 3 s."""
+    """Two tokens of 2 s each after a prefill of 3 s."""
     pace = colocated_pace("pipelined", PhaseTimes([3], [], 1), PhaseTimes([2], [], 1), osl=2)
     assert (pace.capacity_req_s, pace.latency_s, pace.token_s) == pytest.approx((1 / 7, 3, 3.5))
 
@@ -109,8 +109,8 @@ def test_literal_colocation_runs_one_batch_at_a_time():
     st.integers(1, 1000),
 )
 def test_colocation_gains_at_most_what_dividing_the_time_leaves(semantics, stage_s, prompts, batch, osl):
-    """Between the pace of taking turns and that of the slower phase alone; and on one stage a token takes
-    the step stretched by the share of time in prefills."""
+    """The rate is between that of taking turns and that of the slower phase alone; on one stage, prefills
+    stretch a token's step by their share of time."""
     hops = [0.0] * (len(stage_s) - 1)
     first, rest = ([pair[k] for pair in stage_s] for k in (0, 1))
     prefill = prefill_pace(semantics, first, hops, prompts)
@@ -139,7 +139,7 @@ def test_one_stage_is_read_the_same_way_by_all(semantics, stage_s, batch, osl):
 
 @given(st.lists(times, min_size=1, max_size=6), times, st.integers(1, 256))
 def test_the_readings_are_ordered(stage_s, hop_s, batch):
-    """At equal stage times: micro-batches help prefill, and decode only where they cost no memory."""
+    """With equal stage times, micro-batches help prefill, but help decode only if they cost no memory."""
     hops = [hop_s] * (len(stage_s) - 1)
     prefill = {s: prefill_pace(s, stage_s, hops, batch).capacity_req_s for s in PIPELINE_SEMANTICS}
     assert prefill["literal"] <= prefill["pipelined"] * (1 + 1e-12)
@@ -166,7 +166,7 @@ def test_appendix_e2_comes_out_under_the_optimistic_reading_only(gpu, workload, 
     assert (pipeline.capacity_req_s > tensor.capacity_req_s) == (semantics == "paper_optimistic")
     best = planner.plan("decode", ((0, 2),))
     assert best == (pipeline if semantics == "paper_optimistic" else tensor)
-    # For prefill (TP=2, PP=1) is E.2's choice: it has the shorter latency.
+    # For prefill, E.2 chooses (TP=2, PP=1), which has the shorter latency.
     assert (
         planner.plan_shape("prefill", [(0, 2)]).latency_s
         < planner.plan_shape("prefill", [(0, 1), (0, 1)]).latency_s

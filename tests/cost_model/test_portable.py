@@ -1,4 +1,4 @@
-"""Exponentials, logarithms and powers against 50 decimal digits, and their bits."""
+"""Exponentials, logarithms and powers, compared with 50 decimal digits, and their exact bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cost_model.portable import exp, log, power, twelve_digits
 
 
 def off(found: float, exact: Decimal) -> float:
-    """Error in units of the last place."""
+    """Error in units in the last place."""
     return float(abs(Decimal(found) - exact) / Decimal(math.ulp(float(exact))))
 
 
@@ -52,7 +52,7 @@ def test_ends():
 
 
 def test_bits():
-    """The same on every machine: written down once, from one of them."""
+    """The bits are the same on every machine; these were recorded on one of them."""
     assert exp(1.0).hex() == "0x1.5bf0a8b14576ap+1"
     assert log(10.0).hex() == "0x1.26bb1bbb55516p+1"
     assert power(0.37, 2.3063).hex() == "0x1.9d86d796b77b0p-4"

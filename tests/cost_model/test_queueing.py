@@ -1,4 +1,4 @@
-"""Queues against closed forms, scipy's distributions, and a simulation."""
+"""Queues compared with closed forms, scipy's distributions, and a simulation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ shares = st.floats(0.5, 0.999)
 
 
 def waits(rng: np.random.Generator, rate: float, service_s: np.ndarray) -> np.ndarray:
-    """Waiting times in one queue with these service times, by Lindley's recursion: each is what is left of
-    the work before, W' = max(0, W + S - A)."""
+    """Waiting times in one queue with these service times, by Lindley's recursion: W' = max(0, W + S - A)."""
     steps = service_s[:-1] - rng.exponential(1 / rate, len(service_s) - 1)
     walk = np.concatenate([[0.0], np.cumsum(steps)])
     return walk - np.minimum.accumulate(walk)
@@ -28,7 +27,7 @@ def waits(rng: np.random.Generator, rate: float, service_s: np.ndarray) -> np.nd
 
 @given(loads, st.floats(0.01, 100))
 def test_deterministic_service_waits_half_of_what_exponential_service_does(load, capacity):
-    """M/D/1: load / (2 (1 - load)) services; M/M/1, whose E[S^2] is 2 E[S]^2: twice that."""
+    """M/D/1 waits load / (2 (1 - load)) services. M/M/1 waits twice that, because its E[S^2] is 2 E[S]^2."""
     expected = load / (2 * (1 - load)) / capacity
     assert PrefillQueue(capacity, 0.1, 1, ALIKE).mean_wait_s(load * capacity) == pytest.approx(expected)
     twice = ServiceMix((0.5, 0.5), (0.0, 2.0))
@@ -84,12 +83,12 @@ def test_a_mixture_whose_long_prompts_miss_cannot_reach_their_share():
     assert queue.attained(0.0, 2.0) == pytest.approx(0.7)
     assert queue.largest_rate(2.0, 0.8) == 0 and queue.largest_rate(2.5, 0.8) > 0
     assert queue.soonest_s(0.7) == pytest.approx(0.4) and queue.soonest_s(0.71) == pytest.approx(2.4)
-    # In a batch of 4 a long prompt has three mean ones beside it.
+    # In a batch of 4, a long prompt shares the batch with three mean ones.
     assert PrefillQueue(1.0, 1.0, 4, UNLIKE).services[1] == (0.3, pytest.approx((2.4 + 3) / 4))
 
 
 def test_classes_take_time_by_their_flops():
-    """Without attention by their tokens; with it a little more for the long ones."""
+    """Without attention, time is proportional to tokens; with it, long prompts take a little more."""
     mix = ServiceMix.of(LLAMA_70B, RequestLengths.of([(100, 10, 3), (300, 10, 1)]))
     assert mix.shares == (0.75, 0.25)
     assert sum(w * r for w, r in zip(mix.shares, mix.relative, strict=True)) == pytest.approx(1)
@@ -97,13 +96,13 @@ def test_classes_take_time_by_their_flops():
 
 
 def decode(places: int) -> DecodeQueue:
-    """A step takes 20 ms and 0.1 ms for each request."""
+    """A step takes 20 ms plus 0.1 ms per request."""
     return DecodeQueue(places, lambda requests: 0.02 + 1e-4 * requests, osl=100)
 
 
 @given(st.integers(1, 300), shares)
 def test_decode_takes_what_leaves_a_place_free(places, share):
-    """A Poisson number of others, at most places - 1 of them for `share` of the arrivals (scipy.stats)."""
+    """The number of others is Poisson, and at most places - 1 for `share` of the arrivals (scipy.stats)."""
     queue = decode(places)
     rate = queue.largest_rate(share)
     others = queue.under_way(rate)
@@ -133,7 +132,7 @@ def test_decode_serves_no_more_in_time_under_more_load(load, one, two):
 
 
 def test_requests_under_way_are_those_of_a_simulated_replica():
-    """Poisson arrivals that never wait, each under way for 100 tokens at the mean pace."""
+    """Poisson arrivals that never wait; each is in flight for 100 tokens at the mean time per token."""
     rng = np.random.default_rng(3)
     queue, rate = decode(100), 15.0
     others = queue.under_way(rate)

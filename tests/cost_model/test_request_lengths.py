@@ -1,4 +1,4 @@
-"""Means over a mixture of requests, against sums over its tokens and against one class."""
+"""Means over a mixture of requests, compared with sums over its tokens and with a single class."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ windows = st.none() | st.integers(1, 100)
 
 @given(classes, windows)
 def test_means_are_those_of_the_tokens_counted_one_by_one(mixture, window):
-    """Token i of a prompt attends to min(i, window) tokens, the sums below to within half a token."""
+    """Token i of a prompt attends to min(i, window) tokens; the sums below are accurate to half a token."""
     lengths, cut = RequestLengths.of(mixture), window or 10**9
     requests = [(isl, osl) for isl, osl, weight in mixture for _ in range(weight)]
     assert lengths.isl == pytest.approx(np.mean([isl for isl, _ in requests]))
     assert lengths.osl == pytest.approx(np.mean([osl for _, osl in requests]))
     attended = [min(i, cut) for isl, _ in requests for i in range(1, isl + 1)]
     assert lengths.prompt_attended(window) == pytest.approx(np.mean(attended), abs=0.5 + 1e-9)
-    # One entry for each moment at which a request is under way: prompt tokens in prefill, outputs in decode.
+    # One entry per moment at which a request is in flight: prompt tokens in prefill, outputs in decode.
     prompts = [min(isl, cut) for isl, _ in requests for _ in range(isl)]
     assert lengths.kv_tokens_prefill(window) == pytest.approx(np.mean(prompts))
     whole = [min(isl + osl, cut) for isl, osl in requests for _ in range(osl)]
@@ -53,7 +53,7 @@ def test_one_class_is_itself_to_the_last_bit(isl, osl, weight, window):
     st.floats(1e-3, 1e3),
 )
 def test_costs_depend_on_shares_and_not_on_how_they_are_written(mixture, name, model, phase, batch, scale):
-    """A class split in two, or weights times a constant, change no cost."""
+    """Splitting a class in two or scaling all weights changes no cost."""
     split = [(isl, osl, weight * scale / 2) for isl, osl, weight in mixture for _ in range(2)]
     one, two = (make_cost_model(name, model, RequestLengths.of(m)) for m in (mixture, split))
     group = group_of("A100", 2)
@@ -63,7 +63,7 @@ def test_costs_depend_on_shares_and_not_on_how_they_are_written(mixture, name, m
 
 
 def test_a_few_long_requests_fill_the_cache():
-    """One request in a hundred is long; of those under way in decode, half are."""
+    """One request in a hundred is long, but half of the requests that are decoding are."""
     rare = RequestLengths.of([(10, 10, 99), (990, 990, 1)])
     assert rare.kv_tokens_decode() == pytest.approx((20 + 1980) / 2)
     assert rare.isl + rare.osl == pytest.approx(39.6)

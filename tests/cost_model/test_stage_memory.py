@@ -65,7 +65,7 @@ def test_a_group_never_holds_less_than_its_weights_and_kv_cache(priced, phase, f
 
 def test_llama_70b_on_two_80_gib_cards():
     """By hand, bytes on each card: a layer is (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672 + 2 * 8192)
-    = 855,654,400 parameters of 2 bytes over 2 cards; embedding and head 2 * 32000 * 8192 likewise; a
+    = 855,654,400 parameters of 2 bytes over 2 cards; embedding and head have 2 * 32000 * 8192, split alike; a
     workspace for 2048 tokens of (2 * 8192 + 28672) values of 2 bytes; a token 80 * 2 * 4 * 128 * 2 of KV."""
     memory = ZeroFit(LLAMA_70B, fixed(768, 256)).stage_memory("decode", group_of("A100", 2), True, True)
     weights, ends, workspace, kv = 80 * 855_654_400, 524_288_000, 184_549_376, 163_840 * 1024
@@ -78,7 +78,7 @@ def test_llama_70b_on_two_80_gib_cards():
 def test_llama_70b_does_not_fit_one_card():
     memory = ZeroFit(LLAMA_70B, fixed(768, 256)).stage_memory("decode", group_of("A100", 1), True, True)
     assert memory.max_batch(80) == 0
-    # 0.9 * 80 GiB hold 44 layers of 1.711 GB beside the ends, and nothing else.
+    # 0.9 * 80 GiB hold 44 layers of 1.711 GB and the embedding and head, and nothing else.
     assert memory.max_layers(1) == 44
 
 

@@ -18,7 +18,7 @@ GIB = 1024**3
 
 
 class Paper:
-    """The cells of Table 1 for a stage of equal devices with equal links, and of a whole request."""
+    """The cells of Table 1 for a stage of equal devices with equal links, and for a whole request."""
 
     def __init__(self, H, B, n, c, m, a, beta):
         self.H, self.B, self.n, self.c, self.m, self.a, self.beta = H, B, n, c, m, a, beta
@@ -65,7 +65,7 @@ def test_every_cell_of_the_table(card, model, n, isl, osl, b, layers):
     prefill = layers * costs.layer_s("prefill", group, b) + costs.edge_s("prefill", group, b, True)
     whole = paper.prefill_computation(b, isl, layers) + paper.prefill_tp(b, isl, layers)
     assert prefill == pytest.approx(whole)
-    # The paper counts decode over all s_out tokens, the cost models one step.
+    # The paper counts decode over all s_out tokens, the cost models count one step.
     step = layers * costs.layer_s("decode", group, b) + costs.edge_s("decode", group, b, True)
     decode = paper.decode_computation(b, osl, layers) + paper.decode_tp(b, osl, layers)
     assert step * osl == pytest.approx(decode)
@@ -100,7 +100,7 @@ def test_numbers_worked_out_by_hand():
 def test_kv_transfer_of_a_layer_and_of_the_model():
     costs = Table1(LLAMA_70B, fixed(1024, 128))
     assert costs.kv_bytes_per_layer * LLAMA_70B.layers == 2 * 1024 * 8192 * 2 * 80
-    # Multi-head attention is assumed: eight times what the 8 of 64 KV heads hold.
+    # The paper assumes multi-head attention, whose cache is eight times that of 8 KV heads of 64.
     assert costs.kv_bytes_per_layer * LLAMA_70B.layers == 8 * 1024 * LLAMA_70B.kv_bytes_per_token
 
 

@@ -1,4 +1,4 @@
-"""The checkers see every way in which an edited placement can be wrong."""
+"""The checkers find every way in which an edited placement can be wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sound() -> dict:
 
 
 def staged(placement: dict) -> dict:
-    """A replica of more than one stage."""
+    """A replica with more than one stage."""
     return next(r for r in placement["replicas"] if len(r["stages"]) > 1)
 
 

@@ -1,4 +1,4 @@
-"""The cluster as arrays: order, precedence of links, prices, assumptions."""
+"""The cluster as arrays: order, which link definition wins, prices, assumptions."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A placement says how far off its figures may be, and whether others come within that."""
+"""A placement states the error of its figures, and whether other placements are within it."""
 
 from __future__ import annotations
 

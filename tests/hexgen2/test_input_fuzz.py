@@ -1,4 +1,4 @@
-"""Whatever a model's config or a trace holds, it is loaded or refused with one line, never a traceback."""
+"""Any model config or trace is either loaded or refused with one line, never a traceback."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -1,5 +1,5 @@
-"""Numbers in files: what is too small or too large to compute with is refused, with the range; what is real,
-and what emulation needs, is let in."""
+"""Numbers in files: those too small or too large to compute with are refused, and the message states the
+range; realistic numbers, and those that emulation needs, are accepted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NO_NUMBERS = [1e308, float("inf"), float("-inf"), float("nan"), True, 10**400, -
 
 
 def numbers(tree, path=()):
-    """Paths of all floats in a tree of dicts and lists."""
+    """The paths of all floats in a tree of dicts and lists."""
     steps = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for step, value in steps:
         if isinstance(value, float):
@@ -59,7 +59,7 @@ def numbers(tree, path=()):
 
 
 def changed(tree, path, value):
-    """A copy with another value there."""
+    """A copy of the tree with another value at this path."""
     tree = copy.deepcopy(tree)
     *parents, last = path
     target = tree
@@ -100,7 +100,7 @@ def test_what_a_cluster_s_numbers_may_be(path):
 @pytest.mark.parametrize("value", TINY)
 @pytest.mark.parametrize("path", [p for p in numbers(SPEC) if p[-1] != "latency_us"], ids=text)
 def test_a_search_refuses_them_in_one_line(tmp_path, path, value):
-    """Such figures divided to infinity in the evaluation and in the flow."""
+    """Such figures used to divide to infinity in the evaluation and in the flow."""
     file = tmp_path / "c.yaml"
     file.write_text(json.dumps(changed(SPEC, path, value)))
     ended = hexgen2("search", "--cluster", str(file), "--model", "llama-2-7b", "--workload", "LPLD")
@@ -129,7 +129,7 @@ def test_a_placement_s_numbers(placement, tmp_path, value):
 @pytest.mark.parametrize("key", ["prefill_replicas", "decode_replicas", "colocated_replicas", "req_s"])
 @pytest.mark.parametrize("value", [[1], {}, "2", None, -1, True, 10**400])
 def test_a_search_trace_with_something_else(placement, tmp_path, key, value):
-    """Where a list stood for a number, `show` failed in the report."""
+    """With a list in place of a number, the report of `show` used to crash."""
     file = tmp_path / "p.json"
     file.write_text(json.dumps(changed(placement, ("search", "trace", 0, key), value)))
     ended = hexgen2("show", str(file))
@@ -137,7 +137,8 @@ def test_a_search_trace_with_something_else(placement, tmp_path, key, value):
 
 
 def test_an_unresolved_cluster_in_a_placement_is_resolved(placement, tmp_path):
-    """Where somebody took the cards out of it, `search --from` and `export` failed."""
+    """`search --from` and `export` used to crash when the accelerators had been removed from the placement's
+    cluster."""
     file = tmp_path / "p.json"
     file.write_text(json.dumps(changed(placement, ("cluster", "accelerators"), {})))
     ended = hexgen2("search", "--from", str(file), "--lost", placement["replicas"][0]["stages"][0]["gpus"][0])
@@ -156,7 +157,7 @@ def test_coefficients(tmp_path, value):
 
 @pytest.mark.parametrize("time", ["1e308", "-1e308", "1e19", "nan", "inf"])
 def test_times_of_a_trace(tmp_path, time):
-    """Times whose differences overflow."""
+    """Times whose differences overflow are refused."""
     file = tmp_path / "t.csv"
     file.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n1,10,10\n{time},10,10\n")
     with pytest.raises(InputError, match="line 3"):
@@ -164,7 +165,7 @@ def test_times_of_a_trace(tmp_path, time):
 
 
 def test_a_trace_within_less_than_a_nanosecond_has_no_times(placement, tmp_path):
-    """It had some, and to replay them at a rate divided to infinity."""
+    """Replaying such times at a rate used to divide to infinity."""
     file, trace = tmp_path / "p.json", tmp_path / "t.csv"
     file.write_text(json.dumps(placement))
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,10,10\n1e-320,10,10\n")
@@ -174,7 +175,7 @@ def test_a_trace_within_less_than_a_nanosecond_has_no_times(placement, tmp_path)
 
 
 def test_tokens_of_a_trace_are_those_of_a_workload(tmp_path):
-    """Between the two limits, the trace was let in and the workload made of it was not."""
+    """Between the two limits, the trace used to be accepted while the workload made from it was refused."""
     file = tmp_path / "t.csv"
     file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n1,100000000,10\n")
     with pytest.raises(InputError, match="ContextTokens"):

@@ -1,4 +1,4 @@
-"""`import hexgen2`: light to import, typed, and the same answers and errors as the command line."""
+"""`import hexgen2` is light and typed, and gives the same answers and errors as the command line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_all_names_are_there_and_stay_after_the_packages_of_the_same_name_are_us
 
 
 def test_imports_for_type_checkers_only_exist():
-    """mypy takes a missing module for Any here, so that it says nothing of a wrong one."""
+    """mypy treats a missing module as Any here, so it would not report a wrong name."""
     for module in (hexgen2, hexgen2.api):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.ImportFrom) and node.module != "__future__":
@@ -89,7 +89,7 @@ def test_type_checkers_see_the_types(tmp_path):
         "reveal_type(hexgen2.load_model('m'))\n"
         "hexgen2.search(cluster='c', model='m', objective='speed')\n"
     )
-    out, _, _ = mypy.run([str(path)])  # with the cache of `make check`
+    out, _, _ = mypy.run([str(path)])  # shares the cache of `make check`
     shown = re.findall(r'Revealed type is "([\w.]+)"', out)
     names = ["hexgen2.placement.Placement", "float", "cost_model.architecture.ModelArchitecture"]
     assert [name.removeprefix("builtins.") for name in shown] == names, out
@@ -237,7 +237,7 @@ def test_what_simulate_and_others_refuse(placement, tmp_path):
 
 
 def test_ctrl_c_returns_the_best_so_far():
-    """As on the command line: the search ends, and says what cut it short."""
+    """As on the command line, the search ends and says what interrupted it."""
 
     def interrupt(_) -> None:
         raise KeyboardInterrupt

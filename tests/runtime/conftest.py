@@ -1,4 +1,5 @@
-"""One served placement for all tests of the API, clients of it, and a receiver of KV caches."""
+"""Fixtures of the runtime's tests: one served placement for all API tests, its clients, and a receiver of KV
+caches."""
 
 import httpx
 import openai
@@ -45,7 +46,7 @@ def http(server):
 
 @pytest.fixture
 def receiving():
-    """The worker d/0, with half of the heads and no layer 0."""
+    """The worker d/0, which holds half of the heads and no layer 0."""
     there = Receiving("d/0", Pool(HALF))
     yield there
     there.close()

@@ -1,4 +1,4 @@
-"""`hexgen2 bench` against a launched placement: what it counts, and what the server counted itself."""
+"""`hexgen2 bench` against a launched placement: its counts agree with those of the server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_agrees_with_the_records_of_the_server(server, http, tmp_path):
     assert found["model"] == MODEL and found["predicted_req_s"] == 4.0
     seen = records(http, 24)
     assert all(record["prompt_tokens"] == 40 and record["output_tokens"] == 12 for record in seen)
-    # The client sees a token after the server has it, and has sent the request before it arrived.
+    # The client sends a request before the server has it, and sees a token after the server does.
     spans = [record["last_token_s"] - record["arrived_s"] for record in seen]
     assert found["mean_e2el_ms"] >= 1e3 * sum(spans) / 24
     first = [record["first_token_s"] - record["arrived_s"] for record in seen]
@@ -49,7 +49,7 @@ def test_it_agrees_with_the_records_of_the_server(server, http, tmp_path):
         assert row["requests"] == len(own) and row["bytes"] == sum(record["kv_bytes"] for record in own)
     assert {(row["from"], row["to"]) for row in found["routes"]} == set(FLOWS)
     assert found["replicas"]["decode-1"]["requests"] == sum(r["decode_replica"] == "decode-1" for r in seen)
-    # One gap before every token but the first: their mean weighs requests alike here.
+    # Every token except the first has a gap before it, so their mean weighs requests equally here.
     assert found["mean_itl_ms"] == pytest.approx(found["mean_tpot_ms"])
 
 

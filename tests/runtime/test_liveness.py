@@ -1,5 +1,5 @@
-"""When silence means a loss, by clocks that the tests turn: what freezes is found, own delays are not held
-against others, neither in asyncio (workers) nor in trio (peers)."""
+"""When silence counts as a loss, with clocks that the tests control: frozen processes are found, and delays
+of our own are not blamed on others, in asyncio (workers) and in trio (peers)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runtime.p2p.transport import watch
 
 LIMIT_S = 2.4  # 4 periods of 0.6 s
 FOUND_S = 3.0
-LATE_S = 0.15  # each time, on a machine with too much to do
+LATE_S = 0.15  # of each wake-up, on an overloaded machine
 ENOUGH_S = 60.0
 
 
 class TurnedLoop(asyncio.SelectorEventLoop):
-    """Time passes when there is nothing else to do; all that waits for it comes late by `late_s`."""
+    """An event loop whose time advances when there is nothing else to do; every timer fires `late_s` late."""
 
     def __init__(self) -> None:
         self.now_s = self.late_s = 0.0
@@ -45,7 +45,7 @@ class _NoWaiting(selectors.SelectSelector):
 
 
 class Worker:
-    """The link to a worker that answers every ping after a while, until it freezes."""
+    """The link to a worker that answers every ping after a delay, until it freezes."""
 
     def __init__(self, loop: TurnedLoop, answers_after_s: float = 0.01, freezes_at_s: float = 1e9) -> None:
         self._loop, self._answers_after_s, self._freezes_at_s = loop, answers_after_s, freezes_at_s
@@ -66,7 +66,7 @@ def found_at_s(
     held_up_at_s: float = 1e9,
     held_up_s: float = 0.0,
 ) -> float:
-    """When a worker is given up; infinite if that takes more than ENOUGH_S."""
+    """When a worker counts as lost; infinite if that takes more than ENOUGH_S."""
     loop = TurnedLoop()
     loop.late_s = late_s
 
@@ -101,7 +101,7 @@ def test_a_worker_that_is_slow_to_answer_is_kept(answers_after_s):
 
 @pytest.mark.parametrize("held_up_s", [3.0, 10.0, 45.0])
 def test_being_held_up_once_is_not_held_against_a_worker(held_up_s):
-    """The answer to the last ping is slow, too: as long as it may be."""
+    """The answer to the last ping is slow too, but still within the limit."""
     held_up = {"held_up_at_s": 7.0, "held_up_s": held_up_s}
     assert found_at_s(lambda loop: Worker(loop, LIMIT_S - 0.2), **held_up) == float("inf")
     found_s = found_at_s(lambda loop: Worker(loop, freezes_at_s=6.0), **held_up)
@@ -109,7 +109,7 @@ def test_being_held_up_once_is_not_held_against_a_worker(held_up_s):
 
 
 def test_being_late_again_and_again_is_not_held_against_a_worker():
-    """Each look comes late, and the answer takes twice the limit; one that is frozen is found."""
+    """Every check runs late, and the answer takes twice the limit; a frozen worker is still found."""
     assert found_at_s(lambda loop: Worker(loop, 2 * LIMIT_S - 1.0), late_s=LATE_S) == float("inf")
     found_s = found_at_s(lambda loop: Worker(loop, freezes_at_s=6.0), late_s=LATE_S)
     assert 6.0 + LIMIT_S < found_s <= 6.0 + FOUND_S * (0.12 + LATE_S) / 0.12
@@ -125,14 +125,14 @@ def in_turned_time(body: Callable[[SimpleNamespace, MockClock], Awaitable[float]
 
 
 async def peer(muxer: SimpleNamespace, every_s: float, until_s: float) -> None:
-    """Says something now and then."""
+    """A peer that says something now and then."""
     while trio.current_time() < until_s:
         muxer.heard += 1
         await trio.sleep(every_s)
 
 
 async def given_up(muxer: SimpleNamespace, beside: Callable[[trio.Nursery], None]) -> float:
-    """When a peer is given up; infinite if that takes more than ENOUGH_S."""
+    """When a peer counts as lost; infinite if that takes more than ENOUGH_S."""
     found_s = float("inf")
     with trio.move_on_after(ENOUGH_S):
         async with trio.open_nursery() as nursery:
@@ -161,7 +161,7 @@ def test_a_peer_that_says_little_is_kept():
 
 @pytest.mark.parametrize("held_up_s", [3.0, 10.0])
 def test_being_held_up_is_not_held_against_a_peer(held_up_s):
-    """This thread stands still for so long; the peer, which froze meanwhile, gets all of its time."""
+    """This thread stalls; a peer that froze meanwhile still gets its full time."""
 
     async def hold_up(clock):
         await trio.sleep(1.0)

@@ -1,4 +1,4 @@
-"""Log lines: safe for a terminal, and limited where they are alike."""
+"""Log lines are safe for a terminal, and repeated ones are limited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.logs import ALIKE, KINDS, WINDOW_S, LimitedHandler, _Lines, about
 
 
 class Log:
-    """A logger with a handler whose clock the test sets and whose timer it fires."""
+    """A logger with a handler whose clock and timer the test controls."""
 
     def __init__(self, form: str = "text") -> None:
         self.now_s, self.due = 0.0, []
@@ -47,7 +47,7 @@ def test_a_timer_says_how_many_there_were_where_nothing_follows(log):
     for number in range(ALIKE + 3):
         log.now_s = 1.0 + number / 100
         log.logger.error("no %s", number)
-    ((seconds, fire),) = log.due  # one timer, however many lines
+    ((seconds, fire),) = log.due  # one timer for any number of lines
     assert log.now_s + seconds == pytest.approx(1.0 + WINDOW_S, abs=0.1)
     log.now_s += seconds
     fire()

@@ -1,4 +1,4 @@
-"""Requests that the API answers, and what each of its errors looks like."""
+"""Valid API requests, and the expected shape of each error."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A client beside the attacks, in a process of its own: streams one answer after the other, and asks for the
-health all the time. Ends at the end of its standard input, and prints what it saw."""
+"""An ordinary client that runs during attacks, in a separate process. It streams one answer after the other
+and polls /health. It ends when standard input ends, and prints what it saw.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ EVERY_S = 0.05
 
 @dataclass
 class Seen:
-    """The longest wait for the health and between two tokens of a stream, in seconds, and all answers."""
+    """The longest wait for /health and between two tokens of a stream, in seconds, and all answers."""
 
     health_s: float = 0.0
     gap_s: float = 0.0
@@ -28,7 +29,7 @@ class Seen:
 
 
 async def stream(http: httpx.AsyncClient, seen: Seen, body: dict[str, object]) -> None:
-    """Answers to one request, again and again."""
+    """Stream answers to the same request, one after the other."""
     while True:
         text, last_s = "", 0.0
         async with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -49,7 +50,7 @@ async def stream(http: httpx.AsyncClient, seen: Seen, body: dict[str, object]) -
 
 
 async def ask_for_health(http: httpx.AsyncClient, seen: Seen) -> None:
-    """The health, on the same connection and on new ones in turn."""
+    """Ask for /health, alternating between one kept connection and new ones."""
     while True:
         for headers in ({}, {"Connection": "close"}):
             begun = time.monotonic()
@@ -61,7 +62,7 @@ async def ask_for_health(http: httpx.AsyncClient, seen: Seen) -> None:
 
 
 async def main(url: str, key: str, body: str) -> None:
-    """Be a client until standard input ends."""
+    """Run the client until standard input ends."""
     seen = Seen()
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as http:
@@ -82,7 +83,7 @@ async def main(url: str, key: str, body: str) -> None:
 
 @contextmanager
 def bystander(url: str, key: str, body: dict[str, object]) -> Iterator[Seen]:
-    """A bystander while the block runs; what it saw is there afterwards."""
+    """Run a bystander during the block; what it saw is available afterwards."""
     seen = Seen()
     command = [sys.executable, __file__, url, key, json.dumps(body)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in Hugging Face's format, and what transformers generates from them."""
+"""Tiny random checkpoints in Hugging Face's format, and the tokens that transformers generates from them."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def write_llama(folder: Path, **overrides: object) -> Path:
 
 
 def write_mistral(folder: Path, **overrides: object) -> Path:
-    """The same with a window of 9 tokens."""
+    """The Llama with a sliding window of 9 tokens."""
     return _write(MistralForCausalLM, MistralConfig, folder, **{"sliding_window": 9, **overrides})
 
 
 def write_mixtral(folder: Path, **overrides: object) -> Path:
-    """The same without a window, and 2 of 4 experts for each token."""
+    """The Llama with 4 experts, 2 of them for each token, and no window."""
     return _write(MixtralForCausalLM, MixtralConfig, folder, **{"num_local_experts": 4, **overrides})
 
 
 def write_qwen2(folder: Path, **overrides: object) -> Path:
-    """The same with a window of 9 tokens from layer 2 on."""
+    """The Llama with a sliding window of 9 tokens from layer 2 on."""
     windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
     return _write(Qwen2ForCausalLM, Qwen2Config, folder, **{**windows, **overrides})
 
 
 def write_qwen3(folder: Path, **overrides: object) -> Path:
-    """The same without a window, and heads of 16."""
+    """The Llama with heads of 16, and no window."""
     return _write(Qwen3ForCausalLM, Qwen3Config, folder, **{"head_dim": 16, **overrides})
 
 
@@ -82,7 +82,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 
 @torch.inference_mode()
 def greedy(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """`count` greedy tokens after each prompt, by transformers in float32, never stopping early."""
+    """`count` greedy tokens after each prompt, by transformers in float32, without early stopping."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     answers = []
@@ -135,6 +135,6 @@ def _save(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: 
             elif "norm" in name:
                 parameter.normal_(mean=1.0, std=0.1)
             elif "embed_tokens" in name and config.tie_word_embeddings:
-                parameter.normal_(std=0.02)  # a tied head would else repeat the last token for ever
+                parameter.normal_(std=0.02)  # otherwise a tied head would repeat the last token forever
     model.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""`hexgen2` commands: in this process, which is quick, or installed, in a process of their own."""
+"""Run `hexgen2` commands in this process, which is quick, or installed, in a separate process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HEXGEN2 = str(Path(sys.executable).with_name("hexgen2"))
 
 
 def hexgen2(*arguments: object) -> CompletedProcess[str]:
-    """`hexgen2 ARGUMENTS` in this process, with the error handling that users get. A warning of numpy counts
-    as a fault: users would see it."""
+    """Run `hexgen2 ARGUMENTS` in this process, with the error handling that users get. A numpy warning fails
+    the test, because users would see it."""
     words = ["hexgen2", *map(str, arguments)]
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
     err = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
@@ -39,7 +39,7 @@ def hexgen2(*arguments: object) -> CompletedProcess[str]:
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Whatever a command changes in this process for good: variables of the environment, and logging."""
+    """Restore what a command changes in this process: environment variables and logging."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     with mock.patch.dict(os.environ):
@@ -50,13 +50,13 @@ def _as_it_was() -> Iterator[None]:
 
 
 def installed(*arguments: object) -> CompletedProcess[str]:
-    """The same as a user runs it: the installed script, in a process of its own."""
+    """Run the installed script in a separate process, as a user does."""
     command = [HEXGEN2, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def refused(done: CompletedProcess[str], code: int = 2) -> str:
-    """The one line of an error; nothing on stdout, no traceback."""
+    """The one-line error of a command that printed nothing on stdout and no traceback."""
     assert done.returncode == code and done.stdout == "", done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("hexgen2: ")

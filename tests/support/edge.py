@@ -1,4 +1,4 @@
-"""The server's edge without a fleet: an application behind its gate, and raw connections to it."""
+"""The server's edge without a fleet: an application behind the gate, and raw connections to it."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ POST = b"POST /v1/echo HTTP/1.1\r\nhost: here\r\nauthorization: Bearer sesame\r\
 
 
 def check_place(client):
-    """There is never any for baba."""
+    """Check whether the queue has a place; it never has one for the client `baba`."""
     if client == "baba":
         raise Overloaded("nine requests are waiting already")
 
@@ -69,7 +69,8 @@ def app(options, endless):
 
 
 def talk(scenario, **options):
-    """Run a scenario with a server of these limits; it gets a function that opens a connection."""
+    """Run a scenario against a server with these limits; the scenario gets a function that opens a
+    connection."""
 
     async def limited():
         chosen = FrontOptions(**{"api_keys": {"ali": "sesame", "baba": "open"}, **options})

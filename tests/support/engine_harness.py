@@ -1,4 +1,4 @@
-"""A front end for tests: starts worker processes, wires replicas and drives requests."""
+"""A minimal front end for tests: it starts worker processes, wires replicas and drives requests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Route:
 class Cluster:
     """Replicas of real worker processes, all started by one fork server, on the loopback address.
 
-    If it is patient, a request that finds no room asks again when another one is released.
+    If `patient`, a request that finds no room asks again when another one is released.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class Cluster:
     def __exit__(self, *exception: object) -> None:
         self.kill() if exception[0] else self.stop()
 
-    # -- life of the processes
+    # -- processes
 
     def start(self, replicas: dict[str, Shape]) -> None:
-        """Start replicas, now or beside others, and wait until their workers are ready."""
+        """Start replicas, alone or beside running ones, and wait until their workers are ready."""
         workers = self.spawn(replicas)
         self.connect()
         for worker in workers:
@@ -128,7 +128,7 @@ class Cluster:
             threading.Thread(target=self._read, args=(name, control), daemon=True).start()
 
     def spawn(self, replicas: dict[str, Shape]) -> list[str]:
-        """Start the processes and learn their ports."""
+        """Start the processes and read their ports."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(preloaded("torch"))
         started = []
@@ -159,7 +159,7 @@ class Cluster:
         return started
 
     def connect(self) -> None:
-        """Tell every worker where the others are, those that know already too."""
+        """Tell every worker the addresses of the others, including workers that know them already."""
         peers = {worker: ("127.0.0.1", port) for worker, port in self.ports.items()}
         for stages in self.stages.values():
             store_port = self.stores[stages[0].workers[0]]
@@ -178,7 +178,7 @@ class Cluster:
         assert set(codes.values()) <= {0}, codes
 
     def lose(self, *workers: str) -> list[int | None]:
-        """Kill workers that still run and forget them; their exit codes."""
+        """Kill workers that still run and forget them; return their exit codes."""
         codes = []
         for worker in workers:
             process = self.processes.pop(worker)
@@ -189,7 +189,7 @@ class Cluster:
         return codes
 
     def kill(self) -> None:
-        """End what still runs."""
+        """Kill whatever still runs."""
         for process in self.processes.values():
             if process.is_alive():
                 process.kill()
@@ -200,7 +200,7 @@ class Cluster:
     # -- requests
 
     def send(self, replica: str, message: Message) -> None:
-        """To the driver of a replica, unless it is lost."""
+        """Send to the driver of a replica, unless it is lost."""
         if control := self.controls.get(self.stages[replica][0].workers[0]):
             control.send(message)
 
@@ -214,7 +214,8 @@ class Cluster:
         index: int = 0,
         hold: bool = False,
     ) -> None:
-        """Start a request; the same replica twice means colocated, `hold` stops it once reserved."""
+        """Start a request. The same replica twice means colocated; `hold` stops the request after its
+        reservation."""
         self.outcomes[request_id] = Outcome()
         route = _Route(request_id, tuple(prompt), sampling, prefill, decode, index, hold)
         self._routes[request_id] = route
@@ -234,14 +235,14 @@ class Cluster:
     def wait(
         self, request_id: str, condition: Callable[[Outcome], bool], timeout_s: float = TIMEOUT_S
     ) -> Outcome:
-        """Until a request's outcome meets a condition."""
+        """Wait until a request's outcome meets a condition."""
         with self._changed:
             met = self._changed.wait_for(lambda: condition(self.outcomes[request_id]), timeout_s)
         assert met, (request_id, self.outcomes[request_id])
         return self.outcomes[request_id]
 
     def finish(self, request_id: str) -> Outcome:
-        """Until a request has ended and holds nothing anywhere."""
+        """Wait until a request has ended and holds nothing anywhere."""
         route = self._routes[request_id]
         replicas = {route.prefill, route.decode}
         return self.wait(request_id, lambda o: bool(o.finish_reason) and o.released == replicas)
@@ -260,7 +261,7 @@ class Cluster:
         self.send(route.prefill, message)
 
     def _read(self, replica: str, control: Connection) -> None:
-        """Answers of one driver; token 0 of a disaggregated request goes on to its decode replica."""
+        """Read answers of one driver; token 0 of a disaggregated request goes on to its decode replica."""
         while True:
             try:
                 message = control.receive()

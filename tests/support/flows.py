@@ -1,4 +1,4 @@
-"""Random flow networks, networkx's answer to them, and what every flow must keep."""
+"""Random flow networks, networkx's solution of them, and invariants of every flow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def networks(draw):
 
 
 def with_networkx(network: FlowNetwork) -> float:
-    """The paper's network, in and out nodes included, by preflow-push."""
+    """Solve the paper's network, with its in and out nodes, by preflow-push."""
     graph = nx.DiGraph()
     for i, capacity in enumerate(network.prefill):
         graph.add_edge("h", f"p{i}in")

@@ -1,6 +1,7 @@
-"""What hostile clients send: raw requests that are wrong in every way, and bodies that cost much to read.
+"""What hostile clients send: raw requests that are malformed in every way, and bodies that are expensive to
+read.
 
-The malformed requests follow RFC 9112 clause by clause, as parsers' own tests do.
+The malformed requests follow RFC 9112 clause by clause, as tests of HTTP parsers do.
 """
 
 from __future__ import annotations
@@ -106,12 +107,12 @@ MALFORMED: list[bytes] = [
 
 
 def asked(body: bytes, key: str, path: bytes = b"completions") -> bytes:
-    """A sound request with a body."""
+    """A valid request with a body."""
     return GOOD.replace(b"completions", path, 1) % (key.encode(), len(body), body)
 
 
 def mutated(rng: random.Random, key: str) -> bytes:
-    """A sound request with some bytes changed, cut, repeated or put in."""
+    """A valid request with some bytes changed, cut, repeated or inserted."""
     data = bytearray(rng.choice([asked(BODY, key), *MALFORMED])[:4000])
     for _ in range(rng.randint(1, 8)):
         at = rng.randint(0, len(data))
@@ -132,7 +133,7 @@ def mutated(rng: random.Random, key: str) -> bytes:
 
 
 def heavy(key: str) -> list[bytes]:
-    """Requests that cost a server much, if it looks at all that they hold."""
+    """Requests that are expensive for a server that looks at everything in them."""
     start = b'{"model": "tiny-llama", '
     prompts = [
         b'"prompt": "%b"' % (b"hello world " * (4 * MIB // 13)),
@@ -167,7 +168,7 @@ def heavy(key: str) -> list[bytes]:
 
 
 def petty(key: str) -> list[bytes]:
-    """Requests of thousands of tiny parts, each of which a server handles by itself."""
+    """Requests of thousands of tiny parts, each of which a server handles separately."""
     chunks = b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 200_000
     trailers = b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"x: y\r\n" * 200_000
     start = POST + b"Authorization: Bearer %b\r\n" % key.encode()
@@ -175,11 +176,11 @@ def petty(key: str) -> list[bytes]:
 
 
 async def exchange(port: int, data: bytes) -> bytes:
-    """Send data and nothing more; all that comes back until the server closes. Silence is an error."""
+    """Send data and nothing more; return all that comes back until the server closes. Silence is an error."""
     async with asyncio.timeout(LIMIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         received = asyncio.create_task(reader.read())
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # the server may have closed the connection already
             writer.write(data)
             await writer.drain()
             writer.write_eof()
@@ -192,7 +193,7 @@ async def exchange(port: int, data: bytes) -> bytes:
 
 
 def statuses(answer: bytes) -> list[int]:
-    """The status of each answer in what came back, but for interim ones."""
+    """The status of each answer in what came back, except interim ones."""
     found = []
     while answer.startswith(b"HTTP/1.1 "):
         head, _, answer = answer.partition(b"\r\n\r\n")
@@ -217,7 +218,7 @@ def statuses(answer: bytes) -> list[int]:
 
 
 async def send_all(port: int, requests: Iterable[bytes], at_once: int = 8) -> list[list[int]]:
-    """Send requests on connections of their own; the statuses of the answers to each."""
+    """Send each request on its own connection; return the statuses of the answers to each."""
     few = asyncio.Semaphore(at_once)
 
     async def one(data: bytes) -> list[int]:
@@ -228,7 +229,7 @@ async def send_all(port: int, requests: Iterable[bytes], at_once: int = 8) -> li
 
 
 async def hold(port: int, beginnings: Sequence[bytes], seconds: float) -> None:
-    """Open connections that begin a request and then trickle, or say nothing, for some time."""
+    """Open connections that begin a request and then trickle or stay silent for some time."""
     writers = []
     for beginning in beginnings:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A real server, over real sockets, in a thread; its replica answers at once with made-up tokens."""
+"""A real server over real sockets, in a thread, with a replica that answers at once with made-up tokens."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ FIRST_TOKEN = 10
 
 
 class Instant:
-    """A link to a replica that needs no time: output token n is FIRST_TOKEN + n % 50."""
+    """A link to a replica that takes no time: output token n is FIRST_TOKEN + n % 50."""
 
     heard = 0
 
@@ -52,7 +52,7 @@ class Instant:
 
 
 def limited_server(app, options):
-    """A server of this app, on a free port, with the limits that options set to its clients."""
+    """Serve this app on a free port, with the client limits that the options set."""
     config = uvicorn.Config(
         app,
         port=0,

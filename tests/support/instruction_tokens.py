@@ -1,9 +1,9 @@
-"""Tokens of seeded requests from a small fleet of its own, in this process's environment.
+"""Print the tokens of seeded requests from a small fleet that runs in this process's environment.
 
     python instruction_tokens.py CHECKPOINT < requests.json
 
-Reads a JSON list of [prompt, temperature, seed]; prints the CPU capability and, for each request, its tokens
-and for each token the log probabilities of the whole vocabulary.
+Reads a JSON list of [prompt, temperature, seed]. Prints the CPU capability and, for each request, its tokens
+and, for each token, the log probabilities of the whole vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which instructions this processor has, and which of our compiled kernels a process loaded."""
+"""Which instructions this processor has, and which of our compiled kernels a process has loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ needs_avx512 = pytest.mark.skipif(not AVX512, reason="these processes compute wi
 
 
 def kernels(process: psutil.Process) -> set[str]:
-    """Builds of our kernels that a process has loaded."""
+    """The builds of our kernels that a process has loaded."""
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     except OSError:

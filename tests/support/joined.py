@@ -1,4 +1,4 @@
-"""A coordinator over real worker processes: one prefill replica and two that decode."""
+"""A coordinator with real worker processes: one prefill replica and two decode replicas."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ BUDGET = 400
 
 @asynccontextmanager
 async def joined(folder, settings=None, **options):
-    """The coordinator, with options, the workers, with settings of their own, and the links to them."""
+    """The coordinator (with options), the workers (with their own settings), and the links to them."""
     cluster = Cluster(folder, {}, kv_budget_tokens=BUDGET, **(settings or {}))
     try:
         workers = cluster.spawn(SHAPES)
@@ -66,7 +66,7 @@ async def settle(coordinator):
 
 
 def tell_addresses(cluster, links, **moved):
-    """Connect to all of p's workers, with other ports for some."""
+    """Tell p the addresses of all workers, with other ports for some of them."""
     ports = cluster.ports | moved
     peers = {worker: ("127.0.0.1", port) for worker, port in ports.items()}
     for worker in ("p/0", "p/1"):

@@ -1,4 +1,4 @@
-"""Workers that only move KV caches, for tests: a sender and receivers, in one process or in several."""
+"""Workers that only move KV caches, for tests: a sender and receivers, in one process or several."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TO_D0 = (KvTransfer("p/0", "d/0", HALF),)
 
 @dataclass(frozen=True)
 class Pool:
-    """What a worker's pool is like."""
+    """The shape of a worker's pool."""
 
     part: Part
     block_tokens: int = 4
@@ -53,12 +53,13 @@ def credentials(worker: str) -> Credentials:
 
 
 def cell_value(request: int, layer: int, side: int, token: int, head: int) -> int:
-    """A value that tells every cell of every request from every other, in 15 bits (the seed of a row)."""
+    """A value that distinguishes every cell of every request, in 15 bits (the seed of a row)."""
     return (request * 7919 + layer * 613 + side * 331 + token * 17 + head * 101) % 32749
 
 
 def rows(request: int, layers: range, tokens: range, heads: range, pool: Pool) -> torch.Tensor:
-    """What a request's cells hold: [layers, 2, tokens, heads, head_dim], as any worker can compute it."""
+    """The contents of a request's cells, which any worker can compute: [layers, 2, tokens, heads,
+    head_dim]."""
     numbers = [
         [[[cell_value(request, la, side, t, h) for h in heads] for t in tokens] for side in (0, 1)]
         for la in layers
@@ -81,7 +82,7 @@ def fill(cache: Any, pool: Pool, request: int, table: list[int], tokens: int) ->
 
 
 def holds(cache: Any, pool: Pool, request: int, table: list[int], first: int, end: int) -> bool:
-    """Whether the tokens [first, end) of a table are a request's."""
+    """Whether the tokens [first, end) of a table hold a request's values."""
     part = pool.part
     expected = rows(
         request,
@@ -153,7 +154,7 @@ class Sending:
         chunks: list[int],
         first_token: int = 0,
     ) -> None:
-        """All layers of each chunk, as a prefill makes them; chunks are the ends of token ranges."""
+        """Send all layers of each chunk, as a prefill makes them; chunks are the ends of token ranges."""
         self.sender.begin(request_id, tuple(plan), first_token, chunks[-1])
         for upto in chunks:
             for layer in range(self.pool.part.first_layer, self.pool.part.end_layer):
@@ -168,14 +169,14 @@ def sending_to(receiving: Receiving, **options: Any) -> Sending:
 
 
 def met(listener: socket.socket) -> Connection:
-    """A sender's connection, accepted by hand; what it offers is read."""
+    """A sender's connection, accepted by hand, after its offer has been read."""
     accepted = accept(listener.accept()[0], SECRET)
     assert accepted is not None and isinstance(accepted[0].receive(), KvOpen)
     return accepted[0]
 
 
 def scattered(seed: int, pool: Pool, tokens: int, taken: Iterable[int] = ()) -> list[int]:
-    """A table for so many tokens, of blocks that nobody has taken, in any order."""
+    """A table with blocks for this many tokens, free ones in any order."""
     free = [block for block in range(pool.blocks) if block not in set(taken)]
     count = -(-tokens // pool.block_tokens)
     return [int(block) for block in np.random.default_rng(seed).permutation(free)[:count]]
@@ -191,12 +192,12 @@ def landed(receiving: Receiving) -> KvLanded:
     return event
 
 
-# -- in processes of their own
+# -- in separate processes
 
 
 def start(target: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Pipe]:
-    """A process that runs `target(pipe, *arguments)`; killed at the end, even one that a failed test left
-    stopped."""
+    """Start a process that runs `target(pipe, *arguments)`. It is killed at the end, even if a failed test
+    left it stopped."""
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["runtime.kv_transfer", "runtime.kv_transfer.memory"])
@@ -213,7 +214,7 @@ def _child(target: Callable[..., None], pipe: Pipe, *arguments: Any) -> None:
 
 
 def receive_process(pipe: Pipe, worker: str, pool: Pool, deadline_s: float = TIMEOUT_S) -> None:
-    """A receiver that says its address and does what it is told."""
+    """A receiver that reports its address and obeys commands."""
     receiving = Receiving(worker, pool, deadline_s)
     pipe.send(receiving.address)
     _obey(
@@ -226,7 +227,7 @@ def receive_process(pipe: Pipe, worker: str, pool: Pool, deadline_s: float = TIM
 
 
 def send_process(pipe: Pipe, worker: str, pool: Pool, peers: dict[str, Any], options: dict[str, Any]) -> None:
-    """A sender that does what it is told."""
+    """A sender that obeys commands."""
     sending = Sending(worker, pool, peers, **options)
     _obey(
         pipe,
@@ -237,7 +238,7 @@ def send_process(pipe: Pipe, worker: str, pool: Pool, peers: dict[str, Any], opt
 
 
 def _obey(pipe: Pipe, **verbs: Callable[..., Any]) -> None:
-    """(verb, arguments) in, answers out, until the other end is closed."""
+    """Read (verb, arguments) and write answers until the other end closes."""
     while True:
         try:
             verb, *arguments = pipe.recv()
@@ -247,7 +248,7 @@ def _obey(pipe: Pipe, **verbs: Callable[..., Any]) -> None:
 
 
 def _event(events: queue.SimpleQueue, timeout_s: float) -> Any:
-    """The next one, None if it takes too long."""
+    """The next event, or None if it takes too long."""
     try:
         return next_event(events, timeout_s)
     except queue.Empty:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies that put a few things wrong into trees, bytes and files that are right."""
+"""Hypothesis strategies that damage valid trees, bytes and files in a few places."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ VALUES = (LEAVES | st.just(_nested(30)) | st.lists(LEAVES, max_size=3)).map(copy
 
 
 NEAR = (1e-12, 1e-9, 1e-6, 1e-3, 0.5, 0.999, 1.001, 2.0, 1e3, 1e6, 1e9)
-"""Factors on numbers that may leave them within what is allowed."""
+"""Factors that may leave a number within its allowed range."""
 
 
 def _similar(draw, value):
-    """Another value of the same type, so that it is the more likely to be let in."""
+    """Another value of the same type, which is more likely to be accepted."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -66,7 +66,7 @@ def _similar(draw, value):
 
 
 def places(tree, path=()):
-    """Paths of every value in a tree of dicts and lists."""
+    """The paths of every value in a tree of dicts and lists."""
     steps = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for step, value in steps:
         yield (*path, step)
@@ -78,7 +78,8 @@ ACTIONS = ["similar"] * 6 + ["number"] * 2 + ["replace", "remove", "add", "renam
 
 @st.composite
 def mutated(draw, original, most: int = 3):
-    """The tree with one to `most` values replaced, removed, doubled, renamed or joined by another."""
+    """The tree with one to `most` values replaced, removed, duplicated, renamed, or with another one
+    added."""
     tree = copy.deepcopy(original)
     for _ in range(draw(st.sampled_from([1] * most + list(range(1, most + 1))))):
         paths = list(places(tree))
@@ -116,7 +117,7 @@ JUNK = [
 
 @st.composite
 def mutated_bytes(draw, original: bytes):
-    """The bytes with junk put over a few of them, or cut off."""
+    """The bytes with a few of them overwritten with junk, or cut off."""
     raw = bytearray(original)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(raw)))

@@ -1,4 +1,4 @@
-"""Node processes and a head that launches a placement on them, all on this machine's loopback."""
+"""Node processes, and a head that launches a placement on them, all on this machine's loopback address."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = {"model": "tiny-llama", "prompt": "the", "max_tokens": TOKENS, "ignore_eo
 GONE_S = 60.0
 NODES = ("left", "right")
 WORKERS = 2
-"""On each node; the placement has a replica on each worker."""
+"""Workers per node; the placement has one replica on each worker."""
 
 
 def fleet_placement(folder: Path) -> Placement:
@@ -60,7 +60,7 @@ def fleet_placement(folder: Path) -> Placement:
 
 
 class Node(Process):
-    """A `hexgen2 node` process. One that takes an earlier one's place has its identity, and its address."""
+    """A `hexgen2 node` process. A replacement for an earlier one has the same identity and address."""
 
     def __init__(
         self,
@@ -82,13 +82,13 @@ class Node(Process):
         return self.wait_for(r"listening on (\S+)")[1]
 
     def again(self) -> Node:
-        """A new process in the place of this one, which has ended."""
+        """Start a new process in place of this one, which has ended."""
         listen = self.address.partition("/p2p/")[0]
         return Node(self.name, self.work, self.model, self.joins, listen, self.options)
 
 
 class Head(Server):
-    """A `hexgen2 launch --launcher p2p` process, which is told of one node only."""
+    """A `hexgen2 launch --launcher p2p` process that knows the address of only one node."""
 
     def __init__(self, work: Path, placement: Path, model: Path, node: Node, *options: str) -> None:
         how = ["--launcher", "p2p", "--identity", str(work / "head.key"), "--join", node.address, *options]
@@ -97,7 +97,7 @@ class Head(Server):
 
 
 def network_key(work: Path) -> Path:
-    """The network's key, the same for all who work there."""
+    """The network key of a test folder, written on the first call."""
     path = work / "network.key"
     if not path.exists():
         path.write_text("5a" * 32)
@@ -111,7 +111,7 @@ def workers(node: Process) -> list[psutil.Process]:
 
 
 def until(condition: Callable[[], bool], *logs: Process) -> None:
-    """Wait for something; the logs are shown if it does not come."""
+    """Wait for a condition; show the logs if it does not come true."""
     deadline = time.monotonic() + GONE_S
     while not condition():
         assert time.monotonic() < deadline, "\n".join(each.log.read_text() for each in logs)
@@ -119,7 +119,7 @@ def until(condition: Callable[[], bool], *logs: Process) -> None:
 
 
 def stream_through(http: httpx.Client, disturb: Callable[[], object], tokens: int = TOKENS) -> list[str]:
-    """Texts of some requests, streamed together; `disturb` is called once each of them has begun."""
+    """Stream several requests at once and return their texts; call `disturb` once each has begun."""
     body = LONG | {"n": 6, "stream": True, "max_tokens": tokens}
     texts, disturbed = dict.fromkeys(range(6), ""), False
     with http.stream("POST", "/v1/completions", json=body) as response:

@@ -1,4 +1,4 @@
-"""A peer in a process of its own, to be killed or stopped: it echoes frames and prints its address.
+"""A peer in a separate process, for tests to kill or stop: it prints its address and echoes frames.
 
 python p2p_peer.py IDENTITY_FILE NETWORK_KEY_HEX [BOOTSTRAP_ADDRESS]
 """
@@ -20,7 +20,7 @@ LOCAL = "/ip4/127.0.0.1/tcp/0"
 
 
 async def echo(channel: Channel) -> None:
-    """Send back whatever comes."""
+    """Send back whatever arrives."""
     while (frame := await channel.receive()) is not None:
         channel.send(frame)
 
@@ -37,7 +37,7 @@ async def serve(identity: str, network_key: str, *bootstrap: str) -> None:
 def peer_process(
     identity: Path, network_key: bytes, *bootstrap: str
 ) -> Iterator[tuple[subprocess.Popen, str]]:
-    """The process and its address; killed at the end."""
+    """The process and its address; the process is killed at the end."""
     command = [sys.executable, __file__, str(identity), network_key.hex(), *bootstrap]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

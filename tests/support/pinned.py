@@ -1,11 +1,11 @@
-"""A coordinator with which a test chooses the route of a request, where a real one asks its router."""
+"""A coordinator that takes the route of each request from the test instead of the router."""
 
 from runtime.frontend.coordinator import Coordinator
 from runtime.routing.admission import Admission
 
 
 class PinningAdmission(Admission):
-    """Requests start on the route that they are pinned to, if any, or not at all."""
+    """Starts requests on their pinned route, if they have one, or not at all."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -34,7 +34,7 @@ class PinningAdmission(Admission):
 
 
 class PinningCoordinator(Coordinator):
-    """Takes a request with the route that it must take, if any."""
+    """A coordinator whose requests can be given a route."""
 
     def __init__(self, router, replicas, **options):
         super().__init__(router, replicas, **options)

@@ -1,4 +1,4 @@
-"""What every placement must keep, counted from its JSON alone: none of the search's own code is used here."""
+"""Invariants of every placement, checked from its JSON without any code of the search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hexgen2.checks import violations
 from hexgen2.placement import Placement
 
 SLACK = 1e-6
-"""Relative, for rates that were added up in floating point."""
+"""Relative tolerance, for rates that were summed in floating point."""
 
 
 def each_gpu_at_most_once(placement: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ def each_layer_once(placement: dict[str, Any]) -> None:
 
 
 def weights_and_caches_fit(placement: dict[str, Any]) -> None:
-    """The least that a GPU must hold: its share of the layers, and of the KV caches of a whole batch."""
+    """Each GPU has memory for at least its share of the layers and of the KV caches of a full batch."""
     parsed = Placement.model_validate(placement)
     model, lengths = parsed.model, placement["workload"]["classes"]
     prompt = min(each["isl"] for each in lengths)
@@ -51,7 +51,7 @@ def weights_and_caches_fit(placement: dict[str, Any]) -> None:
 
 def flow_is_conserved_within_capacity(placement: dict[str, Any]) -> None:
     """Each request enters at one prefill replica and leaves at one decode replica, or stays in a colocated
-    one; nothing carries more than it can, and networkx finds a flow that is at least as large."""
+    one; nothing carries more than its capacity, and networkx finds a flow that is at least as large."""
     graph = nx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
     carried: dict[str, float] = defaultdict(float)
@@ -107,7 +107,7 @@ CHECKS: tuple[Callable[[dict[str, Any]], None], ...] = (
 
 
 def check_placement(placement: Placement) -> None:
-    """The project's own checkers, and then those above, on what a file of the placement says."""
+    """Run the project's own checkers and then those above on a placement as its file states it."""
     assert violations(placement) == []
     told = json.loads(placement.to_json())
     assert Placement.model_validate(told) == placement

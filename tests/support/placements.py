@@ -1,4 +1,4 @@
-"""Placements by hand, for tests: replicas and routes as a test wants them, and no search behind them."""
+"""Placements made by hand for tests, without a search."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def replica_of(
     capacity_req_s: float = 2.0,
     utilisation: float = 0.0,
 ) -> Replica:
-    """A replica of the role that its name begins with.
+    """A replica whose role is the start of its name.
 
     Parameters
     ----------
-    stages : each one's GPUs ("a/0 a/1") and number of layers
+    stages : each stage's GPUs ("a/0 a/1") and number of layers
     """
     first, parts = 0, []
     for gpus, count in stages:
@@ -59,8 +59,8 @@ def placement_of(
     routes: list[Route],
     links: Links = "pairwise",
 ) -> Placement:
-    """A placement that nothing has verified. Its throughput, and its bound, is what the routes and colocated
-    replicas carry."""
+    """An unverified placement. Its throughput and its bound are what the routes and colocated replicas
+    carry."""
     carried = sum(route.flow_req_s for route in routes)
     carried += sum(each.capacity_req_s * each.utilisation for each in replicas if each.role == "colocated")
     return Placement(

@@ -1,4 +1,4 @@
-"""Search problems and graphs for tests: drawn at random, and the shipped settings."""
+"""Search problems and graphs for tests: random ones, and the shipped settings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WORKLOADS = ("HPLD", "HPHD", "LPHD", "LPLD")
 SETTINGS = ("hexgen2-homogeneous", *(f"hexgen2-setting-{k}" for k in range(1, 6)))
 MODELS = ("llama-2-70b", "opt-30b")
 ON_SETTING_1 = ["--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--workload", "HPHD"]
-"""Options of a search."""
+"""Search options."""
 
 
 def problem_from(
     spec: dict, model: str, workload: str, cost_model: str = "calibrated", pipeline: str = "pipelined"
 ) -> Problem:
-    """A problem from a cluster written as a dictionary."""
+    """A problem on a cluster that is given as a dictionary."""
     cluster, architecture, load = (
         parse_cluster(spec, "test", Path()),
         find_model(model),
@@ -37,7 +37,7 @@ def problem_from(
 
 @st.composite
 def clusters(draw: st.DrawFn, max_gpus: int = 6) -> dict:
-    """One to four nodes of one type each, up to max_gpus GPUs, links of every speed."""
+    """One to four nodes with one GPU type each, up to max_gpus GPUs, and links of any speed."""
     nodes: list[dict] = []
     left = draw(st.integers(2, max_gpus))
     while left and len(nodes) < 4:
@@ -63,7 +63,7 @@ def clusters(draw: st.DrawFn, max_gpus: int = 6) -> dict:
 
 @st.composite
 def problems(draw: st.DrawFn, max_gpus: int = 6) -> Problem:
-    """A random cluster with a model that often fits, any workload, cost model and pipeline semantics."""
+    """A random cluster with a model that often fits, and any workload, cost model and pipeline semantics."""
     return problem_from(
         draw(clusters(max_gpus)),
         draw(st.sampled_from(["opt-13b", "opt-30b", "llama-2-13b", "llama-2-70b"])),

@@ -1,4 +1,4 @@
-"""What transformers generates from a model folder."""
+"""What transformers generates from a model folder, as a reference for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Reference:
-    """A model and its tokenizer, greedy."""
+    """A model and its tokenizer, with greedy sampling."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -21,7 +21,7 @@ class Reference:
 
     @torch.inference_mode()
     def greedy(self, ids: list[int], count: int = 24, **options: float) -> list[int]:
-        """Tokens of `generate`, which knows `options`."""
+        """Tokens of `generate` with these options."""
         prompt = torch.tensor([ids])
         mask = torch.ones_like(prompt)
         output = self.model.generate(
@@ -38,7 +38,7 @@ class Reference:
     def changed(
         self, ids: list[int], change: Callable[[torch.Tensor, list[int]], torch.Tensor], count: int = 24
     ) -> list[int]:
-        """The largest logit after change(logits, tokens so far), token by token."""
+        """The most likely token after change(logits, tokens so far), token by token."""
         output: list[int] = []
         for _ in range(count):
             logits = self.model(torch.tensor([[*ids, *output]])).logits[0, -1].clone()

@@ -1,4 +1,4 @@
-"""A coordinator over lead workers that play their part without any model."""
+"""A coordinator over scripted drivers, without any model."""
 
 import asyncio
 import socket
@@ -16,10 +16,10 @@ from runtime.routing.router import Route, Router
 PROMPT = [5, 6, 7]
 
 
-class FakeLead:
-    """The lead of a one-worker replica: request i's token n is 100 * prompt length + n.
+class FakeDriver:
+    """The driver of a one-worker replica: token n of request i is 100 * prompt length + n.
 
-    `held` has the requests that hold memory; `hold_back` stops it before a kind of message.
+    `held` has the requests that hold memory; clearing `gate` holds back its answers.
     """
 
     def __init__(self, replica_id, link):
@@ -74,20 +74,20 @@ class FakeLead:
 
 
 @asynccontextmanager
-async def serving(routes, budget=100, max_batch=4, lead=FakeLead, growth_tokens=3, **options):
-    """A coordinator over fake leads for every replica that the routes name."""
-    leads, replicas, tasks = {}, {}, []
+async def serving(routes, budget=100, max_batch=4, driver=FakeDriver, growth_tokens=3, **options):
+    """A coordinator over a fake driver for every replica that the routes name."""
+    drivers, replicas, tasks = {}, {}, []
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
         ours, theirs = socket.socketpair()
-        leads[name] = lead(name, await StreamLink.over(theirs))
+        drivers[name] = driver(name, await StreamLink.over(theirs))
         role = "colocated" if name.startswith("c") else "prefill" if name.startswith("p") else "decode"
         links = {f"n/{name}": await StreamLink.over(ours)}
         replicas[name] = Replica(name, role, f"n/{name}", links, budget, max_batch, growth_tokens)
-        tasks.append(asyncio.create_task(leads[name].run()))
+        tasks.append(asyncio.create_task(drivers[name].run()))
     coordinator = Coordinator(Router(routes), replicas, **options)
     coordinator.start()
     try:
-        yield coordinator, leads
+        yield coordinator, drivers
     finally:
         await coordinator.stop()
         for task in tasks:
@@ -120,10 +120,10 @@ PAIR = [Route("p0", "d0", 1.0)]
 
 
 class Starter:
-    """Starts a fake lead again once it may, or fails to."""
+    """Starts a fake driver again when the test allows it, or fails to."""
 
     def __init__(self, works=True):
-        self.works, self.starts, self.leads = works, 0, []
+        self.works, self.starts, self.drivers = works, 0, []
         self.may, self.there = asyncio.Event(), asyncio.Event()
         self.may.set()
         self.there.set()
@@ -140,8 +140,8 @@ class Starter:
         if not self.works:
             raise HexGen2Error("no such device")
         ours, theirs = socket.socketpair()
-        lead = FakeLead(workers[0].removeprefix("n/"), await StreamLink.over(theirs))
-        self.leads.append((lead, asyncio.create_task(lead.run())))
+        driver = FakeDriver(workers[0].removeprefix("n/"), await StreamLink.over(theirs))
+        self.drivers.append((driver, asyncio.create_task(driver.run())))
         return {workers[0]: await StreamLink.over(ours)}
 
 

@@ -1,4 +1,4 @@
-"""Servers that play the part of vLLM, and a coordinator with links to them."""
+"""Scripted servers in place of vLLM, and a coordinator with links to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = [5, 6, 7]
 
 
 def following(tokens: list[int], count: int) -> list[int]:
-    """What the scripted model says after these tokens: each depends on all before it."""
+    """The scripted model's output after these tokens: each token depends on all before it."""
     output: list[int] = []
     for _ in range(count):
         output.append((31 * sum([*tokens, *output]) + len(tokens) + len(output)) % 997)
@@ -25,11 +25,12 @@ def following(tokens: list[int], count: int) -> list[int]:
 
 
 class FakeVllm:
-    """An HTTP server with the two paths of vLLM's that a link asks.
+    """An HTTP server with the two vLLM paths that a link uses.
 
-    `kv` has what a decode must be given back, by prompt; `open` counts the in-flight requests. `script` says
-    what happens to the next completions: "500", "cut" after two tokens, "error" in the stream, "hang".
-    `health` is the status of /health, `figures` the text of /metrics; `stuck` hangs all that the engine does.
+    `kv` has the parameters that a decode must be given back, by prompt; `open` counts in-flight requests.
+    `script` says what happens to the next completions: "500", "cut" after two tokens, "error" in the stream,
+    "hang". `health` is the status of /health, `figures` the text of /metrics; `stuck` hangs everything that
+    the engine does.
     """
 
     def __init__(self, kv: set[str]) -> None:
@@ -69,7 +70,7 @@ class FakeVllm:
             return
         if what == "hang" or self.stuck:
             self.hung.set()
-            await reader.read(1)  # until the client goes away
+            await reader.read(1)  # until the client disconnects
             return
         params, name = body.get("kv_transfer_params"), json.dumps(body["prompt"])
         if params and params.get("do_remote_decode"):
@@ -99,21 +100,23 @@ async def begin(
     servers: dict[str, FakeVllm],
     ends: dict[str, asyncio.Event],
 ) -> dict[str, WorkerLink]:
-    """Start a replica's vLLM, in the place of one that it may have had; the links to it."""
+    """Start a replica's vLLM, in place of an earlier one if there is one; return the links to it."""
     servers[name], ends[name] = FakeVllm(kv), asyncio.Event()
-    lead, url = f"n/{name}", await servers[name].start()
-    return {lead: VllmLink(lead, name, url, fleet, ends[name]), f"{lead}-1": QuietLink(ends[name])}
+    driver, url = f"n/{name}", await servers[name].start()
+    return {driver: VllmLink(driver, name, url, fleet, ends[name]), f"{driver}-1": QuietLink(ends[name])}
 
 
 @asynccontextmanager
 async def serving(routes: list[Route], revives: bool = False):
-    """A coordinator over links to a scripted vLLM for every replica of the routes, these servers, and the
-    events of their ends; `revives`: lost replicas are to come back."""
+    """A coordinator with links to a scripted vLLM for every replica of the routes, the servers, and the
+    events of their ends. `revives`: whether lost replicas come back."""
     fleet, kv = VllmFleet("m", 10.0), set()
     servers, replicas, ends = {}, {}, {}
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
-        lead, links = f"n/{name}", await begin(name, fleet, kv, servers, ends)
-        replicas[name] = Replica(name, "decode" if name.startswith("d") else "prefill", lead, links, 1000, 4)
+        driver, links = f"n/{name}", await begin(name, fleet, kv, servers, ends)
+        replicas[name] = Replica(
+            name, "decode" if name.startswith("d") else "prefill", driver, links, 1000, 4
+        )
     coordinator = Coordinator(Router(routes), replicas, ping_every_s=0.2)
     coordinator.start(lambda _: revives)
     try:

@@ -59,8 +59,8 @@ except HexGen2Error as error:
 
 
 def make_placement(folder: Path) -> Placement:
-    """Two prefill replicas (one GPU; two stages of 3 and 1 layers) and two decode replicas (tp2; one
-    GPU) of the model in a folder, with three routes between them."""
+    """Two prefill replicas (one GPU; two stages of 3 and 1 layers) and two decode replicas (tp2; one GPU) of
+    the model in a folder, with three routes between them."""
     box = NodeSpec(name="box", accelerators=f"Core:{WORKERS}", interconnect="shared-memory")
     model = architecture_from_folder(folder).model_copy(update={"name": MODEL})
     carried = {name: sum(flow for ends, flow in FLOWS.items() if name in ends) for name in SHAPES}
@@ -92,14 +92,14 @@ def make_placement(folder: Path) -> Placement:
 
 
 def small(placement: Placement) -> Placement:
-    """The same with little memory, so that a new placement's KV caches are small too."""
+    """The same placement with little memory, so that the KV caches of a new placement are small too."""
     card = placement.cluster.accelerators["Core"].model_copy(update={"memory_gib": 0.3})
     cluster = placement.cluster.model_copy(update={"accelerators": {"Core": card}})
     return placement.model_copy(update={"cluster": cluster})
 
 
 class Process:
-    """A process of its own session, with its stderr in a file."""
+    """A process in a session of its own, with its stderr in a file."""
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self.log = log
@@ -116,7 +116,7 @@ class Process:
             )
 
     def wait_for(self, pattern: str, limit_s: float = START_S) -> re.Match[str]:
-        """Until a line of the log matches."""
+        """Wait until a line of the log matches."""
         deadline = time.monotonic() + limit_s
         while not (found := re.search(pattern, self.log.read_text())):
             assert self.process.poll() is None, f"the process ended:\n{self.log.read_text()}"
@@ -125,16 +125,16 @@ class Process:
         return found
 
     def family(self) -> list[psutil.Process]:
-        """Every process of the session: itself, the workers and whatever helps them."""
+        """Every process of the session: the server, its workers and their helper processes."""
         return [each for each in psutil.process_iter() if _session(each.pid) == self.process.pid]
 
     def interrupt(self) -> int:
-        """Ctrl-C at the terminal: SIGINT to all; the exit code."""
+        """Send SIGINT to all, as Ctrl-C at the terminal does; return the exit code."""
         os.killpg(self.process.pid, signal.SIGINT)
         return self.process.wait(STOP_S)
 
     def close(self) -> None:
-        """Whatever a test left."""
+        """Kill whatever a test left."""
         for each in self.family():
             if each.pid != self.process.pid or self.process.poll() is None:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -143,7 +143,7 @@ class Process:
 
 
 class Server(Process):
-    """A process that serves a placement; `front` are options of the front end."""
+    """A process that serves a placement; `front` has the options of the front end."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Server(Process):
 
 
 class Launched(Server):
-    """`hexgen2 launch` with options, and with variables of the environment."""
+    """`hexgen2 launch` with options and environment variables."""
 
     def __init__(
         self, placement: Placement, folder: Path, work: Path, *options: str, key: str = "", **environment: str
@@ -192,7 +192,7 @@ def _session(pid: int) -> int:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run; zombies that wait for their parent do not."""
+    """The processes that still run, without zombies that wait for their parent."""
     return [each for each in processes if each.is_running() and _status(each) != psutil.STATUS_ZOMBIE]
 
 
@@ -204,7 +204,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def listens(port: int) -> bool:
-    """Whether anyone accepts connections there."""
+    """Whether anyone accepts connections on this port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
@@ -216,7 +216,7 @@ def gauge(http: httpx.Client, name: str) -> float:
 
 
 def until_idle(http: httpx.Client) -> None:
-    """Wait until no replica holds anything, by the server's own account."""
+    """Wait until no replica holds anything, by the server's own metrics."""
     deadline = time.monotonic() + SECONDS
     while gauge(http, "hexgen2_kv_tokens") or gauge(http, "hexgen2_requests_running"):
         assert time.monotonic() < deadline, http.get("/metrics").text

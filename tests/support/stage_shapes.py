@@ -1,4 +1,4 @@
-"""Stages of workers with made-up names."""
+"""Stages of workers with generated names."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def stages(name: str, shape: list[tuple[int, int, int]]) -> tuple[StageShape, ..
 
 
 def replica_cells(replica: tuple[StageShape, ...], kv_heads: int) -> int:
-    """(layer, head) cells that all workers of a replica hold together, replicated heads counted each
-    time: what one request's transfer to it carries, in cells."""
+    """The number of (layer, head) cells that all workers of a replica hold together, where replicated heads
+    count each time. This is how many cells a request's transfer to the replica carries."""
     return sum(held(replica, worker, kv_heads).cells for stage in replica for worker in stage.workers)

@@ -1,4 +1,4 @@
-"""A prefill and a decode replica on CPUs, for the vLLM engine, and the processes behind them."""
+"""A prefill and a decode replica on CPUs for the vLLM engine, and the processes behind them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizer_files import write_model
 from hexgen2.placement import Placement, Stage
 
 HEAD_DIM = 32
-"""The least that vLLM's attention on CPUs has."""
+"""The smallest that vLLM's CPU attention supports."""
 START_S = 1200.0
 LIMIT_S = 1200.0
 CPU_SETTINGS = {
@@ -28,7 +28,7 @@ ENGINE = "VLLM::EngineCore"
 
 
 def write_fleet_model(folder: Path) -> None:
-    """The tests' Llama with heads that vLLM has kernels for."""
+    """Write the tests' Llama with heads of a size that vLLM has kernels for."""
     write_model(folder, head_dim=HEAD_DIM)
 
 
@@ -51,8 +51,8 @@ def pair(folder: Path) -> Placement:
     )
 
 
-class VllmFleet(Launched):
-    """`hexgen2 launch --engine vllm`, whose replicas can be looked into."""
+class LaunchedVllm(Launched):
+    """`hexgen2 launch --engine vllm`, with access to the processes of its replicas."""
 
     def __init__(self, placement: Placement, folder: Path, work: Path) -> None:
         how = ["--engine", "vllm", "--dtype", "float32", "--queue-timeout-s", str(START_S)]
@@ -60,7 +60,7 @@ class VllmFleet(Launched):
         self.replicas = [replica.id for replica in placement.replicas]
 
     def descendants(self) -> list[psutil.Process]:
-        """Every process that it has started, vLLM's in sessions of their own, too."""
+        """Every process that it has started, including vLLM's, which have their own sessions."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def close(self) -> None:
@@ -70,13 +70,13 @@ class VllmFleet(Launched):
         super().close()
 
     def guard(self, replica: str) -> psutil.Process:
-        """The process that keeps a replica's vLLM."""
+        """The process that guards a replica's vLLM."""
         side = "kv_producer" if replica.startswith("prefill") else "kv_consumer"
         for each in psutil.Process(self.process.pid).children():
             line = " ".join(each.cmdline())
             if "vllm.guard" in line and side in line:
                 return each
-        raise AssertionError(f"{replica} does not run")
+        raise AssertionError(f"{replica} is not running")
 
     def processes(self, replica: str) -> list[psutil.Process]:
         """All of a replica's processes."""
@@ -89,12 +89,12 @@ class VllmFleet(Launched):
         return server
 
     def engine(self, replica: str) -> psutil.Process:
-        """The process that computes."""
+        """The engine's process, which computes."""
         (engine,) = [each for each in self.processes(replica) if " ".join(each.cmdline()).startswith(ENGINE)]
         return engine
 
     def metrics(self, replica: str) -> str:
-        """What its vLLM says."""
+        """The metrics of a replica's vLLM."""
         (port,) = re.findall(r"--port (\d+)", " ".join(self.guard(replica).cmdline()))
         return httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=LIMIT_S).text
 
@@ -102,7 +102,7 @@ class VllmFleet(Launched):
         return httpx.get(f"{self.url}/metrics", trust_env=False, timeout=LIMIT_S).text
 
     def figures_of(self, text: str, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have the labels."""
+        """The sum of a metric's samples that have these labels."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         found = [line for line in text.splitlines() if re.match(rf"{name}[ {{]", line)]
         return sum(float(line.rpartition(" ")[2]) for line in found if all(each in line for each in wanted))
@@ -111,11 +111,11 @@ class VllmFleet(Launched):
         return self.figures_of(self.metrics(replica), f"vllm:{name}", **labels)
 
     def restarts(self, replica: str) -> float:
-        """How often a replica was started again."""
+        """How often a replica has been restarted."""
         return self.figures_of(self.front_metrics(), "hexgen2_replica_restarts_total", replica=replica)
 
     def until_restarted(self, replica: str, times: float) -> None:
-        """Wait until a replica was started again so often, and serves."""
+        """Wait until a replica has been restarted this often, and serves."""
         deadline = time.monotonic() + START_S
         while True:
             text = self.front_metrics()
@@ -126,7 +126,8 @@ class VllmFleet(Launched):
             time.sleep(0.2)
 
     def until_idle(self) -> None:
-        """Wait until nobody holds anything, by our account, by vLLM's own, and by what we show of that."""
+        """Wait until nothing is held: by our accounting, by vLLM's own metrics, and by those that we
+        republish."""
         deadline = time.monotonic() + LIMIT_S
         while left := self._left():
             assert time.monotonic() < deadline, left
@@ -145,5 +146,5 @@ class VllmFleet(Launched):
 
 
 def alive_among(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that were not gone by now."""
+    """The processes that are still running."""
     return [each for each in processes if each.is_running()]

@@ -1,4 +1,4 @@
-"""The agent of a node: tells heads who it is, and starts and ends the workers that they ask for."""
+"""The agent of a node: introduces the node to heads, and starts and ends workers for them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 FIRST_FRAME_S = 10.0
 WORKER_ENGINES = (TORCH, EMULATED)
 LEASE_S = 10.0
-"""So long a head waits for workers that another head still has: one that is gone lets them go earlier."""
+"""How long a head waits for workers that another head holds; they are free as soon as that head is gone."""
 
 
 class _Refused(Exception):
-    """The workers can't be started."""
+    """The agent will not start the workers that a head asked for."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -46,16 +46,16 @@ class _Refused(Exception):
 
 
 class NodeAgent:
-    """Serves heads through a node's peers.
+    """Serves the heads that connect to this node.
 
     Parameters
     ----------
-    name : the node's, as placements call it
-    address : where the node's workers listen for those of other nodes
-    model_path : folder of the checkpoint here; None: the one that the head names (shared storage)
-    gpus : that its workers may use, by their index
-    on_workers : told how many workers run here, whenever that changes
-    report : takes lines for the operator
+    name : the node's name in placements
+    address : where this node's workers listen for workers of other nodes
+    model_path : folder of the checkpoint on this node; None: the folder that the head names (shared storage)
+    gpus : the GPUs that workers may use, by index
+    on_workers : called with the number of running workers whenever it changes
+    report : receives lines for the operator
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class NodeAgent:
         self._sessions: set[WorkerSession] = set()
 
     def start(self) -> None:
-        """Answer heads from now on."""
+        """Begin to answer heads."""
         self._peers.serve(NODE_SERVICE, self._serve_node)
         self._peers.serve(WORKERS_SERVICE, self._serve_workers)
 
     async def stop(self) -> None:
-        """End every worker."""
+        """End every worker and wait until all have ended."""
         sessions = list(self._sessions)
         for session in sessions:
             session.end()
@@ -87,7 +87,7 @@ class NodeAgent:
         await self._processes.stop()
 
     def kill(self) -> None:
-        """End every worker at once, without waiting."""
+        """Kill every worker, without waiting."""
         self._processes.kill()
 
     async def _serve_node(self, channel: Channel) -> None:
@@ -101,7 +101,7 @@ class NodeAgent:
         )
         channel.send(encode(welcome))
         while await channel.receive() is not None:
-            log.warning("peer %s says on the node channel what nobody asked for", channel.peer_id)
+            log.warning("ignored an unexpected message from peer %s on the node channel", channel.peer_id)
 
     async def _serve_workers(self, channel: Channel) -> None:
         try:
@@ -114,11 +114,11 @@ class NodeAgent:
             session = WorkerSession(channel, request, self._processes)
             await self._take_over(session)
         except (BadFrame, TimeoutError) as error:
-            log.warning("peer %s has not asked for workers in order: %s", channel.peer_id, error)
+            log.warning("closed the workers channel of peer %s: no valid request: %s", channel.peer_id, error)
             channel.close()
             return
         except _Refused as refused:
-            self._report(f"replica refused to head {channel.peer_id}: {refused}")
+            self._report(f"refused to start workers for head {channel.peer_id}: {refused}")
             channel.send(encode(refused.problem))
             channel.close()
             return
@@ -137,16 +137,16 @@ class NodeAgent:
     def _request(self, frame: bytes) -> StartWorkers:
         request = decode(frame)
         if not isinstance(request, StartWorkers):
-            raise BadFrame(f"an unexpected {type(request).__name__}")
+            raise BadFrame(f"unexpected message {type(request).__name__}")
         if request.protocol != AGENT_PROTOCOL:
-            problem = f"speaks protocol {AGENT_PROTOCOL}, and the head {request.protocol}"
+            problem = f"it speaks protocol {AGENT_PROTOCOL}, but the head speaks {request.protocol}"
             raise _Refused("input", f"{problem}; install the same version of hexgen2 on both")
         if request.engine not in WORKER_ENGINES:
             choices = ", ".join(WORKER_ENGINES)
-            raise _Refused("input", f"starts no workers of {request.engine}; use an engine of {choices}")
+            raise _Refused("input", f"it has no engine {request.engine}; use one of {choices}")
         for worker in request.workers:
             if node_of(worker) != self._name:
-                raise BadFrame(f"worker {worker} is not of node {self._name}")
+                raise BadFrame(f"worker {worker} does not belong to node {self._name}")
         return request
 
     async def _check_checkpoint(self, request: StartWorkers) -> None:
@@ -158,11 +158,13 @@ class NodeAgent:
         except InputError as error:
             raise _Refused("input", f"{error.problem}; {error.remedy}") from error
         if found != request.digest:
-            problem = f"the checkpoint {folder} is not the one of the head (digest {found[:12]}, not"
-            raise _Refused("input", f"{problem} {request.digest[:12]}); give both the same --model-path")
+            problem = f"the checkpoint {folder} differs from the head's (digest {found[:12]}, not"
+            raise _Refused(
+                "input", f"{problem} {request.digest[:12]}); give both the same one with --model-path"
+            )
 
     async def _take_over(self, session: WorkerSession) -> None:
-        """Wait until nobody else has these workers: what the same head had of them is over."""
+        """Wait until no other session has these workers; end older sessions of the same head."""
         for other in [each for each in self._sessions if each.workers & session.workers]:
             if other.head == session.head:
                 other.end()
@@ -172,5 +174,5 @@ class NodeAgent:
                     await others[0].ended.wait()
                     self._sessions.discard(others[0])
         except TimeoutError:
-            raise _Refused("busy", f"another head has the workers ({others[0].head})") from None
+            raise _Refused("busy", f"another head holds these workers ({others[0].head})") from None
         self._sessions.add(session)

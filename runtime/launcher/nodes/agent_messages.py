@@ -1,9 +1,9 @@
-"""What a head and the agents of its nodes say to each other: one small set of typed messages, in msgpack.
+"""The messages between a head and the agents of its nodes, in msgpack.
 
-Each is one frame of a channel. A head keeps one channel of `NODE_SERVICE` to every node, on which the agent
-says who it is, and whose end means that the node is gone. For every replica with workers on a node there is
-one channel of `WORKERS_SERVICE`: first `StartWorkers`, then the frames of runtime/protocol between the head
-and these workers. The workers live as long as their channel.
+Each message is one frame of a channel. A head keeps one channel of `NODE_SERVICE` to every node: the agent
+introduces itself there, and when the channel ends, the node is gone. For each replica and each node that has
+workers of it there is one channel of `WORKERS_SERVICE`: first `StartWorkers`, then the frames of
+runtime/protocol between the head and these workers. The workers live as long as their channel.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from runtime.protocol.message import PROTOCOL_VERSION
 
 AGENT_PROTOCOL = 3
 NODE_PROTOCOL = f"{AGENT_PROTOCOL}.{PROTOCOL_VERSION}"
-"""Versions of what a head exchanges with agents and with workers; its nodes must have the same."""
+"""Versions of the messages to agents and to workers; a head and its nodes must have the same."""
 NODE_SERVICE, WORKERS_SERVICE = "node", "workers"
 
 
 class AgentMessage(msgspec.Struct, tag=True, frozen=True, array_like=True, kw_only=True):
-    """Base: the struct's name is its tag on the wire."""
+    """Base of all messages; the name of the struct is its tag on the wire."""
 
 
 class Welcome(AgentMessage, frozen=True):
-    """Agent to head, first on a node channel: the node's name, the address on which its workers listen, its
-    checkpoint's folder ("": the one that the head names), its CPU cores, and its GPUs, as its workers number
-    them."""
+    """Agent to head, first message on a node channel: what the node is and has.
+
+    address : where its workers listen; model_path : folder of its checkpoint ("": the folder that the head
+    names); cores : CPU cores; gpus : in the order in which its workers number them
+    """
 
     protocol: int
     node: NodeName
@@ -42,8 +44,11 @@ class Welcome(AgentMessage, frozen=True):
 
 
 class StartWorkers(AgentMessage, frozen=True):
-    """Head to agent, first on a workers channel: start these workers of a replica, if the checkpoint in this
-    folder has the digest ("": the engine needs none). Each then gets its Configure as any worker does."""
+    """Head to agent, first message on a workers channel: start these workers of a replica.
+
+    The agent refuses unless the checkpoint has this digest ("": the engine needs no checkpoint). Each worker
+    then receives its Configure as any other worker does.
+    """
 
     protocol: int
     replica: str
@@ -54,29 +59,32 @@ class StartWorkers(AgentMessage, frozen=True):
 
 
 class WorkerFrame(AgentMessage, frozen=True):
-    """Both ways: the body of a frame of runtime.protocol, to or from a worker."""
+    """Both directions: the body of a frame of runtime.protocol to or from a worker."""
 
     worker: str
     body: bytes
 
 
 class WorkerEnded(AgentMessage, frozen=True):
-    """Agent to head: nothing more will come from this worker."""
+    """Agent to head: this worker has closed its connection."""
 
     worker: str
 
 
 class StopWorkers(AgentMessage, frozen=True):
-    """Head to agent: the workers were told to shut down; kill those that don't. Answered by WorkersEnded."""
+    """Head to agent: workers were asked to shut down; kill those that don't. Answered by WorkersEnded."""
 
 
 class WorkersEnded(AgentMessage, frozen=True):
-    """Agent to head: no process of this channel is left."""
+    """Agent to head: all workers of this channel have ended."""
 
 
 class StartFailed(AgentMessage, frozen=True):
-    """Agent to head: the workers can't be started. kind "input" is the user's ("problem; remedy"), "fault" is
-    ours, "busy": another head has them."""
+    """Agent to head: the workers were not started.
+
+    kind : "input" if the user must change something (text: "problem; remedy"), "fault" if the software
+    failed, "busy" if another head holds the workers
+    """
 
     kind: str
     text: str
@@ -89,16 +97,16 @@ _decoder = msgspec.msgpack.Decoder(
 
 
 def encode(message: AgentMessage) -> bytes:
-    """The frame of a message."""
+    """A message as a frame."""
     return _encoder.encode(message)
 
 
 def decode(frame: bytes) -> AgentMessage:
-    """The message of a frame.
+    """The message in a frame.
 
     Raises
     ------
-    BadFrame : not one of ours
+    BadFrame : the frame is none of these messages, or holds text that is not printable
     """
     try:
         message = _decoder.decode(frame)
@@ -109,7 +117,7 @@ def decode(frame: bytes) -> AgentMessage:
             return msgspec.structs.replace(message, text=one_line(message.text))
         case Welcome():
             if not is_node_name(message.node):
-                raise BadFrame(f"{message.node!r} is not the name of a node")
+                raise BadFrame(f"{message.node!r} is not a valid node name")
             shown: tuple[str, ...] = (
                 message.address,
                 message.model_path,
@@ -120,5 +128,5 @@ def decode(frame: bytes) -> AgentMessage:
         case _:
             return message
     if not all(map(str.isprintable, shown)):
-        raise BadFrame(f"a {type(message).__name__} with a text that does not print")
+        raise BadFrame(f"{type(message).__name__} with text that is not printable")
     return message

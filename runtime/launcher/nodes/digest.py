@@ -1,4 +1,4 @@
-"""A checkpoint's digest: two machines that have the same are taken to hold the same model."""
+"""The digest of a checkpoint, by which head and nodes check that they hold the same model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ LONGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """SHA-256 over the checkpoint's small files and, of each file of weights, its size and header: the names,
-    shapes, types and places of its tensors. Their values are not read, so that it takes no time.
+    """SHA-256 over the checkpoint's small files and the size and header of each weight file.
+
+    The headers hold the names, shapes, types and offsets of all tensors. The values are not read, which keeps
+    this fast.
 
     Raises
     ------
@@ -35,7 +37,7 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def _header(path: Path) -> bytes:
-    """The beginning of a safetensors file (8 bytes of length, then that much JSON), and the file's size."""
+    """The size of a safetensors file and its header: 8 bytes of length, then that many bytes of JSON."""
     with path.open("rb") as file:
         head = file.read(8)
         length = min(int.from_bytes(head, "little"), LONGEST_HEADER_BYTES)

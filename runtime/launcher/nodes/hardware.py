@@ -1,7 +1,7 @@
-"""What a node has to compute with, for others to see: asked of the driver, with nothing loaded for it.
+"""The hardware that a node announces, as nvidia-smi reports it, so that neither CUDA nor torch is loaded.
 
-GPUs are numbered as a worker on the node will find them: those that CUDA_VISIBLE_DEVICES leaves, in its
-order, or else all, in the order of their slots (the driver's tools know no other; ORDER makes it CUDA's).
+GPUs are numbered as a worker on the node will see them: those in CUDA_VISIBLE_DEVICES, in its order, or else
+all, in the order of their slots. nvidia-smi knows only this order; ORDER makes CUDA use it too.
 """
 
 from __future__ import annotations
@@ -32,56 +32,56 @@ class Gpu:
 
 
 def local_gpus(declared: str | None = None) -> tuple[Device, ...]:
-    """The GPUs of this machine that workers may use, by their index.
+    """The GPUs of this machine that workers may use, by index.
 
     Parameters
     ----------
-    declared : what the operator says that there is, NAME:COUNT; None: what the driver says. A card that is a
-        CPU means that there are none
+    declared : the operator's word, NAME:COUNT, where NAME may be a CPU for "no GPUs"; None: ask the driver
 
     Raises
     ------
-    InputError : what is declared is not NAME:COUNT, or more than the driver shows
+    InputError : `declared` is not NAME:COUNT, or is more than the driver reports
     """
-    os.environ.setdefault(*ORDER)  # for workers, which inherit it
+    os.environ.setdefault(*ORDER)  # workers inherit it
     found = visible(_reported(), os.environ.get(VISIBLE))
     return found if declared is None else as_declared(declared, found)
 
 
 def hardware_of(gpus: Sequence[Device]) -> tuple[Device, ...]:
-    """For the node's record: its GPUs, or else its CPU with all of the machine's memory."""
+    """What the node's record lists: its GPUs, or without any its CPU with the memory of the machine."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return tuple(gpus) or (Device("CPU", memory_bytes),)
 
 
 def as_declared(declared: str, found: Sequence[Device]) -> tuple[Device, ...]:
-    """GPUs as the operator declares them, beside those that the driver shows, if it shows any.
+    """The GPUs that the operator declares, checked against those that the driver reports, if any.
 
     Raises
     ------
-    InputError : it is not NAME:COUNT, or more than the driver shows
+    InputError : `declared` is not NAME:COUNT, or is more than the driver reports
     """
     name, count = parse_accelerators(declared, OPTION, "")
     memory_bytes = 0
     try:
         card = find_accelerator(name)
     except InputError:
-        pass  # a card of the cluster's own: its memory is not known here
+        pass  # a GPU that the cluster file defines: its memory is not known here
     else:
         if card.kind == "cpu":
             return ()
         name, memory_bytes = card.name, int(card.memory_bytes)
     if found and count > len(found):
-        problem = f"the driver shows {len(found)} GPUs here ({VISIBLE} counts), not {count}"
-        raise InputError(OPTION, declared, problem, "declare those that are there, or leave it out")
+        problem = f"the driver reports {len(found)} GPUs here (after {VISIBLE}), not {count}"
+        raise InputError(OPTION, declared, problem, f"declare at most that many, or leave out {OPTION}")
     return (Device(name, memory_bytes),) * count
 
 
 def visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Device, ...]:
-    """Those that CUDA shows a process with this CUDA_VISIBLE_DEVICES (None: not set), in its order.
+    """The GPUs that CUDA shows a process with this CUDA_VISIBLE_DEVICES (None: not set), in its order.
 
-    As in the CUDA programming guide: indices or beginnings of UUIDs; what follows one that is not there is
-    not visible, and nothing is where one is named twice. A MIG instance is there, with nothing known of it.
+    Follows the CUDA programming guide: entries are indices or prefixes of UUIDs; the first invalid entry and
+    all after it are ignored; if a GPU is listed twice, none is visible. A MIG instance is listed without its
+    properties, which are not known here.
     """
     if variable is None:
         return tuple(gpu.accelerator for gpu in gpus)
@@ -117,11 +117,11 @@ def _reported() -> tuple[Gpu, ...]:
 
 
 def gpus_in(report: str) -> tuple[Gpu, ...]:
-    """Of lines such as "GPU-5f0c..., NVIDIA H100 80GB HBM3, 81559", in MiB.
+    """The GPUs in nvidia-smi's lines, such as "GPU-5f0c..., NVIDIA H100 80GB HBM3, 81559" (MiB).
 
     Raises
     ------
-    ValueError : it is something else
+    ValueError : a line has another form
     """
     gpus = []
     for line in report.splitlines():

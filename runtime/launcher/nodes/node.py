@@ -1,4 +1,4 @@
-"""A node of a network: its place among the peers and its agent, until a signal."""
+"""Runs `hexgen2 node`: joins the network and serves heads through an agent until a signal."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ def run_node(
     model_path: Path | None,
     accelerators: str | None = None,
 ) -> int:
-    """Be a node until SIGINT or SIGTERM.
+    """Run a node until SIGINT or SIGTERM.
 
     Parameters
     ----------
-    name : the node's in the cluster and its placements
-    address : of this machine, for the workers of other nodes; None: that on which peers are heard
+    name : the node's name in the cluster and its placements
+    address : where workers of other nodes reach this machine; None: the host on which it listens for peers
     model_path : folder of the checkpoint; None: the folder that the head names
-    accelerators : GPUs that are here, as NAME:COUNT; None: those that the driver shows
+    accelerators : the GPUs of this machine, as NAME:COUNT; None: those that the driver reports
 
     Returns
     -------
-    0 after a stop by signal, with no process left
+    0 once a signal has stopped the node and all its workers have ended
 
     Raises
     ------
     InputError : an option is wrong
     """
     if not is_node_name(name):
-        problem = f"{name!r} is not the name of a node (1 to {MAX_NAME} letters, no spaces, no /)"
-        raise InputError("--name", "", problem, "write it as the cluster has it")
+        problem = f"{name!r} is not a valid node name (1 to {MAX_NAME} characters, no spaces, no /)"
+        raise InputError("--name", "", problem, "use the name in the cluster file")
     if model_path is not None and not model_path.is_dir():
-        raise InputError("--model-path", "", f"{model_path} is not a folder", "give the model's folder")
+        raise InputError("--model-path", "", f"{model_path} is not a folder", "give the folder of the model")
     heard_on = host_of(membership.listen, "--listen")
     if address is None and heard_on in ANY_HOST:
-        problem = f"{heard_on} is no address that other nodes can reach"
-        raise InputError("--listen", "", problem, "give this machine's own with --address")
+        problem = f"other nodes cannot connect to {heard_on}"
+        raise InputError("--listen", "", problem, "give this machine's address with --address")
     gpus = local_gpus(accelerators)
     services = (NODE_SERVICE, WORKERS_SERVICE)
     member = membership.member(name, "worker", services, hardware_of(gpus), NODE_PROTOCOL)
@@ -87,15 +87,17 @@ async def _run(
 
 
 def _namesake_reporter(name: str, own_id: str) -> Callable[[str, NodeView | None], None]:
-    """Tells the operator once that another node has the same name, which heads give to one of them alone."""
-    told = False
+    """Tells the operator, once, that another node has the same name; a head accepts only one of them."""
+    reported = False
 
     def changed(peer_id: str, view: NodeView | None) -> None:
-        nonlocal told
-        if told or view is None or peer_id == own_id or view.state in ("left", "lost"):
+        nonlocal reported
+        if reported or view is None or peer_id == own_id or view.state in ("left", "lost"):
             return
         if (view.record.role, view.record.name) == ("worker", name):
-            told = True
-            report(f"peer {peer_id} is a node {name}, too: a head takes the first; give each its own --name")
+            reported = True
+            report(
+                f"peer {peer_id} is also named {name}, and a head accepts only one; give each its own --name"
+            )
 
     return changed

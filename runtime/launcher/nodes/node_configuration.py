@@ -1,4 +1,4 @@
-"""A node as a machine of its own: whether it has the placement's hardware, and what its workers are told."""
+"""Checks that a node has the GPUs of a placement, and adapts its workers' configurations to the node."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from runtime.launcher.nodes.agent_messages import Welcome
 from runtime.p2p.membership.record import Device
 from runtime.protocol.to_workers import Configure
 
-ENOUGH = 0.9  # of a card's nominal memory: drivers report up to 6 % less
+ENOUGH = 0.9  # share of a GPU's nominal memory that must be there; drivers report up to 6 % less
 
 
 def device_on_node(device: str, worker: str) -> str:
-    """The torch device of a worker whose node is a machine of its own: on each, GPUs are numbered from 0, as
-    its processes see them."""
+    """The torch device of a worker on a machine of its own, where processes number the GPUs from 0."""
     return device if device == "cpu" else f"cuda:{split(worker)[1]}"
 
 
-def on_node(told: Mapping[str, Configure], welcome: Welcome, checkpoint: str) -> dict[str, Configure]:
-    """The configurations of all workers of a node, with what is so there: folder, address, devices and cores.
+def on_node(
+    configurations: Mapping[str, Configure], welcome: Welcome, checkpoint: str
+) -> dict[str, Configure]:
+    """The configurations of a node's workers with its own folder, address, devices and cores.
 
     Parameters
     ----------
-    told : as for one machine, by worker
-    checkpoint : folder, where the node has named none
+    configurations : all of the node's workers, configured as if every node were this machine
+    checkpoint : folder to use if the node named none
     """
-    cores = shares_of(welcome.cores, [worker for worker, each in told.items() if each.device == "cpu"])
+    on_cpu = [worker for worker, each in configurations.items() if each.device == "cpu"]
+    cores = shares_of(welcome.cores, on_cpu)
     return {
         worker: msgspec.structs.replace(
             each,
@@ -42,16 +44,16 @@ def on_node(told: Mapping[str, Configure], welcome: Welcome, checkpoint: str) ->
             threads=len(cores.get(worker, (0,))),
             cores=cores.get(worker, ()),
         )
-        for worker, each in told.items()
+        for worker, each in configurations.items()
     }
 
 
 def check_hardware(placement: Placement, workers: Collection[str], welcome: Welcome) -> None:
-    """Refuse a node that has not the GPUs on which a placement puts these workers of it.
+    """Check that a node has the GPUs that the placement assigns to these workers.
 
     Raises
     ------
-    InputError : there are fewer, others, or smaller ones
+    InputError : the node has fewer, different or smaller GPUs
     """
     used = sorted(split(worker)[1] for worker in workers if not is_cpu(placement, worker))
     if not used:
@@ -61,27 +63,28 @@ def check_hardware(placement: Placement, workers: Collection[str], welcome: Welc
     nominal = CATALOGUE.get(card)
     memory_bytes = needed.memory_gib * GIB if needed else nominal.memory_bytes if nominal else 0.0
     if problem := _misfit(card, memory_bytes, used, welcome.gpus):
-        remedy = "correct the cluster and search again, or give that node's true --accelerators"
+        remedy = "correct the cluster and search again, or correct --accelerators on that node"
         raise InputError("placement", f"node {welcome.node}", problem, remedy)
 
 
 def _misfit(card: str, memory_bytes: float, used: Sequence[int], gpus: Sequence[Device]) -> str:
     if not gpus:
-        return f"the placement uses {len(used)} {card} there, and the node has no GPU"
+        return f"the placement uses {len(used)} {card} there, but the node has no GPU"
     if used[-1] >= len(gpus):
-        return f"the placement uses {len(used)} {card} there, up to number {used[-1]}, and it has {len(gpus)}"
+        uses = f"{len(used)} {card} there, up to index {used[-1]}"
+        return f"the placement uses {uses}, but it has {len(gpus)} GPUs"
     for index in used:
         gpu = gpus[index]
         if (wanted := _card(card)) and (found := _card(gpu.name)) and found != wanted:
-            return f"the placement has {card} as number {index}, and it is {gpu.name}"
+            return f"GPU {index} is {card} in the placement, but the node has {gpu.name}"
         if 0 < gpu.memory_bytes < ENOUGH * memory_bytes:
             sizes = f"{gpu.memory_bytes / GIB:.3g} GiB, not {memory_bytes / GIB:.3g}"
-            return f"the placement has {card} as number {index}, and it is {gpu.name} with {sizes}"
+            return f"GPU {index} is {card} in the placement, but the node has {gpu.name} with {sizes}"
     return ""
 
 
 def _card(name: str) -> str:
-    """The catalogue's name of a card as its driver calls it; "" if it has none."""
+    """The catalogue's name of a GPU, from the name that the driver reports; "" if it is unknown."""
     try:
         return find_accelerator(name).name
     except InputError:

@@ -1,4 +1,4 @@
-"""Which nodes are there, as a head sees it: one channel to each node's agent, whose end is the node's."""
+"""The nodes that a head is connected to: one channel to each agent; when it ends, the node is gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WELCOME_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class JoinedNode:
-    """A node that is there: the peer that it is, and what its agent says of it."""
+    """A connected node: its peer id and its agent's Welcome; `target` is what `Peers.open` takes."""
 
     peer_id: str
     target: str
@@ -29,20 +29,20 @@ class JoinedNode:
 
 
 class Roster:
-    """Asks every peer that it learns of whether it is a node.
+    """Asks every known peer whether it is a node, and tracks which nodes are connected.
 
-    The first peer with a name has it for good, and no other one: no other member of the network can take a
-    node's place, or that of nodes to come, one after the other.
+    A name belongs to the first peer that uses it, and a peer keeps its first name. So no member of the
+    network can take the place of another node, or collect the names of nodes that have not joined yet.
 
     Parameters
     ----------
-    addresses : multiaddrs of peers to ask beside those that are connected, and those that were nodes before
-    report : takes lines for the operator
-    cluster : names of the placement's nodes, so that others are reported as such; empty: not known
+    addresses : multiaddrs of peers to ask in addition to connected peers and former nodes
+    report : receives lines for the operator
+    cluster : names of the placement's nodes, so that unknown nodes are reported as such; empty: not known
 
     Attributes
     ----------
-    departures : how often a node that was there has gone
+    departures : how many times a connected node has gone
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Roster:
 
     @property
     def nodes(self) -> dict[str, JoinedNode]:
-        """The nodes that are there, by name."""
+        """The connected nodes, by name."""
         return dict(self._nodes)
 
     def start(self) -> None:
@@ -73,18 +73,18 @@ class Roster:
         self._looking = asyncio.create_task(self._look())
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop looking for nodes, and close their channels."""
         tasks = [*self._asking.values(), *([self._looking] if self._looking else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Those of the named nodes that are not there."""
+        """The nodes among these that are not connected."""
         return sorted(set(names) - self._nodes.keys())
 
     async def wait(self, names: Collection[str]) -> None:
-        """Until all of these nodes are there."""
+        """Wait until all of these nodes are connected."""
         while self.missing(names):
             self._changed.clear()
             await self._changed.wait()
@@ -98,20 +98,20 @@ class Roster:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _ask(self, peer_id: str, target: str) -> None:
-        """Be acquainted with a peer for as long as it is there; it is asked again some time after the end."""
+        """Ask a peer whether it is a node; if so, follow it until it is gone. It may be asked again later."""
         try:
             channel = await self._peers.open(target, NODE_SERVICE)
             try:
                 async with asyncio.timeout(WELCOME_S):
                     welcome = await self._welcome(channel)
                 if welcome is not None and self._admits(peer_id, welcome):
-                    await self._while_there(JoinedNode(peer_id, target, welcome), channel)
+                    await self._follow(JoinedNode(peer_id, target, welcome), channel)
             finally:
                 channel.close()
         except BadFrame as error:
             self._suspect(peer_id, str(error))
         except (OSError, TimeoutError) as error:
-            log.debug("peer %s is no node, or gone: %s", peer_id, error)
+            log.debug("peer %s is not a node, or is gone: %s", peer_id, error)
         await asyncio.sleep(ASK_AGAIN_S)
         del self._asking[peer_id]
 
@@ -119,7 +119,7 @@ class Roster:
         frame = await channel.receive()
         message = None if frame is None else decode(frame)
         if message is not None and not isinstance(message, Welcome):
-            raise BadFrame(f"an unexpected {type(message).__name__}")
+            raise BadFrame(f"unexpected message {type(message).__name__}")
         return message
 
     def _admits(self, peer_id: str, welcome: Welcome) -> bool:
@@ -127,8 +127,8 @@ class Roster:
         if welcome.protocol != AGENT_PROTOCOL:
             self._suspect(peer_id, f"node {name} speaks protocol {welcome.protocol}, not {AGENT_PROTOCOL}")
             return False
-        if (known_as := self._names.get(peer_id, name)) != name:
-            self._suspect(peer_id, f"it calls itself node {name}, and was node {known_as}")
+        if (earlier := self._names.get(peer_id, name)) != name:
+            self._suspect(peer_id, f"it calls itself node {name}, but was node {earlier} before")
             return False
         if (owner := self._owners.setdefault(name, peer_id)) != peer_id:
             self._suspect(peer_id, f"it calls itself node {name}, which is peer {owner}")
@@ -137,18 +137,18 @@ class Roster:
         return True
 
     def _suspect(self, peer_id: str, why: str) -> None:
-        """Log once why a peer is not taken for a node."""
+        """Log, once per peer, why it is not accepted as a node."""
         if peer_id not in self._suspects:
             self._suspects.add(peer_id)
             log.warning("refused peer %s as a node: %s (logged once)", peer_id, why)
 
-    async def _while_there(self, node: JoinedNode, channel: Channel) -> None:
+    async def _follow(self, node: JoinedNode, channel: Channel) -> None:
         name = node.welcome.node
         self._nodes[name] = node
         self._changed.set()
         known = not self._cluster or name in self._cluster
         note = "" if known else "; the placement has no node of this name"
-        self._report(f"node {name} is there (peer {node.peer_id}){note}")
+        self._report(f"node {name} joined (peer {node.peer_id}){note}")
         try:
             while await channel.receive() is not None:
                 pass

@@ -1,4 +1,4 @@
-"""The workers of one replica on this node, for as long as the channel to their head lasts."""
+"""The workers of one replica on this node, which live as long as the channel to their head."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class WorkerSession:
-    """Carries frames between a head's channel and the socket pairs of workers.
+    """Carries frames between a head's channel and the workers' sockets.
 
-    A session ends on the head's word, with its channel, or by `end`; its workers end with it. No head can
-    take a channel up again: frames may be lost with it, and a replica that has missed one is of no use.
+    A session ends when the head asks for it, when its channel ends, or by `end`; its workers end with it. A
+    head cannot resume a broken channel: frames may have been lost, and a replica that missed one is useless.
 
     Attributes
     ----------
-    head : the peer that the workers serve
+    head : id of the peer that the workers serve
     workers : their names
-    ended : set once no process of the session is left
+    ended : set once all workers of the session have ended
     """
 
     def __init__(self, channel: Channel, request: StartWorkers, processes: WorkerProcesses) -> None:
@@ -45,24 +45,24 @@ class WorkerSession:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Start the workers, and serve them until the end."""
+        """Start the workers and carry their frames until the session ends."""
         spawning: asyncio.Task[None] | None = None
-        kindly = False
+        gracefully = False
         try:
             theirs = {worker: await self._pair(worker) for worker in self._request.workers}
             spawning = asyncio.create_task(self._spawn(theirs))
-            kindly = await self._carry()
+            gracefully = await self._carry()
         except BadFrame as error:
             log.warning("head %s broke the protocol: %s", self.head, error)
         finally:
-            await asyncio.shield(asyncio.ensure_future(self._close(spawning, kindly)))
+            await asyncio.shield(asyncio.ensure_future(self._close(spawning, gracefully)))
 
     def end(self) -> None:
-        """End soon, whatever runs."""
+        """End the session soon, even if workers are still running."""
         self._channel.close()
 
     async def _pair(self, worker: str) -> socket.socket:
-        """The worker's end of a socket pair, whose other end is read from now on."""
+        """Open a socket pair, begin to read our end, and return the worker's end."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         reader, self._writers[worker] = await asyncio.open_connection(sock=ours)
@@ -73,12 +73,12 @@ class WorkerSession:
         try:
             await self._processes.spawn(sockets, self._request.engine)
         except Exception as error:
-            log.exception("the workers of replica %s cannot be started", self._request.replica)
+            log.exception("cannot start the workers of replica %s", self._request.replica)
             self._channel.send(encode(StartFailed(kind="fault", text=f"cannot start workers: {error}")))
             self._channel.close()
 
     async def _carry(self) -> bool:
-        """Frames to the workers, until the channel ends (False) or the head wants an end (True)."""
+        """Pass frames to the workers; True when the head asks to stop, False when the channel ends."""
         while (frame := await self._channel.receive()) is not None:
             match decode(frame):
                 case WorkerFrame(worker=worker, body=body) if worker in self._writers:
@@ -86,14 +86,14 @@ class WorkerSession:
                 case StopWorkers():
                     return True
                 case other:
-                    raise BadFrame(f"an unexpected {type(other).__name__}")
+                    raise BadFrame(f"unexpected message {type(other).__name__}")
         return False
 
     def _write(self, worker: str, body: bytes) -> None:
-        """To a worker; one that has stopped reading is killed before its frames fill the memory."""
+        """Send a frame to a worker; kill it if it has stopped reading, before its frames fill the memory."""
         writer = self._writers[worker]
         if writer.transport.get_write_buffer_size() > MAX_FRAME_BYTES:
-            log.error("worker %s does not read", worker)
+            log.error("killed worker %s: it does not read its messages", worker)
             self._processes.kill([worker])
         elif not writer.is_closing():
             writer.write(len(body).to_bytes(HEAD_BYTES, "little") + body)
@@ -105,11 +105,11 @@ class WorkerSession:
                 self._channel.send(encode(WorkerFrame(worker=worker, body=body)))
         self._channel.send(encode(WorkerEnded(worker=worker)))
 
-    async def _close(self, spawning: asyncio.Task[None] | None, kindly: bool) -> None:
+    async def _close(self, spawning: asyncio.Task[None] | None, gracefully: bool) -> None:
         if spawning is not None:
             await asyncio.wait([spawning])
         workers = list(self.workers)
-        if kindly:
+        if gracefully:
             await self._processes.join(workers)
         self._processes.kill(workers)
         await self._processes.join(workers)

@@ -1,4 +1,4 @@
-"""One channel to a node's agent, shared by the links to several workers there."""
+"""The head's end of a channel to a node's agent, shared by the links to the workers there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class ChannelLink(WorkerLink):
-    """The messages of one worker among those of a channel."""
+    """The link to one worker over a channel that several workers share."""
 
     def __init__(self, worker: str, shared: WorkersChannel) -> None:
         self._worker, self._shared = worker, shared
@@ -49,7 +49,7 @@ class ChannelLink(WorkerLink):
                 return decode_message(body)
             except BadFrame as error:
                 raise HexGen2Error(f"a worker broke the protocol: {error}") from error
-        self._arrived.put_nowait(body)  # an end stays one
+        self._arrived.put_nowait(body)  # later calls see the end too
         if body is not None:
             raise body
         return None
@@ -58,18 +58,18 @@ class ChannelLink(WorkerLink):
         self._closed = True
 
     def put(self, body: bytes | Exception | None) -> None:
-        """Take what has come for this worker; None is its end, an error the reason for it."""
+        """Queue a message from this worker, None if it has ended, or the error that ended it."""
         if isinstance(body, bytes):
             self.heard += 1
         self._arrived.put_nowait(body)
 
 
 class WorkersChannel:
-    """Frames to and from a replica's workers on one node.
+    """Carries messages to and from a replica's workers on one node.
 
     Attributes
     ----------
-    links : by worker; all end with the channel
+    links : the link to each worker; all end with the channel
     """
 
     def __init__(self, channel: Channel, node: str, workers: Sequence[str]) -> None:
@@ -83,17 +83,17 @@ class WorkersChannel:
         self._channel.send(encode(message))
 
     async def stop(self, grace_s: float) -> None:
-        """Have the agent end the workers, and close the channel."""
+        """Ask the agent to end the workers, wait for that, and close the channel."""
         self.send(StopWorkers())
         try:
             async with asyncio.timeout(grace_s):
                 await self._ended.wait()
         except TimeoutError:
-            log.warning("node %s has not said that its workers ended", self._node)
+            log.warning("node %s did not confirm within %g s that its workers ended", self._node, grace_s)
         self.close()
 
     def close(self) -> None:
-        """Close the channel; the agent ends what still runs."""
+        """Close the channel; the agent then kills workers that still run."""
         self._channel.close()
         self._reading.cancel()
         self._end(None)
@@ -113,7 +113,7 @@ class WorkersChannel:
                     case WorkersEnded():
                         break
                     case other:
-                        raise BadFrame(f"an unexpected {type(other).__name__}")
+                        raise BadFrame(f"unexpected message {type(other).__name__}")
         except BadFrame as error:
             reason = HexGen2Error(f"node {self._node} broke the protocol: {error}")
         self._channel.close()

@@ -1,13 +1,13 @@
-"""Spreading the node table over channels of the service `table`, one between each two connected peers.
+"""Synchronizes the node table over channels of the service `table`, one between any two connected peers.
 
-Both ends first send all they know. A change goes on at once to every other peer; a mere sign of life
-(same facts, next sequence number) goes from its node to its neighbours alone, and to others by digests: every
-so often a node tells one neighbour at random what it has, and gets what it lacks. Thus n nodes that all know
-each other send n*(n-1) records per announcement, where a plain flood would send their square.
+At first both ends send all records they have. A change is forwarded at once to every other peer. A heartbeat
+(same facts, next sequence number) goes only from its node to its neighbours; others get it by digests: every
+DIGEST_S a node sends one random neighbour a digest of what it has, and receives what it lacks. So n nodes
+that are all connected send n*(n-1) records per announcement; plain flooding would send the square of that.
 
-It is not gossipsub, though libp2p brings one: that would need libp2p's host with its identify protocol, must
-be started before the first connection, and drops what comes too often without a word (FloodSub and GossipSub
-alike are fire and forget); a table needs the full sync and the repair above anyway, and with them no more.
+Why not libp2p's gossipsub: it needs libp2p's host with the identify protocol, must be started before the
+first connection, and silently drops messages that come too often (FloodSub too). A table needs full
+synchronization and repair anyway, and with these it needs nothing more.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ ANNOUNCE_S = 3.0
 DIGEST_S = 1.0
 RECORDS_A_FRAME = 64
 MAX_TABLE_FRAME_BYTES = 2 * 1024 * 1024
-WORK_A_S, WORK_AT_ONCE = 200, 4 * MAX_NODES  # records read from, or sent to, one peer
+WORK_A_S, WORK_AT_ONCE = 200, 4 * MAX_NODES  # records exchanged with one peer: per second, in a burst
 CHANNELS_A_PEER = 8
-LEAVE_S = 0.3  # for the tombstone to go out before the connections end
+LEAVE_S = 0.3  # time to send the last record before the connections close
 
 
 class RecordBatch(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """RecordBatch that the other end may lack."""
+    """Records that the other end may lack."""
 
     records: Annotated[tuple[SignedRecord, ...], Meta(max_length=RECORDS_A_FRAME)]
 
 
 class Digest(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """The sequence number that this end has of each node: send what is newer."""
+    """The newest sequence number that the sender has of each node; the answer is all newer records."""
 
     sequences: Annotated[dict[PeerId, int], Meta(max_length=MAX_NODES)]
 
@@ -57,12 +57,12 @@ _decoder = msgspec.msgpack.Decoder(RecordBatch | Digest)
 
 
 class Gossip:
-    """Keeps a table equal to its peers', and this node's own record in all of them.
+    """Keeps the node table synchronized with the peers' tables, and announces this node in them.
 
     Parameters
     ----------
-    peers : not yet started, or started
-    about : what this node says of itself; peer id, addresses and numbers are filled in
+    peers : started or not
+    about : this node's record; peer id, addresses, latencies and sequence number are filled in
     """
 
     def __init__(self, peers: Peers, identity: Identity, table: NodeTable, about: NodeRecord) -> None:
@@ -79,7 +79,7 @@ class Gossip:
         peers.on_measured(table.measured)
 
     async def start(self) -> None:
-        """Announce this node and begin; after `peers.start()`."""
+        """Announce this node and begin to synchronize. Call it after `peers.start()`."""
         self._running = True
         self.announce()
         for peer_id in list(self._peers.connected):
@@ -88,7 +88,7 @@ class Gossip:
         self._spawn(self._keep_repairing())
 
     async def stop(self) -> None:
-        """Tell everybody that this node leaves, and end; before `peers.stop()`."""
+        """Announce that this node leaves, and stop. Call it before `peers.stop()`."""
         if not self._running:
             return
         self.announce(status="left")
@@ -102,7 +102,7 @@ class Gossip:
                 channel.close()
 
     def announce(self, **changes: Any) -> None:
-        """Issue this node's record anew; these fields (status, load, services...) change for good."""
+        """Send a new record of this node. `changes` (status, load, services...) last for later records."""
         self._about = msgspec.structs.replace(self._about, **changes)
         record = msgspec.structs.replace(
             self._about,
@@ -119,7 +119,7 @@ class Gossip:
     # one peer
 
     def _joined(self, peer_id: str) -> None:
-        """Of two peers the one with the smaller id opens the channel, so that there is one."""
+        """Open a channel if this node has the smaller id of the two, so that there is only one channel."""
         if self._running and self._peers.peer_id < peer_id:
             self._spawn(self._open(peer_id))
 
@@ -128,7 +128,7 @@ class Gossip:
             try:
                 channel = await self._peers.open(peer_id, SERVICE)
             except ConnectionError as error:
-                log.debug("no table from peer %s yet: %s", peer_id, error)
+                log.debug("no table channel to peer %s yet: %s", peer_id, error)
                 await asyncio.sleep(DIGEST_S)
                 continue
             try:
@@ -137,10 +137,12 @@ class Gossip:
                 channel.close()
 
     async def _converse(self, channel: Channel) -> None:
-        """Exchange records with one peer until it is gone, no faster than it may."""
+        """Exchange records with one peer, within its allowance, until the channel ends."""
         others = self._channels.setdefault(channel.peer_id, set())
         if len(others) >= CHANNELS_A_PEER:
-            log.warning("refused peer %s a table channel: it has %d", channel.peer_id, len(others))
+            log.warning(
+                "refused a table channel from peer %s: it has %d already", channel.peer_id, len(others)
+            )
             return
         others.add(channel)
         try:
@@ -156,27 +158,27 @@ class Gossip:
                 self._channels.pop(channel.peer_id, None)
 
     async def _pause(self, peer_id: str, work: int) -> None:
-        """Let a peer that makes too much work wait; what it sends meanwhile stays with it."""
+        """Charge a peer for work; if it exceeds its allowance, stop reading from it for a while."""
         wait_s = self._allowance.take(peer_id, work)
         if wait_s > 0:
             if peer_id not in self._slowed:
                 self._slowed.add(peer_id)
-                log.warning("peer %s floods the node table: it is slowed down (logged once)", peer_id)
+                log.warning("peer %s floods the node table; slowing it down (logged once)", peer_id)
             await asyncio.sleep(wait_s)
 
     def _take(self, channel: Channel, frame: bytes) -> int | None:
-        """Act on a frame; how many records it was about, or None if it is none of ours: the channel ends."""
+        """Handle a frame; returns the number of records it concerned, or None if it was invalid."""
         try:
             if len(frame) > MAX_TABLE_FRAME_BYTES:
-                raise ValueError(f"{len(frame)} bytes are too many")
-            said = _decoder.decode(frame)
+                raise ValueError(f"{len(frame)} bytes, limit {MAX_TABLE_FRAME_BYTES}")
+            message = _decoder.decode(frame)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             log.warning("refused a table frame from peer %s: %s", channel.peer_id, error)
             return None
-        if isinstance(said, Digest):
-            return self._send(channel, self.table.newer_than(said.sequences))
+        if isinstance(message, Digest):
+            return self._send(channel, self.table.newer_than(message.sequences))
         changes = []
-        for signed in said.records:
+        for signed in message.records:
             news = self.table.merge(signed, channel.peer_id)
             if news is not None:
                 self._peers.learn(news.record.peer_id, news.record.addresses)
@@ -184,7 +186,7 @@ class Gossip:
                     changes.append(signed)
         self._send_to_all(changes, but=channel.peer_id)
         self._defend()
-        return len(said.records)
+        return len(message.records)
 
     def _send(self, channel: Channel, records: list[SignedRecord]) -> int:
         for start in range(0, len(records), RECORDS_A_FRAME):
@@ -198,18 +200,18 @@ class Gossip:
                     self._send(channel, records)
 
     def _forgotten(self, peer_id: str, view: NodeView | None) -> None:
-        """Keep nothing of nodes that the table has forgotten."""
+        """Forget nodes that the table has forgotten."""
         if view is None:
             self._peers.forget(peer_id)
             self._slowed.discard(peer_id)
 
     def _defend(self) -> None:
-        """If others hold a record of this node from an earlier life, issue a newer one."""
+        """If peers have a record of this node from an earlier run, replace it with a newer one."""
         own = self.table.get(self._identity.peer_id)
         if self._running and own is not None and own.record.status != self._about.status:
             self.announce()
 
-    # at all times
+    # periodic work
 
     async def _keep_announcing(self) -> None:
         while True:
@@ -228,7 +230,7 @@ class Gossip:
             self._meet(self.table.snapshot())
 
     def _meet(self, nodes: Iterable[Any]) -> None:
-        """Connect to one node at random of those that are known, live, and not connected."""
+        """Connect to one random node that is known and alive but not connected."""
         unmet = [
             node.record.peer_id
             for node in nodes

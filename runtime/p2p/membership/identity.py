@@ -1,4 +1,4 @@
-"""Who a node is, and which private network it belongs to: two small files that are made once and kept."""
+"""A node's identity and its private network's key: two small files that are created once and kept."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ IDENTITY_FILE = "identity.key"
 
 @dataclass(frozen=True)
 class Identity:
-    """An Ed25519 key pair; its peer id is the public key itself, so signatures need no other lookup."""
+    """An Ed25519 key pair. The peer id contains the public key, so it suffices to check a signature."""
 
     key_pair: KeyPair
 
     @property
     def peer_id(self) -> str:
-        """The public half, as other nodes name this one."""
+        """The id by which other nodes know this one: the encoded public key."""
         return str(ID.from_pubkey(self.key_pair.public_key))
 
     def sign(self, content: bytes) -> bytes:
@@ -34,16 +34,16 @@ class Identity:
 
 
 def new_identity() -> Identity:
-    """A new one, kept nowhere."""
+    """A new identity, not saved anywhere."""
     return _identity(secrets.token_bytes(SEED_BYTES))
 
 
 def load_identity(path: str | Path) -> Identity:
-    """The identity in this file, or in this folder's IDENTITY_FILE; made, with mode 0600, if there is none.
+    """Load the identity in this file, or in IDENTITY_FILE of this folder; create it (mode 0600) if missing.
 
     Raises
     ------
-    InputError : what is there is not an identity, or can't be read or made
+    InputError : the file is not an identity, or cannot be read or created
     """
     path = Path(path)
     if path.is_dir():
@@ -54,11 +54,11 @@ def load_identity(path: str | Path) -> Identity:
 
 
 def new_network_key(path: str | Path | None = None) -> bytes:
-    """A new key of a private network (32 bytes), also written to this file (hex, mode 0600) if one is named.
+    """Create the key of a private network (32 bytes) and write it to `path` (hex, mode 0600) if given.
 
     Raises
     ------
-    InputError : the file exists already, or can't be written
+    InputError : the file exists already, or cannot be written
     """
     key = secrets.token_bytes(NETWORK_KEY_BYTES)
     if path is not None:
@@ -71,9 +71,9 @@ def load_network_key(path: str | Path) -> bytes:
 
     Raises
     ------
-    InputError : it is not there, or not 64 hexadecimal digits
+    InputError : the file is missing, or is not 64 hexadecimal digits
     """
-    return _read_secret(Path(path), NETWORK_KEY_BYTES, "network key", "copy the file of a node that has it")
+    return _read_secret(Path(path), NETWORK_KEY_BYTES, "network key", "copy the file from a node that has it")
 
 
 def _identity(seed: bytes) -> Identity:
@@ -85,7 +85,7 @@ def _read_secret(path: Path, size_bytes: int, what: str, remedy: str) -> bytes:
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise InputError(str(path), "", f"can't read this {what}: {error.strerror}", remedy) from error
+        raise InputError(str(path), "", f"cannot read this {what}: {error.strerror}", remedy) from error
     except UnicodeDecodeError as error:
         raise InputError(str(path), "", f"is not a {what} (not text)", remedy) from error
     try:
@@ -98,7 +98,7 @@ def _read_secret(path: Path, size_bytes: int, what: str, remedy: str) -> bytes:
 
 
 def _write_secret(path: Path, text: str, what: str) -> None:
-    """Make the file whole or not at all, readable by its owner alone."""
+    """Create the file atomically, readable only by its owner."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,9 +107,9 @@ def _write_secret(path: Path, text: str, what: str) -> None:
             os.fchmod(file.fileno(), 0o600)
             file.write(text + "\n")
         try:
-            os.link(part, path)  # unlike a rename, never over a file that came meanwhile
+            os.link(part, path)  # unlike a rename, fails if the file exists by now
         finally:
             part.unlink()
     except OSError as error:
-        problem = f"can't write a new {what} here: {error.strerror}"
-        raise InputError(str(path), "", problem, "name another file") from error
+        problem = f"cannot write a new {what} here: {error.strerror}"
+        raise InputError(str(path), "", problem, "choose another file") from error

@@ -1,10 +1,10 @@
-"""Finding nodes of the same private network by multicast DNS (RFC 6762, 6763), on request.
+"""Optional discovery of nodes of the same private network by multicast DNS (RFC 6762, 6763).
 
-Not with libp2p's own, which stops the thread of libp2p for 1.7 s while it registers, announces on every
-interface, and takes whatever answers to the name that all programs with libp2p share. Here a node announces
-its peer id and addresses on the interfaces on which it listens, with an HMAC-SHA256 keyed with the network
-key: who has not the key can make nobody dial. The announcement itself can be read by everybody on the link;
-repeated by a stranger, it leads to its node or to nobody, since every connection proves who is at its end.
+libp2p's own mDNS is not used: it blocks libp2p's thread for 1.7 s while it registers, announces on every
+interface, and accepts every answer to a name that all libp2p programs share. Here a node announces its peer
+id and addresses only on the interfaces on which it listens, with an HMAC-SHA256 under the network key, so
+that nobody without the key can make a node dial. Everybody on the link can read an announcement. A stranger
+who replays it gains nothing: every connection proves who is at the other end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 SERVICE_TYPE = "_hexgen2._tcp.local."
 ASK_S = 3.0
-MAX_ASKED = 32  # names at a time; of what a flood brings beyond that nothing is heard
+MAX_ASKED = 32  # names looked up at a time; further ones are ignored, so that a flood does no harm
 MAX_NEIGHBOURS = 1024
 MAX_ADDRESSES = 32
 _CONTEXT = b"hexgen2 mdns 1\n"
@@ -32,18 +32,18 @@ Properties = dict[bytes, bytes | None]
 
 
 def announcement(peer_id: str, addresses: Sequence[str], network_key: bytes) -> dict[str, str]:
-    """What a node says of itself in its TXT record, with the proof that it has the network key."""
+    """The TXT record that a node announces, with the proof that it has the network key."""
     listening = [address.partition("/p2p/")[0] for address in addresses][:MAX_ADDRESSES]
-    said = {"peer": peer_id} | {f"address{number}": each for number, each in enumerate(listening)}
-    return said | {"proof": _proof(peer_id, listening, network_key)}
+    fields = {"peer": peer_id} | {f"address{number}": each for number, each in enumerate(listening)}
+    return fields | {"proof": _proof(peer_id, listening, network_key)}
 
 
-def understood(said: Properties, network_key: bytes) -> tuple[str, list[str]] | None:
-    """The peer id and the addresses of an announcement; None unless its node has the network key."""
+def understood(properties: Properties, network_key: bytes) -> tuple[str, list[str]] | None:
+    """The peer id and addresses in an announcement; None unless it proves knowledge of the network key."""
     try:
-        told = {key.decode(): (value or b"").decode() for key, value in said.items()}
-        listening = [told[f"address{number}"] for number in range(len(told) - 2)]
-        peer_id, proof = told["peer"], told["proof"].encode()
+        fields = {key.decode(): (value or b"").decode() for key, value in properties.items()}
+        listening = [fields[f"address{number}"] for number in range(len(fields) - 2)]
+        peer_id, proof = fields["peer"], fields["proof"].encode()
     except (KeyError, UnicodeDecodeError):
         return None
     if len(listening) > MAX_ADDRESSES:
@@ -59,17 +59,17 @@ def _proof(peer_id: str, listening: Sequence[str], network_key: bytes) -> str:
 
 
 class Neighbours:
-    """Announces this node on its local networks, and hears of others, until it is stopped.
+    """Announces this node on its local networks and finds other nodes, until it is stopped.
 
     Parameters
     ----------
-    addresses : where this node listens, at least one; it is announced on these interfaces alone
-    network_key : of the private network; b"" if it has none
-    found : told of each other node, with its peer id and addresses, and again when these change
+    addresses : where this node listens, at least one; it is announced only on these interfaces
+    network_key : key of the private network; b"" if there is none
+    found : called with the peer id and addresses of each other node, and again when the addresses change
 
     Attributes
     ----------
-    known : the addresses of all that were found and have not left, by peer id
+    known : addresses of the nodes that were found and have not left, by peer id
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Neighbours:
         self._refused = False
 
     async def start(self) -> None:
-        """Begin.
+        """Begin to announce and to listen.
 
         Raises
         ------
-        OSError : there is no multicast on an interface
+        OSError : an interface has no multicast
         """
         hosts = list(dict.fromkeys(address.split("/")[2] for address in self._addresses))
         self._zeroconf = AsyncZeroconf(interfaces=hosts)
@@ -105,7 +105,7 @@ class Neighbours:
         )
         handlers: list[Callable[..., None]] = [self._heard]
         try:
-            # The name may be changed, so that nobody can take it from its node.
+            # The name may change: otherwise another program could block this node by taking its name.
             await self._zeroconf.async_register_service(own, allow_name_change=True)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=handlers)
         except BaseException:
@@ -113,7 +113,7 @@ class Neighbours:
             raise
 
     async def stop(self) -> None:
-        """Say goodbye, and end."""
+        """Withdraw the announcement and stop."""
         await self._browser.async_cancel()
         for task in self._asking:
             task.cancel()
@@ -131,15 +131,15 @@ class Neighbours:
             task.add_done_callback(self._asking.discard)
 
     async def _ask(self, zeroconf: Zeroconf, name: str) -> None:
-        """Hear what is announced under a name."""
+        """Look up the announcement under a name."""
         info = AsyncServiceInfo(SERVICE_TYPE, name)
         if not await info.async_request(zeroconf, 1000 * ASK_S):
             return
-        told = understood(info.properties, self._network_key)
-        if told is None:
+        announced = understood(info.properties, self._network_key)
+        if announced is None:
             self._refuse(name)
             return
-        peer_id, addresses = told
+        peer_id, addresses = announced
         if peer_id != self._peer_id and (peer_id in self.known or len(self.known) < MAX_NEIGHBOURS):
             self._names[name], self.known[peer_id] = peer_id, addresses
             self._found(peer_id, addresses)
@@ -148,4 +148,6 @@ class Neighbours:
         if not self._refused:
             self._refused = True
             label = name.removesuffix(f".{SERVICE_TYPE}")[:63]
-            log.warning("mDNS: %r is announced without a proof of this network's key (logged once)", label)
+            log.warning(
+                "mDNS: ignored %r, which does not prove that it has this network's key (logged once)", label
+            )

@@ -1,4 +1,4 @@
-"""A member of the network: its connections to the others, and the table of all of them."""
+"""A member of the network: its connections to other members, and the table of all members."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RECORD_KEYS = ("name", "peer_id", "role", "addresses", "services", "load", "late
 
 
 class Member:
-    """Joins and leaves the network; what there is to see of it, as values for JSON.
+    """Joins and leaves the network, and shows its state as JSON values.
 
     Parameters
     ----------
-    about : what this member says of itself, peer id and addresses aside
-    allowed : peer ids that are let in; None: all who have the network key
-    mdns : also find members on the local network
-    protocol : version of what members send each other through channels (see Peers)
+    about : this member's record; peer id and addresses are filled in
+    allowed : peer ids that may connect; None: everybody who has the network key
+    mdns : also find members on the local network by multicast DNS
+    protocol : version of the messages that members exchange over channels (see Peers)
     """
 
     def __init__(
@@ -44,26 +44,26 @@ class Member:
         self._gossip = Gossip(self.peers, identity, self.table, about)
 
     async def start(self) -> None:
-        """Join.
+        """Join the network.
 
         Raises
         ------
-        InputError : its address can't be listened on
+        InputError : an address cannot be listened on
         """
         await self.peers.start()
         await self._gossip.start()
 
     async def stop(self) -> None:
-        """Say goodbye and leave; again is no harm."""
+        """Announce the departure and leave. May be called twice."""
         await self._gossip.stop()
         await self.peers.stop()
 
     def announce(self, **changes: Any) -> None:
-        """Tell the others what has changed of this member: status, load."""
+        """Announce changes of this member's record, such as its status or load."""
         self._gossip.announce(**changes)
 
     def show_nodes(self) -> dict[str, Any]:
-        """The table: each member's own record, and what is measured of it here."""
+        """The node table: each member's record, and what this member has measured of it."""
         nodes = [
             {
                 **{key: getattr(view.record, key) for key in RECORD_KEYS},
@@ -77,7 +77,7 @@ class Member:
         return {"nodes": nodes, "rejected_records": dict(self.table.rejected)}
 
     def show_peers(self) -> dict[str, Any]:
-        """Who is connected, with the milliseconds of the last ping, and who was refused how often."""
+        """The connected peers, the latency of their last pings, and how often each stranger was refused."""
         peers, latency_ms = self.peers, self.peers.latency_ms
         others = [
             {"peer_id": peer_id, "name": self._name(peer_id), "latency_ms": latency_ms.get(peer_id)}

@@ -1,4 +1,4 @@
-"""What makes a process a member of a network of nodes, as the command line has it."""
+"""The command line's options for joining a network of nodes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Membership:
 
     Attributes
     ----------
-    join : multiaddrs of members that are there already
-    listen : multiaddr on which other members are heard
-    identity : file of the own key pair, made if it is not there
-    network_key : file of the key without which nobody joins; None: an open network, on loopback only
-    allow : peer ids that are let in; none: whoever has the network key
-    mdns : also find members of the same network by multicast DNS, where `listen` is
+    join : multiaddrs of members to connect to
+    listen : multiaddr on which this member listens
+    identity : file of this member's key pair; created if missing
+    network_key : file of the key that every member needs; None: an open network, on loopback only
+    allow : peer ids that may connect; empty: everybody who has the network key
+    mdns : also find members of the same network by multicast DNS, on the interface of `listen`
     """
 
     identity: Path
@@ -47,23 +47,26 @@ class Membership:
         hardware: Iterable[Device] = (),
         protocol: str = "",
     ) -> Member:
-        """This process as a member of the network, not started yet; `protocol` as in Peers.
+        """Make this process a member of the network, not started yet; `protocol` as in Peers.
 
         Raises
         ------
-        InputError : an option is wrong, or the network is open to others than this machine
+        InputError : an option is wrong, or the network has no key although other machines can reach it
         """
         try:
             from runtime.p2p.membership.identity import load_identity, load_network_key
             from runtime.p2p.membership.member import Member
             from runtime.p2p.membership.record import NodeRecord
         except ModuleNotFoundError as error:
-            raise InputError("peers", "", f"need {error.name}", "pip install 'hexgen2[p2p]'") from error
+            problem = f"the Python package {error.name} is not installed"
+            raise InputError("peers", "", problem, "pip install 'hexgen2[p2p]'") from error
         for option, addresses in (("--join", self.join), ("--listen", (self.listen,))):
             for address in addresses:
                 if self.network_key is None and not is_loopback(host_of(address, option)):
-                    problem = f"{address} is not on this machine's loopback, and there is no network key"
-                    remedy = "make one with `hexgen2 node --new-network-key FILE` and give --network-key"
+                    problem = f"{address} is not on loopback, and there is no network key"
+                    remedy = (
+                        "create one with `hexgen2 node --new-network-key FILE` and give it with --network-key"
+                    )
                     raise InputError(option, "", problem, remedy)
         key = None if self.network_key is None else load_network_key(self.network_key)
         allowed = _checked_ids(self.allow) or None
@@ -84,7 +87,7 @@ def host_of(address: str, option: str) -> str:
 
     Raises
     ------
-    InputError : it is none
+    InputError : this is not such an address
     """
     parts = address.split("/")
     if len(parts) < 5 or parts[0] or parts[1] not in ("ip4", "ip6", "dns4") or parts[3] != "tcp":
@@ -102,7 +105,7 @@ def host_of(address: str, option: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address leads no further than this machine."""
+    """Whether a host is a loopback address, which only this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -110,10 +113,15 @@ def is_loopback(host: str) -> bool:
 
 
 def _checked_ids(peer_ids: Iterable[str]) -> list[str]:
-    """Peer ids of Ed25519 keys, which is what all nodes have."""
+    """Check that these are peer ids of Ed25519 keys, which all nodes have.
+
+    Raises
+    ------
+    InputError : one of them is not
+    """
     checked = list(peer_ids)
     for peer_id in checked:
         if not peer_id.startswith("12D3Koo") or not peer_id.isalnum():
-            problem = f"{peer_id!r} is not the id of a node"
+            problem = f"{peer_id!r} is not a peer id"
             raise InputError("--allow", "", problem, "copy it from the line that `hexgen2 node` prints")
     return checked

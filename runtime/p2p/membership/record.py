@@ -1,7 +1,7 @@
-"""What a node says of itself, signed with its key: whoever has the peer id can check every word's origin.
+"""A node's description of itself, signed with its key, so that anybody can check where it comes from.
 
-A signature proves who said it, not that it is true: a load is a hint for people and dashboards, and routing
-rests only on what this side counted or measured itself.
+A signature proves who made a record, not that it is true. The load, for example, is a hint for people and
+dashboards; routing uses only what the head itself counts and measures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import Meta
 from runtime.p2p.membership.identity import Identity
 
 MAX_RECORD_BYTES = 16 * 1024
-CLOCK_BOUND_S = 120.0  # how far two nodes' clocks, and a record's way, may differ
+CLOCK_BOUND_S = 120.0  # limit on a record's age: the difference of two clocks plus the time under way
 
 Role = Literal["head", "worker"]
 Status = Literal["joining", "ready", "draining", "left"]
@@ -29,13 +29,15 @@ PeerId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 def is_node_name(name: str) -> bool:
-    """Whether a node may be called this: printable, without slash or space. Names are shown to operators, so
-    nothing in them may move a terminal's cursor or turn the order of letters."""
+    """Whether this is a valid node name: printable, without slashes or spaces.
+
+    Operators see names in terminals, so a name must not move the cursor or reverse the order of letters.
+    """
     return 0 < len(name) <= MAX_NAME and name.isprintable() and not set(name) & set("/ ")
 
 
 class BadRecord(ValueError):
-    """A record that no honest node sends; `reason` is one of a few words, to be counted by."""
+    """An invalid record; `reason` is one of a few fixed words, by which refusals are counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason
@@ -43,17 +45,17 @@ class BadRecord(ValueError):
 
 
 class Device(msgspec.Struct, frozen=True, array_like=True):
-    """One GPU, or what stands for it, and its memory (0: not known)."""
+    """A GPU, or the CPU of a node without GPUs, and its memory (0: not known)."""
 
     name: CardName
     memory_bytes: Annotated[int, Meta(ge=0)]
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True):
-    """A node as it describes itself.
+    """A node's description of itself.
 
-    load : busy share, 0 to 1; latency_ms : milliseconds to other peers by their id, as it measured them;
-    sequence : grows with each record of a node, over restarts too; issued_at : its clock, Unix seconds
+    load : busy share, 0 to 1; latency_ms : measured latency to other peers, by peer id; sequence : grows with
+    each record of the node, also across restarts; issued_at : Unix seconds by the node's clock
     """
 
     peer_id: PeerId
@@ -69,7 +71,7 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, for
     issued_at: float = 0.0
 
     def says_the_same(self, other: NodeRecord) -> bool:
-        """Whether all but the figures that change all the time is equal."""
+        """Whether two records agree in everything but the fields that change all the time."""
         facts = {"load": 0.0, "latency_ms": {}, "sequence": 0, "issued_at": 0.0}
         return msgspec.structs.replace(self, **facts) == msgspec.structs.replace(other, **facts)
 
@@ -81,17 +83,17 @@ class SignedRecord(msgspec.Struct, frozen=True, array_like=True):
     signature: Annotated[bytes, Meta(max_length=64)]
 
 
-CONTEXT = b"hexgen2 node record 1\n"  # no signature made for another purpose is one of a record
+CONTEXT = b"hexgen2 node record 1\n"  # so that no signature made for another purpose is valid for a record
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(NodeRecord)
 
 
 def sign(record: NodeRecord, identity: Identity) -> SignedRecord:
-    """The record as it travels.
+    """Sign a record with its node's key.
 
     Raises
     ------
-    BadRecord : it is larger than any node takes
+    BadRecord : the record is larger than MAX_RECORD_BYTES
     """
     content = _encoder.encode(record)
     if len(content) > MAX_RECORD_BYTES:
@@ -100,11 +102,11 @@ def sign(record: NodeRecord, identity: Identity) -> SignedRecord:
 
 
 def verify(signed: SignedRecord, now_s: float) -> NodeRecord:
-    """What the record says, if its node said it, about itself, and not long ago (now_s: Unix seconds).
+    """Decode a record after checking that its node signed it, recently (now_s: Unix seconds).
 
     Raises
     ------
-    BadRecord : size, malformed, signature, clock
+    BadRecord : with the reason "size", "malformed", "signature" or "clock"
     """
     if len(signed.content) > MAX_RECORD_BYTES:
         raise BadRecord("size", f"{len(signed.content)} bytes")
@@ -113,17 +115,13 @@ def verify(signed: SignedRecord, now_s: float) -> NodeRecord:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRecord("malformed", str(error)) from error
     if not all(map(math.isfinite, (record.load, record.issued_at, *record.latency_ms.values()))):
-        raise BadRecord("malformed", "a figure is not finite")
-    shown = (
-        *record.addresses,
-        *record.services,
-        *(each.name for each in record.hardware),
-        *record.latency_ms,
-    )
+        raise BadRecord("malformed", "a number is not finite")
+    devices = (each.name for each in record.hardware)
+    shown = (*record.addresses, *record.services, *devices, *record.latency_ms)
     if not is_node_name(record.name) or not all(map(str.isprintable, shown)):
-        raise BadRecord("malformed", "a text that does not print")
+        raise BadRecord("malformed", "a text is not printable")
     if not _is_signature(record.peer_id, CONTEXT + signed.content, signed.signature):
-        raise BadRecord("signature", f"not of {record.peer_id}")
+        raise BadRecord("signature", f"not by {record.peer_id}")
     if abs(now_s - record.issued_at) > CLOCK_BOUND_S:
         raise BadRecord("clock", f"issued {now_s - record.issued_at:.0f} s ago")
     return record
@@ -133,5 +131,5 @@ def _is_signature(peer_id: str, content: bytes, signature: bytes) -> bool:
     try:
         key = ID.from_string(peer_id).extract_public_key()
         return key is not None and key.verify(content, signature)
-    except Exception:  # whatever libp2p raises for what is no peer id, no key or no signature
+    except Exception:  # libp2p raises many kinds for a bad peer id, key or signature
         return False

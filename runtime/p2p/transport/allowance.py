@@ -1,4 +1,4 @@
-"""How much work a peer may make: a bucket of tokens for each, so that who floods waits, and nobody else."""
+"""Limits the work that each peer may cause, with a token bucket per peer: a flood delays only its sender."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class _Bucket:
 
 
 class Allowance:
-    """Counts work by peer: `burst` at once, and `rate_s` more each second.
+    """Allows each peer `burst` units of work at once, and `rate_s` more per second.
 
     Parameters
     ----------
-    now : a clock, in seconds
+    now : clock, in seconds
     """
 
     def __init__(self, rate_s: float, burst: float, now: Callable[[], float] = time.monotonic) -> None:
@@ -29,13 +29,13 @@ class Allowance:
         return len(self._buckets)
 
     def take(self, peer_id: str, amount: float) -> float:
-        """Charge a peer for work; the seconds for which nothing more of it is to be done."""
+        """Charge a peer for work; returns for how many seconds it must now wait."""
         bucket = self._buckets.setdefault(peer_id, _Bucket(self._burst, self._now()))
         bucket.tokens, bucket.at_s = self._tokens(bucket) - amount, self._now()
         return max(-bucket.tokens / self._rate_s, 0.0)
 
     def forget(self) -> None:
-        """Forget the peers that have all of theirs again; those that have gone, too, keep what they owe."""
+        """Drop the buckets that are full again; peers that have disconnected keep their debts."""
         self._buckets = {
             peer_id: bucket for peer_id, bucket in self._buckets.items() if self._tokens(bucket) < self._burst
         }

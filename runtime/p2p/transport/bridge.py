@@ -1,4 +1,4 @@
-"""Between the thread of asyncio and that of trio: calls are handed over in batches, one wake-up for many."""
+"""Passes calls between the asyncio thread and the trio thread, in batches: one wake-up for many calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class _Handover:
-    """Calls from one thread, made in order in another; `wake` arranges that `make_calls` runs there soon."""
+    """Queues calls from one thread to make them in another, in order; `wake` runs a function there."""
 
     def __init__(self, wake: Callable[[Callable[[], None]], object]) -> None:
         self._wake, self._woken = wake, False
@@ -26,11 +26,11 @@ class _Handover:
             self._woken = True
             try:
                 self._wake(self._make_calls)
-            except RuntimeError:  # the other thread's loop has ended: nobody is left to tell
+            except RuntimeError:  # the other thread's loop has ended
                 self._calls.clear()
 
     def _make_calls(self) -> None:
-        self._woken = False  # first, so that a call added from here on wakes this again
+        self._woken = False  # before the calls, so that one added meanwhile wakes this thread again
         for _ in range(len(self._calls)):
             function, arguments = self._calls.popleft()
             try:
@@ -40,7 +40,7 @@ class _Handover:
 
 
 class Bridge:
-    """Made in trio's thread, for the asyncio loop of another."""
+    """Connects the trio thread, in which it is created, with an asyncio loop in another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

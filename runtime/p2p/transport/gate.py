@@ -1,4 +1,4 @@
-"""Why two processes do not become peers, in words for both operators, and how often it is said."""
+"""Decides who may connect, says why a connection was refused, and limits how often that is logged."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 1000
 LOG_EVERY_S = 600.0
-QUIET_S = 10.0  # whoever comes back after this long is a new attempt, and is logged again
-LINES_A_PERIOD = 10  # about one stranger and one cause, within LOG_EVERY_S
+QUIET_S = 10.0  # after a pause this long an event counts as a new attempt and is logged again
+LINES_A_PERIOD = 10  # per stranger and cause, within LOG_EVERY_S
 
 
 class Cause(StrEnum):
-    """Why a connection cannot stand."""
+    """Why a connection was refused."""
 
     NETWORK_KEY = "network key"
     NOT_ALLOWED = "not allowed"
@@ -30,17 +30,17 @@ class Cause(StrEnum):
 
 
 class Refused(Exception):
-    """One end refuses the connection.
+    """One of the two ends refuses the connection.
 
     Parameters
     ----------
-    problem : what is wrong, where "it" is the other end and "this node" this one
+    problem : what is wrong; in its text "it" is the other end and "this node" is this end
     remedy : what an operator can do about it
 
     Attributes
     ----------
-    peer_id : who the other end is, if that was proved; else ""
-    by_them : the other end refuses this one
+    peer_id : the other end's peer id if it proved one, else ""
+    by_them : whether the other end refused, rather than this one
     """
 
     peer_id, by_them = "", False
@@ -51,12 +51,12 @@ class Refused(Exception):
 
     @property
     def final(self) -> bool:
-        """Whether it stays like this until an operator changes something, as far as can be told."""
+        """Whether retrying is pointless until an operator changes something, as far as this end can tell."""
         return self.cause is not Cause.UNCLEAR
 
 
 def causes(error: BaseException | None) -> list[BaseException]:
-    """An exception and what led to it, the first cause last."""
+    """An exception and the chain of its causes, the original cause last."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
@@ -65,18 +65,18 @@ def causes(error: BaseException | None) -> list[BaseException]:
 
 
 def refusal_in(error: BaseException) -> Refused | None:
-    """The refusal that led to an exception, if one did."""
+    """The refusal among the causes of an exception; None if there is none."""
     return next((each for each in causes(error) if isinstance(each, Refused)), None)
 
 
 def error_line(error: BaseException) -> str:
-    """What an exception, or the first of a group, says, in one printable line, with its kind."""
+    """The type and message of an exception, or of the first one in a group, as one printable line."""
     error = first_of(error)
     return one_line(f"{type(error).__name__}: {error}")[:300]
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The exception itself, or the first one inside a group."""
+    """The exception itself, or the first one in a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -92,10 +92,11 @@ class _Subject:
 
 
 class Notices:
-    """Decides which of many equal events get a line: a scanner fills neither log nor memory.
+    """Decides which of many similar events are logged, so that a port scanner fills neither log nor memory.
 
-    A subject gets one the first time, when it comes back after QUIET_S, and every `every_s` if it keeps
-    coming; never more than LINES_A_PERIOD within LOG_EVERY_S. Subjects beyond MAX_STRANGERS share one.
+    An event (who, what) is logged the first time, when it recurs after a pause of QUIET_S, and every
+    `every_s` while it recurs, but at most LINES_A_PERIOD times within LOG_EVERY_S. Beyond MAX_STRANGERS
+    events, all new ones count as one.
     """
 
     def __init__(self, every_s: float = LOG_EVERY_S, now: Callable[[], float] = time.monotonic) -> None:
@@ -103,7 +104,7 @@ class Notices:
         self._subjects: dict[tuple[str, str], _Subject] = {}
 
     def times(self, who: str, what: str) -> int:
-        """Count an event; how often it has come so far if it gets a line, else 0."""
+        """Count an event; returns how often it has occurred if it is to be logged now, else 0."""
         key = (who, what)
         if key not in self._subjects and len(self._subjects) >= MAX_STRANGERS:
             key = ("others", what)
@@ -125,12 +126,12 @@ class Gate:
 
     Parameters
     ----------
-    allowed : peer ids; None: everybody
-    protocol : version of what this node sends through its channels; both ends must have the same
+    allowed : peer ids that may connect; None: everybody
+    protocol : version of the messages on this node's channels; both ends must have the same
 
     Attributes
     ----------
-    refused : how often each stranger was refused, by peer id, or by address if it proved none
+    refused : how often each stranger was refused, by peer id, or by IP address if it proved no id
     """
 
     def __init__(self, allowed: Collection[str] | None, protocol: str = "") -> None:
@@ -144,13 +145,13 @@ class Gate:
         return self._allowed is None or peer_id in self._allowed
 
     def admits(self, peer_id: str) -> bool:
-        """Whether this peer may connect; a stranger is logged and counted."""
+        """Whether this peer may connect; if not, counts and logs the refusal."""
         if not self.allows(peer_id):
             self.refuse("", not_allowed_here(peer_id))
         return self.allows(peer_id)
 
     def refuse(self, host: str, refusal: Refused) -> None:
-        """Count a stranger that came from a host, and log now and then why nothing came of it."""
+        """Count the refusal of a connection from a host, and log it, though not every time."""
         who = refusal.peer_id or host
         if not refusal.by_them:
             counted = who if who in self.refused or len(self.refused) < MAX_STRANGERS else "others"
@@ -163,22 +164,22 @@ class Gate:
             log.warning("%s %s: %s%s", verb, subject, refusal, often)
 
     def note(self, who: str, what: str, line: str) -> None:
-        """Log something about a peer that does not keep it out, now and then."""
+        """Log a line about a peer that is not refused, though not every time."""
         if self._notices.times(who, what):
             log.warning("%s", line)
 
 
 def not_allowed_here(peer_id: str) -> Refused:
-    """The other end is not on this node's list."""
+    """The refusal of a peer that is not on this node's --allow list."""
     problem = "it is not on this node's --allow list"
-    refused = Refused(Cause.NOT_ALLOWED, problem, f"to let it in, start this node with --allow {peer_id}")
+    refused = Refused(Cause.NOT_ALLOWED, problem, f"to admit it, start this node with --allow {peer_id}")
     refused.peer_id = peer_id
     return refused
 
 
 def not_allowed_there(own_id: str) -> Refused:
-    """This node is not on the other end's list."""
+    """The refusal by a peer that does not have this node on its --allow list."""
     problem = f"this node ({own_id}) is not on its --allow list"
-    refused = Refused(Cause.NOT_ALLOWED, problem, f"to be let in, start that one with --allow {own_id}")
+    refused = Refused(Cause.NOT_ALLOWED, problem, f"to be admitted, start that one with --allow {own_id}")
     refused.by_them = True
     return refused

@@ -1,9 +1,9 @@
-"""What two nodes tell each other as soon as Noise has proved who they are.
+"""The greetings that two nodes exchange as soon as Noise has proved who they are.
 
-Each says whether it lets the other in and which version it runs, so that both can log why they part.
+Each says whether it admits the other and which version it runs, so that both can log why a connection fails.
 
-A greeting is one line of multistream-select (a length, then text up to a newline): a node from before there
-were greetings expects such a line there, refuses it and logs it, and its own header is recognised here.
+A greeting is one line of multistream-select (a length, then text up to a newline), because nodes of versions
+without greetings expect such a line here: they refuse and log it, and this end recognises their header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from msgspec import Meta
 from runtime.p2p.transport.gate import Cause, Gate, Refused, not_allowed_here, not_allowed_there
 from runtime.p2p.transport.opening import HEADER
 
-NETWORK_PROTOCOL = 2  # of connections and the node table
+NETWORK_PROTOCOL = 2  # version of connections and the node table
 PREFIX = b"/hexgen2/greeting/1 "
 MAX_GREETING_BYTES = 1024
 FAREWELL_S = 1.0
@@ -34,8 +34,10 @@ Number = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9A-Za-z.+!-]*\Z")]
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whether the other end is let in, the protocol of all that this node sends, and its version of hexgen2;
-    a stranger who is not let in learns neither."""
+    """Whether the other end is admitted, the protocol version of this node, and its version of hexgen2.
+
+    A stranger who is not admitted learns neither version.
+    """
 
     allowed: bool = True
     protocol: Number = ""
@@ -60,7 +62,7 @@ async def greet(secured: ISecureConn, own_id: str, gate: Gate) -> None:
 
     Raises
     ------
-    Refused : one of the two does not let the other in, or their versions do not fit
+    Refused : one of the two does not admit the other, or their protocols differ
     """
     peer_id = str(secured.get_remote_peer())
     if not gate.allows(peer_id):
@@ -73,21 +75,21 @@ async def greet(secured: ISecureConn, own_id: str, gate: Gate) -> None:
         raise not_allowed_there(own_id)
     if theirs.protocol != protocol:
         there, here = f"{theirs.protocol} (hexgen2 {theirs.version})", f"{protocol} (hexgen2 {version()})"
-        problem = f"its version differs: it speaks protocol {there}, and this node {here}"
+        problem = f"its version differs: it speaks protocol {there}, and this node speaks {here}"
         raise Refused(Cause.VERSION, problem, SAME_VERSION)
     if theirs.version != version():
-        both = f"runs hexgen2 {theirs.version} and this node {version()}"
+        both = f"runs hexgen2 {theirs.version} and this node runs {version()}"
         gate.note(peer_id, "version", f"peer {peer_id} {both}; their protocol is the same")
 
 
 async def _send_away(secured: ISecureConn) -> None:
-    """Tell a stranger that it is not let in, and read what it said: else its end may lose our word."""
+    """Tell a stranger that it is refused. Reads its greeting too, or it might see a reset instead of ours."""
     with trio.move_on_after(FAREWELL_S):
         try:
             await _say(secured, Greeting(allowed=False))
             await _heard(secured)
         except (Refused, IOException):
-            pass  # it is refused whatever it says
+            pass  # it is refused in any case
 
 
 async def _say(secured: ISecureConn, greeting: Greeting) -> None:
@@ -95,11 +97,11 @@ async def _say(secured: ISecureConn, greeting: Greeting) -> None:
 
 
 async def _heard(secured: ISecureConn) -> Greeting:
-    """The other end's greeting.
+    """Read the other end's greeting.
 
     Raises
     ------
-    Refused : it sends none
+    Refused : it does not send one
     """
     try:
         line = await read_varint_prefixed_bytes_limited(secured, MAX_GREETING_BYTES)
@@ -111,8 +113,8 @@ async def _heard(secured: ISecureConn) -> Greeting:
             raise ValueError("no greeting")
         return _decoder.decode(line.removeprefix(PREFIX))
     except (ParseError, MessageTooLarge, ValueError, msgspec.MsgspecError, RecursionError) as error:
-        problem = "its version differs: it does not greet as this one does"
+        problem = "its version differs: it does not send a greeting that this node understands"
         raise Refused(Cause.VERSION, problem, SAME_VERSION) from error
     except IOException as error:
         problem = "it closed the connection once it saw who this node is"
-        raise Refused(Cause.UNCLEAR, problem, "see what it says about it") from error
+        raise Refused(Cause.UNCLEAR, problem, "see its log for the reason") from error

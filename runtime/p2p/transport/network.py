@@ -1,9 +1,9 @@
-"""The parts of py-libp2p that a node is made of, adapted; all use of its private parts stands in this file.
+"""Adapters for the parts of py-libp2p that a node uses. All use of its private parts is in this file.
 
-Tried with 0.8.1 only. What libp2p lacks there: Noise alone is offered, so that no plaintext client gets in; a
-stranger is refused as soon as its handshake shows who it is, and both ends can say why; an inbound connection
-gives back its slot when it ends (libp2p keeps it until the host stops); a muxer that fails ends its
-connection, not the host. There is no identify, no relay, and no dialling by libp2p itself.
+Tried with libp2p 0.8.1 only. The adapters change the following. Only Noise is offered, so that no plaintext
+client can connect. A stranger is refused as soon as its handshake shows who it is, and both ends can say why.
+An inbound connection frees its slot when it ends (libp2p: when the host stops). A muxer that fails ends its
+own connection, not the host. There is no identify, no relay, and no dialling by libp2p itself.
 """
 
 from __future__ import annotations
@@ -36,21 +36,16 @@ from runtime.p2p.transport.greeting import greet
 from runtime.p2p.transport.opening import MemberConnection
 
 log = logging.getLogger(__name__)
-for module in (
-    "transport.tcp",
-    "network.swarm",
-    "security",
-    "protocol_muxer",
-):  # they log every attempt
+for module in ("transport.tcp", "network.swarm", "security", "protocol_muxer"):  # these log every attempt
     logging.getLogger(f"libp2p.{module}").setLevel(logging.CRITICAL)
 
-MUXER = TProtocol("/hexgen2/yamux/1")  # for its own name libp2p takes its own Yamux, whatever class is given
+MUXER = TProtocol("/hexgen2/yamux/1")  # for the standard name libp2p ignores the class and uses its own Yamux
 UPGRADE_S = 4.0
 MAX_CONNECTIONS = 4096
 
 
 class GatedNoise(NoiseTransport):
-    """Noise after which both ends say whether they let each other in, and which version they are."""
+    """Noise, followed by an exchange of greetings."""
 
     def __init__(self, identity: Identity, gate: Gate) -> None:
         super().__init__(identity.key_pair, noise_privkey=new_noise_key_pair().private_key)
@@ -73,7 +68,7 @@ class GatedNoise(NoiseTransport):
         try:
             secured = await super().secure_outbound(conn, peer_id)
         except PeerIDMismatchesPubkey as error:
-            found = str(error).rpartition("remote_peer_id_from_pubkey=")[2]  # said nowhere else
+            found = str(error).rpartition("remote_peer_id_from_pubkey=")[2]  # found only in the message
             problem = f"the peer at this address is {found}"
             remedy = f"if that is the one you mean, write /p2p/{found} at the end of --join"
             raise Refused(Cause.OTHER_PEER, problem, remedy) from error
@@ -91,7 +86,7 @@ class GatedNoise(NoiseTransport):
 
 
 class MemberTcp(TCP):
-    """TCP whose outbound connections are under the network key."""
+    """TCP that applies the network key to outbound connections."""
 
     def __init__(self, network_key: bytes | None) -> None:
         super().__init__()
@@ -103,28 +98,28 @@ class MemberTcp(TCP):
 
 
 class ContainedYamux(Yamux):
-    """Yamux that closes only its own connection when what a peer sent makes it fail.
+    """Yamux that closes only its own connection when a peer's data makes it fail.
 
-    heard : pieces of data that have come from the peer so far
+    heard : number of pieces of data received from the peer so far
     """
 
     heard: int = 0
 
     async def send_data(self, stream: YamuxStream, data: bytes) -> None:
-        """Write to a stream that has the window for it: libp2p's own write gives up after 5 s, half done."""
+        """Write to a stream whose window has room for it; libp2p's own write gives up half-way after 5 s."""
         stream.send_window -= len(data)
         head = struct.pack(YAMUX_HEADER_FORMAT, 0, TYPE_DATA, 0, stream.stream_id, len(data))
         await self._write_frame(head + data)
 
     async def grant(self, stream: YamuxStream, size_bytes: int) -> None:
-        """Let the peer send more on a stream; libp2p's own reading answers every frame with a grant."""
+        """Let the peer send more on a stream; libp2p's own read would send a grant for every frame."""
         stream.recv_window += size_bytes
         await stream.send_window_update(size_bytes)
 
     async def _write_frame(self, data: bytes) -> None:
-        """Write one frame whole: a write that is cancelled half way would leave both ciphers out of step.
+        """Write one whole frame: a write cancelled half-way would leave the ciphers of both ends out of step.
 
-        `cut` ends one that nobody reads. (libp2p's own also formats a debug log line for each frame.)
+        `cut` ends a write that the peer never reads. (libp2p's own method also formats a log line per frame.)
         """
         with trio.CancelScope(shield=True):
             async with self._write_lock:
@@ -139,12 +134,12 @@ class ContainedYamux(Yamux):
         try:
             await super().start()
         except* Exception as errors:
-            log.warning("connection of peer %s broken: %s", self.peer_id, error_line(errors))
+            log.warning("connection to peer %s broke: %s", self.peer_id, error_line(errors))
             await self._cleanup_on_error()
 
 
 class NoDialling(AutoConnector):
-    """Switches off libp2p's own dialler, which dials every address it knows until thousands are connected."""
+    """Switches off libp2p's dialler, which dials all known addresses until thousands are connected."""
 
     async def start(self) -> None:
         """Do nothing."""
@@ -154,7 +149,7 @@ class NoDialling(AutoConnector):
 
 
 class PeerSwarm(Swarm):
-    """libp2p's connections, with refusals logged and inbound slots given back."""
+    """libp2p's swarm, which also logs refusals and frees the slots of inbound connections."""
 
     gate: Gate
     network_key: bytes | None
@@ -176,14 +171,14 @@ class PeerSwarm(Swarm):
         refused = refusal_in(error)
         if refused is None and any(isinstance(cause, trio.TooSlowError) for cause in causes(error)):
             problem = f"it did not finish the handshake within {UPGRADE_S:g} s"
-            refused = Refused(Cause.UNCLEAR, problem, "it hangs, or is no node of HexGen-2")
+            refused = Refused(Cause.UNCLEAR, problem, "it hangs, or is not a HexGen-2 node")
         if refused is None:
             refused = Refused(Cause.UNCLEAR, error_line(causes(error)[-1]))
         self.gate.refuse(host, refused)
 
 
 class ConnectionEvents(INotifee):
-    """Reports connections as they come and go."""
+    """Calls back when a connection opens or closes."""
 
     def __init__(
         self, connected: Callable[[INetConn], None], disconnected: Callable[[INetConn], None]
@@ -210,7 +205,7 @@ class ConnectionEvents(INotifee):
 
 
 def new_swarm(identity: Identity, network_key: bytes | None, gate: Gate) -> PeerSwarm:
-    """The node's connections: TCP, the network key if there is one, Noise, Yamux."""
+    """Make the swarm of a node: TCP, the network key if there is one, Noise, Yamux."""
     peer_id = ID.from_pubkey(identity.key_pair.public_key)
     peers = PeerStore()
     peers.add_key_pair(peer_id, identity.key_pair)
@@ -235,7 +230,7 @@ def new_swarm(identity: Identity, network_key: bytes | None, gate: Gate) -> Peer
 
 
 async def cut(connection: INetConn) -> None:
-    """End a connection whose peer may not answer: the socket first, so that no write is waited for."""
+    """End a connection whose peer may not answer; closes the socket first, so that no write blocks."""
     with trio.move_on_after(1.0) as scope:
         scope.shield = True
         try:
@@ -246,7 +241,7 @@ async def cut(connection: INetConn) -> None:
 
 
 def host_at(stream: Any) -> str:
-    """The IP address at the other end of a TCP connection; libp2p has none for IPv6."""
+    """The IP address at the other end of a TCP connection; libp2p's own method fails for IPv6."""
     try:
         return str(stream.stream.socket.getpeername()[0])
     except OSError:

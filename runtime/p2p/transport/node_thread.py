@@ -1,6 +1,6 @@
-"""The trio thread: connections, dialling, services, and the watch over each peer.
+"""The trio thread, in which libp2p runs: connections, dialling, services, and pings.
 
-The other thread calls it only through its bridge, and hears of everything through `Listener`.
+The asyncio thread calls it only through the bridge and is called back through `Listener`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def protocol_of(service: str) -> TProtocol:
 
 
 class Listener(Protocol):
-    """What the other thread is told, in that thread."""
+    """Callbacks to the asyncio thread, made in that thread."""
 
     def started(self, addresses: list[str]) -> None: ...
     def ended(self, error: BaseException | None) -> None: ...
@@ -61,7 +61,7 @@ class Listener(Protocol):
 
 
 class NodeThread:
-    """Everything but `start`, `join` and `serve` runs in trio's thread."""
+    """Runs libp2p. All methods except `start`, `join` and `serve` run in the trio thread."""
 
     def __init__(self, identity: Identity, network_key: bytes | None, gate: Gate, listener: Listener) -> None:
         self._identity, self._network_key, self._gate, self._listener = identity, network_key, gate, listener
@@ -73,14 +73,14 @@ class NodeThread:
         self._thread: threading.Thread | None = None
 
     def start(self, loop: Any, listen: Sequence[str], bootstrap: Collection[str]) -> None:
-        """Begin in a new thread; the listener hears of the start, and in any case of the end."""
+        """Start the thread; the listener's `started` follows, and in every case its `ended`."""
         self._thread = threading.Thread(
             target=self._run, args=(loop, listen, bootstrap), name="libp2p", daemon=True
         )
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the thread, which has said that it ended."""
+        """Wait for the thread to end; call it after the listener's `ended`."""
         if self._thread is not None:
             self._thread.join()
 
@@ -93,7 +93,7 @@ class NodeThread:
         try:
             trio.run(self._main, loop, listen, bootstrap)
         except BaseException as failure:
-            log.debug("the thread of libp2p ended", exc_info=True)
+            log.debug("the libp2p thread failed", exc_info=True)
             error = first_of(failure)
         loop.call_soon_threadsafe(self._listener.ended, error)
 
@@ -114,7 +114,7 @@ class NodeThread:
             nursery.cancel_scope.cancel()
 
     def _spawn(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> None:
-        """Run this beside all else; if it fails, all else goes on."""
+        """Run a function in the background; if it fails, log that and carry on."""
 
         async def contained() -> None:
             try:
@@ -130,10 +130,10 @@ class NodeThread:
         for address in addresses:
             _refuse_taken_port(Multiaddr(address))
             if not await self._swarm.listen(Multiaddr(address)):
-                raise InputError("listen address", address, "can't listen here", "name another address")
+                raise InputError("listen address", address, "cannot listen here", "choose another address")
 
     def addresses(self) -> list[str]:
-        """Where others reach this node, with its peer id; a wildcard becomes every interface's address."""
+        """The multiaddrs, with peer id, where others reach this node: for a wildcard, one per interface."""
         bound = [address for listener in self._swarm.listeners.values() for address in listener.get_addrs()]
         found: list[str] = []
         for address in bound:
@@ -143,7 +143,7 @@ class NodeThread:
         return [f"{address}/p2p/{self._identity.peer_id}" for address in dict.fromkeys(found)]
 
     def found(self, peer_id: str, addresses: list[str]) -> None:
-        """Connect to a peer that is said to be there, unless it is connected."""
+        """Try to connect to a peer at these addresses, unless it is connected."""
         if not self._live.get(peer_id):
             self._spawn(self._try_found, peer_id, addresses)
 
@@ -153,12 +153,12 @@ class NodeThread:
         except Exception as error:
             refused = refusal_in(error)
             if refused is None or not refused.final:
-                log.debug("peer %s not reached: %s", peer_id, error_line(error))
+                log.debug("cannot reach peer %s: %s", peer_id, error_line(error))
             elif self._notices.times(peer_id, refused.cause):
-                log.warning("not connected to peer %s: %s", peer_id, error)
+                log.warning("cannot connect to peer %s: %s", peer_id, error)
 
     async def _stay_connected(self, address: str) -> None:
-        """Dial a bootstrap address now and whenever its peer is not connected."""
+        """Keep the peer at a bootstrap address connected: dial it now and whenever the connection is lost."""
         peer_id = peer_of(address)
         if peer_id == self._identity.peer_id:
             return
@@ -178,11 +178,11 @@ class NodeThread:
     # connections
 
     async def _connection(self, peer_id: str, addresses: Sequence[str]) -> INetConn:
-        """A live connection, dialled if there is none.
+        """The live connection to a peer; dials if there is none.
 
         Raises
         ------
-        ConnectionError : no address leads to this peer
+        ConnectionError : the peer cannot be reached at any address
         """
         lock = self._dialling.setdefault(peer_id, trio.Lock())
         try:
@@ -191,20 +191,18 @@ class NodeThread:
                     return self._live[peer_id][0]
                 return await self._dial(peer_id, addresses)
         finally:
-            if not lock.locked():  # nobody else dials it
+            if not lock.locked():  # no other task is dialling it
                 self._dialling.pop(peer_id, None)
 
     async def _dial(self, peer_id: str, addresses: Sequence[str]) -> INetConn:
-        failure = ConnectionError("no address is known")
+        failure = ConnectionError("no address of it is known")
         for address in addresses:
             try:
                 with trio.fail_after(DIAL_S):
                     return await self._swarm.dial_addr(Multiaddr(address), ID.from_string(peer_id))
             except Exception as error:
                 found = _dial_failure(address, error)
-                if (
-                    refusal_in(failure) is None
-                ):  # what is said of one address stands against silence at others
+                if refusal_in(failure) is None:  # a refusal says more than silence at other addresses
                     failure = found
         raise failure
 
@@ -229,23 +227,23 @@ class NodeThread:
                 self.bridge.to_asyncio(self._listener.lost, peer_id)
 
     async def _watch(self, peer_id: str, connection: INetConn) -> None:
-        """Cut the connection when its peer falls silent."""
+        """Ping a peer, and cut the connection when the peer has been silent for too long."""
         muxer: Any = connection.muxed_conn
 
         async def send_pings() -> None:
             try:
                 stream = await self._negotiated(connection, PING)
                 await ping(stream, lambda ms: self.bridge.to_asyncio(self._listener.measured, peer_id, ms))
-            except* Exception as errors:  # whatever libp2p raises for a connection that ends
+            except* Exception as errors:  # libp2p raises many kinds when a connection ends
                 log.debug("pings to peer %s ended: %s", peer_id, error_line(errors))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_pings)
             nursery.start_soon(cancel_at, muxer.event_closed, nursery.cancel_scope)
             await silence(muxer)
-            log.warning("peer %s is silent: its connection is cut", peer_id)
+            log.warning("cut the connection to peer %s: it does not answer", peer_id)
             self._disconnected(connection)
-            await cut(connection)  # which also ends a ping that can't be written
+            await cut(connection)  # this also ends a ping that is stuck in a write
             nursery.cancel_scope.cancel()
 
     # streams
@@ -256,7 +254,7 @@ class NodeThread:
         return stream  # type: ignore[return-value]
 
     async def _accept(self, stream: Any) -> None:
-        """Serve one stream that a peer opened; whatever goes wrong ends that stream alone."""
+        """Serve one stream that a peer opened; an error ends only that stream."""
         peer_id = str(stream.muxed_conn.peer_id)
         try:
             protocol, _ = await self._services.negotiate(MultiselectCommunicator(stream), int(OPEN_S))
@@ -269,7 +267,7 @@ class NodeThread:
                 self.bridge.to_asyncio(self._listener.accepted, channel)
                 await self._run_channel(channel)
         except* Exception as errors:
-            log.debug("a stream of peer %s ended: %s", peer_id, error_line(errors))
+            log.debug("a stream of peer %s failed: %s", peer_id, error_line(errors))
 
     async def _run_channel(self, channel: StreamChannel) -> None:
         self._channels.add(channel)
@@ -279,7 +277,7 @@ class NodeThread:
             self._channels.discard(channel)
 
     def open(self, ticket: int, peer_id: str, addresses: Sequence[str], service: str) -> None:
-        """Open a channel; the listener hears how that went, by its ticket."""
+        """Open a channel; the listener's `opened` or `not_opened` follows, with the same ticket."""
         self._spawn(self._open, ticket, peer_id, addresses, service)
 
     async def _open(self, ticket: int, peer_id: str, addresses: Sequence[str], service: str) -> None:
@@ -301,7 +299,7 @@ class NodeThread:
     # the end
 
     async def _leave(self) -> None:
-        """Let channels that were closed empty themselves, then end every connection at once."""
+        """Give closed channels LEAVE_S to send what is queued, then cut every connection."""
         with trio.move_on_after(LEAVE_S):
             while self._channels:
                 await trio.sleep(0.01)
@@ -311,14 +309,14 @@ class NodeThread:
 
 
 def _dial_failure(address: str, error: Exception) -> ConnectionError:
-    """What an operator has to know of an address that did not lead to its peer."""
+    """The error for an operator when dialling an address fails."""
     refused = refusal_in(error)
     if refused is not None:
         reason = f"{address}: {refused}"
     elif isinstance(error, trio.TooSlowError):
         reason = f"{address} does not answer within {DIAL_S:g} s"
     elif any(isinstance(cause, ConnectionRefusedError) for cause in causes(error)):
-        reason = f"{address}: nobody listens there"
+        reason = f"{address}: connection refused, nothing listens there"
     else:
         reason = f"{address}: {error_line(causes(error)[-1])}"
     failure = ConnectionError(one_line(reason))
@@ -331,7 +329,7 @@ def peer_of(address: str) -> str:
 
     Raises
     ------
-    InputError : it is no multiaddr, or names no peer
+    InputError : it is not a multiaddr, or has no peer id
     """
     try:
         peer_id = Multiaddr(address).value_for_protocol("p2p")
@@ -342,7 +340,7 @@ def peer_of(address: str) -> str:
 
 
 def _refuse_taken_port(address: Multiaddr) -> None:
-    """libp2p would share the port with whoever listens there already (SO_REUSEPORT)."""
+    """Raise InputError if the port is in use; libp2p would silently share it (SO_REUSEPORT)."""
     host, port = str(address).split("/")[2], int(address.value_for_protocol("tcp"))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -350,7 +348,5 @@ def _refuse_taken_port(address: Multiaddr) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            problem = f"can't listen here: {error.strerror}"
-            raise InputError(
-                "listen address", str(address), problem, "name another address or port"
-            ) from error
+            problem, remedy = f"cannot listen here: {error.strerror}", "choose another address or port"
+            raise InputError("listen address", str(address), problem, remedy) from error

@@ -1,10 +1,10 @@
-"""The network key on a connection, and how each end finds at once that the other has not the same one.
+"""Encrypts a connection with the network key, and detects at once that the other end has a different key.
 
 With a network key, libp2p's private networks send 8 random bytes each way and then encrypt everything with
-Salsa20 (`libp2p.security.pnet`; this is the same on the wire). Nothing of the key is proved or checked there:
-the wrong key turns every byte into noise. But libp2p's listeners and diallers both begin with the same 20
-bytes (the header of multistream-select) without waiting for the other end. So the first 28 bytes (20 without
-a key) tell, and nothing that follows is parsed unless they are right.
+Salsa20 (`libp2p.security.pnet`; this is the same on the wire). That protocol does not check the key: a wrong
+key turns every byte into noise. But libp2p's listeners and diallers both begin with the same 20 bytes (the
+header of multistream-select), without waiting for the other end. So the first 28 bytes (20 without a key)
+show whether the keys match, and nothing after them is parsed unless they do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runtime.p2p.transport.gate import Cause, Refused
 HEADER = encode_delim(MULTISELECT_PROTOCOL_ID.encode())
 NONCE_BYTES = 8
 SOCKET_BYTES = 128 * 1024
-STRANGER_BYTES = 16 * 1024  # more than any handshake takes, less than a stranger could harm with
+STRANGER_BYTES = 16 * 1024  # more than any handshake needs, too little to do harm
 KEY_REMEDY = "give both the same file with --network-key"
 FOREIGN = {
     b"GET ": "HTTP",
@@ -36,10 +36,11 @@ FOREIGN = {
 
 
 class MemberConnection(RawConnection):
-    """A TCP connection under the network key (None: there is none), which reads whatever has come at once:
-    libp2p asks for 2 bytes, then for what they announce, each a call.
+    """A TCP connection encrypted with the network key (None: no encryption).
 
-    written : how many times something was written
+    It reads all available bytes at once, because libp2p asks for 2 bytes and then for as many as these say.
+
+    written : number of writes so far
     """
 
     def __init__(self, stream: ReadWriteCloser, initiator: bool, network_key: bytes | None) -> None:
@@ -53,7 +54,7 @@ class MemberConnection(RawConnection):
         self._left_bytes: int | None = STRANGER_BYTES
 
     def trust(self) -> None:
-        """The other end has proved who it is: it may send as much as it likes."""
+        """Lift the limit on received bytes, now that the other end has proved who it is."""
         self._left_bytes = None
 
     async def write(self, data: bytes) -> None:
@@ -67,11 +68,11 @@ class MemberConnection(RawConnection):
         await super().write(data)
 
     async def read(self, n: int | None = None) -> bytes:
-        """Up to n bytes, or what there is; b"" at the end.
+        """At most n bytes (None: whatever is available); b"" at the end.
 
         Raises
         ------
-        Refused : the other end is not of this network, or sends too much before it has proved who it is
+        Refused : the other end is not in this network, or sends too much before it has proved who it is
         """
         if not self._opened:
             await self._open()
@@ -87,7 +88,7 @@ class MemberConnection(RawConnection):
         if self._left_bytes is not None:
             self._left_bytes -= len(data)
             if self._left_bytes < 0:
-                problem = f"it sent more than {STRANGER_BYTES} bytes and has not proved who it is"
+                problem = f"it sent more than {STRANGER_BYTES} bytes before it proved who it is"
                 raise Refused(Cause.NO_NODE, problem)
         return data
 
@@ -95,44 +96,44 @@ class MemberConnection(RawConnection):
         return data if self._incoming is None else self._incoming.decrypt(data)
 
     async def _open(self) -> None:
-        """Read what every node says first, as far as it takes to see that it does not."""
-        said = b""
-        while not self._is_header(said):
+        """Read and check the first bytes, which are the same for all nodes of a network."""
+        received = b""
+        while not self._is_header(received):
             more = await self._received()
             if not more:
-                raise Refused(Cause.UNCLEAR, "it closed the connection and had not said what it is")
-            said += more
+                raise Refused(Cause.UNCLEAR, "it closed the connection before it identified itself")
+            received += more
         if self._key is None:
-            self._buffer = said
+            self._buffer = received
         else:
-            self._incoming = Salsa20.new(key=self._key, nonce=said[:NONCE_BYTES])
-            self._buffer = self._incoming.decrypt(said[NONCE_BYTES:])
+            self._incoming = Salsa20.new(key=self._key, nonce=received[:NONCE_BYTES])
+            self._buffer = self._incoming.decrypt(received[NONCE_BYTES:])
         self._opened = True
 
-    def _is_header(self, said: bytes) -> bool:
-        """Whether these first bytes are a node's of this network; False if more are needed to tell.
+    def _is_header(self, received: bytes) -> bool:
+        """Whether these are the first bytes of a node in this network; False if more are needed to tell.
 
         Raises
         ------
         Refused : they are not
         """
         for beginning, protocol in FOREIGN.items():
-            if said.startswith(beginning):
-                problem = f"it speaks {protocol} and is no node of HexGen-2"
+            if received.startswith(beginning):
+                problem = f"it speaks {protocol} and is not a HexGen-2 node"
                 raise Refused(Cause.NO_NODE, problem, "correct the address" if self.is_initiator else "")
         if self._key is None:
-            if said[: len(HEADER)] != HEADER[: len(said)]:
+            if received[: len(HEADER)] != HEADER[: len(received)]:
                 problem = (
-                    "it probably has a network key, and this node has none (or it is no node of HexGen-2)"
+                    "it probably has a network key, and this node has none (or it is not a HexGen-2 node)"
                 )
                 raise Refused(Cause.NETWORK_KEY, problem, KEY_REMEDY)
-            return len(said) >= len(HEADER)
-        if said.startswith(HEADER[:NONCE_BYTES]):  # as a random nonce once in 2^64 times
+            return len(received) >= len(HEADER)
+        if received.startswith(HEADER[:NONCE_BYTES]):  # a random nonce is equal to this once in 2^64 times
             raise Refused(Cause.NETWORK_KEY, "it has no network key, and this node has one", KEY_REMEDY)
-        if len(said) < NONCE_BYTES + len(HEADER):
+        if len(received) < NONCE_BYTES + len(HEADER):
             return False
-        cipher = Salsa20.new(key=self._key, nonce=said[:NONCE_BYTES])
-        if cipher.decrypt(said[NONCE_BYTES : NONCE_BYTES + len(HEADER)]) != HEADER:
-            problem = "its network key is probably not this node's (or it is no node of HexGen-2)"
+        cipher = Salsa20.new(key=self._key, nonce=received[:NONCE_BYTES])
+        if cipher.decrypt(received[NONCE_BYTES : NONCE_BYTES + len(HEADER)]) != HEADER:
+            problem = "its network key probably differs from this node's (or it is not a HexGen-2 node)"
             raise Refused(Cause.NETWORK_KEY, problem, KEY_REMEDY)
         return True

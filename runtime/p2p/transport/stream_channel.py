@@ -1,7 +1,7 @@
-"""A channel over one libp2p stream: asyncio's side queues and awaits frames, trio's side moves the bytes.
+"""A channel over one libp2p stream: the asyncio side queues and awaits frames, the trio side moves the bytes.
 
-Each counter has one writing thread, so that none needs a lock. All frames that wait go into one write: a
-libp2p write costs some hundred microseconds, whatever its size.
+Each counter is written by only one thread, so no lock is needed. All waiting frames go into one write,
+because a libp2p write costs some hundred microseconds, whatever its size.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from runtime.p2p.transport.network import ContainedYamux
 
 log = logging.getLogger(__name__)
 
-WRITE_BYTES = 32 * 1024  # libp2p gives up a read of more than 100 pieces: safe down to packets of 328 bytes
+WRITE_BYTES = 32 * 1024  # libp2p fails a read of more than 100 pieces; safe with packets down to 328 bytes
 READ_BYTES = 256 * 1024
-WINDOW_BYTES = 1024 * 1024  # what the peer may send ahead
-GRANT_BYTES = WINDOW_BYTES // 4  # the window is granted anew in pieces of this size
-STALL_S = 30.0  # a peer that takes nothing for this long has broken the channel
+WINDOW_BYTES = 1024 * 1024  # how much the peer may send ahead
+GRANT_BYTES = WINDOW_BYTES // 4  # the window is extended in steps of this size
+STALL_S = 30.0  # if the peer takes nothing for this long, the channel breaks
 CREDIT_EVERY_S = 0.005
-CLOSE_S = 2.0  # how long a close waits for what was sent before it
+CLOSE_S = 2.0  # how long a close waits for frames that were sent before it
 
 
 class StreamChannel(Channel):
-    """A channel made in trio's thread, which then awaits `run`; asyncio calls all other public methods."""
+    """A channel over a stream: created and `run` by the trio thread, otherwise called by asyncio."""
 
     def __init__(self, stream: NetStream, peer_id: str, service: str, bridge: Bridge) -> None:
         self.peer_id, self.service = peer_id, service
         self._stream, self._muxed, self._bridge = stream, cast(YamuxStream, stream.muxed_stream), bridge
         self._muxer = cast(ContainedYamux, self._muxed.conn)
-        # asyncio's
+        # used by the asyncio thread only
         self._inbox: deque[bytes] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._queued_bytes = self._taken_bytes = 0
         self._ended = False
         self.on_end: Callable[[StreamChannel], None] | None = None
-        # trio's
+        # used by the trio thread only
         self._written_bytes = self._delivered_bytes = 0
         self._scope = trio.CancelScope()
         self._has_work, self._has_room = trio.Event(), trio.Event()
         self._paused = self._closing = False
-        # appended to by asyncio, emptied by trio
+        # filled by asyncio, emptied by trio
         self._outbox: deque[bytes] = deque()
         self._wake_asked = False
 
-    # asyncio's side
+    # the asyncio side
 
     def send(self, frame: bytes) -> None:
         if self._ended:
@@ -91,7 +91,7 @@ class StreamChannel(Channel):
             self._bridge.to_trio(self._finish)
 
     def end(self) -> None:
-        """No more frames come; what came before is still received."""
+        """End the channel; frames that have arrived can still be received."""
         self._ended = True
         if self.on_end is not None:
             self.on_end(self)
@@ -106,14 +106,14 @@ class StreamChannel(Channel):
             self._reader.set_result(None)
 
     def _break(self, reason: str) -> None:
-        log.warning("channel %s of peer %s closed as broken: %s", self.service, self.peer_id, reason)
+        log.warning("channel %s of peer %s broke: %s", self.service, self.peer_id, reason)
         self.end()
         self._bridge.to_trio(self._scope.cancel)
 
-    # trio's side
+    # the trio side
 
     async def run(self) -> None:
-        """Move frames both ways until an end closes, the peer is gone, or the channel breaks."""
+        """Move frames in both directions until either end closes, the peer is gone, or the channel breaks."""
         clean = False
         try:
             with self._scope:
@@ -124,8 +124,8 @@ class StreamChannel(Channel):
             clean = self._closing or not self._scope.cancelled_caught
         except* BadFrame as errors:
             reason = first_of(errors)
-            log.warning("channel %s of peer %s closed as broken: %s", self.service, self.peer_id, reason)
-        except* Exception as errors:  # whatever libp2p raises for a stream that is gone
+            log.warning("channel %s of peer %s broke: %s", self.service, self.peer_id, reason)
+        except* Exception as errors:  # libp2p raises many kinds when a stream is gone
             log.debug("channel %s of peer %s: %s", self.service, self.peer_id, error_line(errors))
         finally:
             self._bridge.to_asyncio(self.end)
@@ -140,7 +140,7 @@ class StreamChannel(Channel):
         self._has_work.set()
 
     def _finish(self) -> None:
-        """Write what is queued, within CLOSE_S, then end."""
+        """Write the queued frames, within CLOSE_S, then end the channel."""
         self._closing = True
         self._scope.deadline = trio.current_time() + CLOSE_S
         self._has_work.set()
@@ -152,7 +152,7 @@ class StreamChannel(Channel):
         while True:
             await self._has_work.wait()
             self._has_work = trio.Event()
-            self._wake_asked = False  # before the queue is emptied: what comes later asks again
+            self._wake_asked = False  # before the queue is emptied, so that later frames wake this again
             while self._outbox:
                 batch = self._next_batch()
                 for start in range(0, len(batch), WRITE_BYTES):
@@ -165,7 +165,7 @@ class StreamChannel(Channel):
                 return
 
     def _next_batch(self) -> bytes:
-        """Frames with their lengths: as many as one write holds, and at least one."""
+        """Queued frames with their lengths: as many as fit into one write, but at least one."""
         parts: list[bytes] = []
         size = 0
         while self._outbox and size < WRITE_BYTES:
@@ -175,11 +175,11 @@ class StreamChannel(Channel):
         return b"".join(parts)
 
     async def _credit(self, size_bytes: int) -> None:
-        """Wait until the peer grants these bytes.
+        """Wait until the peer's window has room for these bytes.
 
         Raises
         ------
-        BadFrame : it grants nothing for STALL_S
+        BadFrame : the peer grants no room for STALL_S
         """
         until = trio.current_time() + STALL_S
         while self._muxed.send_window < size_bytes and not self._muxed.closed:
@@ -219,7 +219,7 @@ class StreamChannel(Channel):
     async def _wait_for_room(self) -> None:
         while self._delivered_bytes - self._taken_bytes > MAX_UNREAD_BYTES:
             self._has_room = trio.Event()
-            self._paused = True  # first, so that a reader that takes the last frames now sees it
+            self._paused = True  # before the check, so that a reader that empties the inbox meanwhile sees it
             if self._delivered_bytes - self._taken_bytes > MAX_UNREAD_BYTES // 2:
                 await self._has_room.wait()
             self._paused = False

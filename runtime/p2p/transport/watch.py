@@ -1,4 +1,4 @@
-"""Finding peers that are connected but frozen: they close no socket, and libp2p alone would wait 10 s."""
+"""Pings that detect frozen peers: their sockets stay open, and libp2p itself needs 10 s to notice."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ STAMP = struct.Struct("<d")
 
 
 async def silence(muxer: ContainedYamux, every_s: float = PING_EVERY_S) -> None:
-    """Return once the peer has been silent for too long. Whatever arrives counts; the pings that it answers
-    are sent elsewhere (`ping`)."""
+    """Return once the peer has been silent for too long.
+
+    Any received data counts as a sign of life; `ping` makes the peer answer something.
+    """
     timer = SilenceTimer()
     while not timer.has_expired(muxer.heard):
         await trio.sleep(every_s / LOOKS_A_PERIOD)
 
 
 async def ping(stream: NetStream, answered: Callable[[float], None], every_s: float = PING_EVERY_S) -> None:
-    """Send timestamps for ever; `answered` gets the milliseconds until each echo."""
+    """Send timestamps until cancelled; calls `answered` with the milliseconds until each echo."""
 
     async def send() -> None:
         while True:
@@ -50,7 +52,7 @@ async def cancel_at(event: trio.Event, scope: trio.CancelScope) -> None:
 
 
 async def read_exactly(stream: NetStream, size_bytes: int) -> bytes:
-    """Exactly this many bytes.
+    """Read exactly this many bytes.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The client of `hexgen2 bench` against small servers of other kinds, and servers that misbehave."""
+"""The client of `hexgen2 bench` against small servers of other kinds, and against servers that misbehave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S, GAP_S = 0.03, 0.01
 
 
 class Script(BaseHTTPRequestHandler):
-    """An OpenAI server whose class attributes say how it behaves."""
+    """An OpenAI server whose behaviour is set by class attributes."""
 
     protocol_version = "HTTP/1.1"
     takes: frozenset[str] = frozenset({"token_ids", "ignore_eos"})
@@ -95,7 +95,7 @@ class Script(BaseHTTPRequestHandler):
 
 
 class Quiet(ThreadingHTTPServer):
-    """Says nothing of clients that hang up."""
+    """Logs nothing when clients hang up."""
 
     def handle_error(self, *_: object) -> None:
         pass
@@ -103,7 +103,7 @@ class Quiet(ThreadingHTTPServer):
 
 @contextmanager
 def serving(**behaviour: object) -> Iterator[tuple[str, list[dict]]]:
-    """The URL of such a server, and the bodies that it took."""
+    """The URL of such a server, and the request bodies that it received."""
     bodies: list[dict] = []
     handler = type("Handler", (Script,), {**behaviour, "bodies": bodies})
     with Quiet(("127.0.0.1", 0), handler) as server:
@@ -181,7 +181,7 @@ def test_inputs_that_cannot_be_used_are_one_line():
 
 
 def raw(handle: Callable) -> bytes:
-    """What the client reads of two GETs from a server that writes bytes by hand."""
+    """What the client reads from two GETs to a server that writes these bytes."""
 
     async def ask() -> bytes:
         server = await asyncio.start_server(handle, "127.0.0.1", 0)

@@ -33,7 +33,7 @@ def test_text_names_what_it_predicts_and_how_far_off_it_may_be():
 
 
 def test_pipelines_are_stages_one_after_the_other():
-    """Twice 40 layers on 4 GPUs each, one hop: as long as 80 layers on 4 GPUs and the hop."""
+    """Two stages of 40 layers on 4 GPUs each take as long as 80 layers on 4 GPUs, plus one hop."""
     one = estimated(*ON_H100, "--tp", "4")
     two = estimated(*ON_H100, "--tp", "4", "--pp", "2")
     step_s = fitted().base.step_overhead_s
@@ -45,7 +45,7 @@ def test_pipelines_are_stages_one_after_the_other():
 
 
 def test_memory_is_counted_to_the_byte():
-    """As for two cards in the tests of stage memory, with 1 GiB for the engine and 8 idle KV tokens."""
+    """As for two cards in the stage memory tests, with 1 GiB for the engine and 8 idle KV tokens."""
     found = estimated("estimate", "--gpu", "A100:2", "--model", "llama-2-70b", "--isl", "768", "--osl", "256")
     kv = 163_840 * (1024 + 8)
     fixed = 80 * 855_654_400 + 524_288_000 + 184_549_376 + 1024**3
@@ -89,7 +89,7 @@ def test_many_steps_from_a_csv(tmp_path):
 
 
 def test_what_is_calibrated_is_used(tmp_path):
-    """Steps half as slow again as usual: the calibrated estimate follows, and says so."""
+    """When steps take 1.5 times as long as usual, the calibrated estimate follows, and says so."""
     steps, measured = tmp_path / "steps.csv", tmp_path / "measured.csv"
     lines = [
         f"L40S,{model},1,{phase},{batch},{tokens}"

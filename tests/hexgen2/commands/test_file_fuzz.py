@@ -1,5 +1,5 @@
-"""Whatever a file holds, a command does its work or says in one line what is wrong with it: no traceback, and
-nothing on the terminal that could steer it. Whole commands, on mutations of files that are right."""
+"""With any file content, a command does its work or explains the error in one line: no traceback, and no
+control characters on the terminal. Runs whole commands on mutations of valid files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cost_model.printable import printable
 from hexgen2.comparison import run as comparison
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
-"""Of the usual test; those of whole searches are fewer."""
+"""Examples per test; tests that run whole searches have fewer."""
 
 FEW = settings(max_examples=EXAMPLES // 2, suppress_health_check=list(HealthCheck))
 SOME = settings(FEW, max_examples=EXAMPLES)
@@ -87,7 +87,7 @@ SIMULATED = ("--request-rate", "2", "--num-requests", "5")
 
 
 class Files:
-    """Files that are right, in a folder, and each command that reads one of them."""
+    """Valid files in a folder, and the commands that read each of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,7 +115,7 @@ def files(tmp_path_factory) -> Files:
 
 
 def sound(ended: CompletedProcess[str]) -> CompletedProcess[str]:
-    """What is asked of every command, whatever its files hold."""
+    """Check what holds for every command, whatever its files contain."""
     assert ended.returncode in (0, 2, 3), ended
     assert "Traceback" not in ended.stderr
     for text in (ended.stdout, ended.stderr):
@@ -140,7 +140,7 @@ PLACED = {
 
 
 def with_placement(files: Files, name: str, path: Path) -> CompletedProcess[str]:
-    """Run one of the commands above on it."""
+    """Run one of the commands above on a placement."""
     output = ("-o", str(files.folder / "exported")) if name in ("vllm", "kubernetes", "ray") else ()
     return sound(hexgen2(*PLACED[name], str(path), *output))
 

@@ -1,4 +1,4 @@
-"""Help of every command: grouped options, examples that parse; `--quiet`; `python -m hexgen2`."""
+"""Help of every command has grouped options and examples that parse; `--quiet`; `python -m hexgen2`."""
 
 from __future__ import annotations
 

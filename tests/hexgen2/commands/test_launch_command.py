@@ -1,4 +1,4 @@
-"""Where the options of `hexgen2 launch` go, without a launch."""
+"""What `hexgen2 launch` passes on from its options, without launching."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def placement(tmp_path_factory) -> str:
 
 @pytest.fixture
 def served(placement, monkeypatch):
-    """What `serve` is called with after these arguments, by name."""
+    """The arguments that `serve` is called with, by name."""
     monkeypatch.setenv(FORMAT_VARIABLE, "")
     monkeypatch.delenv("HEXGEN2_API_KEY", raising=False)
 
@@ -85,7 +85,7 @@ def served(placement, monkeypatch):
 
 
 def flags_of(options) -> list[str]:
-    """Options of the command line that say the same; not those that are None, nor keys."""
+    """The command-line flags for these options, without options that are None and without keys."""
     flags = []
     for name, value in dataclasses.asdict(options).items():
         flag = f"--{name.replace('_', '-')}"
@@ -178,7 +178,9 @@ def test_the_head_of_a_network_is_a_member_and_others_are_not(served):
 def test_options_of_a_network_are_refused_without_one(placement, option):
     refused = CliRunner().invoke(launch, [placement, *option.split()]).exception
     assert isinstance(refused, InputError)
-    line = f"{option.split()[0]}: is for a network of nodes; add --launcher p2p, or leave it out"
+    line = (
+        f"{option.split()[0]}: only applies to --launcher p2p; add --launcher p2p, or leave this option out"
+    )
     assert str(refused) == line
 
 
@@ -195,10 +197,10 @@ def test_keys_come_from_a_file_or_are_asked_for(served, placement, tmp_path):
     ("arguments", "said"),
     [
         (["--operator-key", "@nowhere"], "--operator-key: @nowhere: cannot be read"),
-        (["--operator-key", "a b"], "--operator-key: is no key"),
+        (["--operator-key", "a b"], "--operator-key: is not a valid key"),
         (["--operator-key", "one", "--api-key", "one"], "is also the key of a client"),
-        (["--allowed-hosts", "here:80"], "--allowed-hosts: 'here:80' is no host name"),
-        (["--cors-origin", "chat.here"], "--cors-origin: 'chat.here' is no origin"),
+        (["--allowed-hosts", "here:80"], "--allowed-hosts: 'here:80' is not a host name"),
+        (["--cors-origin", "chat.here"], "--cors-origin: 'chat.here' is not an origin"),
     ],
     ids=str,
 )

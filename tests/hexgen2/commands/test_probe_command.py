@@ -1,4 +1,4 @@
-"""`hexgen2 probe`: on this machine's CPU, and what it makes of figures that GPUs might give."""
+"""`hexgen2 probe` on this machine's CPU, and with made-up figures of GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Legend:
 
 
 def gpus(name: str, pair_bytes_s: float = 2e10, bus_bytes_s: float = 5e9) -> Findings:
-    """Three cards of that name; over all three an all-reduce gets less than a pair."""
+    """Three cards with this name; an all-reduce is slower over all three than over a pair."""
     devices = [DeviceFigures(name, 80 * GIB, (6 + k) * 1e14, 2.5e12, "bfloat16") for k in range(3)]
     pairs = [LinkFigures(a, b, pair_bytes_s, 1e-5) for a, b in ((0, 1), (0, 2), (1, 2))]
     size = 16 << 20

@@ -44,7 +44,7 @@ def test_another_workload(placement):
 
 
 def test_a_cluster_file_without_a_node(placement, tmp_path):
-    """What another --cluster lacks is lost, and what it has beyond the old one may be used."""
+    """Nodes that the new --cluster lacks are lost; nodes that it adds may be used."""
     spec = load(placement)["cluster"]
     spec["nodes"] = [node for node in spec["nodes"] if node["name"] != "l40-1"]
     spec["network"]["links"] = [link for link in spec["network"]["links"] if "l40-1" not in link.values()]

@@ -1,4 +1,4 @@
-"""`hexgen2 search`, `show` and `list`: exit codes, output, one-line errors; a few as whole processes."""
+"""`hexgen2 search`, `show` and `list`: exit codes, output, one-line errors; a few run as whole processes."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_wrong_options(arguments, expected):
 
 
 def test_ctrl_c_keeps_the_best_so_far(tmp_path):
-    """On a cluster large enough to be busy for long; interrupted once something was found."""
+    """Interrupts a search that takes long, once it has found something."""
     cards = ["H100", "A100", "L40", "A6000"] * 20
     spec = {
         "name": "large",

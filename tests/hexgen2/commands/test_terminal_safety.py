@@ -1,4 +1,4 @@
-"""No name, path or argument brings control characters to the terminal, and JSON comes out as it is."""
+"""No name, path or argument can put control characters on the terminal, and JSON output is unaltered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ASKED = ("--model", "llama-2-7b", "--workload", "LPLD", "--time-limit", "1")
 
 
 def refused(*arguments: str) -> str:
-    """The one line of a refusal, which holds no control character."""
+    """The one line of a refusal, which contains no control character."""
     ended = hexgen2(*arguments)
     assert ended.returncode == 2 and not ended.stdout, ended
     (line,) = ended.stderr.removesuffix("\n").split("\n")
@@ -170,7 +170,7 @@ def test_paths_that_are_written_are_shown_as_escapes(placement, tmp_path):
 
 
 def test_tables_show_text_as_it_is():
-    """Markup, emoji codes and control characters in names mean nothing, on a terminal as well."""
+    """Markup, emoji codes and control characters in names have no effect, on a terminal either."""
     out = io.StringIO()
     console = PlainConsole(file=out, width=200, force_terminal=True, color_system=None, highlight=False)
     names = [HOSTILE, "[/bold]", "[link=file:///etc]x[/link]", "a:100:b"]
@@ -182,7 +182,7 @@ def test_tables_show_text_as_it_is():
     lines = out.getvalue().split("\n")
     assert all(SHOWN in lines[number] for number in (0, 4, 5))
     assert all(name in lines[number] for number, name in enumerate(names) if name != HOSTILE)
-    rows = out.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "")  # the head of the table is bold
+    rows = out.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "")  # the table's header is bold
     assert printable(rows) == rows
 
 

@@ -1,4 +1,4 @@
-"""Comparisons: who is compared, the reference of SLO scales, and what is written."""
+"""Comparisons: which strategies take part, the reference of SLO scales, and the files written."""
 
 import csv
 import json

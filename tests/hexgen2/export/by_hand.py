@@ -1,4 +1,4 @@
-"""Placements by hand, of any shapes on any nodes."""
+"""Placements made by hand, with any shapes on any nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def by_hand(
     model: str = "llama-2-7b",
     addresses: dict[str, str] | None = None,
 ) -> Placement:
-    """A placement that nothing has verified.
+    """An unverified placement.
 
     Parameters
     ----------

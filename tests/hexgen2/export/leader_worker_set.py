@@ -1,8 +1,8 @@
-"""What leaderworkerset.x-k8s.io/v1 allows, for the fields that an export writes.
+"""Rules of leaderworkerset.x-k8s.io/v1 for the fields that an export writes.
 
-From the published types: kubernetes-sigs/lws, api/leaderworkerset/v1/leaderworkerset_types.go at commit
-024af0845195be26fb4a0847c37d7209849d69da (enumerations and defaults are its kubebuilder marks). Pod templates
-are those of Kubernetes itself and are checked as Pods.
+They come from the published types: kubernetes-sigs/lws, api/leaderworkerset/v1/leaderworkerset_types.go at
+commit 024af0845195be26fb4a0847c37d7209849d69da (its kubebuilder markers give enumerations and defaults). Pod
+templates are those of Kubernetes itself, and are checked as Pods.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMA = {
     "properties": {
         "apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"},
         "kind": {"const": "LeaderWorkerSet"},
-        # the names of its pods and of the StatefulSets behind it are DNS labels with this name in them
+        # its name becomes part of pod and StatefulSet names, which are DNS labels
         "metadata": {
             "type": "object",
             "required": ["name"],

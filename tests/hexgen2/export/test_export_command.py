@@ -90,4 +90,4 @@ def test_the_start_script_gives_each_machine_what_the_placement_asks_of_it(tmp_p
     assert head[:2] == ["start", "--head"]
     assert head[-4:] == ["--num-gpus", "2", "--resources", '{"hexgen2-b": 1}']
     assert "--address" in run("b", "10.0.0.2").stdout.splitlines()
-    assert run("a_b", "10.0.0.1").returncode == 2  # nothing of the placement is there
+    assert run("a_b", "10.0.0.1").returncode == 2  # the placement uses nothing of this node

@@ -1,4 +1,5 @@
-"""Exports to Kubernetes, by the schemas that Kubernetes publishes and by what a pod would run."""
+"""Exports to Kubernetes, checked against Kubernetes' published schemas and by running what a pod would
+run."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def manifests(files: dict[str, str]) -> list[dict]:
 
 
 def templates(manifest: dict) -> list[dict]:
-    """The pod templates of a manifest; a LeaderWorkerSet's leader first."""
+    """The pod templates of a manifest; the leader of a LeaderWorkerSet comes first."""
     if manifest["kind"] == "LeaderWorkerSet":
         both = manifest["spec"]["leaderWorkerTemplate"]
         return [both["leaderTemplate"], both["workerTemplate"]]
@@ -91,7 +92,7 @@ def test_nodes_that_replicas_join_are_one_set_with_the_odd_one_first(files):
     leader, worker = templates(sets[0])
     assert sets[0]["spec"]["leaderWorkerTemplate"]["size"] == 3
     asked = [t["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for t in (leader, worker)]
-    assert asked == ["4", "3"]  # "big" is in use up to index 3, "left" and "mid" up to 2
+    assert asked == ["4", "3"]  # "big" is used up to index 3, "left" and "mid" up to 2
 
 
 def test_a_placement_travels_whole_but_for_the_record_of_its_search(files):
@@ -106,7 +107,8 @@ def stub(folder: Path, name: str, body: str) -> None:
 
 
 def run_script(tmp_path: Path, template: dict, index: int | None) -> list[str]:
-    """What a pod's container would run, with stubs for what is around it: its words."""
+    """Run the script of a pod's container with stubs for everything around it; return the words it passes
+    on."""
     network, tools = tmp_path / "network", tmp_path / "tools"
     network.mkdir(exist_ok=True)
     tools.mkdir(exist_ok=True)

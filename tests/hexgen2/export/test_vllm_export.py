@@ -1,4 +1,4 @@
-"""Exports to plain vLLM: what the scripts run, by a shell and by vLLM's own parser; and what is refused."""
+"""Exports to plain vLLM: the scripts, run by a shell and by vLLM's own parser; and what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STUB = '#!/bin/sh\nprintf "%s\\0" "$@" > "$CALLED"\nenv -0 > "$CALLED.env"\n'
 
 
 def run(folder: Path, script: str) -> tuple[list[str], dict[str, str]]:
-    """The words and the environment that a script calls vllm with."""
+    """The arguments and the environment with which a script calls vllm."""
     tools, called = folder / "tools", folder / "called"
     tools.mkdir(exist_ok=True)
     (tools / "vllm").write_text(STUB)
@@ -122,7 +122,7 @@ def test_what_vllm_cannot_run_is_refused_with_the_replica_and_the_reason(shapes,
 def test_a_producer_that_repeats_heads_cannot_feed_a_narrower_consumer():
     shapes = {"prefill-0": [("a/0 a/1 a/2 a/3 a/4 a/5 a/6 a/7", 80)], "decode-0": [("b/0 b/1 b/2 b/3", 80)]}
     routes = (("prefill-0", "decode-0"),)
-    assert vllm_files(by_hand(NODES, shapes, routes, "llama-2-70b"), "m", "test")  # 8 KV heads, one on each
+    assert vllm_files(by_hand(NODES, shapes, routes, "llama-2-70b"), "m", "test")  # 8 KV heads, one per GPU
     placement = by_hand(NODES, shapes, routes, "llama-2-70b")
     few = placement.model_copy(update={"model": placement.model.model_copy(update={"kv_heads": 4})})
     with pytest.raises(InputError, match="KV heads several times"):

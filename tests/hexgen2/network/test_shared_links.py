@@ -18,7 +18,7 @@ GBIT_S = 1e9 / 8
 
 
 def spec_of(cards=(None, None, None), uplinks=(), default=10, links=()):
-    """Three nodes a, b and c of two H100 each."""
+    """Three nodes a, b and c with two H100 each."""
     nodes: list[dict] = [
         {"name": n, "accelerators": "H100:2", **({"network_gbit_s": card} if card else {})}
         for n, card in zip("abc", cards, strict=True)
@@ -32,7 +32,7 @@ def resources(**kwargs) -> SharedLinks:
 
 
 def named(shared: SharedLinks) -> dict[str, float]:
-    """Capacity in Gbit/s of every resource that traffic between two nodes can take."""
+    """Capacity in Gbit/s of every resource that traffic between two nodes can use."""
     pairs = [(a, b) for a in range(shared.nodes) for b in range(shared.nodes)]
     used = {r for pair in pairs for r in shared.resources_between(*pair)}
     return {shared.name(r): shared.capacity_bytes_s[r] / GBIT_S for r in used}

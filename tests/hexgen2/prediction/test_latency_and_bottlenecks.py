@@ -1,4 +1,4 @@
-"""Times of service from a placement alone are those that its search had in mind."""
+"""Service times computed from a placement alone equal those that its search used."""
 
 import itertools
 from pathlib import Path

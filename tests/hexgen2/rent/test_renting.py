@@ -1,4 +1,4 @@
-"""Renting within a budget: against brute force, against single types, monotone, and valid as launched."""
+"""Renting within a budget, compared with brute force and single types; more money never gets less."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def problem_of(spec, model: str, workload: str, goal: Goal | None = None) -> Pro
 
 
 def run(problem: Problem, strategy: str = "hexgen2") -> Placement:
-    """A valid placement, whose price is that of its cluster and of what it says it rents."""
+    """A valid placement, whose price equals that of its cluster and of the rentals that it lists."""
     placement = find_strategy(strategy)(problem, SearchOptions())
     assert violations(placement) == []
     goal, price = problem.goal, placement.price_per_hour
@@ -48,7 +48,7 @@ def run(problem: Problem, strategy: str = "hexgen2") -> Placement:
 
 
 def sub_rentals(problem: Problem) -> dict[float, float]:
-    """Requests/s that exhaustive search finds on every part of the universe, the most for each price."""
+    """The best requests/s at each price: exhaustive search on every part of the available GPUs."""
     best: dict[float, float] = {}
     for counts in itertools.product(*(range(len(gpus) + 1) for gpus in problem.node_gpus)):
         if sum(counts) < 2:
@@ -69,7 +69,7 @@ def within(best: dict[float, float], budget: float) -> float:
 
 @st.composite
 def tiny_universes(draw: st.DrawFn) -> Problem:
-    """Up to five GPUs, to rent one by one."""
+    """Up to five GPUs that can be rented one by one."""
     spec = parse_cluster(draw(clusters(max_gpus=5)), "tiny", Path())
     return problem_of(spec, draw(st.sampled_from(["opt-13b", "opt-30b"])), draw(st.sampled_from(WORKLOADS)))
 
@@ -137,7 +137,7 @@ def homogeneous(card: str, count: int, interconnect: str) -> dict:
 
 
 def test_never_worse_than_the_best_single_type():
-    """Each type alone, as many as 20.66 $/h buy, searched as a cluster of its own."""
+    """Compares with each type alone: as many GPUs as 20.66 $/h buy, searched as a cluster of their own."""
     model, workload, goal = "llama-2-70b", "LPHD", Goal(budget_per_hour=20.66)
     rented = run(make_problem("hexgen2-offers", model, workload, goal=goal))
     alone = []
@@ -155,7 +155,7 @@ def test_never_worse_than_the_best_single_type():
 
 
 def test_nodes_may_be_left_out_and_offers_join_them():
-    """Owned GPUs that cost nothing are used first; what is rented beside them depends on the budget."""
+    """Owned GPUs, which are free, are used first; the budget decides what is rented beside them."""
     spec = {
         "name": "mixed",
         "nodes": [
@@ -251,7 +251,7 @@ def test_other_strategies_refuse_to_rent(strategy):
 
 
 def test_cost_carries_the_load_within_the_targets():
-    """What meets the targets costs more than what only carries the load."""
+    """Meeting the targets costs more than just carrying the load."""
     goal = Goal(objective="cost", request_rate=16)
     tight = goal.model_copy(update={"ttft_ms": 300.0, "tpot_ms": 35.0})
     loose, kept = (run(make_problem("hexgen2-case-study", "opt-30b", "LPLD", goal=g)) for g in (goal, tight))

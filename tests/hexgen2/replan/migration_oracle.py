@@ -1,4 +1,5 @@
-"""What a migration costs, worked out anew: weights part by part, and every way to name the GPUs."""
+"""The cost of a migration, computed independently: weights part by part, and every assignment of GPU
+names."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.problem import Group, Problem, Solution, counts_of
 
 PARTS = 24
-"""Every tensor degree of the tests divides a layer into whole numbers of these."""
+"""Every tensor-parallel degree in the tests divides a layer into a whole number of these."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Weights:
     parts: range
 
     def missing_bytes(self, model: ModelArchitecture, held: Weights | None) -> float:
-        """Of these weights, what is not held, part by part."""
+        """Bytes of these weights that are not held, part by part."""
         unit = model.weight_bytes / PARTS
         total = 0.0
         for part in self.parts:
@@ -61,7 +62,7 @@ def weights_of(model: ModelArchitecture, stages: list[Stage]) -> dict[str, Weigh
 
 
 def loads_of(previous: Placement, placement: Placement, stages: list[Stage]) -> list[float]:
-    """Bytes that each GPU of a replica has to load; a GPU that was lost or exchanged holds nothing."""
+    """Bytes that each GPU of a replica has to load; a GPU that was lost or replaced holds nothing."""
     model = placement.model
     cards = [{n.name: n.accelerators.split(":")[0] for n in p.cluster.nodes} for p in (previous, placement)]
     held = {
@@ -74,7 +75,8 @@ def loads_of(previous: Placement, placement: Placement, stages: list[Stage]) -> 
 
 
 def brute_force(problem: Problem, previous: Placement, terms: Terms) -> float:
-    """Best net value over every partition of named GPUs into groups with roles and every order of ranks."""
+    """The best net value over every partition of named GPUs into groups with roles, and every order of
+    ranks."""
     evaluator, best = Evaluator(problem), 0.0
     node_of, ids = problem.cluster.node_of, problem.cluster.gpu_ids
     drain = {}
@@ -132,7 +134,7 @@ def _solutions(problem: Problem):
 
 
 def _missed(evaluator: Evaluator, groups, times, req_s: float, terms: Terms) -> float:
-    """Requests/s missed on average."""
+    """Mean requests/s missed."""
     total = 0.0
     for start, end in itertools.pairwise(sorted({0.0, *(min(t, terms.horizon_s) for t in times)})):
         capacity = {"prefill": 0.0, "decode": 0.0}

@@ -1,4 +1,4 @@
-"""Re-planning: what is kept, what moves cost, and that the trade between them is the best there is."""
+"""Re-planning: what is kept, what moves cost, and that the best trade between the two is found."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def searched(problem: Problem, strategy: str = "hexgen2") -> Placement:
 
 
 def checked(problem: Problem, previous: Placement, terms: Terms = HOUR) -> Placement:
-    """A re-plan that keeps every invariant: of placements, of what is kept, and of the moves' figures."""
+    """Check every invariant of a re-plan: of the placement, of what it keeps, and of the moves' figures."""
     found = replan(problem, previous, OPTIONS, terms)
     assert violations(found) == []
     assert not set(found.lost) & {gpu for replica in found.replicas for gpu in replica.gpus}
@@ -79,7 +79,7 @@ def net(placement: Placement) -> float:
 
 
 def missed(placement: Placement, terms: Terms) -> float:
-    """Requests missed, integrated over the moments at which a replica comes back."""
+    """Requests missed, as a sum over the moments at which replicas come back."""
     absent = {move.replica: move.drain_s / 2 + move.load_s for move in placement.moves}
     times = sorted({0.0, terms.horizon_s, *(min(t, terms.horizon_s) for t in absent.values())})
     total = 0.0
@@ -90,7 +90,7 @@ def missed(placement: Placement, terms: Terms) -> float:
                 capacity[replica.role] += replica.capacity_req_s
         served = min(capacity["prefill"], capacity["decode"]) + capacity["colocated"]
         short = placement.throughput.req_s - served
-        # An endless horizon would make requests out of rounding.
+        # An infinite horizon would turn rounding errors into requests.
         total += short * (end - start) if short > 1e-9 * served else 0.0
     return total
 
@@ -108,8 +108,8 @@ def test_nothing_lost_nothing_moves(model, workload):
 @settings(max_examples=25, deadline=None)
 @given(problems(max_gpus=7), st.data())
 def test_losses(problem, data):
-    """Any GPUs may go: what is found is sound, and of more net value than what a search without regard to
-    moves or doing nothing gives (see `checked`)."""
+    """After the loss of any GPUs, the re-plan is valid, and its net value exceeds that of doing nothing and
+    of the best plan that ignores moves (see `checked`)."""
     try:
         before = searched(problem)
     except InfeasibleError:
@@ -124,7 +124,7 @@ def test_losses(problem, data):
             replan(after, before, OPTIONS, Terms())
         return
     checked(after, before)
-    # With all the time in the world, moves cost nothing.
+    # With unlimited time, moves cost nothing.
     patient = checked(after, before, FOREVER)
     assert patient.throughput.req_s >= 0.99 * best.throughput.req_s
 
@@ -132,8 +132,8 @@ def test_losses(problem, data):
 @settings(max_examples=20, deadline=None)
 @given(problems(max_gpus=5), st.data(), st.sampled_from([(120.0, 0.97), (3600.0, 0.995)]))
 def test_net_value_against_brute_force(problem, data, horizon):
-    """Almost: a replica that can go on does so, even where its GPUs would start another one sooner, and that
-    weighs more the shorter the horizon."""
+    """The re-plan is almost optimal: it keeps a running replica even where the replica's GPUs would let
+    another one start sooner, which costs more at shorter horizons."""
     horizon_s, share = horizon
     try:
         before = searched(problem, "exact")
@@ -148,7 +148,8 @@ def test_net_value_against_brute_force(problem, data, horizon):
 
 
 def test_a_lost_node_that_comes_back():
-    """Without the node there is less; with it again, and time, as much as ever; and nothing is forgotten."""
+    """Without the node throughput falls; with it and enough time, it is restored in full; lost GPUs are
+    remembered in between."""
     problem = make_problem(CASE_STUDY, "opt-30b", "HPHD")
     first = searched(problem, "exact")
     node = problem.cluster.node_names[0]
@@ -173,7 +174,7 @@ def test_a_short_horizon_moves_nothing_and_a_long_one_does():
 
 
 def test_colocated_replicas_that_run_go_on():
-    """A placement of another strategy is a start like any other."""
+    """A re-plan can start from another strategy's placement."""
     problem = make_problem(CASE_STUDY, "llama-2-13b", "LPLD")
     before = searched(problem, "vllm")
     lost = before.replicas[0].gpus[0]
@@ -183,7 +184,7 @@ def test_colocated_replicas_that_run_go_on():
 
 
 def test_a_larger_cluster_from_nothing():
-    """On GPUs that hold nothing, every replica loads the whole model, and the old ones are lost."""
+    """On GPUs that hold nothing, every replica loads the whole model, and the old replicas are lost."""
     nodes = [{"name": name, "accelerators": "A100:4"} for name in ("a", "b")]
     before = searched(problem_from({"name": "old", "nodes": nodes[:1]}, "llama-2-13b", "LPLD"))
     problem = problem_from({"name": "new", "nodes": nodes[1:]}, "llama-2-13b", "LPLD")
@@ -212,7 +213,7 @@ def test_a_replan_is_within_the_schema(on_setting_1):
 
 @given(st.data())
 def test_shared_bytes_count_every_weight_once(data):
-    """Against cells: the layers both hold, in the part of each that both hold."""
+    """Compared with a count by cells: the layers that both hold, and the part of each that both hold."""
     model = find_model(data.draw(st.sampled_from(["llama-2-13b", "opt-30b"])))
 
     def shard() -> Shard:
@@ -246,8 +247,8 @@ def test_shared_bytes_count_every_weight_once(data):
         ({"lost": "h100-9/0"}, "h100-1"),
         ({"lost": "h100-1/7"}, "h100-1/"),
         ({"lost": "h100-1/0", "added": "l40-1/0"}, "not lost"),
-        ({"lost": "a6000-1/0", "added": "a6000-1"}, "as well"),
-        ({"model": "opt-30b"}, "anew"),
+        ({"lost": "a6000-1/0", "added": "a6000-1"}, "also in --lost"),
+        ({"model": "opt-30b"}, "new search"),
         ({"osl": 50.0}, "--isl"),
     ],
 )

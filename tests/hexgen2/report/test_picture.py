@@ -1,4 +1,4 @@
-"""A placement as a picture: every GPU, stage and route is in it, and names from files stay text."""
+"""A placement drawn as a picture shows every GPU, stage and route; names from files remain plain text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_has_every_gpu_every_replica_and_every_route(strategy: str) -> None:
     squares = [each for each in root.iter(f"{SVG}rect") if CHIP.items() <= each.attrib.items()]
     gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
     types = {node.accelerators for node in placement.cluster.nodes}
-    assert len(squares) == len(gpus) + len(types)  # the legend has one for each type
+    assert len(squares) == len(gpus) + len(types)  # the legend adds one per type
     texts = [each.text for each in root.iter(f"{SVG}text")]
     assert all(replica.id in texts for replica in placement.replicas)
     assert len(list(root.iter(f"{SVG}path"))) == len(placement.routes)

@@ -1,4 +1,4 @@
-"""Colocated replicas: HexGen and vLLM against optima that are found another way."""
+"""Colocated replicas: HexGen and vLLM compared with optima that are computed another way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def run(strategy: str, problem: Problem) -> Placement:
 
 
 def optimum(problem: Problem) -> float:
-    """The best set partition: capacities add up, so a dynamic program over the GPUs left in each node."""
+    """The best set partition. Capacities add up, so this is a dynamic program over the GPUs left in each
+    node."""
     planner = Planner(problem)
 
     @functools.cache
@@ -90,7 +91,7 @@ def test_vllm_has_one_uniform_shape_per_type_and_is_never_above_the_best_partiti
 @pytest.mark.parametrize("gpu", ["A100", "L40"])
 @pytest.mark.parametrize("model", MODELS)
 def test_vllm_takes_the_best_degrees_in_one_node(gpu, model):
-    """Seven GPUs: as many copies of TP x PP as fit, the rest idle."""
+    """With seven GPUs, as many copies of TP x PP as fit; the other GPUs stay idle."""
     node = {"name": "n", "accelerators": f"{gpu}:7", "interconnect": "nvlink"}
     problem = problem_from({"name": "one", "nodes": [node], "network": NETWORK}, model, "HPHD")
     planner, best = Planner(problem), 0.0
@@ -110,7 +111,7 @@ def test_vllm_pipelines_cross_nodes():
 
 @pytest.mark.parametrize("strategy", ["hexgen", "vllm"])
 def test_one_gpu_is_enough(strategy):
-    """Nothing to choose: the replica's figures are those of its plan."""
+    """There is no choice, so the replica's figures are those of its plan."""
     nodes = [{"name": "n", "accelerators": "H100:1"}]
     problem = problem_from({"name": "one", "nodes": nodes, "network": NETWORK}, "opt-30b", "HPLD")
     placement, plan = run(strategy, problem), Planner(problem).plan("colocated", ((0, 1),))
@@ -125,7 +126,7 @@ def test_latency_is_the_mean_over_requests():
     placement = run("vllm", make_problem("hexgen2-setting-1", "llama-2-70b", "HPHD"))
     means = {round(replica.max_batch / replica.capacity_req_s, 3) for replica in placement.replicas}
     assert len(means) > 1
-    # Little's law: requests under way = requests/s x output tokens x time per output token.
+    # Little's law: requests in flight = requests/s x output tokens x time per output token.
     under_way = sum(replica.max_batch for replica in placement.replicas)
     tokens_s = placement.throughput.req_s * placement.workload.osl
     assert placement.latency.tpot_ms == pytest.approx(under_way / tokens_s * 1e3)
@@ -134,7 +135,7 @@ def test_latency_is_the_mean_over_requests():
 @settings(max_examples=30, deadline=None)
 @given(problems(max_gpus=6))
 def test_colocated_replicas_add_to_the_flow_of_the_others(problem):
-    """A group that changes from idle to colocated adds its capacity, and no limit is below the value."""
+    """A group that changes from idle to colocated adds its capacity, and no bound is below the value."""
     evaluator = Evaluator(problem)
     groups = [
         Group("prefill" if n % 2 else "decode", ((n, len(g)),)) for n, g in enumerate(problem.node_gpus)

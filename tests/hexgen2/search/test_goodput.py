@@ -1,4 +1,4 @@
-"""Goodput: plans keep their targets, searches agree, and predictions move the right way."""
+"""Goodput: plans meet their targets, searches agree, and predictions change in the right direction."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def case_study(workload: str = "HPHD", **goal) -> Problem:
 
 @st.composite
 def goals(draw: st.DrawFn, problem: Problem) -> Goal:
-    """Both targets at random, from somewhat too tight to loose."""
+    """Random targets for TTFT and TPOT, from slightly too tight to loose."""
     ttft, tpot = (s * draw(st.floats(0.8, 20)) * 1e3 for s in soonest_s(problem))
     return Goal(objective="goodput", ttft_ms=ttft, tpot_ms=tpot)
 
@@ -46,7 +46,7 @@ def goals(draw: st.DrawFn, problem: Problem) -> Goal:
 @settings(max_examples=60, deadline=None)
 @given(st.data(), problems(max_gpus=6))
 def test_plans_keep_their_targets(data, problem):
-    """At its capacity each replica serves its share in time, and its largest batch is in time."""
+    """At its capacity each replica serves its share in time, and so does its largest batch."""
     if soonest_s(problem)[0] == float("inf"):
         return
     goal = data.draw(goals(problem))
@@ -80,7 +80,7 @@ def test_hexgen2_equals_exact(data, problem):
         return
     found = run(bound)
     assert found.throughput.req_s == pytest.approx(best.throughput.req_s, rel=1e-6)
-    # Each phase has its share, so both together have theirs, and often some to spare.
+    # Each phase reaches its share, so both together do, often with some to spare.
     assert found.goodput and found.goodput.goodput_req_s >= found.throughput.req_s * (1 - 1e-6)
 
 
@@ -92,7 +92,7 @@ def test_looser_targets_serve_no_less_and_the_throughput_is_the_limit():
     ]
     assert flows == sorted(flows)
     assert 0 < flows[0] < flows[-1] <= most
-    # A target of minutes leaves the chance of a full replica alone.
+    # A target of minutes leaves only the probability that a replica is full.
     assert flows[-1] > 0.85 * most
 
 
@@ -131,7 +131,7 @@ def test_a_mixture_of_one_class_is_that_class():
 
 
 def test_unlike_prompts_wait_longer_than_alike_ones():
-    """A third of the requests have prompts five times as long; means are the same."""
+    """The means are the same, but a third of the requests have prompts five times as long."""
     mixture = make_problem("hexgen2-case-study", "llama-2-70b", "HPHD:1,LPLD:2").workload
     goal = make_goal("goodput", ttft_ms=700)
     apart = make_problem("hexgen2-case-study", "llama-2-70b", "HPHD:1,LPLD:2", goal=goal)

@@ -1,4 +1,4 @@
-"""The same command with the same seed gives the same bytes, whatever the machine computes with."""
+"""A command with a given seed prints the same bytes, whatever libraries and processor compute it."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ ALL = [
 ]
 ALL += QUICK + LONGER
 USUAL = ("Haswell", "Prescott")
-"""Those of the usual suite: with AVX2, as most are, and the oldest; beside them, this machine as it is."""
+"""Machines in the fast suite, besides this one: one with AVX2, like most, and the oldest."""
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[dict]:
-    """What this machine answers as it is."""
+    """The answers of this machine, unmodified."""
     return answers(QUICK, {"PYTHONHASHSEED": "5"})
 
 
@@ -77,7 +77,7 @@ def test_the_same_bytes_on_every_machine(machine: str, expected: list[dict]) -> 
 
 
 def test_last_bits_decide_nothing(expected: list[dict]) -> None:
-    """With other last bits in every cost, and other bases of eigenvectors, the answer is the same in six
+    """With other last bits in every cost and other bases of eigenspaces, the answer is the same in six
     digits: the same replicas and routes by the same steps."""
     found = answers(QUICK, {}, disturb=1)
     rough = [(one["roughly"], other["roughly"]) for one, other in zip(expected, found, strict=True)]

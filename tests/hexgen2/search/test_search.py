@@ -1,4 +1,4 @@
-"""Whole searches: against enumeration, against their bound, and the same twice."""
+"""Whole searches, compared with enumeration and with their bound, and repeated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def run(strategy: str, problem: Problem) -> Placement:
 
 
 def brute_force(problem: Problem) -> float:
-    """Best flow over every partition of every subset of GPUs, and every choice of roles; no symmetry used."""
+    """The best flow over every partition of every subset of GPUs and every choice of roles, without using
+    symmetry."""
     evaluator, best = Evaluator(problem), 0.0
     node_of = problem.cluster.node_of
     gpus = range(len(node_of))
@@ -84,7 +85,7 @@ def test_hexgen2_finds_a_placement_where_there_is_one_and_never_beats_exact(prob
 @settings(max_examples=20, deadline=None)
 @given(problems(max_gpus=5))
 def test_plans_for_vllm_are_the_best_of_those_that_it_runs(problem):
-    """Replicas of one stage; the brute force, over groups of one stage, limits the answer from both sides."""
+    """These have replicas of one stage; brute force over such groups bounds the answer from both sides."""
     limited = replace(problem, engine="vllm")
     best = brute_force(limited)
     assert best <= brute_force(problem) * (1 + 1e-9)
@@ -112,7 +113,7 @@ def test_colocated_plans_for_vllm_may_be_pipelines_of_one_degree(strategy):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_case_study_equals_exhaustive_search(model, workload, cost_model, pipeline):
-    """Appendix E: on 4 H100 and 4 A100 the search gives what exhaustive search gives."""
+    """Appendix E: on 4 H100 and 4 A100, the search matches exhaustive search."""
     problem = make_problem("hexgen2-case-study", model, workload, cost_model=cost_model, pipeline=pipeline)
     found, best = run("hexgen2", problem), run("exact", problem)
     assert found.throughput.req_s == pytest.approx(best.throughput.req_s, rel=1e-6)
@@ -121,7 +122,7 @@ def test_case_study_equals_exhaustive_search(model, workload, cost_model, pipeli
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_case_study_is_found_by_climbing_alone(model, workload):
-    """The refinement reaches the optimum before the enumeration, which then only proves it."""
+    """The refinement finds the optimum before the enumeration does, which then only proves it."""
     placement = run("hexgen2", make_problem("hexgen2-case-study", model, workload))
     climbed = [entry for entry in placement.search.trace if entry["step"] != "enumerate"]
     assert climbed[-1]["req_s"] == pytest.approx(placement.bound.req_s, rel=1e-6)
@@ -129,8 +130,8 @@ def test_case_study_is_found_by_climbing_alone(model, workload):
 
 
 def test_case_study_shape_of_appendix_e():
-    """Under the paper's own cost model and its reading of pipelines the balanced case comes out as in E.1
-    and E.2: two GPUs of one type a group, prefill TP=2, decode PP=2."""
+    """With the paper's own cost model and its reading of pipelines, the balanced case gives the result of E.1
+    and E.2: two GPUs of one type per group, prefill TP=2, decode PP=2."""
     problem = make_problem(
         "hexgen2-case-study", "llama-2-70b", "LPLD", cost_model="table1", pipeline="paper_optimistic"
     )
@@ -147,7 +148,7 @@ def test_case_study_shape_of_appendix_e():
 
 
 def test_case_study_shifts_gpus_to_decode_for_lphd():
-    """Appendix E.3: with light prefill and heavy decode, GPUs go over to the decode replicas."""
+    """Appendix E.3: with light prefill and heavy decode, GPUs move to the decode replicas."""
 
     def decode_gpus(workload: str) -> int:
         placement = run("hexgen2", make_problem("hexgen2-case-study", "llama-2-70b", workload))
@@ -157,7 +158,7 @@ def test_case_study_shifts_gpus_to_decode_for_lphd():
 
 
 def paper_cells():
-    """All settings, models and workloads; a quarter of them, in which each occurs, is not marked as slow."""
+    """All settings, models and workloads. A quarter of them, in which each occurs, is not marked slow."""
     for i, cluster in enumerate(SETTINGS):
         for j, model in enumerate(MODELS):
             for k, workload in enumerate(WORKLOADS):
@@ -167,7 +168,7 @@ def paper_cells():
 
 @pytest.mark.parametrize(("cluster", "model", "workload"), list(paper_cells()))
 def test_paper_settings(cluster, model, workload):
-    """Valid, of both roles, within the schema and close to the bound."""
+    """The placement is valid, has both roles, follows the schema and is close to the bound."""
     found = run("hexgen2", make_problem(cluster, model, workload))
     jsonschema.validate(json.loads(found.to_json()), json_schema())
     assert {r.role for r in found.replicas} == {"prefill", "decode"}

@@ -1,4 +1,4 @@
-"""Parameters, limits and steps of a search, each on its own."""
+"""Parameters, stopping criteria and steps of a search, each by itself."""
 
 import dataclasses
 

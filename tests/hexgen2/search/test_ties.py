@@ -1,4 +1,4 @@
-"""What chooses between values does not look at their last bits."""
+"""Choices between values ignore their last bits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def alike_nodes(nodes, gpus, inside=300.0, between=1.0):
 
 @pytest.mark.parametrize("weights", [alike_nodes(6, 2), alike_nodes(4, 4, 900.0, 0.001), np.ones((7, 7))])
 def test_an_eigenvector_does_not_depend_on_the_solvers_basis(weights, monkeypatch):
-    """Equal nodes leave a space of eigenvectors; any basis of it, with any signs, is a right answer."""
+    """Equal nodes span an eigenspace; the solver may return any basis of it, with any signs."""
     matrix = laplacian(weights)
     expected, labels = fiedler_vector(weights), spectral_partition(weights, np.ones(len(weights)), 3)
     solve = np.linalg.eigh
@@ -92,7 +92,7 @@ def test_an_eigenvector_does_not_depend_on_the_solvers_basis(weights, monkeypatc
         found = fiedler_vector(weights)
         assert np.allclose(found, expected, atol=1e-9)
         assert spectral_partition(weights, np.ones(len(weights)), 3).tolist() == labels.tolist()
-        # And it is one: of the second smallest eigenvalue.
+        # It is an eigenvector of the second smallest eigenvalue.
         second = solve(matrix)[0][1]
         assert np.allclose(matrix @ found, second * found, atol=1e-9 * abs(matrix).max())
 
@@ -103,7 +103,7 @@ def test_equal_nodes_are_cut_in_the_order_of_the_file():
 
 
 def test_an_eigenvector_across_the_order_of_the_file_is_found_too():
-    """Pods of nodes 0, 3 and 1, 2: their eigenvector is at right angles to the ramp 0, 1, 2, 3."""
+    """The pods are nodes 0, 3 and nodes 1, 2: their eigenvector is orthogonal to the ramp 0, 1, 2, 3."""
     weights = np.array([[0, 1, 1, 9], [1, 0, 9, 1], [1, 9, 0, 1], [9, 1, 1, 0]], dtype=float)
     found = fiedler_vector(weights)
     assert np.allclose(np.abs(found), 0.5) and found[0] == pytest.approx(found[3]) == pytest.approx(-found[1])

@@ -1,4 +1,4 @@
-"""Replicas of the simulator outside of it: step times by hand, and a clock."""
+"""The simulator's replicas outside the simulator, with made-up step times and a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running batches against the same batches advanced step by step."""
+"""Decode batches, compared with the same batches advanced step by step."""
 
 import math
 
@@ -17,7 +17,8 @@ REQUESTS = st.lists(
 
 
 def step_by_step(requests, lines, window):
-    """{request: (begun, ended)} where request k may join before step `at`, from first principles."""
+    """{request: (begun, ended)}, where request k may join before step `at`, computed from first
+    principles."""
     time_s, step, times = 0.0, 0, {}
     waiting = dict(enumerate(requests))
     own: dict[int, list[int]] = {}

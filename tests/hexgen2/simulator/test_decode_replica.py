@@ -1,4 +1,4 @@
-"""A replica that decodes, by hand: steps of 10 ms and 1 ms per token."""
+"""A decode replica, checked by hand: steps take 10 ms plus 1 ms per token."""
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ def test_the_youngest_gives_way_and_is_recomputed_with_what_it_has():
         records.first(k, 0.0)
         clock.schedule(0.0, lambda now, k: engine.land(k, now), k)
     clock.run()
-    # Both have 11 tokens, 12, 13: that is one too many. The first goes on alone for three steps; then the
-    # second has its 13 computed in one, which makes its fourth token.
+    # Both reach 11, 12, 13 tokens, which is one too many. The first goes on alone for three steps; then one
+    # step recomputes the 13 of the second, and makes its fourth token.
     ends = [2 * 0.012 + 3 * 0.011, 2 * 0.012 + 3 * 0.011 + 0.023 + 2 * 0.011]
     assert records.end_s.tolist() == approx(ends)
     assert gaps_of(records) == {0.012: 4, 0.011: 5, round(3 * 0.011 + 0.023, 9): 1}
@@ -36,7 +36,7 @@ def test_a_prompt_goes_in_chunks_among_decodes_and_in_one_step_without():
         clock.schedule(at, lambda now, k: engine.submit(k, now), k)
     clock.run()
     first = 0.710
-    begins = first + 9 * 0.011  # the step that ends next
+    begins = first + 9 * 0.011  # the end of the current step
     chunks = begins + 2 * (0.010 + 0.513) + (0.010 + 0.077)
     assert records.first_s.tolist() == approx([first, chunks])
     assert records.end_s.tolist() == approx([chunks + 0.012 + (50 - 1 - 9 - 3 - 1) * 0.011, chunks + 0.012])
@@ -54,7 +54,8 @@ def test_a_request_that_lands_joins_after_the_step_under_way():
 
 
 def test_reservations_cut_short_what_the_batch_may_grow_by():
-    """At 0.05 another prompt of 10 is expected: 30 tokens hold it, and one request's until it has 20."""
+    """At 0.05 another prompt of 10 tokens is expected: the 30 tokens hold it and one request until that has
+    20."""
     engine, clock, records, record = engine_of([(0.0, 10, 15), (0.0, 10, 2)], kv_tokens=30, places=4)
     engine.expect(0, 10, 0.0)
     records.first(0, 0.0)
@@ -63,7 +64,7 @@ def test_reservations_cut_short_what_the_batch_may_grow_by():
     clock.schedule(0.5, lambda now, _: engine.forget(1, now), None)
     clock.run()
     assert record.preemptions == 1
-    # 11 tokens at the start, 20 fit: ten steps; what it has, 21, is computed when the other is forgotten.
+    # It starts with 11 tokens and 20 fit: ten steps. Its 21 are recomputed when the other is forgotten.
     assert records.end_s[0] == approx(0.5 + 0.031 + (15 - 12) * 0.011)
     assert gaps_of(records) == {0.011: 13, round(0.5 + 0.031 - 0.11, 9): 1}
 

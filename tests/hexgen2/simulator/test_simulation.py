@@ -1,4 +1,4 @@
-"""Whole simulations against queueing theory, the cost model itself and the placement's own promises."""
+"""Whole simulations, compared with queueing theory, the cost model and the placement's own predictions."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def test_nothing_is_held_and_nothing_is_lost_at_the_end(setting):
     assert all(budget.held_tokens == 0 and not budget.held for budget in simulation.kv_budgets.values())
     assert (records.first_s > records.requests.arrival_s).all()
     assert (records.end_s > records.first_s).all()
-    # Every token but a request's first has a gap before it.
+    # Every token except a request's first has a gap before it.
     assert sum(records.gaps) == records.requests.osl.sum() - len(records.requests)
     spans = (records.end_s - records.first_s).sum()
     assert np.dot(records.gap_s, records.gaps) == approx(spans, rel=1e-3)
@@ -125,7 +125,8 @@ def test_a_lone_request_takes_what_the_cost_model_says(pair):
 
 
 def step_s(times: StepTimes, chunks: list[tuple[int, int]], ends: int) -> float:
-    """Seconds of a prefill step of one stage, of chunks (first, tokens), so many of which are the last."""
+    """Seconds of a prefill step of one stage, for chunks (first, tokens), a number of which are the last of
+    their prompt."""
     attended = sum(attended_tokens(tokens, None, first) for first, tokens in chunks)
     (seconds,), _ = times.step(Work(sum(tokens for _, tokens in chunks), attended, 0.0, 0.0, ends))
     return seconds
@@ -136,7 +137,7 @@ def test_a_prefill_replica_computes_prompts_in_chunks(pair):
     alone = pair.model_copy(update={"routes": [r for r in pair.routes if r.from_ == one.id][:1]})
     records = run(alone, requests_of((0.0, 3000, 9), (0.0, 1500, 9), (0.0, 500, 9))).records
     times = times_of(pair, one.id)
-    # The first arrives alone: 2048 of it, the rest with 1096 of the second, then what is left.
+    # The first arrives alone: 2048 tokens of it, its rest with 1096 of the second, then what is left.
     first = step_s(times, [(0, 2048)], 0)
     second = first + step_s(times, [(2048, 952), (0, 1096)], 1)
     third = second + step_s(times, [(1096, 404), (0, 500)], 2)
@@ -144,8 +145,8 @@ def test_a_prefill_replica_computes_prompts_in_chunks(pair):
 
 
 def test_a_request_is_let_in_by_what_those_who_decode_hold_at_that_time(pair):
-    """One of 700 + 400 tokens decodes; another prompt of 700 fits beside it, with room for both to grow, as
-    long as it has made less than 100 tokens."""
+    """One request of 700 + 400 tokens decodes. Another prompt of 700 fits beside it, with room for both to
+    grow, as long as the first has made fewer than 100 tokens."""
     long = (0.0, 700, 400)
     lone = run(pair, requests_of(long)).records
     prefill, decode = lone.prefill[0], lone.decode[0]
@@ -169,7 +170,7 @@ def test_a_request_is_let_in_by_what_those_who_decode_hold_at_that_time(pair):
 
 @pytest.mark.parametrize("share", [0.02, 0.05])
 def test_where_answers_outgrow_their_room_requests_start_over_and_none_is_lost(setting, share):
-    """Rooms too small for the load, and nothing set aside for growth."""
+    """Memory is too small for the load, and nothing is reserved for growth."""
     asked = online(LengthSource(setting.workload), 6.0, 400, seed=2)
     cluster = Cluster.from_spec(resolve(setting.cluster, "cluster", Path()))
     found = []
@@ -195,7 +196,7 @@ def test_where_answers_outgrow_their_room_requests_start_over_and_none_is_lost(s
 
 
 class Scaled(Calibrated):
-    """The default cost model, all times of layers and heads three times as long."""
+    """The default cost model with all times of layers and heads tripled."""
 
     def layer_work_s(self, group, work):
         return 3 * super().layer_work_s(group, work)
@@ -209,7 +210,7 @@ def test_times_can_come_from_elsewhere(pair):
     scaled = Scaled(pair.model, pair.workload.lengths)
     plain, slow = simulate(pair, asked), simulate(pair, asked, costs=scaled)
     assert slow.mean_ttft_ms == approx(3 * plain.mean_ttft_ms)
-    assert slow.mean_itl_ms == approx(3 * plain.mean_itl_ms, rel=0.02)  # the transfer is as it was
+    assert slow.mean_itl_ms == approx(3 * plain.mean_itl_ms, rel=0.02)  # the transfer time is unchanged
 
 
 def test_what_the_front_end_takes_delays_first_tokens_alone(pair):
@@ -223,7 +224,7 @@ def test_what_the_front_end_takes_delays_first_tokens_alone(pair):
 
 
 def test_a_prefill_replica_alone_is_an_m_d_1_queue(pair):
-    """Pollaczek and Khinchine; single-token requests, each as long as a step."""
+    """The Pollaczek-Khinchine formula, for single-token requests that each take one step."""
     one = next(replica for replica in pair.replicas if replica.role == "prefill")
     flows = [route for route in pair.routes if route.from_ == one.id]
     alone = pair.model_copy(update={"routes": flows})
@@ -337,7 +338,7 @@ def test_the_fleet_changes_over_to_another_placement_without_losing_anything(set
 
 
 def test_requests_wait_while_no_replica_of_the_next_placement_stands(pair, colocated):
-    """All replicas reload, from disaggregated to colocated: arrivals are held back, and served afterwards."""
+    """All replicas reload, from disaggregated to colocated: arrivals are held back and served afterwards."""
     moved = colocated.model_copy(deep=True)
     moved.moves = [
         Move.model_validate(
@@ -361,7 +362,7 @@ def test_requests_wait_while_no_replica_of_the_next_placement_stands(pair, coloc
 
 
 def test_steps_take_what_the_planner_reckoned_with(setting):
-    """A decode replica at its full batch serves what the placement says it can."""
+    """A decode replica at its full batch serves the rate that the placement states."""
     for replica in setting.replicas:
         if replica.role == "decode":
             times = times_of(setting, replica.id)

@@ -1,4 +1,4 @@
-"""Transfers that share links, against closed forms."""
+"""Transfers that share links, compared with closed forms."""
 
 import heapq
 
@@ -11,7 +11,7 @@ from hexgen2.simulator.transfers import RouteCost, Transfers, binding
 
 
 class Clock:
-    """Runs what is scheduled, in order."""
+    """Runs scheduled events in order."""
 
     def __init__(self):
         self.events, self.count, self.landed = [], 0, {}
@@ -38,7 +38,7 @@ NIC = RouteCost({("nic",): 0.01}, 100.0, 0.0)
 def test_one_transfer_takes_its_time_after_the_prefill_that_it_could_not_hide_in():
     clock = Clock()
     transfers = Transfers(clock.schedule)
-    transfers.begin("a", NIC, 100, 1, 0.0, 5.0, clock.done)  # one layer: nothing to send before it ends
+    transfers.begin("a", NIC, 100, 1, 0.0, 5.0, clock.done)  # one layer: nothing to send before its end
     assert clock.run(transfers) == {"a": approx(6.0)}
 
 
@@ -54,7 +54,7 @@ def test_only_the_last_layer_is_left_where_the_prefill_is_longer(latency):
 def test_a_slow_link_is_busy_from_the_start_of_the_prefill_on():
     clock = Clock()
     transfers = Transfers(clock.schedule)
-    transfers.begin("a", NIC, 1000, 1000, 2.0, 4.0, clock.done)  # 10 s alone, 2 s of them while it computes
+    transfers.begin("a", NIC, 1000, 1000, 2.0, 4.0, clock.done)  # 10 s alone, 2 s of them during the prefill
     assert clock.run(transfers) == {"a": approx(12.0)}
 
 
@@ -71,7 +71,7 @@ def test_a_later_one_halves_the_pace_of_the_first_while_both_are_under_way():
     transfers = Transfers(clock.schedule)
     transfers.begin("a", NIC, 200, 1, 0.0, 0.0, clock.done)
     transfers.begin("b", NIC, 50, 1, 0.0, 1.0, clock.done)
-    # a: 1 s alone, then both at half pace: b needs 0.5 s of the link, so 1 s; a has 0.5 s left then.
+    # a: 1 s alone, then both at half rate. b needs 0.5 s of the link, so it takes 1 s; then a has 0.5 s left.
     assert clock.run(transfers) == {"b": approx(2.0), "a": approx(2.5)}
 
 

@@ -1,6 +1,6 @@
-"""Replicas of the simulator against the runtime's own scheduler, step by step, over the same step times.
+"""The simulator's replicas compared with the runtime's own scheduler, step by step, with the same step times.
 
-Blocks have one token here, since the simulator counts tokens, and all tokens take the same time.
+Blocks have one token here, because the simulator counts tokens, and all tokens take the same time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TIMES = Times(unit_s=UNIT_S)
 
 
 class Reference:
-    """The runtime's scheduler in a pipeline, told of everything at its time.
+    """The runtime's scheduler in a pipeline, given each event at its time.
 
     Attributes
     ----------
-    token_s : when each request's tokens came
+    token_s : when each request's tokens arrived
     steps : when each step began, and its tokens per request
-    odd : whether the last token of a prompt was left over: to the runtime a decode, to the simulator a chunk
+    odd : whether the last token of a prompt was left over: the runtime decodes it, the simulator prefills it
     """
 
     def __init__(self, times: Times, kv_tokens: int, places: int, sent_s: float = 0.0) -> None:
@@ -112,7 +112,7 @@ class Reference:
 
 
 def check(records: Records, record: ReplicaRecord, reference: Reference) -> None:
-    """The same ends, preemptions and times between tokens; nothing is held any more."""
+    """Check that ends, preemptions and times between tokens agree, and that nothing is held any more."""
     assume(not reference.odd)
     token_s = [reference.token_s[k] for k in range(len(records.requests))]
     assert records.end_s.tolist() == approx([times[-1] for times in token_s])
@@ -160,7 +160,7 @@ def test_a_colocated_replica_makes_every_step_that_the_runtime_makes(rows, place
 @example([(62.5 * UNIT_S, 1, 5), (63.5 * UNIT_S, 1, 6), (133.5 * UNIT_S, 1, 2)], 2, 0)  # lands as a step ends
 @example(LANDS_AFTER_WHAT_IS_PREEMPTED, 3, 2)
 def test_a_decode_replica_makes_every_step_that_the_runtime_makes(rows, places, spare):
-    """All are expected from the start; their KV caches land one after the other."""
+    """All requests are expected from the start; their KV caches arrive one after the other."""
     kv_tokens = sum(isl for _, isl, _ in rows) + max(osl for *_, osl in rows) + spare
     engine, clock, records, record = engine_of(rows, kv_tokens, places, times=TIMES)
     reference = Reference(TIMES, kv_tokens, places)
@@ -179,8 +179,8 @@ def test_a_decode_replica_makes_every_step_that_the_runtime_makes(rows, places, 
 @given(ROWS, st.integers(1, 3), st.integers(60, 150), GAP_S)
 @example(SENT_AS_A_STEP_ENDS, 3, 97, UNIT_S / 4)
 def test_a_prefill_replica_makes_every_step_that_the_runtime_makes(rows, stages, kv_tokens, sent_s):
-    """In a pipeline, too. KV caches are sent `sent_s` after they were computed. That comes before all other
-    events of the same time, which the two sides would order differently."""
+    """Also in a pipeline; the KV cache of a prompt takes `sent_s` to send after its prefill. The end of a
+    transfer precedes other events of the same time, which the two sides would otherwise order differently."""
     clock, times, found, steps = Clock(), Times(stages, UNIT_S), {}, []
 
     def computed(request, now):
@@ -203,7 +203,7 @@ def test_a_prefill_replica_makes_every_step_that_the_runtime_makes(rows, stages,
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_pipeline_that_decodes_is_close_to_what_the_runtime_makes_of_it(stages):
-    """There all steps under way go round together, which is not quite so."""
+    """The simulator assumes that all in-flight steps advance together, which is only approximately right."""
     rng = np.random.default_rng(0)
     arrival_s = np.cumsum(rng.exponential(1.0, size=200))
     rows = [(at, int(rng.integers(1, 61)), int(rng.integers(2, 41))) for at in arrival_s]

@@ -1,7 +1,8 @@
-"""Every registered strategy on the same problems through the same checkers: a new one is here by itself.
+"""Every registered strategy, on the same problems and with the same checkers; new strategies are included
+automatically.
 
-The cases are chosen so that each cluster, model, workload, cost model, reading of pipelines, reading of links
-and objective occurs; a strategy may refuse a case only if REFUSALS names it and how.
+The cases together cover each cluster, model, workload, cost model, reading of pipelines, reading of links and
+objective; a strategy may refuse a case only if REFUSALS names it and states how.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Latency at a request rate: against every solution within many targets, and what users see."""
+"""Latency at a request rate, compared with every solution within many targets, and with what users see."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def solutions() -> list[Solution]:
 
 @pytest.mark.parametrize("rate", [pytest.param(0.5, marks=pytest.mark.slow), 1.4])
 def test_no_solution_within_any_targets_is_quicker(rate):
-    """And the same search again gives the same bytes."""
+    """Repeating a search also gives the same bytes."""
     problem = small(rate)
     found, again = run(problem), run(problem)
     found.search.seconds = again.search.seconds = 0.0

@@ -1,4 +1,4 @@
-"""The strategies that hexgen2 is compared with: never better than exact, and what their papers say."""
+"""The strategies that hexgen2 is compared with are never better than exact, and follow their papers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(strategy: str, problem: Problem, options: SearchOptions | None = None) -
 
 
 def _solutions_in(seen: list[Solution]) -> Callable[[SearchState], None]:
-    """A progress function that lists the best solution at every improvement."""
+    """A progress function that records the best solution at every improvement."""
     return lambda state: seen.append(state.incumbent.best.solution)
 
 
@@ -51,7 +51,7 @@ def nodes_of(replica: Replica) -> set[str]:
 
 
 def assert_uniform(placement: Placement) -> None:
-    """One tensor degree in all stages of each replica."""
+    """Each replica has the same tensor-parallel degree in all stages."""
     for replica in placement.replicas:
         assert len({len(stage.gpus) for stage in replica.stages}) == 1
 
@@ -74,7 +74,7 @@ def test_none_beats_exact_on_random_clusters(problem):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_order_on_the_case_study(model, workload):
-    """exact >= hexgen2 >= the others, up to 1e-7 that evening out the flow may cost."""
+    """exact >= hexgen2 >= the others, within the 1e-7 that evening out the flow may cost."""
     problem = make("hexgen2-case-study", model, workload)
     found = {name: run(name, problem).throughput.req_s for name in STRATEGIES}
     assert found["exact"] >= found["hexgen2"] * (1 - 1e-6)
@@ -94,7 +94,7 @@ def test_another_seed_takes_another_way(strategy):
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_time_limit_keeps_the_best(strategy):
-    """Cut at once: what was valued until then is returned, or an error names the limit."""
+    """When cut at once, the search returns what it has evaluated so far, or an error that names the limit."""
     problem = make("hexgen2-setting-1", "opt-30b", "HPHD")
     try:
         placement = run(strategy, problem, SearchOptions(time_limit_s=0.0))
@@ -135,7 +135,7 @@ def test_swaps_keep_the_number_of_groups(strategy, cluster):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", MODELS)
 def test_random_swaps_end_where_no_swap_improves(model, seed):
-    """On eight GPUs, 2,000 draws come across every swap of two groups again and again."""
+    """On eight GPUs, 2,000 draws try every swap of two groups many times."""
     problem, seen = make("hexgen2-case-study", model, "HPHD"), []
     run(
         "random-swap",
@@ -150,7 +150,7 @@ def test_random_swaps_end_where_no_swap_improves(model, seed):
 
 
 def test_paper_starts_as_in_appendix_e():
-    """E.1: four groups of two, one of each type for each phase. E.3: for LPHD, GPUs then go to decode."""
+    """E.1: four groups of two, one of each type per phase. E.3: for LPHD, GPUs then move to decode."""
     problem, seen = make("hexgen2-case-study", "llama-2-70b", "LPHD"), []
     placement = run(
         "hexgen2-paper",
@@ -165,7 +165,8 @@ def test_paper_starts_as_in_appendix_e():
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_splitwise_pools(cluster, model):
-    """Replicas of one type in one node, one size a type, and no decode type faster than a prefill type."""
+    """Each replica has one type in one node, all replicas of a type have one size, and no decode type is
+    faster than a prefill type."""
     problem = make(cluster, model, "HPHD")
     placement = run("splitwise", problem)
     assert_uniform(placement)
@@ -194,7 +195,7 @@ def test_distserve_pools(cluster, model):
 
 
 def test_only_distserve_pipelines_across_nodes():
-    """Single cards that hold the model only in rows of several nodes."""
+    """The nodes have one GPU each, and the model needs several of them."""
     nodes = [{"name": f"n{k}", "accelerators": "A100:1"} for k in range(6)]
     network = {"default": {"bandwidth_gbit_s": 100, "latency_us": 50}}
     problem = problem_from({"name": "rows", "nodes": nodes, "network": network}, "llama-2-70b", "LPLD")
@@ -205,7 +206,8 @@ def test_only_distserve_pipelines_across_nodes():
 
 @pytest.mark.parametrize("strategy", ["splitwise", "distserve"])
 def test_pools_of_one_type_must_hold_the_model(strategy):
-    """Four types of two cards each: only mixed replicas hold the model, and the error says whose they are."""
+    """Four types with two cards each: only mixed replicas hold the model, and the error says which strategies
+    build those."""
     types = ("L4", "A10G", "RTX4090", "RTX3090")
     nodes = [{"name": name.lower(), "accelerators": f"{name}:2"} for name in types]
     problem = problem_from({"name": "motley", "nodes": nodes}, "opt-30b", "LPLD")

@@ -1,4 +1,4 @@
-"""OpenAI's own client against a served placement with real workers: what it answers."""
+"""Answers of a served placement with real workers to OpenAI's own client."""
 
 import asyncio
 
@@ -101,7 +101,7 @@ def test_a_seed_repeats_itself_and_choices_differ(client):
 
 
 def test_a_seed_gives_the_same_tokens_on_every_route(client, http):
-    """The routes join replicas of one GPU, of two stages and of two tensor-parallel GPUs."""
+    """The routes connect replicas of one GPU, of two stages and of two tensor-parallel GPUs."""
     until_idle(http)
     rules = [{"temperature": 1.0}, {"temperature": 1.4, "top_p": 0.9, "extra_body": {"top_k": 50}}]
     for rule in rules:

@@ -1,4 +1,4 @@
-"""A served placement and clients that leave, ask for what is wrong, or look at the server itself."""
+"""A served placement, and clients that leave, send invalid requests, or inspect the server."""
 
 import asyncio
 import contextlib
@@ -32,10 +32,14 @@ def test_a_client_that_leaves_its_stream_frees_the_cache(http):
     counter = 'hexgen2_requests_total{outcome="cancelled"}'
     before = gauge(http, counter)
     body = {"model": MODEL, "prompt": "the", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 32}
-    with http.stream("POST", "/v1/completions", json=body) as response:
-        assert response.headers["x-hexgen2-decode-replica"].startswith("decode-")
-        next(response.iter_lines())
-        assert gauge(http, "hexgen2_kv_tokens") > 0
+    for _ in range(20):  # on a busy machine, all answers may end before this client looks
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.headers["x-hexgen2-decode-replica"].startswith("decode-")
+            next(response.iter_lines())
+            in_flight = gauge(http, "hexgen2_kv_tokens")
+        if in_flight:
+            break
+    assert in_flight > 0
     until_idle(http)
     assert gauge(http, counter) > before
 
@@ -206,7 +210,8 @@ def test_the_client_sees_openai_exceptions(client, server):
 
 
 def in_process(folder, queue_limit=256, link=None):
-    """A client of the application alone, over a replica that never answers, or does so through a link."""
+    """A client of the application without a server, with a replica that never answers or has the given
+    link."""
     placement = make_placement(folder)
     link, metrics = link or Silent(), Metrics()
     replica = Replica("c", "colocated", "box/0", {"box/0": link}, 512, 4)
@@ -221,7 +226,7 @@ def in_process(folder, queue_limit=256, link=None):
 
 
 class Silent:
-    """A link to nobody."""
+    """A link that drops everything."""
 
     heard = 0
 
@@ -230,7 +235,7 @@ class Silent:
 
 
 class Notes:
-    """A link to nobody that keeps what was sent."""
+    """A link that only records what was sent."""
 
     heard = 0
 
@@ -242,7 +247,7 @@ class Notes:
 
 
 def prefills(model_folder, path, body):
-    """What a replica is told of a request that nobody waits for."""
+    """The messages that a replica gets about a request whose client has left."""
 
     async def ask():
         link = Notes()
@@ -291,7 +296,7 @@ def test_the_first_choice_of_each_prompt_goes_first(model_folder):
 
 
 class GivesUp:
-    """A link to a replica that gives every request up, after some tokens."""
+    """A link to a replica that gives up every request after some tokens."""
 
     heard = 0
 
@@ -392,9 +397,9 @@ def test_a_prompt_asked_again_is_found_and_its_blocks_come_back(http):
     answers = [http.post("/v1/completions", json=body).json() for _ in range(6)]
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
     found = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-    assert found[0] == 0 and set(found) == {0, 96}  # whole blocks of 16, on the replicas that had it
+    assert found[0] == 0 and set(found) == {0, 96}  # whole blocks of 16, on the replicas that had the prefix
     moved = [answer["hexgen2"]["kv_bytes"] for answer in answers]
-    assert 0 < min(moved) < max(moved)  # the decode replica had those blocks, too
+    assert 0 < min(moved) < max(moved)  # the decode replica had those blocks too
     until_idle(http)
     lines = http.get("/metrics").text.splitlines()
     free = [line for line in lines if line.startswith("hexgen2_kv_blocks_free{")]

@@ -1,4 +1,4 @@
-"""The API against requests made up from its own description, and against bodies of any kind."""
+"""The API against requests generated from its own schema, and against arbitrary bodies."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What one client sends does not reach another: each gets its own answer, and the fleet serves on."""
+"""Requests do not affect each other: each client gets its own answer, and the fleet keeps serving."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_half_characters_are_refused(http, path, body, param):
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "text/json"])
 def test_a_body_that_does_not_say_that_it_is_json_is_refused(http, kind):
-    """What a web page could send to another site without asking."""
+    """Browsers let a web page send such a body to another site without asking."""
     body = json.dumps(COMPLETION).encode()
     response = http.post("/v1/completions", content=body, headers={"Content-Type": kind} if kind else {})
     check_error(response, 415, None)
@@ -54,7 +54,7 @@ def test_a_body_that_does_not_say_that_it_is_json_is_refused(http, kind):
     ids=str,
 )
 def test_the_ends_of_ranges_are_served(http, option):
-    """By the engine, which answers others afterwards."""
+    """The engine serves them, and other requests afterwards."""
     for body in (COMPLETION | option, COMPLETION):
         response = http.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
@@ -198,21 +198,21 @@ def test_fields_without_effect_are_accepted(http):
     [
         ({"prompt": 5}, "prompt: must be a text"),
         ({"prompt": []}, "prompt: must be a text"),
-        ({"prompt": ["a", 1]}, "prompt: has a text first, and later something else"),
-        ({"prompt": [1, "a"]}, "prompt: must have texts alone, or whole numbers"),
-        ({"prompt": [[1], "a"]}, "prompt: must have texts alone, or whole numbers"),
-        ({"prompt": [1, True]}, "prompt: must have texts alone, or whole numbers"),
+        ({"prompt": ["a", 1]}, "prompt: starts with a text but also has something else"),
+        ({"prompt": [1, "a"]}, "prompt: must have only texts, or only integers"),
+        ({"prompt": [[1], "a"]}, "prompt: must have only texts, or only integers"),
+        ({"prompt": [1, True]}, "prompt: must have only texts, or only integers"),
         ({"prompt": [1, 2**64]}, "prompt: has a token id outside the range from 0 to 2147483647"),
         ({"prompt": [-1]}, "prompt: has a token id outside the range from 0 to 2147483647"),
         ({"stop": 5}, "stop: "),
         ({"stop": ["a", 5]}, "stop.1: "),
         ({"logit_bias": {"x": 1}}, "logit_bias.x: "),
         ({"logit_bias": {"5": 101}}, "logit_bias.5: "),
-        ({"stream_options": {"x": 1}}, "stream_options.x: this server does not know the field"),
+        ({"stream_options": {"x": 1}}, "stream_options.x: unknown field"),
         ({"temperature": 3}, "temperature: must be from 0 to 2"),
         ({"temperature": -1}, "temperature: must be from 0 to 2"),
         ({"temperature": 10**400}, "temperature: "),
-        ({"top_p": 0}, "top_p: must be above 0, and 1 at most"),
+        ({"top_p": 0}, "top_p: must be above 0 and at most 1"),
         ({"top_k": 2**63}, "top_k: must be from -1 to 2147483647"),
         ({"presence_penalty": 3}, "presence_penalty: must be from -2 to 2"),
         ({"seed": 2**64}, f"seed: must be from {-(2**63)} to {2**63 - 1}"),
@@ -265,7 +265,7 @@ def test_brackets_in_a_text_are_no_structure(http):
 
 
 def test_a_text_that_cannot_fit_is_refused_by_its_bytes(model_folder):
-    """Nobody need count its tokens."""
+    """Without tokenizing it."""
 
     class Untouched(ModelTokenizer):
         def encode(self, text):

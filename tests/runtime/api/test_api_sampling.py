@@ -1,4 +1,4 @@
-"""OpenAI's own client and every option of sampling, against what transformers makes of the same model."""
+"""OpenAI's own client with every sampling option, compared with transformers on the same model."""
 
 import pytest
 import torch

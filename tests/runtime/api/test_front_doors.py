@@ -16,7 +16,7 @@ SHOWN = b"GET /shown HTTP/1.1\r\nhost: here\r\n"
 
 
 async def status_of(connect, request):
-    """The status of the answer to a request, on a connection of its own."""
+    """The status of the answer to a request on a new connection."""
     reader, writer = await connect()
     writer.write(request)
     found = await answer(reader)
@@ -131,7 +131,7 @@ def test_pages_of_named_sites_may_ask(model_folder):
 
 
 def without_interim(data):
-    """What was read, without interim answers."""
+    """The received bytes without interim answers."""
     while data.startswith(b"HTTP/1.1 100"):
         data = data.partition(b"\r\n\r\n")[2]
     return data

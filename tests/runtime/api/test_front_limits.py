@@ -80,7 +80,7 @@ def test_who_finds_no_place_is_told_so_whatever_the_body(body_first):
             else:
                 assert int(refused(503, answered)["retry-after"]) >= 1
             if not body_first and status != 200:
-                writer.write(b"x" * 1400)  # the connection serves on
+                writer.write(b"x" * 1400)  # the connection still works
         writer.close()
 
     talk(scenario)
@@ -203,7 +203,7 @@ def test_offers_of_another_protocol_are_passed_over(pieces):
     ("target", "version"), [(b"http://here:1/", b"1.1"), (b"here:443", b"1.1"), (b"here:443", b"1.0")]
 )
 def test_connect_gets_one_answer_and_a_close(before, target, version):
-    """With a tunnel's bytes behind it, too; the loop serves others at once."""
+    """Even with a tunnel's bytes behind it; other clients are served at once."""
 
     async def scenario(connect, _):
         reader, writer = await connect()
@@ -358,10 +358,10 @@ def test_keys_of_a_file(tmp_path):
     [
         ("", ["has no key"]),
         ("a: x\na: y\n", ["line 2", "a", "two keys"]),
-        ("a: x\nb: x\n", ["line 2", "there already"]),
-        ("a: \n", ["line 1", "is no key"]),
-        ("a: x y\n", ["line 1", "is no key"]),
-        ("schlüssel\n", ["line 1", "is no key"]),
+        ("a: x\nb: x\n", ["line 2", "repeats another client's key"]),
+        ("a: \n", ["line 1", "is not a valid key"]),
+        ("a: x y\n", ["line 1", "is not a valid key"]),
+        ("schlüssel\n", ["line 1", "is not a valid key"]),
     ],
 )
 def test_a_file_of_keys_that_is_wrong_is_refused_without_showing_a_key(tmp_path, text, words):

@@ -1,5 +1,5 @@
-"""Hostile clients of a fleet of real workers: whatever they send, each gets its answer, and the streams of
-others go on, with the same tokens as ever, in the same memory."""
+"""Hostile clients of a fleet with real workers: every request gets its answer, while the streams of others go
+on with the same tokens and without more memory."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def fleet(model_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(fleet):
-    """What the streamed request's answer is without any attack."""
+    """The answer to the streamed request while there is no attack."""
     plain = {**STREAMED, "stream": False}
     headers = {"Authorization": f"Bearer {KEY}"}
     answer = httpx.post(f"{fleet.url}/v1/completions", json=plain, headers=headers, timeout=SECONDS)
@@ -47,8 +47,8 @@ def text(fleet):
 
 
 def attack(fleet, text, attacks, *arguments):
-    """Run an attack beside a client, who must notice nothing. Another program on the machine may hold up the
-    client as well; an attack that does so does it each time."""
+    """Run an attack while a bystander streams, who must notice nothing. Another program may delay the
+    bystander too, so an attack fails only if it does so every time."""
     for tries_left in reversed(range(TRIES)):
         with bystander(fleet.url, KEY, STREAMED) as seen:
             found = asyncio.run(attacks(*arguments))
@@ -109,7 +109,7 @@ def test_slow_clients_and_floods_of_connections_leave_room_for_others(fleet, tex
 
 
 async def leave_early(port):
-    """Clients that ask for long answers and read nothing, or go at once."""
+    """Clients that ask for long answers and read nothing, or disconnect at once."""
     body = (
         b'{"model": "tiny-llama", "prompt": "a", "max_tokens": 150, "n": 2, "stream": true, "logprobs": 20}'
     )
@@ -140,7 +140,7 @@ def test_a_hundred_requests_in_one_write_are_answered_in_order(fleet, text):
 
 
 def test_the_fleet_is_as_it_was(fleet, text):
-    """After a first round of everything, rounds more of it take no more memory; all tokens are the same."""
+    """After a first round of everything, further rounds take no more memory, and all tokens stay the same."""
 
     async def everything():
         rng = random.Random(SEED)

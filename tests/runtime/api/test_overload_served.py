@@ -1,4 +1,4 @@
-"""Far more requests than a launched placement can take, and the logs of all its processes about them."""
+"""Far more requests than a launched placement can serve, and what all its processes log about them."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from served import KEY, MODEL, SECONDS, Server, gauge, until_idle
 
 @pytest.fixture(scope="module")
 def crowded(model_folder, tmp_path_factory):
-    """A server with room for few in its queue, which logs everything as JSON."""
+    """A server with a short queue that logs everything as JSON."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HEXGEN2_LOG", "INFO")
         environment.setenv("HEXGEN2_LOG_FORMAT", "json")

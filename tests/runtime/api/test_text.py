@@ -1,4 +1,4 @@
-"""Text while it is generated: nothing lost, nothing torn, nothing beyond a stop string."""
+"""Text during generation: nothing is lost or torn, and nothing follows a stop string."""
 
 import pytest
 from hypothesis import given, settings
@@ -74,7 +74,8 @@ SEVERAL = ["ab", "abba", "bb", "baa"]
 
 @given(text=st.text(alphabet="ab", max_size=30), show=st.booleans(), free=st.integers(0, 12), data=st.data())
 def test_of_several_stop_strings_the_first_to_end_counts(text, show, free, data):
-    """However the text comes, it is as if it came letter by letter; the first `free` may not end it."""
+    """The result is the same as if the text came letter by letter; the first `free` characters may not end
+    it."""
     ends = [
         (end, end - len(stop))
         for end in range(free + 1, len(text) + 1)

@@ -1,4 +1,4 @@
-"""Traces as a collector receives them, for requests of a coordinator over scripted leads."""
+"""Traces as a collector receives them, for requests to a coordinator with scripted drivers."""
 
 import gzip
 import itertools
@@ -19,7 +19,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 @pytest.fixture
 def collector():
-    """URL of an OTLP receiver, and the spans that it has got."""
+    """The URL of an OTLP receiver, and the spans that it has received."""
     spans = []
 
     class Receiver(BaseHTTPRequestHandler):
@@ -84,9 +84,9 @@ def test_a_request_that_never_started_has_a_queue_and_no_parent(collector):
     tracer = Tracer(f"{url}/v1/traces", Metrics())
 
     async def scenario():
-        async with serving(PAIR, budget=7, observer=tracer) as (coordinator, leads):
-            for lead in leads.values():
-                lead.gate.clear()
+        async with serving(PAIR, budget=7, observer=tracer) as (coordinator, drivers):
+            for driver in drivers.values():
+                driver.gate.clear()
             coordinator.submit(PROMPT, sampling())
             coordinator.cancel(coordinator.submit(PROMPT, sampling(), origin=Origin(traceparent="nonsense")))
 

@@ -1,4 +1,4 @@
-"""Work beside the event loop: the smallest first, one at a time, whoever goes meanwhile."""
+"""Work off the event loop: smallest first, one at a time, even if clients leave meanwhile."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ def test_the_smallest_piece_that_waits_comes_first():
         await asyncio.sleep(0.05)
         others = [ask(size) for size in (500, 30, 700, 30, 5)]
         await asyncio.sleep(0.05)
-        assert done == [5]  # done where it was asked for
+        assert done == [5]  # ran in the calling thread
         gate.set()
         assert await asyncio.gather(first, *others) == [1000, 500, 30, 700, 30, 5]
         assert done == [5, 1000, 30, 30, 500, 700]
@@ -51,7 +51,7 @@ def test_who_goes_holds_nobody_up_and_a_failure_is_its_own():
         waiting[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
-        assert not waiting[1].done()  # the thread is still at it
+        assert not waiting[1].done()  # the thread is still working on it
         gate.set()
         assert await asyncio.gather(*waiting[1:]) == [0, 0]
         with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Attention over the paged cache against a plain softmax in float64, whatever is in the batch."""
+"""Attention over the paged cache, compared with a plain softmax in float64, for any batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def softmax_attention(query, keys, values, window):
-    """One token: query [heads, dim] over keys, values [context, kv_heads, dim], in float64."""
+    """Attention of one token: query [heads, dim] over keys and values [context, kv_heads, dim], in
+    float64."""
     query, keys, values = query.double(), keys.double(), values.double()
     reach = min(len(keys), window or len(keys))
     answer = torch.empty(query.shape, dtype=torch.float64)
@@ -44,7 +45,8 @@ def softmax_attention(query, keys, values, window):
 
 
 def random_batches(seed: int):
-    """Requests of random lengths in chunks: (lengths of the parts, table) per request, blocks scattered."""
+    """Requests of random lengths in chunks: (lengths of the chunks, table) per request, with scattered
+    blocks."""
     rng = random.Random(seed)
     free = list(range(BLOCKS))
     rng.shuffle(free)

@@ -1,4 +1,4 @@
-"""`hexgen2 calibrate URL` on a running engine: it is timed, and the fit predicts what it does."""
+"""`hexgen2 calibrate URL` times a running engine, and the fit predicts its step times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processors with other instructions round otherwise; that changes a token only where two nearly tie."""
+"""Processors with other instructions round differently; that changes a token only if two are nearly tied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runtime.launcher.processes import AVX2_ONLY
 ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
 NEAR = 1e-4
-"""Log probabilities differ by less, and so must two tokens if one stream has the one and one the other."""
+"""Log probabilities differ by less than this; where streams differ, so do those of the two tokens."""
 
 
 def answers(folder: Path, requests: list[Any], **environment: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def answers(folder: Path, requests: list[Any], **environment: str) -> dict[str, 
 
 
 def scores(logprobs: list[float], temperature: float, seed: int, index: int) -> np.ndarray:
-    """[vocab] what the sampler takes the largest of."""
+    """[vocab] values whose largest the sampler picks."""
     device = torch.device("cpu")
     noise = gumbel(token_hashes(VOCAB, device), draw_keys([(seed, index)], device))[0].numpy()
     return np.array(logprobs) + temperature * noise

@@ -1,4 +1,4 @@
-"""The emulated engine: the right tokens, no sooner than the model would make them, whatever happens."""
+"""The emulated engine gives the right tokens, no sooner than the real model would, under any faults."""
 
 import hashlib
 import itertools
@@ -39,7 +39,7 @@ PROMPTS = [list(range(16 + 10 * k, 216 - 20 * k)) for k in range(6)]
 
 
 def expected(prompt, count, vocabulary, seed=0):
-    """The engine's formula, written down once more."""
+    """The engine's formula, written independently."""
     state, found = 0, []
     for token in prompt:
         state = (state * 0x1D3F2A6C9B5E4781 + token + 1) % (2**61 - 1)
@@ -75,7 +75,7 @@ class Fleet:
         return answered.json()
 
     def workers(self) -> dict[str, psutil.Process]:
-        """By the GPU that each shows as its name."""
+        """The workers by the GPU that each shows as its process name."""
         gpus = {gpu for replica in self.placement.replicas for gpu in replica.gpus}
         named = {(Path(f"/proc/{each.pid}/comm").read_text().strip()): each for each in self.family()}
         return {name: each for name, each in named.items() if name in gpus}
@@ -113,7 +113,7 @@ def test_anybody_can_say_what_follows_a_prompt():
 
 
 def test_a_placement_of_twenty_gpus_serves_on_this_machine(fleet):
-    """Each GPU is a process, without torch; answers are right, and all of their KV cache has moved."""
+    """Each GPU is a process without torch; answers are right, and all of their KV caches have moved."""
     workers = fleet.workers()
     assert len(workers) == 20
     assert not any("libtorch" in Path(f"/proc/{each.pid}/maps").read_text() for each in workers.values())
@@ -152,7 +152,7 @@ def test_an_answer_takes_no_less_than_the_cost_model_says(fleet):
 
 
 def test_a_rank_is_killed_and_no_stream_notices(fleet):
-    """Any rank: the last one of a replica of several stages."""
+    """Kills the last rank of a replica with several stages; any rank would do."""
     vocabulary, count = fleet.placement.model.vocab, 40
     busy = next(each for each in fleet.placement.replicas if each.role == "decode" and len(each.stages) > 1)
     prompts = [[k, *PROMPTS[0]] for k in range(1, 7)]
@@ -178,7 +178,7 @@ def test_a_rank_is_killed_and_no_stream_notices(fleet):
 
 
 def test_a_killed_front_end_leaves_no_worker_not_even_one_that_is_stopped(fleet):
-    """The last test with this fleet."""
+    """This must be the last test with this fleet."""
     family, workers = fleet.family(), list(fleet.workers().values())
     workers[5].send_signal(signal.SIGSTOP)
     os.kill(fleet.process.pid, signal.SIGKILL)
@@ -189,8 +189,8 @@ def test_a_killed_front_end_leaves_no_worker_not_even_one_that_is_stopped(fleet)
 
 
 def test_work_is_counted_as_the_cost_model_does():
-    """Tokens [4, 7) of a prompt, of which the last samples, and two decodes at contexts 9 and 21. A token
-    of a prompt counts half: it attends to as many as are before it and to half of itself."""
+    """Tokens [4, 7) of a prompt, of which the last one samples, and two decodes at contexts 9 and 21. A
+    prompt token attends to all tokens before it and counts half for itself."""
     step = Step(
         step=0,
         starts=(),

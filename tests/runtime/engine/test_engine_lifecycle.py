@@ -1,4 +1,4 @@
-"""What goes wrong around an engine stays where it went wrong."""
+"""Faults around an engine stay where they occur."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def serves(cluster: Cluster, name: str, prefill: str, decode: str, answer: list[
 
 
 def long_request(cluster: Cluster, name: str, prefill: str, decode: str, tokens: int = 300) -> None:
-    """One that is still running whenever a test cancels it."""
+    """A request that still runs when a test cancels it."""
     cluster.submit(name, PROMPT, Sampling(max_tokens=tokens, ignore_eos=True), prefill, decode)
 
 

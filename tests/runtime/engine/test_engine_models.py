@@ -1,4 +1,4 @@
-"""Models and loader inside one process."""
+"""Models and the loader inside one process."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in models of a useful size; the worker processes of other tests keep their small matrices plain."""
+    """Pack weights as for models of a realistic size; workers of other tests keep their small matrices
+    plain."""
     monkeypatch.setattr(linear, "_SMALL", 0)
 
 
@@ -102,7 +103,8 @@ def whole_model(folder: Path, dtype: str = "auto") -> DecoderStage:
 
 
 def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Tensor:
-    """Last-token logits [prompts, vocab], each prompt in two steps: before and from token `cut` on."""
+    """Last-token logits [prompts, vocab], with each prompt in two steps: up to token `cut`, and from there
+    on."""
     blocks = -(-max(map(len, prompts)) // 4)
     shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, CPU)
     attention = make_attention(PagedCache(shape, blocks * len(prompts), 4))
@@ -117,7 +119,7 @@ def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Te
 
 
 def amend(folder: Path, **values: object) -> None:
-    """Change values of a checkpoint's config.json, or take them out with None."""
+    """Change values of a checkpoint's config.json, or remove them with None."""
     config = {**json.loads((folder / "config.json").read_text()), **values}
     kept = {key: value for key, value in config.items() if key not in values or value is not None}
     (folder / "config.json").write_text(json.dumps(kept))
@@ -155,7 +157,7 @@ def test_the_cost_model_counts_what_the_engine_loads(tmp_path: Path, family: str
         (write_mistral, {}, 9),
         (write_mistral, {"sliding_window": None}, None),
         (write_qwen2, {"max_window_layers": 0}, 9),
-        (write_qwen2, {}, None),  # three of five layers: counted as none
+        (write_qwen2, {}, None),  # in three of five layers, which counts as no window
         (write_qwen3, {}, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""engine_start.py, and what it shows: a worker takes little more memory than its rank holds."""
+"""engine_start.py shows that a worker takes little more memory than its rank holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIZES = {"hidden": 1024, "ffn": 2816, "layers": 5, "vocab": 16000}
 
 @pytest.fixture(scope="module")
 def rows() -> list[list[float]]:
-    """Seconds, MB held, MB at the peak and their ratio, by load."""
+    """Seconds, MB held, peak MB and their ratio, by load."""
     options = [part for name, size in SIZES.items() for part in (f"--{name}", str(size))]
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Real worker processes give the tokens that transformers gives, whatever the shapes of the replicas."""
+"""Real worker processes give the same tokens as transformers, for replicas of any shape."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ROUTES = {
     "llama": list(product(SHAPES, SHAPES)),
     "opt": list(zip(SHAPES, [*list(SHAPES)[1:], "tp1"], strict=True)),
 }
-"""Every pair of shapes; for the second family, each shape once at either end."""
+"""Every pair of shapes; the second family only has each shape once as source and once as destination."""
 LENGTHS = [1, 2, 3, 7, 12, 20, 31, 45, 59, 60]
-SHARED = [8, 16, 40, 50, 57, 60]  # tokens that further prompts have in common with the last one
+SHARED = [8, 16, 40, 50, 57, 60]  # tokens that further prompts share with the last one
 TOKENS = 48
-HEAD_DIM = {"llama": 16, "opt": 8}  # with compiled attention where there is some, and without
+HEAD_DIM = {"llama": 16, "opt": 8}  # one size that compiled attention supports, and one that it does not
 KV_HEADS = {"llama": 4, "opt": 8}
 CRAMPED: dict[str, Any] = {
     "block_tokens": 4,
@@ -103,8 +103,8 @@ def test_one_request_at_a_time_gives_the_reference_tokens(
 def test_chunks_preemptions_and_shared_beginnings_change_no_token(
     family: str, folders: dict[str, Path], reference: list[list[int]]
 ) -> None:
-    """Little room: prompts go in chunks, requests give their blocks up and are recomputed, and blocks are
-    shared, by all these pairs of shapes at once and by colocated replicas."""
+    """Memory is scarce: prompts are split into chunks, requests are preempted and recomputed, and blocks are
+    shared, by replicas of all these shapes at once and by colocated ones."""
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
     replicas = {f"{role}-{name}": shape for role in ("p", "d") for name, shape in SHAPES.items()}
     with Cluster(folders[family], replicas, **CRAMPED) as cramped:
@@ -129,7 +129,7 @@ def test_chunks_preemptions_and_shared_beginnings_change_no_token(
         free = CRAMPED["kv_budget_tokens"] // CRAMPED["block_tokens"]
         for replica in replicas:
             last = [o.free_blocks[replica] for o in cramped.outcomes.values() if replica in o.free_blocks]
-            assert max(last) == free  # all blocks come back
+            assert max(last) == free  # all blocks are free again
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -145,7 +145,7 @@ def test_a_colocated_replica_gives_the_reference_tokens(
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral", "mixtral, 3 experts", "qwen2", "qwen3"])
 def test_further_families_give_the_reference_tokens(tmp_path: Path, family: str) -> None:
-    """Whole experts on each of two ranks; of three, the columns of all."""
+    """Two ranks hold whole experts each; three ranks each hold columns of all experts."""
     folder = tmp_path / "model"
     if family in WRITERS:
         WRITERS[family](folder)

@@ -1,4 +1,4 @@
-"""Products with packed weights, and with plain ones where packing doesn't work."""
+"""Products with packed weights, and with plain ones where packing does not work."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EPS = torch.finfo(torch.float32).eps
 def test_products_are_those_of_exact_arithmetic(
     monkeypatch: pytest.MonkeyPatch, packing: str, dtype: torch.dtype, size: int, width: int
 ) -> None:
-    """To within the error of summing in float32 in any order (Higham, Accuracy and Stability of Numerical
-    Algorithms, 2002, section 3.1), then rounding to the type."""
+    """Within the error bound of float32 summation in any order (Higham, Accuracy and Stability of Numerical
+    Algorithms, 2002, section 3.1), followed by rounding to the type."""
     monkeypatch.setattr(linear, "_SMALL", 0)
     if packing != "native":
         monkeypatch.setattr(native, "serves", lambda dtype, device: False)

@@ -1,4 +1,4 @@
-"""The compiled kernels against the same in float64 by torch's operators, for every build that this processor
+"""The compiled kernels compared with torch's operators in float64, for every build that this processor
 runs."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_what_is_no_number_stays_none() -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("queries", "kv_heads", "dim"), [(4, 2, 16), (3, 3, 10), (7, 1, 64)])
 def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int) -> None:
-    """Pairs are complex numbers that turn by an angle."""
+    """Pairs are complex numbers that rotate by an angle."""
     torch.manual_seed(rows)
     heads = torch.randn(rows, queries + 2 * kv_heads, dim)
     angles = torch.randn(rows, dim // 2) * 5
@@ -95,7 +95,7 @@ def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int) -
 @pytest.mark.parametrize("spread", [1.0, 100.0])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128)])
 def test_attention_of_many_tokens(heads: int, kv_heads: int, dim: int, spread: float) -> None:
-    """Contexts of one to many blocks, with weights that are even, and of one token alone."""
+    """Contexts of one to many blocks, with uniform weights, and with all weight on one token."""
     torch.manual_seed(dim)
     block, contexts = 16, [1, 15, 16, 17, 200, 333]
     tables = torch.randperm(60).tolist()
@@ -117,7 +117,7 @@ def test_attention_of_many_tokens(heads: int, kv_heads: int, dim: int, spread: f
 @pytest.mark.parametrize("offset", [0, 5, 150])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128)])
 def test_attention_of_prompts(heads: int, kv_heads: int, dim: int, offset: int, window: int | None) -> None:
-    """Each token of a part sees itself and those before it, as far as the window reaches."""
+    """Each token of a chunk sees itself and the tokens before it, within the window."""
     torch.manual_seed(offset)
     block, length = 16, 77
     end = offset + length
@@ -144,7 +144,7 @@ def test_sizes_that_are_not_compiled_are_left_to_torch() -> None:
 
 
 def runs_of(rng: np.random.Generator, slots: int, tokens: int) -> np.ndarray:
-    """So many tokens in runs of random lengths, in random order: [runs, 2]."""
+    """That many tokens in runs of random lengths, in random order: [runs, 2]."""
     chosen = np.sort(rng.permutation(slots)[:tokens])
     parts = np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1)
     cut = [half for part in parts for half in np.split(part, [rng.integers(0, len(part) + 1)]) if len(half)]
@@ -155,7 +155,7 @@ def runs_of(rng: np.random.Generator, slots: int, tokens: int) -> np.ndarray:
 @pytest.mark.parametrize(("item", "row"), [(1, 1), (96, 96), (256, 512), (200, 1000), (4096, 4096)])
 @pytest.mark.parametrize("seed", range(4))
 def test_copies_of_tokens(seed: int, item: int, row: int, past_caches: bool) -> None:
-    """From a pool to a buffer or back; nothing beside the tokens is touched."""
+    """From a pool to a buffer or back; only the tokens change."""
     rng = np.random.default_rng(seed)
     slots, planes, tokens = 97, 3, int(rng.integers(1, 90))
     widths, shifts = (row, item), (int(rng.integers(0, row - item + 1)), int(rng.integers(0, 64)))

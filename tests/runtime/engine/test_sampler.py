@@ -1,4 +1,4 @@
-"""The sampler against transformers' logits processors, closed forms and the laws of chance."""
+"""The sampler compared with transformers' logits processors, closed forms and exact probabilities."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sample(
     indices: Sequence[int] | None = None,
     histories: Sequence[Past] | None = None,
 ) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
-    """Tokens of rows that nobody has seen before."""
+    """Sample tokens for rows without history."""
     sampler, names = Sampler(), [f"r{row}" for row in range(len(samplings))]
     for name, sampling, history in zip(names, samplings, histories or [NOTHING] * len(names), strict=True):
         sampler.start(name, sampling, history)
@@ -47,7 +47,7 @@ def sample(
 
 
 def draws(logits: torch.Tensor, count: int, **rule: Any) -> np.ndarray:
-    """How often each token comes, over seeds."""
+    """How often each token is drawn, over many seeds."""
     rules = [Sampling(seed=seed, **rule) for seed in range(count)]
     tokens, _ = sample(logits.expand(count, -1), rules)
     return np.bincount(tokens, minlength=len(logits))
@@ -58,8 +58,8 @@ def peaked(seed: int, vocab: int = VOCAB, spread: float = 3.0) -> torch.Tensor:
 
 
 def warped(logits: torch.Tensor, **rule: Any) -> torch.Tensor:
-    """The distribution that transformers draws from. Its min_p comes last, vLLM's and ours first: not in
-    one rule with top_k or top_p here."""
+    """The distribution from which transformers samples. It applies min_p last, while vLLM and this engine
+    apply it first, so no rule here combines it with top_k or top_p."""
     scores, ids = logits[None], torch.zeros(1, 1, dtype=torch.long)
     chain: list[Any] = [TemperatureLogitsWarper(float(rule["temperature"]))]
     chain += [TopKLogitsWarper(rule["top_k"])] if "top_k" in rule else []
@@ -71,7 +71,7 @@ def warped(logits: torch.Tensor, **rule: Any) -> torch.Tensor:
 
 
 def fits(counts: np.ndarray, probabilities: torch.Tensor) -> float:
-    """p-value of a chi-square test; tokens that are hardly expected count as one."""
+    """p-value of a chi-square test; tokens that are hardly ever expected count as one."""
     expected = probabilities.numpy() * counts.sum()
     often = expected >= 5
     observed, due = counts[often], expected[often]
@@ -118,7 +118,7 @@ def test_draws_are_from_the_distribution_of_transformers(name: str, spread: floa
 def test_limits_together_keep_what_their_definitions_say(
     sixteenths: list[int], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """min_p, then top_k, then top_p of what is left, one token at a time, in float64."""
+    """min_p, then top_k, then top_p of the rest, one token at a time, in float64."""
     logits = torch.tensor(sixteenths) / 16
     whole = (logits.double() / temperature).softmax(-1)
     ordered = sorted(range(len(logits)), key=lambda token: -whole[token])
@@ -204,7 +204,7 @@ PENALISED = {"presence_penalty": 0.4, "frequency_penalty": 0.9, "repetition_pena
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_that_moves_goes_on_as_if_it_had_stayed(temperature: float) -> None:
-    """Every token anew by a sampler that knows the past from its history alone."""
+    """Each token is sampled by a new sampler that knows the past only from the history."""
     sampling = Sampling(temperature=temperature, seed=4, **PENALISED)
     prompt, logits = [5, 6, 6, 900], [peaked(index, spread=1.0) for index in range(40)]
     stays = Sampler()
@@ -293,7 +293,7 @@ def test_presence_and_frequency_count_the_output(
 
 
 def test_penalties_count_each_token_as_it_comes() -> None:
-    """A frequency penalty of 2 on flat logits puts every token out once before any comes twice."""
+    """With a frequency penalty of 2 and flat logits, every token appears once before any appears twice."""
     sampler = Sampler()
     sampler.start("r", Sampling(frequency_penalty=2.0), ([1, 1, 1], ()))
     logits = torch.linspace(1, 0, 50)[None]
@@ -397,7 +397,8 @@ def test_the_noise_of_draws_and_of_tokens_is_uncorrelated() -> None:
 
 
 def test_the_largest_noise_of_a_vocabulary_is_as_large_as_it_should_be() -> None:
-    """The maximum of n Gumbel variables is Gumbel again, log(n) higher: the tail is right, which decides."""
+    """The maximum of n Gumbel variables is again Gumbel, shifted by log(n): this checks the tail, which
+    decides the draw."""
     vocab = 32_000
     keys = draw_keys([(9, index) for index in range(2000)], CPU)
     largest = [gumbel(token_hashes(vocab, CPU), part).amax(-1) for part in keys.split(50)]
@@ -405,7 +406,7 @@ def test_the_largest_noise_of_a_vocabulary_is_as_large_as_it_should_be() -> None
 
 
 def test_no_two_draws_have_the_same_noise() -> None:
-    """Keys of 32 bits would give about ten pairs that have."""
+    """32-bit keys would give about ten equal pairs."""
     keys = draw_keys([(seed, index) for seed in range(300) for index in range(1000)], CPU)
     noise = gumbel(token_hashes(2, CPU), keys)
     assert len(noise.unique(dim=0)) == len(keys)

@@ -1,4 +1,4 @@
-"""chaos.py for a short while: workers and the front end die, links are cut, no token suffers."""
+"""A short run of chaos.py: workers and the front end die, links are cut, and every token stays right."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The coordinator against scripted lead workers: order, cancellation, overload, accounting."""
+"""The coordinator with scripted drivers: order, cancellation, overload, accounting."""
 
 import asyncio
 
@@ -12,13 +12,13 @@ from runtime.routing.router import Route
 
 def test_a_request_goes_through_prefill_and_decode_in_order():
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
+        async with serving(PAIR) as (coordinator, drivers):
             request = coordinator.submit(PROMPT, sampling(5))
             assert await tokens_of(request) == [300, 301, 302, 303, 304]
             assert request.route == PAIR[0]
-            assert leads["p0"].kinds() == ["Prefill"] and leads["p0"].received[0].target == "d0"
-            assert leads["d0"].kinds() == ["ReserveKv", "Decode"]
-            assert leads["d0"].received[0].capacity_tokens == 8
+            assert drivers["p0"].kinds() == ["Prefill"] and drivers["p0"].received[0].target == "d0"
+            assert drivers["d0"].kinds() == ["ReserveKv", "Decode"]
+            assert drivers["d0"].received[0].capacity_tokens == 8
             await settle(coordinator)
             (record,) = coordinator.records
             assert (record.outcome, record.output_tokens, record.kv_bytes) == ("length", 5, 640)
@@ -29,8 +29,8 @@ def test_a_request_goes_through_prefill_and_decode_in_order():
 
 def test_repeated_tokens_are_yielded_once():
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
-            leads["p0"].repeat = leads["d0"].repeat = True
+        async with serving(PAIR) as (coordinator, drivers):
+            drivers["p0"].repeat = drivers["d0"].repeat = True
             assert await tokens_of(coordinator.submit(PROMPT, sampling(4))) == [300, 301, 302, 303]
 
     run(scenario)
@@ -38,9 +38,9 @@ def test_repeated_tokens_are_yielded_once():
 
 def test_a_colocated_replica_does_both_phases():
     async def scenario():
-        async with serving([Route("c0", "c0", 1.0)]) as (coordinator, leads):
+        async with serving([Route("c0", "c0", 1.0)]) as (coordinator, drivers):
             assert await tokens_of(coordinator.submit(PROMPT, sampling(3))) == [300, 301, 302]
-            assert leads["c0"].kinds() == ["Prefill"] and leads["c0"].received[0].target == ""
+            assert drivers["c0"].kinds() == ["Prefill"] and drivers["c0"].received[0].target == ""
             await settle(coordinator)
 
     run(scenario)
@@ -48,10 +48,10 @@ def test_a_colocated_replica_does_both_phases():
 
 def test_one_token_needs_no_decode_replica():
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
+        async with serving(PAIR) as (coordinator, drivers):
             request = coordinator.submit(PROMPT, sampling(1))
             assert await tokens_of(request) == [300]
-            assert leads["p0"].received[0].target == "" and leads["d0"].received == []
+            assert drivers["p0"].received[0].target == "" and drivers["d0"].received == []
             assert request.record.decode_replica == "p0"
             await settle(coordinator)
 
@@ -60,12 +60,12 @@ def test_one_token_needs_no_decode_replica():
 
 def test_an_end_at_the_first_token_frees_the_reservation():
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
-            leads["p0"].stop_at["r0"] = 0
+        async with serving(PAIR) as (coordinator, drivers):
+            drivers["p0"].stop_at["r0"] = 0
             assert await tokens_of(coordinator.submit(PROMPT, sampling(9))) == [300]
             await settle(coordinator)
-            assert leads["d0"].kinds() == ["ReserveKv", "Cancel"] and not leads["d0"].held
-            assert leads["p0"].kinds() == ["Prefill"]
+            assert drivers["d0"].kinds() == ["ReserveKv", "Cancel"] and not drivers["d0"].held
+            assert drivers["p0"].kinds() == ["Prefill"]
             assert coordinator.records[0].outcome == "stop"
 
     run(scenario)
@@ -74,8 +74,8 @@ def test_an_end_at_the_first_token_frees_the_reservation():
 @pytest.mark.parametrize("stuck", ["p0", "d0"])
 def test_cancel_frees_both_sides_and_only_once_they_say_so(stuck):
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
-            leads[stuck].gate.clear()
+        async with serving(PAIR) as (coordinator, drivers):
+            drivers[stuck].gate.clear()
             request = coordinator.submit(PROMPT, sampling())
             await asyncio.sleep(0.05)
             coordinator.cancel(request)
@@ -83,9 +83,9 @@ def test_cancel_frees_both_sides_and_only_once_they_say_so(stuck):
             assert [output async for output in request] == []
             await asyncio.sleep(0.05)
             assert coordinator.replicas["d0"].held or coordinator.replicas["p0"].held
-            leads[stuck].gate.set()
+            drivers[stuck].gate.set()
             await settle(coordinator)
-            assert not leads["p0"].held and not leads["d0"].held
+            assert not drivers["p0"].held and not drivers["d0"].held
             assert [record.outcome for record in coordinator.records] == ["cancelled"]
             assert await tokens_of(coordinator.submit(PROMPT, sampling(2))) == [300, 301]
 
@@ -94,13 +94,13 @@ def test_cancel_frees_both_sides_and_only_once_they_say_so(stuck):
 
 def test_cancel_while_waiting_leaves_the_queue():
     async def scenario():
-        async with serving(PAIR, budget=10) as (coordinator, leads):
-            leads["d0"].gate.clear()
+        async with serving(PAIR, budget=10) as (coordinator, drivers):
+            drivers["d0"].gate.clear()
             first, second = (coordinator.submit(PROMPT, sampling(6)) for _ in range(2))
             assert coordinator.waiting == 1
             coordinator.cancel(second)
             assert coordinator.waiting == 0 and second.route is None
-            leads["d0"].gate.set()
+            drivers["d0"].gate.set()
             assert len(await tokens_of(first)) == 6
 
     run(scenario)
@@ -108,15 +108,15 @@ def test_cancel_while_waiting_leaves_the_queue():
 
 def test_requests_wait_in_order_for_room_and_a_full_queue_refuses():
     async def scenario():
-        async with serving(PAIR, budget=10, queue_limit=3) as (coordinator, leads):
-            leads["d0"].gate.clear()
+        async with serving(PAIR, budget=10, queue_limit=3) as (coordinator, drivers):
+            drivers["d0"].gate.clear()
             running = [coordinator.submit(PROMPT, sampling(6)) for _ in range(4)]
             with pytest.raises(Overloaded):
                 coordinator.submit(PROMPT, sampling(6))
-            leads["d0"].gate.set()
+            drivers["d0"].gate.set()
             results = await asyncio.gather(*map(tokens_of, running))
             assert results == [[300, 301, 302, 303, 304, 305]] * 4
-            expected = [each.request_id for each in leads["d0"].received if isinstance(each, ReserveKv)]
+            expected = [each.request_id for each in drivers["d0"].received if isinstance(each, ReserveKv)]
             assert expected == ["r0", "r1", "r2", "r3"]
 
     run(scenario)
@@ -130,7 +130,7 @@ def test_many_requests_follow_the_weights_and_leave_nothing_behind():
             Route("p1", "d1", 2.0),
             Route("c0", "c0", 2.0),
         ]
-        async with serving(routes, budget=1000, max_batch=100) as (coordinator, leads):
+        async with serving(routes, budget=1000, max_batch=100) as (coordinator, drivers):
             requests = [coordinator.submit([1] * (1 + n % 7), sampling(1 + n % 5)) for n in range(80)]
             results = await asyncio.gather(*map(tokens_of, requests))
             for number, tokens in enumerate(results):
@@ -139,7 +139,7 @@ def test_many_requests_follow_the_weights_and_leave_nothing_behind():
             picked = [request.route for request in requests]
             assert [picked.count(route) for route in routes] == [30, 10, 20, 20]
             await settle(coordinator)
-            assert not any(lead.held for lead in leads.values())
+            assert not any(driver.held for driver in drivers.values())
             assert all(replica.held_tokens == 0 for replica in coordinator.replicas.values())
             assert not coordinator._in_flight.requests
 
@@ -148,11 +148,11 @@ def test_many_requests_follow_the_weights_and_leave_nothing_behind():
 
 def test_a_silent_worker_is_lost_and_a_slow_one_is_not():
     async def scenario():
-        async with serving(PAIR, ping_every_s=0.02) as (coordinator, leads):
+        async with serving(PAIR, ping_every_s=0.02) as (coordinator, drivers):
             assert await tokens_of(coordinator.submit(PROMPT, sampling(3))) == [300, 301, 302]
             await asyncio.sleep(0.5)
-            assert coordinator.lost == {} and "Ping" in leads["d0"].kinds()
-            leads["d0"].gate.clear()
+            assert coordinator.lost == {} and "Ping" in drivers["d0"].kinds()
+            drivers["d0"].gate.clear()
             with pytest.raises(Unavailable, match="worker n/d0 does not answer"):
                 await tokens_of(coordinator.submit(PROMPT, sampling(3)))
             assert list(coordinator.lost) == ["d0"]

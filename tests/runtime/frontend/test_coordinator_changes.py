@@ -1,11 +1,11 @@
-"""The coordinator on its way to other replicas: nobody waits for one that leaves, nobody is turned away while
-another starts."""
+"""The coordinator while replicas change: no request waits for one that leaves, and none is refused while
+another one starts."""
 
 import asyncio
 import socket
 
 import pytest
-from scripted import PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
+from scripted import PROMPT, FakeDriver, run, sampling, serving, settle, tokens_of
 
 from runtime.frontend.replica import Replica
 from runtime.launcher.worker_link import StreamLink
@@ -19,7 +19,7 @@ EXPECTED = [300, 301, 302, 303]
 
 
 class Plan:
-    """Routes as a placement would give them."""
+    """Routes as a placement would have them."""
 
     def __init__(self, routes):
         self.all = routes
@@ -29,11 +29,11 @@ class Plan:
 
 
 async def another(name):
-    """A fake lead of a new replica, running, and the link to it."""
+    """A running fake driver of a new replica, and the link to it."""
     ours, theirs = socket.socketpair()
-    lead = FakeLead(name, await StreamLink.over(theirs))
-    lead.task = asyncio.create_task(lead.run())
-    return lead, {f"n/{name}": await StreamLink.over(ours)}
+    driver = FakeDriver(name, await StreamLink.over(theirs))
+    driver.task = asyncio.create_task(driver.run())
+    return driver, {f"n/{name}": await StreamLink.over(ours)}
 
 
 def coming(name):
@@ -42,8 +42,8 @@ def coming(name):
 
 def test_a_replica_that_is_retired_finishes_and_the_new_one_takes_over():
     async def scenario():
-        async with serving(OLD) as (coordinator, leads):
-            leads["d0"].gate.clear()
+        async with serving(OLD) as (coordinator, drivers):
+            drivers["d0"].gate.clear()
             first = coordinator.submit(PROMPT, sampling())
             coordinator.change(Plan(BOTH), {"d1": coming("d1")})
             assert coordinator.states.which_are(ReplicaState.STARTING) == {"d1"}
@@ -51,9 +51,9 @@ def test_a_replica_that_is_retired_finishes_and_the_new_one_takes_over():
             waiting = coordinator.submit(PROMPT, sampling())
             await asyncio.sleep(0.05)
             assert waiting.state.value == "waiting"
-            leads["d0"].gate.set()
+            drivers["d0"].gate.set()
             assert await tokens_of(first) == EXPECTED and first.record.decode_replica == "d0"
-            lead, links = await another("d1")
+            driver, links = await another("d1")
             coordinator.join("d1", links)
             assert await tokens_of(waiting) == EXPECTED and waiting.record.decode_replica == "d1"
             await settle(coordinator)
@@ -61,15 +61,15 @@ def test_a_replica_that_is_retired_finishes_and_the_new_one_takes_over():
             coordinator.change(Plan(BOTH[1:]), {})
             assert set(coordinator.replicas) == {"p0", "d1"} and not coordinator.states.absent
             assert await tokens_of(coordinator.submit(PROMPT, sampling())) == EXPECTED
-            lead.task.cancel()
+            driver.task.cancel()
 
     run(scenario)
 
 
 def test_what_a_replica_does_not_finish_goes_on_elsewhere_with_the_same_tokens():
     async def scenario():
-        async with serving(BOTH) as (coordinator, leads):
-            leads["d0"].gate.clear()
+        async with serving(BOTH) as (coordinator, drivers):
+            drivers["d0"].gate.clear()
             requests = [coordinator.submit(PROMPT, sampling()) for _ in range(4)]
             assert {request.record.decode_replica for request in requests} == {"d0", "d1"}
             coordinator.change(Plan(BOTH), {})
@@ -79,9 +79,9 @@ def test_what_a_replica_does_not_finish_goes_on_elsewhere_with_the_same_tokens()
             for request in requests:
                 assert await tokens_of(request) == EXPECTED
             assert {request.record.decode_replica for request in requests} == {"d1"}
-            leads["d0"].gate.set()
+            drivers["d0"].gate.set()
             await settle(coordinator)
-            assert not leads["d0"].held
+            assert not drivers["d0"].held
 
     run(scenario)
 

@@ -1,10 +1,10 @@
-"""The coordinator against scripted lead workers that refuse, fail, give up or go away."""
+"""The coordinator with scripted drivers that refuse, fail, give up or disappear."""
 
 import asyncio
 import random
 
 import pytest
-from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
+from scripted import PAIR, PROMPT, FakeDriver, run, sampling, serving, settle, tokens_of
 
 from runtime.frontend.in_flight import RESUMES
 from runtime.protocol.from_workers import Failed, KvMoved, RequestFailed, Reserved
@@ -15,22 +15,22 @@ from runtime.routing.router import Route
 
 def test_a_refused_reservation_is_tried_again_after_a_release():
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
-            leads["d0"].gate.clear()
+        async with serving(PAIR) as (coordinator, drivers):
+            drivers["d0"].gate.clear()
             first, second = coordinator.submit(PROMPT, sampling()), coordinator.submit(PROMPT, sampling())
             await asyncio.sleep(0.02)
-            answer, calls = leads["d0"].answer, []
+            answer, calls = drivers["d0"].answer, []
 
             def refuse_the_second_once(message):
                 calls.append(message)
                 if len(calls) == 2:
-                    return leads["d0"].link.send(Reserved(request_id=message.request_id, ok=False))
+                    return drivers["d0"].link.send(Reserved(request_id=message.request_id, ok=False))
                 answer(message)
 
-            leads["d0"].answer = refuse_the_second_once
-            leads["d0"].gate.set()
+            drivers["d0"].answer = refuse_the_second_once
+            drivers["d0"].gate.set()
             assert await tokens_of(first) == await tokens_of(second) == [300, 301, 302, 303]
-            expected = [each.request_id for each in leads["d0"].received if isinstance(each, ReserveKv)]
+            expected = [each.request_id for each in drivers["d0"].received if isinstance(each, ReserveKv)]
             assert expected[:2] == ["r0", "r1"] and len(set(expected)) == 3
 
     run(scenario)
@@ -38,8 +38,8 @@ def test_a_refused_reservation_is_tried_again_after_a_release():
 
 def test_a_refusal_by_an_empty_replica_is_an_error_not_a_loop():
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
-            leads["d0"].refusals = 99
+        async with serving(PAIR) as (coordinator, drivers):
+            drivers["d0"].refusals = 99
             with pytest.raises(Unavailable, match="no room"):
                 await tokens_of(coordinator.submit(PROMPT, sampling()))
 
@@ -48,13 +48,13 @@ def test_a_refusal_by_an_empty_replica_is_an_error_not_a_loop():
 
 def test_a_refusal_that_crosses_a_cancel_frees_the_room():
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
-            lead = leads["d0"]
-            lead.refusals, lead.release = 1, lambda _: None  # it says Released of nothing it never held
-            lead.gate.clear()
+        async with serving(PAIR) as (coordinator, drivers):
+            driver = drivers["d0"]
+            driver.refusals, driver.release = 1, lambda _: None  # it sends no Released for what it never held
+            driver.gate.clear()
             request = coordinator.submit(PROMPT, sampling())
             coordinator.cancel(request)
-            lead.gate.set()
+            driver.gate.set()
             await settle(coordinator)
             assert not coordinator._in_flight.requests
 
@@ -63,8 +63,8 @@ def test_a_refusal_that_crosses_a_cancel_frees_the_room():
 
 def test_a_request_that_ends_refused_lets_the_next_one_start():
     async def scenario():
-        async with serving(PAIR, budget=10) as (coordinator, leads):
-            leads["d0"].refusals = 1
+        async with serving(PAIR, budget=10) as (coordinator, drivers):
+            drivers["d0"].refusals = 1
             refused, waiting = (coordinator.submit(PROMPT, sampling(6)) for _ in range(2))
             with pytest.raises(Unavailable, match="no room"):
                 await tokens_of(refused)
@@ -73,8 +73,8 @@ def test_a_request_that_ends_refused_lets_the_next_one_start():
     run(scenario)
 
 
-class Failing(FakeLead):
-    """Gives up the requests named in `gives_up` when a kind of message comes for them."""
+class Failing(FakeDriver):
+    """Gives up the requests named in `gives_up` when a kind of message arrives for them."""
 
     def __init__(self, replica_id, link):
         super().__init__(replica_id, link)
@@ -98,18 +98,18 @@ class Failing(FakeLead):
 def test_a_request_that_a_replica_gives_up_fails_alone(name, when, caplog):
     async def scenario():
         routes = [Route("c0", "c0", 1.0)] if name == "c0" else PAIR
-        async with serving(routes, lead=Failing) as (coordinator, leads):
-            leads[name].gives_up = {"r0": when}
+        async with serving(routes, driver=Failing) as (coordinator, drivers):
+            drivers[name].gives_up = {"r0": when}
             failed, beside = coordinator.submit(PROMPT, sampling()), coordinator.submit(PROMPT, sampling())
             with pytest.raises(Broken, match="failed at request r0"):
                 await tokens_of(failed)
             assert f"replica {name} gave up request r0: sending KV cache" in caplog.text
             assert await tokens_of(beside) == [300, 301, 302, 303]
             await settle(coordinator)
-            assert not any(lead.held for lead in leads.values()) and not coordinator._in_flight.requests
+            assert not any(driver.held for driver in drivers.values()) and not coordinator._in_flight.requests
             assert [record.outcome for record in coordinator.records] == ["failed", "length"]
             if name == "p0":
-                assert Cancel(request_id="r0") in leads["d0"].received
+                assert Cancel(request_id="r0") in drivers["d0"].received
             assert (
                 coordinator.lost == {} and len(await tokens_of(coordinator.submit(PROMPT, sampling()))) == 4
             )
@@ -121,15 +121,15 @@ def test_a_request_that_a_replica_gives_up_fails_alone(name, when, caplog):
 def test_a_request_that_a_fault_struck_is_resumed_where_it_was(name, when):
     async def scenario():
         routes = [Route("c0", "c0", 1.0)] if name == "c0" else PAIR
-        async with serving(routes, lead=Failing) as (coordinator, leads):
-            leads[name].gives_up, leads[name].fault = {"r0": when}, True
+        async with serving(routes, driver=Failing) as (coordinator, drivers):
+            drivers[name].gives_up, drivers[name].fault = {"r0": when}, True
             request = coordinator.submit(PROMPT, sampling())
             assert await tokens_of(request) == [300, 301, 302, 303]
             await settle(coordinator)
-            assert not any(lead.held for lead in leads.values()) and not coordinator._in_flight.requests
+            assert not any(driver.held for driver in drivers.values()) and not coordinator._in_flight.requests
             (record,) = coordinator.records
             assert (record.outcome, record.resumes, record.output_tokens) == ("length", 1, 4)
-            again = [m for m in leads[routes[0].prefill].received if isinstance(m, Prefill)][-1]
+            again = [m for m in drivers[routes[0].prefill].received if isinstance(m, Prefill)][-1]
             known = 0 if name == "c0" else 1
             assert again.request_id == "r1" and again.index == known
             assert list(again.prompt) == PROMPT + [300][:known]
@@ -139,12 +139,12 @@ def test_a_request_that_a_fault_struck_is_resumed_where_it_was(name, when):
 
 def test_what_fails_everywhere_is_an_error_in_the_end():
     async def scenario():
-        async with serving([Route("c0", "c0", 1.0), Route("c1", "c1", 1.0)], lead=Failing) as (
+        async with serving([Route("c0", "c0", 1.0), Route("c1", "c1", 1.0)], driver=Failing) as (
             coordinator,
-            leads,
+            drivers,
         ):
-            for lead in leads.values():
-                lead.gives_up, lead.fault = {f"r{number}": Prefill for number in range(9)}, True
+            for driver in drivers.values():
+                driver.gives_up, driver.fault = {f"r{number}": Prefill for number in range(9)}, True
             request = coordinator.submit(PROMPT, sampling())
             with pytest.raises(Unavailable, match="gave up request r3: sending KV cache"):
                 await tokens_of(request)
@@ -156,15 +156,15 @@ def test_what_fails_everywhere_is_an_error_in_the_end():
 
 def test_a_failure_after_the_end_changes_nothing():
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
+        async with serving(PAIR) as (coordinator, drivers):
             request = coordinator.submit(PROMPT, sampling())
             assert len(await tokens_of(request)) == 4
             await settle(coordinator)
-            for lead in leads.values():
-                lead.link.send(
-                    RequestFailed(request_id="r0", replica=lead.replica_id, text="late", fault=True)
+            for driver in drivers.values():
+                driver.link.send(
+                    RequestFailed(request_id="r0", replica=driver.replica_id, text="late", fault=True)
                 )
-                lead.release("r0")
+                driver.release("r0")
             assert len(await tokens_of(coordinator.submit(PROMPT, sampling()))) == 4
             await settle(coordinator)
             assert [record.outcome for record in coordinator.records] == ["length", "length"]
@@ -188,17 +188,17 @@ def test_a_request_that_never_fits_is_refused_at_once():
 def test_a_lost_replica_fails_a_request_that_was_resumed_often_and_the_others_serve(lost, how):
     async def scenario():
         routes = [Route("p0", "d0", 1.0), Route("p1", "d1", 1.0)]
-        async with serving(routes) as (coordinator, leads):
-            leads[lost].gate.clear()
+        async with serving(routes) as (coordinator, drivers):
+            drivers[lost].gate.clear()
             on_lost = coordinator.submit(PROMPT, sampling())
             on_lost.record.resumes = RESUMES
             await asyncio.sleep(0.02)
             if how == "closes":
-                leads[lost].link.close()
+                drivers[lost].link.close()
             elif how == "babbles":
-                leads[lost].link._writer.write(b"\x03\x00\x00\x00abc")
+                drivers[lost].link._writer.write(b"\x03\x00\x00\x00abc")
             else:
-                leads[lost].link.send(Failed(worker=f"n/{lost}", kind="fault", text="broken"))
+                drivers[lost].link.send(Failed(worker=f"n/{lost}", kind="fault", text="broken"))
             with pytest.raises(Unavailable, match=f"replica {lost} is lost"):
                 await tokens_of(on_lost)
             assert lost in coordinator.lost[lost]
@@ -214,16 +214,16 @@ def test_a_lost_replica_fails_a_request_that_was_resumed_often_and_the_others_se
 @pytest.mark.parametrize("phase", ["reserving", "prefilling", "decoding"])
 @pytest.mark.parametrize("lost", ["p0", "d0"])
 def test_requests_of_a_lost_replica_go_on_elsewhere(lost, phase):
-    """Each token once, whatever the replica that is lost had said; nothing stays accounted for."""
+    """Each token comes once, whatever the lost replica had sent; nothing stays accounted for."""
 
     async def scenario():
         routes = [Route("p0", "d0", 1.0), Route("p1", "d1", 1.0)]
-        async with serving(routes) as (coordinator, leads):
-            d0 = leads["d0"]
+        async with serving(routes) as (coordinator, drivers):
+            d0 = drivers["d0"]
             if phase == "reserving":
                 d0.gate.clear()
             elif phase == "prefilling":
-                leads["p0"].gate.clear()
+                drivers["p0"].gate.clear()
             else:
                 d0.emit = lambda *_: None
                 d0.release = lambda _: None
@@ -231,14 +231,14 @@ def test_requests_of_a_lost_replica_go_on_elsewhere(lost, phase):
             await asyncio.sleep(0.02)
             doomed = [request for request in requests if request.state.value != "ended"]
             assert {request.state.value for request in doomed} == {phase} and len(doomed) == 2
-            leads[lost].link.close()
+            drivers[lost].link.close()
             for request in requests:
                 if lost == "p0" and phase == "decoding":
-                    break  # they need it no more, and d0 says nothing
+                    break  # they no longer need it, and d0 is silent
                 assert await tokens_of(request) == [300, 301, 302, 303]
                 assert request.record.resumes == (request in doomed)
             else:
-                leads["p0"].gate.set()
+                drivers["p0"].gate.set()
                 d0.gate.set()
                 d0.__dict__.pop("release", None)
                 for request_id in list(d0.held):
@@ -253,10 +253,10 @@ def test_requests_of_a_lost_replica_go_on_elsewhere(lost, phase):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_fails_every_token_comes_once(seed):
-    """Replicas that refuse, fail requests, or go away at random, one route staying whole."""
+    """Replicas refuse, fail requests or disappear at random, while one route stays intact."""
     rng = random.Random(seed)
 
-    class Unreliable(FakeLead):
+    class Unreliable(FakeDriver):
         whole = False
 
         def answer(self, message):
@@ -284,8 +284,8 @@ def test_whatever_fails_every_token_comes_once(seed):
     async def scenario():
         routes = [Route(f"p{i}", f"d{j}", 1.0) for i in range(2) for j in range(2)]
         routes += [Route("c0", "c0", 1.0), Route("c1", "c1", 1.0)]
-        async with serving(routes, lead=Unreliable, queue_limit=99) as (coordinator, leads):
-            leads["c1"].whole = True
+        async with serving(routes, driver=Unreliable, queue_limit=99) as (coordinator, drivers):
+            drivers["c1"].whole = True
             count = rng.randint(5, 40)
             lengths = [rng.randint(1, 9) for _ in range(count)]
             requests = []
@@ -310,11 +310,11 @@ def test_whatever_fails_every_token_comes_once(seed):
 
 def test_nothing_left_to_serve_is_an_error_for_those_who_wait_and_those_who_come():
     async def scenario():
-        async with serving(PAIR, budget=10) as (coordinator, leads):
-            leads["d0"].gate.clear()
+        async with serving(PAIR, budget=10) as (coordinator, drivers):
+            drivers["d0"].gate.clear()
             requests = [coordinator.submit(PROMPT, sampling(6)) for _ in range(3)]
             await asyncio.sleep(0.02)
-            leads["d0"].link.close()
+            drivers["d0"].link.close()
             for request in requests:
                 with pytest.raises(Unavailable):
                     await tokens_of(request)
@@ -327,18 +327,18 @@ def test_nothing_left_to_serve_is_an_error_for_those_who_wait_and_those_who_come
 
 def test_a_prefill_replica_may_go_once_its_request_decodes():
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
+        async with serving(PAIR) as (coordinator, drivers):
             sent = asyncio.Event()
-            emit = leads["d0"].emit
+            emit = drivers["d0"].emit
 
             def slowly(*arguments):
                 asyncio.get_running_loop().call_later(0.1, emit, *arguments)
                 sent.set()
 
-            leads["d0"].emit, leads["d0"].release = slowly, lambda _: None
+            drivers["d0"].emit, drivers["d0"].release = slowly, lambda _: None
             request = coordinator.submit(PROMPT, sampling())
             await sent.wait()
-            leads["p0"].link.close()
+            drivers["p0"].link.close()
             assert await tokens_of(request) == [300, 301, 302, 303]
 
     run(scenario)
@@ -346,19 +346,19 @@ def test_a_prefill_replica_may_go_once_its_request_decodes():
 
 def test_a_prefill_replica_that_goes_with_the_first_token_is_missed_though_the_kv_cache_has_arrived():
     async def scenario():
-        async with serving([Route("p0", "d0", 1.0), Route("p1", "d0", 0.1)]) as (coordinator, leads):
-            leads["p0"].gate.clear()
+        async with serving([Route("p0", "d0", 1.0), Route("p1", "d0", 0.1)]) as (coordinator, drivers):
+            drivers["p0"].gate.clear()
             request = coordinator.submit(PROMPT, sampling())
-            while "Prefill" not in leads["p0"].kinds():
+            while "Prefill" not in drivers["p0"].kinds():
                 await asyncio.sleep(0.005)
             moved = KvMoved(request_id=request.request_id, bytes_received=640, seconds=0.001)
-            leads["d0"].link.send(moved)
+            drivers["d0"].link.send(moved)
             while not request.record.kv_arrived:
                 await asyncio.sleep(0.005)
-            leads["p0"].link.close()
+            drivers["p0"].link.close()
             assert await tokens_of(request) == [300, 301, 302, 303]
             assert request.record.resumes == 1 and list(coordinator.lost) == ["p0"]
-            leads["p0"].gate.set()
+            drivers["p0"].gate.set()
             await settle(coordinator)
 
     run(scenario)
@@ -366,8 +366,8 @@ def test_a_prefill_replica_that_goes_with_the_first_token_is_missed_though_the_k
 
 def test_stop_ends_every_stream():
     async def scenario():
-        async with serving(PAIR, budget=10) as (coordinator, leads):
-            leads["d0"].gate.clear()
+        async with serving(PAIR, budget=10) as (coordinator, drivers):
+            drivers["d0"].gate.clear()
             requests = [coordinator.submit(PROMPT, sampling(6)) for _ in range(2)]
             await coordinator.stop()
             for request in requests:

@@ -1,4 +1,4 @@
-"""The coordinator over real worker processes: what fails ends as an error, and all room comes back."""
+"""The coordinator with real worker processes: failures end as errors, and all memory is freed."""
 
 import asyncio
 import os
@@ -27,8 +27,8 @@ def test_a_kv_transfer_that_breaks_fails_its_request_alone_and_frees_both_sides(
         async with joined(folder) as (coordinator, cluster, links):
             assert await tokens_of(ask(coordinator, TO_D)) == answer
             tell_addresses(cluster, links, **{"d/1": 1})
-            for _ in range(4):  # more in all than a replica has room for, unless it comes back
-                unknown = [*PROMPT[1:], 3]  # d has nothing of it, so that it can't go on without
+            for _ in range(4):  # more in total than a replica holds, unless memory is freed
+                unknown = [*PROMPT[1:], 3]  # d has cached none of it, so it needs the transfer
                 sampling = Sampling(max_tokens=120, ignore_eos=True)
                 broken, beside = coordinator.submit(unknown, sampling, TO_D), ask(coordinator, TO_E)
                 with pytest.raises(

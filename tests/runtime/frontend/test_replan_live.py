@@ -1,4 +1,4 @@
-"""Another placement while a launched fleet serves: requests go on, and what comes of it is sound."""
+"""A new placement while a launched fleet serves: requests go on, and the result is valid."""
 
 import signal
 import threading
@@ -48,7 +48,7 @@ def answer(http):
 
 
 class Load:
-    """Clients that ask one request after the other until told to stop."""
+    """Clients that send one request after the other until told to stop."""
 
     def __init__(self, server, clients=3):
         self.answers, self._stop, self._server = [], threading.Event(), server
@@ -77,7 +77,7 @@ def wait_for(what):
 
 
 def workers(server):
-    """The worker processes in the order in which they were started, which is at first that of the GPUs."""
+    """The worker processes in the order of their start, which is at first that of the GPUs."""
     fork_server = next(each for each in server.family() if "forkserver" in " ".join(each.cmdline()[:4]))
     return sorted(fork_server.children(), key=lambda each: each.pid)
 
@@ -100,7 +100,7 @@ def test_a_replica_that_stays_lost_brings_another_placement_and_every_request_is
         answers = load.end()
         check_whole([*answers, *(answer(http) for _ in range(8))], expected)
         assert len({each.headers["x-hexgen2-decode-replica"] for each in answers}) > 1
-        # On a starved machine another worker may have seemed dead meanwhile, and have been planned without.
+        # On an overloaded machine another worker may also have seemed dead, so that the plan omits it.
         wait_for(lambda: http.get("/health").status_code == 200)
         live = http.get("/placement").text
         placement = Placement.model_validate_json(live)
@@ -138,7 +138,7 @@ def test_on_demand_and_a_search_that_finds_nothing_leaves_the_fleet_as_it_is(lau
             replica.id for replica in degraded.replicas
         }
         check_whole([answer(http) for _ in range(4)], expected)
-        # All that could decode is lost as well: nothing is left to plan with.
+        # All replicas that could decode are lost as well: nothing is left to plan with.
         assert http.post("/replan").status_code == 202
         server.wait_for("the new placement serves", LIMIT_S)
         check_whole([answer(http) for _ in range(4)], expected)

@@ -1,4 +1,5 @@
-"""When another placement is searched, and without what: replicas that stay lost, machines gone or back."""
+"""When the replanner searches, and without which GPUs: replicas that stay lost, machines that go or
+return."""
 
 import asyncio
 
@@ -18,7 +19,7 @@ AFTER_S = 0.2
 
 
 class Machines(Starter):
-    """Restarts that wait until they may, on machines of which some are gone."""
+    """Restarts that wait until the test allows them, on machines of which some are gone."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +39,7 @@ class Machines(Starter):
 
 
 class Searched(Replanner):
-    """Finds nothing, and keeps what it was asked for."""
+    """A search that finds nothing, and records what it was asked."""
 
     async def _search(self, lost, back):
         self.searches.append((list(lost), list(back)))
@@ -52,7 +53,7 @@ def at_once(monkeypatch):
 
 @pytest.fixture
 def placement(model_folder):
-    """GPU 0 is of p0, 1 and 2 of p1, 3 and 4 of d0, 5 of d1."""
+    """p0 has GPU 0, p1 has 1 and 2, d0 has 3 and 4, d1 has 5."""
     placement = make_placement(model_folder)
     replicas = [each.model_copy(update={"id": NAMES[each.id]}) for each in placement.replicas]
     return placement.model_copy(update={"replicas": replicas})
@@ -82,7 +83,7 @@ def test_a_gone_machine_takes_all_its_gpus_and_is_searched_without_once(placemen
             lose(coordinator, "d1")
             await until(lambda: replanner.searches)
             assert replanner.searches == [(["box/4", "box/5"], [])]
-            await until(lambda: said[-1] == "replica d1 waits for n/d1")  # it goes on waiting
+            await until(lambda: said[-1] == "replica d1 waits for n/d1")  # it keeps waiting
             await asyncio.sleep(3 * AFTER_S)
             assert len(replanner.searches) == 1
             assert replanner.ask()

@@ -1,5 +1,5 @@
-"""A request that fails by itself, in whatever part of the server, ends alone; one that kills replicas is
-resumed once and no more."""
+"""A request that fails by itself, in any part of the server, ends alone; one that kills replicas is resumed
+only once."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ import time
 
 import httpx
 import pytest
-from scripted import PAIR, PROMPT, FakeLead, run, sampling, serving, settle, tokens_of
+from scripted import PAIR, PROMPT, FakeDriver, run, sampling, serving, settle, tokens_of
 from served import KEY, MODEL, ROOT, SECONDS, Server, until_idle
 
 from benchmarks.serving.poison.seeds import AT_START, IN_SAMPLING, KILLS
@@ -24,9 +24,9 @@ TWO = [Route("c0", "c0", 1.0), Route("c1", "c1", 1.0)]
 POISONOUS = Sampling(max_tokens=4, seed=13)
 
 
-class Mortal(FakeLead):
-    """Dies of requests with the seed 13, after `lives` of their tokens; another one is started in its place
-    by the test."""
+class Mortal(FakeDriver):
+    """A driver that dies of requests with the seed 13, after `lives` of their tokens; the test starts a
+    replacement."""
 
     after = 0
 
@@ -45,16 +45,16 @@ def test_a_request_that_kills_two_replicas_is_not_resumed_again(after, caplog):
     async def scenario():
         explained = []
         routes = [Route(f"c{number}", f"c{number}", 1.0) for number in range(4)]
-        async with serving(routes, lead=Mortal) as (coordinator, leads):
+        async with serving(routes, driver=Mortal) as (coordinator, drivers):
             coordinator._on_explained = explained.append
-            for lead in leads.values():
-                lead.after = after
+            for driver in drivers.values():
+                driver.after = after
             poison = coordinator.submit(PROMPT, POISONOUS)
             with pytest.raises(Broken, match="failed at request r"):
                 await tokens_of(poison)
             assert poison.record.resumes == 1 and len(coordinator.lost) == 2
             assert [set(coordinator.lost)] == explained
-            assert "it was on board when replicas died" in caplog.text
+            assert "replicas died while serving it" in caplog.text
             assert await tokens_of(coordinator.submit(PROMPT, sampling())) == [300, 301, 302, 303]
             await settle(coordinator)
             assert not coordinator._in_flight.requests
@@ -63,17 +63,18 @@ def test_a_request_that_kills_two_replicas_is_not_resumed_again(after, caplog):
 
 
 def test_replicas_that_die_together_died_of_no_request():
-    """A machine goes, and with it replicas that a request is resumed on before the front end has noticed."""
+    """A machine fails with several replicas, and a request is resumed on another of them before the front end
+    notices."""
 
     async def scenario():
         routes = [Route(f"c{number}", f"c{number}", 1.0) for number in range(4)]
-        async with serving(routes) as (coordinator, leads):
+        async with serving(routes) as (coordinator, drivers):
             for name in ("c0", "c1", "c2"):
-                leads[name].answer = lambda _: None
+                drivers[name].answer = lambda _: None
             requests = [coordinator.submit(PROMPT, sampling(8)) for _ in range(8)]
             await asyncio.sleep(0.05)
             for name in ("c0", "c1", "c2"):
-                leads[name].link.close()
+                drivers[name].link.close()
             for request in requests:
                 assert await tokens_of(request) == list(range(300, 308))
             assert len(coordinator.lost) == 3
@@ -82,10 +83,11 @@ def test_replicas_that_die_together_died_of_no_request():
 
 
 def test_those_who_made_progress_beside_it_are_resumed():
-    """Both are on board when two replicas die; only one never got a token of either."""
+    """The poison and other requests are in flight when two replicas die, but only the poison never got a
+    token."""
 
     class Slow(Mortal):
-        """Gives others a token a time, and waits before the poison takes hold."""
+        """A driver that gives other requests one token at a time, and delays the effect of the poison."""
 
         def answer(self, message):
             if isinstance(message, Prefill):
@@ -105,7 +107,7 @@ def test_those_who_made_progress_beside_it_are_resumed():
             self.release(message.request_id)
 
     async def scenario():
-        async with serving([*TWO, Route("c2", "c2", 1.0)], lead=Slow) as (coordinator, _):
+        async with serving([*TWO, Route("c2", "c2", 1.0)], driver=Slow) as (coordinator, _):
             poison = coordinator.submit(PROMPT, POISONOUS)
             others = [coordinator.submit(PROMPT, sampling(8)) for _ in range(6)]
             results = await asyncio.gather(*map(tokens_of, [poison, *others]), return_exceptions=True)
@@ -119,7 +121,7 @@ def test_those_who_made_progress_beside_it_are_resumed():
 @pytest.mark.parametrize("kind", [Prefill, ReserveKv, Decode])
 def test_a_message_that_cannot_be_made_ends_its_request_and_no_other(kind):
     async def scenario():
-        async with serving(PAIR) as (coordinator, leads):
+        async with serving(PAIR) as (coordinator, drivers):
             for replica in coordinator.replicas.values():
                 replica.links = {name: Picky(link, kind) for name, link in replica.links.items()}
             poison, sound = coordinator.submit([7] * 5, sampling()), coordinator.submit(PROMPT, sampling())
@@ -128,7 +130,7 @@ def test_a_message_that_cannot_be_made_ends_its_request_and_no_other(kind):
             assert await tokens_of(sound) == [300, 301, 302, 303]
             await settle(coordinator)
             assert not coordinator.lost and not coordinator._in_flight.requests
-            assert not any(lead.held for lead in leads.values())
+            assert not any(driver.held for driver in drivers.values())
 
     run(scenario)
 
@@ -149,7 +151,7 @@ class Picky:
 
 
 def test_a_token_that_cannot_be_taken_in_ends_its_request_and_no_other():
-    class Odd(FakeLead):
+    class Odd(FakeDriver):
         def emit(self, request_id, indices, base, max_tokens):
             if request_id != "r0":
                 return super().emit(request_id, indices, base, max_tokens)
@@ -157,7 +159,7 @@ def test_a_token_that_cannot_be_taken_in_ends_its_request_and_no_other():
             self.link.send(StepOutput(replica=self.replica_id, outputs=(output,)))
 
     async def scenario():
-        async with serving([Route("c0", "c0", 1.0)], lead=Odd) as (coordinator, _):
+        async with serving([Route("c0", "c0", 1.0)], driver=Odd) as (coordinator, _):
             poison, sound = coordinator.submit(PROMPT, sampling()), coordinator.submit(PROMPT, sampling())
 
             def fails(event, put=poison.put):
@@ -176,7 +178,7 @@ def test_a_token_that_cannot_be_taken_in_ends_its_request_and_no_other():
 
 @pytest.fixture(scope="module")
 def poisoned(model_folder, tmp_path_factory):
-    """A fleet of real workers in which faults are planted, whose replicas come back."""
+    """A fleet of real workers with planted faults, whose replicas restart."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(POISON), before]))
     server = Server(model_folder, tmp_path_factory.mktemp("poisoned"), key=KEY, restarts=5)
@@ -213,7 +215,7 @@ def until_whole(http):
 def test_a_fault_in_a_worker_is_500_for_one_request_and_the_others_do_not_notice(
     asking, poisoned, seed, stream
 ):
-    """Beside it requests of all kinds run in the same steps; no replica is lost."""
+    """Requests of all kinds run in the same steps; no replica is lost."""
     prompts = [[20 + k] * (5 + 3 * k) for k in range(8)]
     sound = [asking.post("/v1/completions", json=body(each)).json()["choices"][0]["text"] for each in prompts]
     found, answers = {}, []

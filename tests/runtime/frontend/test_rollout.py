@@ -1,4 +1,5 @@
-"""Waves: everybody's turn comes once, nobody starts on GPUs in use, and somebody serves where that can be."""
+"""Waves: each replica's turn comes once, none starts on GPUs in use, and some replica keeps serving if
+possible."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,5 @@
-"""How often a replica is started again: a row of deaths, or too many within an hour, and it stays lost."""
+"""How often a replica is restarted: after several deaths in a row, or too many within an hour, it stays
+lost."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -17,10 +18,11 @@ def at_once(monkeypatch):
 
 
 class Scene:
-    """A supervisor over a pair of replicas: what it said, and who stays lost. `now_s` is its clock."""
+    """A supervisor of a pair of replicas: what it logged, and which replicas stay lost. `now_s` is its
+    clock."""
 
-    def __init__(self, coordinator, leads, starter, limit):
-        self.coordinator, self.leads, self.starter = coordinator, leads, starter
+    def __init__(self, coordinator, drivers, starter, limit):
+        self.coordinator, self.drivers, self.starter = coordinator, drivers, starter
         self.said, self.stayed, self.now_s = [], [], 1e6
         self.supervisor = Supervisor(coordinator, starter, limit, self.said.append, lambda: self.now_s)
         self.supervisor.on_stays_lost(self.stayed.append)
@@ -36,7 +38,7 @@ class Scene:
         await until(lambda: not self.coordinator.lost)
 
     async def lose_its_machine(self):
-        """That of d0; until the supervisor waits for it."""
+        """Lose the machine of d0, and wait until the supervisor waits for it."""
         self.starter.there.clear()
         self.lose(reason="its node is gone")
         await until(lambda: self.stayed)
@@ -44,8 +46,8 @@ class Scene:
 
 @asynccontextmanager
 async def supervised(limit, works=True, may_start=True, **options):
-    async with serving(PAIR, **options) as (coordinator, leads):
-        scene = Scene(coordinator, leads, Starter(works), limit)
+    async with serving(PAIR, **options) as (coordinator, drivers):
+        scene = Scene(coordinator, drivers, Starter(works), limit)
         if not may_start:
             scene.starter.may.clear()
         try:
@@ -100,11 +102,11 @@ def test_starts_that_fail_in_a_row_end_and_one_that_is_left_alone_is_not_started
 @pytest.mark.parametrize("lost", ["p0", "d0"])
 @pytest.mark.parametrize("works", [True, False])
 def test_requests_wait_for_the_only_replica_while_it_is_started_again(lost, works):
-    """Those that it served, and new ones; if it does not come back, each ends with an error."""
+    """Both its in-flight requests and new ones wait; if it does not come back, each ends with an error."""
 
     async def scenario():
         async with supervised(limit=2, works=works, may_start=False) as scene:
-            scene.leads[lost].gate.clear()
+            scene.drivers[lost].gate.clear()
             served = scene.submit()
             await asyncio.sleep(0.02)
             scene.lose(lost)
@@ -127,7 +129,7 @@ def test_requests_wait_for_the_only_replica_while_it_is_started_again(lost, work
 def test_nobody_waits_for_ever_for_a_replica_that_does_not_come_back():
     async def scenario():
         async with supervised(limit=2, may_start=False, queue_timeout_s=0.2) as scene:
-            scene.leads["d0"].gate.clear()
+            scene.drivers["d0"].gate.clear()
             served = scene.submit()
             await asyncio.sleep(0.02)
             scene.lose()

@@ -1,4 +1,4 @@
-"""The block pool against a plain model of it, over random lives of requests."""
+"""The block pool compared with a simple model of it, over random sequences of requests."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_the_block_used_longest_ago_goes_first_and_ends_before_beginnings() -> N
             pool.publish(block, digest)
         pool.release(blocks)
     assert pool.allocate(1) is not None
-    assert pool.begin(4, old[:1]) is not None  # its beginning is still there: only the end was given away
+    assert pool.begin(4, old[:1]) is not None  # its prefix is still cached: only the end was reused
     assert pool.begin(8, new)[1] == 8
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.booleans())
 def test_no_block_has_two_owners_and_none_is_lost(seed: int, size: int, reuse: bool) -> None:
-    """Random requests over a tiny vocabulary share prefixes; every block's content is tracked by hand."""
+    """Random requests over a tiny vocabulary share prefixes; the test tracks the content of every block."""
     rng, pool = random.Random(seed), BlockPool(size, SIZE, reuse)
     content: dict[int, tuple[int, ...]] = {}
     live: list[tuple[list[int], list[int]]] = []
@@ -92,7 +92,7 @@ def test_no_block_has_two_owners_and_none_is_lost(seed: int, size: int, reuse: b
             for number, block in enumerate(blocks):
                 upto = tuple(tokens[: (number + 1) * SIZE])
                 if number * SIZE < computed:
-                    assert content[block] == upto  # what is shared is what the request needs
+                    assert content[block] == upto  # the shared block has the content that the request needs
                 else:
                     assert block not in held
                     content[block] = upto

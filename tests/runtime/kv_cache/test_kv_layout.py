@@ -42,8 +42,8 @@ def routes(draw: st.DrawFn) -> tuple[Stages, Stages, int]:
 
 
 def holders(replica: Stages, kv_heads: int) -> set[tuple[str, int, int]]:
-    """Brute force: (worker, layer, head) of everything a replica holds, one query head per rank at a
-    time: rank r of n has the KV heads h for which some x in [0, kv_heads * n) maps to both."""
+    """Brute force: (worker, layer, head) of everything that a replica holds, one query head per rank at a
+    time. Rank r of n has the KV heads h for which some x in [0, kv_heads * n) maps to both."""
     grid = set()
     for stage in replica:
         degree = len(stage.workers)

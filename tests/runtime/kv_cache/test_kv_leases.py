@@ -1,4 +1,4 @@
-"""KV caches that do not arrive, with real workers: the blocks are free again on both sides."""
+"""KV caches that do not arrive, with real workers: both sides free their blocks."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,8 @@ async def until_free(coordinator, *names):
 
 
 class CutCable:
-    """A port that leads to another until so many bytes have passed; then the connection breaks. Once only."""
+    """A port that forwards to another one until a number of bytes have passed; then the connection breaks,
+    once."""
 
     def __init__(self, port, limit_bytes):
         self._port, self._left = port, limit_bytes
@@ -72,7 +73,7 @@ class CutCable:
 def test_blocks_for_a_kv_cache_that_never_comes_are_free_after_the_lease(folder, answer):
     async def scenario():
         async with joined(folder, {"kv_lease_s": 0.5}) as (coordinator, _, links):
-            for number in range(12):  # more in all than there are blocks
+            for number in range(12):  # more in total than there are blocks
                 links["d/0"].send(
                     ReserveKv(request_id=f"nobody's-{number}", prompt=tuple(range(1, 65)), capacity_tokens=80)
                 )
@@ -104,7 +105,7 @@ def test_a_connection_cut_in_a_kv_cache_costs_nothing_but_a_resume(folder, answe
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_receiver_that_takes_nothing_is_given_up_and_both_sides_are_free(folder, answer, transport):
-    """Nobody asks the worker whether it lives: the transfer's own deadline finds it."""
+    """Nothing pings the worker here: the transfer's own deadline detects it."""
 
     async def scenario():
         settings = {"kv_transport": transport}

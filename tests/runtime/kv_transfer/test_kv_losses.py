@@ -1,4 +1,4 @@
-"""KV caches that do not arrive: requests cancelled on the way, partners killed or stopped."""
+"""KV caches that do not arrive: requests are cancelled during the transfer, or partners killed or stopped."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from runtime.kv_cache.layout import KvTransfer, Part
 from runtime.protocol.between_workers import KvLanded
 from runtime.protocol.framing import listen
 
-# -- cancelled on the way
+# -- cancelled during the transfer
 
 
 @pytest.mark.parametrize("transport", RUNNABLE)
 def test_blocks_of_a_cancelled_request_are_another_s_at_once(transport: str) -> None:
-    """Forget and give up at any moment of a transfer of many pieces; then the blocks are written by their new
-    owners on both sides, while what was under way ends. Nothing of the old request may come after that."""
+    """Forget or give up at any moment of a transfer with many pieces. Then new owners write the blocks on
+    both sides while the rest of the transfer ends; nothing of the old request may arrive after that."""
     pool = Pool(Part(0, 2, 0, 4), 4, 60, head_dim=2048)
     receiving = Receiving("d/0", pool)
     sending = Sending("p/0", pool, {"d/0": receiving.address}, transport=transport)
@@ -102,7 +102,7 @@ def test_a_lost_receiver_fails_its_requests_within_the_deadline(
     transport: str, how: signal.Signals, receiving: Receiving
 ) -> None:
     process, pipe = start(receive_process, "d/9", Pool(HALF))
-    deadline_s = 5.0 if transport == "nixl" else 1.0  # to load it takes a second
+    deadline_s = 5.0 if transport == "nixl" else 1.0  # nixl takes a second to load
     sending = sending_to(receiving, transport=transport, deadline_s=deadline_s)
     sending.sender.reconnect({"d/0": receiving.address, "d/9": pipe.recv()})
     table = list(range(8))
@@ -134,7 +134,8 @@ def test_a_lost_receiver_fails_its_requests_within_the_deadline(
 
 
 def freeze(process_id: int | None) -> None:
-    """Stop all threads of a process: the signal alone does so in a while, on a busy machine."""
+    """Stop all threads of a process, and wait until they have stopped: on a busy machine the signal takes a
+    while."""
     process = psutil.Process(process_id)
     process.suspend()
     while any(
@@ -146,7 +147,7 @@ def freeze(process_id: int | None) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", WITH_NIXL])
 def test_a_pull_that_comes_too_late_is_not_taken_for_good(transport: str) -> None:
-    """A receiver that slept through the deadline pulls from blocks that are another's by then."""
+    """A receiver that slept through the deadline pulls from blocks that have a new owner by then."""
     pool = Pool(WHOLE)
     process, pipe = start(receive_process, "d/0", pool)
     deadline_s = 5.0 if transport == "nixl" else 0.5

@@ -1,4 +1,4 @@
-"""KV caches between replicas of unlike shapes: every cell where it belongs and none elsewhere."""
+"""KV caches between replicas of different shapes: every cell arrives where it belongs, and nowhere else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def whole_replicas_agree(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Move two requests at once between replicas of any shape; all blocks end as they should."""
+    """Move two requests at once between replicas of any shape, and check the contents of all blocks."""
     froms, tos, end = stages("p", source), stages("d", destination), chunks[-1]
     names = [worker for stage in tos for worker in stage.workers]
     pools = [Pool(held(tos, name, kv_heads), block_tokens[1], 80, dtype) for name in names]

@@ -1,4 +1,4 @@
-"""What does not belong on a connection for KV caches: it harms its own request at most."""
+"""Invalid data on a connection for KV caches harms at most its own request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from runtime.protocol.handshake import connect
 
 
 def opened(receiving: Receiving, transport: str = "tcp") -> Connection:
-    """A connection by hand."""
+    """A connection made by hand."""
     connection = connect(receiving.address, credentials("x/0"), TIMEOUT_S)
     connection.send(opening(KvOffer(transport=transport, handle="")))
     answer = connection.receive()
@@ -96,7 +96,7 @@ def test_a_lying_header_harms_its_connection_only(name: str, bad: dict, receivin
     honest = (
         name == "never" and not ({"extra_bytes"} & set(bad)) and 0 < header(**bad).payload_bytes < 1 << 30
     )
-    if not honest:  # else it is a slice of a request that was cancelled, as far as anybody can tell
+    if not honest:  # an honest one looks like a slice of a cancelled request
         assert liar.receive() is None
     sending = sending_to(receiving)
     sending.push("r", TO_D0, list(range(8)), [11])

@@ -1,4 +1,4 @@
-"""KV caches between two workers, by every transport: what they agree on, how it flows, what it leaves."""
+"""KV caches between two workers, over every transport: agreement, flow, and what remains afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from runtime.protocol.to_workers import KvLink
 @pytest.mark.parametrize("part", [WHOLE, HALF])
 @pytest.mark.parametrize("head_dim", [DIM, 2048])
 def test_between_two_processes(transport: str, part: Part, head_dim: int) -> None:
-    """Heads of 2048 values make slices of many pieces, in large stretches."""
+    """Heads of 2048 values give slices of many pieces, in long contiguous runs."""
     source = Pool(WHOLE, 4, 60, head_dim=head_dim)
     destination = Pool(part, 8, 60, head_dim=head_dim)
     process, pipe = start(receive_process, "d/0", destination)
@@ -137,7 +137,8 @@ def test_an_emulated_link_is_no_faster_than_it_says(receiving: Receiving) -> Non
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_layers_that_wait_together_go_together(receiving: Receiving, transport: str) -> None:
-    """A receiver by hand that reads nothing until all is queued: few slices, each layer once."""
+    """A scripted receiver reads nothing until everything is queued: then there are few slices, and each layer
+    comes once."""
     pool = Pool(Part(0, 80, 0, 1), blocks=2)
     listener = listen("127.0.0.1")
     sending = Sending("p/0", pool, {"d/0": listener.getsockname()}, transport=transport)
@@ -165,7 +166,7 @@ def test_many_connections_leave_nothing_behind(transport: str) -> None:
     sending = Sending("p/0", Pool(WHOLE), {"d/0": address}, transport=transport)
     fill(sending.cache, sending.pool, 1, list(range(8)), 32)
     settled = None
-    for number in range(60 if transport == "nixl" else 200):  # nixl takes 0.15 s for each
+    for number in range(60 if transport == "nixl" else 200):  # nixl takes 0.15 s per request
         sending.sender.reconnect({"d/0": address})
         ask(pipe, "expect", "r", [0, 1, 2], 0, 11)
         sending.push("r", TO_D0, list(range(8)), [11])
@@ -181,7 +182,7 @@ def test_many_connections_leave_nothing_behind(transport: str) -> None:
 
 
 def settle(measure: object) -> tuple[int, int, int]:
-    """The least that is seen in a moment: threads that are told to end take one."""
+    """The minimum over a moment, because threads that are told to end need one."""
     seen = []
     for _ in range(10):
         seen.append(measure())  # type: ignore[operator]
@@ -205,4 +206,4 @@ def test_a_pool_gets_its_pages_and_keeps_what_it_holds():
     shared.populate(16 * 2**20).join(20)
     assert cache.pool[1, 1, 7].sum() == 3.0 * 2 * 8
     grown = psutil.Process().memory_info().rss - before
-    assert grown == 0 or 15 * 2**20 < grown < 24 * 2**20  # 0: a kernel that does not know how
+    assert grown == 0 or 15 * 2**20 < grown < 24 * 2**20  # 0: the kernel does not support it

@@ -1,4 +1,4 @@
-"""Launching, losing workers and stopping: nothing hangs, nothing stays behind."""
+"""Launching, losing workers and stopping: nothing hangs, and nothing is left behind."""
 
 import importlib.util
 import json
@@ -54,7 +54,8 @@ def until_gone(processes):
 
 
 def _lose_a_decode_replica(server, http):
-    """Kill one of decode-0's two workers while it streams; decode-1 must go on, with its requests too."""
+    """Kill one of decode-0's two workers while it streams; decode-1 must go on, and finish decode-0's
+    requests too."""
     whole = http.post("/v1/completions", json=LONG | {"stream": False}).json()["choices"][0]["text"]
     texts = dict.fromkeys(range(4), "")
     struck = False
@@ -62,7 +63,7 @@ def _lose_a_decode_replica(server, http):
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                if not struck:  # at the first chunk, whose text may still be empty
+                if not struck:  # at the first chunk, even if its text is still empty
                     _workers(server)[3].kill()
                     struck = True
                 texts[choice["index"]] += choice["text"]
@@ -81,7 +82,7 @@ def _lose_a_decode_replica(server, http):
 
 
 def _workers(server):
-    """The worker processes in the order in which they were started, which is that of the GPUs."""
+    """The worker processes in the order of their start, which is that of the GPUs."""
     fork_server = next(each for each in server.family() if "forkserver" in " ".join(each.cmdline()[:4]))
     return sorted(fork_server.children(), key=lambda each: each.pid)
 
@@ -103,8 +104,8 @@ def test_a_lost_worker_degrades_and_ctrl_c_stops_everything(launch):
 
 
 def test_lost_replicas_come_back_and_a_killed_server_leaves_no_worker(launch):
-    """Workers are killed, or stopped, one after the other while requests stream, and each text is whole; at
-    last the server itself is killed."""
+    """Workers are killed or stopped one after the other while requests stream, and every text is whole.
+    Finally the server itself is killed."""
     server = launch(restarts=9).until_serving()
     with httpx.Client(base_url=server.url, timeout=60) as http:
         whole = http.post("/v1/completions", json=LONG | {"stream": False}).json()["choices"][0]["text"]
@@ -137,7 +138,7 @@ def test_lost_replicas_come_back_and_a_killed_server_leaves_no_worker(launch):
             next(response.iter_lines())
             family = server.family()
             commands = [" ".join(each.cmdline()) for each in family]
-            assert len(family) == 9  # it, six workers, and what multiprocessing needs:
+            assert len(family) == 9  # the server, six workers, and what multiprocessing needs:
             assert any("resource_tracker" in each for each in commands)
             assert any("forkserver" in each for each in commands)
             os.kill(server.process.pid, signal.SIGKILL)
@@ -207,21 +208,24 @@ def test_the_kv_budget_is_what_memory_has_room_for_as_far_as_it_is_of_use(model_
 
 def test_every_worker_is_told_its_replica_and_the_same_secret(model_folder):
     placement = make_placement(model_folder)
-    told = configurations(placement, model_folder, "bfloat16")
-    assert list(told) == [gpu for replica in placement.replicas for gpu in replica.gpus]
-    assert len({each.secret for each in told.values()}) == 1
-    assert {each.dtype for each in told.values()} == {"float32"}
-    assert told["box/4"].replica == "decode-0" and told["box/4"].stages[0].workers == ("box/3", "box/4")
+    configured = configurations(placement, model_folder, "bfloat16")
+    assert list(configured) == [gpu for replica in placement.replicas for gpu in replica.gpus]
+    assert len({each.secret for each in configured.values()}) == 1
+    assert {each.dtype for each in configured.values()} == {"float32"}
+    assert configured["box/4"].replica == "decode-0" and configured["box/4"].stages[0].workers == (
+        "box/3",
+        "box/4",
+    )
 
 
 def test_emulated_links_lead_from_prefill_replicas_to_wherever_a_replan_may_decode(model_folder):
     placement = make_placement(model_folder)
-    told = configurations(placement, model_folder, "bfloat16", EngineOptions(emulate_links=True))
+    configured = configurations(placement, model_folder, "bfloat16", EngineOptions(emulate_links=True))
     prefill = {gpu for each in placement.replicas if each.role == "prefill" for gpu in each.gpus}
-    wanted = {(source, other) for source in prefill for other in told if other != source}
-    links = [link for each in told.values() for link in each.kv_links]
+    wanted = {(source, other) for source in prefill for other in configured if other != source}
+    links = [link for each in configured.values() for link in each.kv_links]
     assert {(link.source, link.destination) for link in links} == wanted
-    assert all(link.source == gpu for gpu, each in told.items() for link in each.kv_links)
+    assert all(link.source == gpu for gpu, each in configured.items() for link in each.kv_links)
     shared_memory, _ = interconnect_link("shared-memory", accelerator_of(placement.cluster, "Core"))
     speeds = (shared_memory.bandwidth_bytes_s, shared_memory.latency_s)
     assert {(link.bandwidth_bytes_s, link.latency_s) for link in links} == {speeds}
@@ -233,8 +237,8 @@ def test_a_transport_that_the_devices_do_not_have_is_refused(model_folder):
     for name in GPU_TRANSPORTS:
         with pytest.raises(InputError, match="use one of auto, tcp, nixl"):
             configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport=name))
-    told = configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport="shm"))
-    assert {each.kv_transport for each in told.values()} == {"shm"}
+    configured = configurations(placement, model_folder, "bfloat16", EngineOptions(kv_transport="shm"))
+    assert {each.kv_transport for each in configured.values()} == {"shm"}
     assert set(KV_TRANSPORTS) == {AUTO, *transport_names()}
 
 

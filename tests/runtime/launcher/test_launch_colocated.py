@@ -1,4 +1,4 @@
-"""From a strategy with colocated replicas to tokens."""
+"""Search with a strategy for colocated replicas, launch the placement, and check its tokens."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ CLUSTER = {
 
 @pytest.fixture
 def placement(model_folder):
-    """vLLM's for cores of two types, so small that each replica needs several."""
+    """vLLM's placement on cores of two types that are so small that each replica needs several."""
     spec, model = parse_cluster(CLUSTER, "test", Path()), architecture_from_folder(model_folder)
     workload = Workload(name="short", classes=(RequestClass(name="short", isl=32, osl=16),))
     costs = make_cost_model("calibrated", model, workload.lengths)

@@ -1,4 +1,4 @@
-"""What a user can get wrong at `hexgen2 launch`: one line that says where and what to do, exit code 2."""
+"""User errors of `hexgen2 launch`: one line that states the place and the remedy, exit code 2."""
 
 import json
 import multiprocessing
@@ -16,13 +16,13 @@ from cost_model.errors import InputError
 from runtime.serve import serve
 
 RUN = "HEXGEN2_TEST_RUN"
-"""In the environment of all processes that a launch in a process of its own starts."""
+"""An environment variable that marks all processes of a launch in a separate process."""
 PROGRESS = re.compile(r"starting \d+ workers|\d+/\d+ workers ready")
 
 
 @pytest.fixture
 def files(model_folder, tmp_path):
-    """The placement's file and the model's folder, for a test to damage."""
+    """The placement's file and the model's folder, for tests to damage."""
     path, model = tmp_path / "placement.json", tmp_path / "model"
     make_placement(model_folder).save(path)
     shutil.copytree(model_folder, model)
@@ -36,7 +36,7 @@ def free_port():
 
 
 def refusal(*arguments, run=hexgen2):
-    """Launch with these arguments: the lines of progress, and the one line of the refusal."""
+    """Launch with these arguments; return the lines of progress, and the one line of the refusal."""
     if "--port" not in arguments:
         arguments += ("--port", free_port())
     done = run("launch", *arguments)
@@ -108,7 +108,7 @@ def need_h100(values):
             ["placement.json", "replicas[1].stages[1].layers", "starts at layer 2 where layer 3 is due"],
         ),
         (use_twice, ["placement.json", "replicas[3].stages[0].gpus", "'box/0' is used by replicas[0]"]),
-        (need_h100, ["placement.json", "box/0", "needs cuda:0, and torch sees 0 CUDA devices here"]),
+        (need_h100, ["placement.json", "box/0", "needs cuda:0, but torch sees 0 CUDA devices here"]),
     ],
 )
 def test_a_placement_that_cannot_run_here(files, monkeypatch, edit, words):
@@ -136,7 +136,7 @@ def with_a_broken_config(model):
     ("damage", "words"),
     [
         (without_tokenizer, ["has no tokenizer", "tokenizer.json"]),
-        (of_another_shape, ["config.json", "layers", "is 3, and the placement was made for 4"]),
+        (of_another_shape, ["config.json", "layers", "is 3, but the placement was made for 4"]),
         (with_a_broken_config, ["config.json", "is not JSON"]),
         (shutil.rmtree, ["--model-path", "is not a folder"]),
     ],
@@ -177,7 +177,7 @@ def test_wrong_options(files, options, words):
     assert not progress and all(word in line for word in words), line
 
 
-# found by the workers, or beside them
+# found by the workers, or while they start
 
 
 def truncated(model):
@@ -214,12 +214,12 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_no_process_and_no_port(
         pass
 
 
-# what the command line cannot reach
+# not reachable from the command line
 
 
 @pytest.fixture
 def refuses(model_folder, monkeypatch):
-    """Checks that serve refuses, in one line with these words, before it starts anything."""
+    """Check that serve refuses in one line with these words, before it starts anything."""
     monkeypatch.setattr("runtime.serve._serve", None)
 
     def check(placement, words, **options):

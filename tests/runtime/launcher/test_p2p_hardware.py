@@ -1,4 +1,4 @@
-"""What a node says that it has, how its GPUs are numbered, and that a head refuses what is not there."""
+"""The hardware that a node announces, how its GPUs are numbered, and that a head refuses missing GPUs."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_declared_gpus_are_named_as_the_catalogue_does():
     assert as_declared("Homemade:3", ()) == (Device("Homemade", 0),) * 3
     assert as_declared("CPU:8", [H100]) == ()
     assert len(as_declared("H100:1", [H100, H100])) == 1
-    with pytest.raises(InputError, match=r"--accelerators: H100:3: the driver shows 2 GPUs here .*; "):
+    with pytest.raises(InputError, match=r"--accelerators: H100:3: the driver reports 2 GPUs here .*; "):
         as_declared("H100:3", [H100, H100])
 
 
 def on_gpus(folder, card, indices):
-    """A placement whose prefill and decode replica, of two GPUs each, have these of node `left`."""
+    """A placement with a prefill and a decode replica of two GPUs each, on these GPUs of node `left`."""
     placement = fleet_placement(folder)
     pairs = [indices[at : at + 2] for at in range(0, len(indices), 2)]
     layers = (0, placement.model.layers)
@@ -104,18 +104,18 @@ def welcome(*gpus, **facts):
 
 
 def test_each_node_numbers_its_gpus_from_nought_whatever_the_replica(model_folder):
-    """The local launcher numbers those of `right` after those of `left`: they share a machine."""
+    """The local launcher numbers the GPUs of `right` after those of `left`, because they share a machine."""
     placement = fleet_placement(model_folder)
     nodes = [node.model_copy(update={"accelerators": "H100:2"}) for node in placement.cluster.nodes]
     cluster = placement.cluster.model_copy(update={"nodes": nodes, "accelerators": {}})
-    told = configurations(placement.model_copy(update={"cluster": cluster}), model_folder, "bfloat16")
-    assert {worker: each.device for worker, each in told.items()} == {
+    configured = configurations(placement.model_copy(update={"cluster": cluster}), model_folder, "bfloat16")
+    assert {worker: each.device for worker, each in configured.items()} == {
         "left/0": "cuda:0",
         "left/1": "cuda:1",
         "right/0": "cuda:2",
         "right/1": "cuda:3",
     }
-    right = {worker: each for worker, each in told.items() if worker.startswith("right/")}
+    right = {worker: each for worker, each in configured.items() if worker.startswith("right/")}
     here = on_node(right, welcome(H100, H100, model_path="/models/m"), "/elsewhere")
     assert {worker: each.device for worker, each in here.items()} == {
         "right/0": "cuda:0",
@@ -127,8 +127,8 @@ def test_each_node_numbers_its_gpus_from_nought_whatever_the_replica(model_folde
 
 
 def test_workers_on_cpus_share_the_cores_of_their_node(model_folder):
-    told = configurations(fleet_placement(model_folder), model_folder, "float32")
-    left = {worker: each for worker, each in told.items() if worker.startswith("left/")}
+    configured = configurations(fleet_placement(model_folder), model_folder, "float32")
+    left = {worker: each for worker, each in configured.items() if worker.startswith("left/")}
     here = on_node(left, welcome(cores=(4, 5, 6, 7)), "/m")
     assert [(each.device, each.cores, each.threads) for each in here.values()] == [
         ("cpu", (4, 5), 2),
@@ -156,12 +156,22 @@ def test_a_node_that_has_what_the_placement_says_is_taken(model_folder, card, in
 @pytest.mark.parametrize(
     ("card", "indices", "gpus", "words"),
     [
-        ("H100", [0, 1, 2, 3], [H100, H100], "uses 4 H100 there, up to number 3, and it has 2"),
-        ("H100", [2, 3], [H100, H100], "uses 2 H100 there, up to number 3, and it has 2"),
-        ("H100", [0, 1], [], "uses 2 H100 there, and the node has no GPU"),
-        ("H100", [0, 1], [H100, A100], "has H100 as number 1, and it is NVIDIA A100-SXM4-40GB"),
-        ("A100-80GB", [0, 1], [A100, A100], "has A100-80GB as number 0, and it is NVIDIA A100-SXM4-40GB"),
-        ("H100", [0, 1], [Device("New", 8 * 2**30)] * 2, "it is New with 8 GiB, not 80"),
+        ("H100", [0, 1, 2, 3], [H100, H100], "uses 4 H100 there, up to index 3, but it has 2 GPUs"),
+        ("H100", [2, 3], [H100, H100], "uses 2 H100 there, up to index 3, but it has 2 GPUs"),
+        ("H100", [0, 1], [], "uses 2 H100 there, but the node has no GPU"),
+        (
+            "H100",
+            [0, 1],
+            [H100, A100],
+            "GPU 1 is H100 in the placement, but the node has NVIDIA A100-SXM4-40GB",
+        ),
+        (
+            "A100-80GB",
+            [0, 1],
+            [A100, A100],
+            "GPU 0 is A100-80GB in the placement, but the node has NVIDIA A100-SXM4-40GB",
+        ),
+        ("H100", [0, 1], [Device("New", 8 * 2**30)] * 2, "the node has New with 8 GiB, not 80"),
     ],
 )
 def test_a_node_that_has_not_is_refused_in_one_line(model_folder, card, indices, gpus, words):
@@ -179,7 +189,7 @@ def test_a_placement_on_cpus_runs_on_any_node(model_folder):
 
 
 def test_a_launch_refuses_a_node_with_fewer_gpus_than_the_placement_uses(model_folder, tmp_path):
-    """A node that announces two, and a placement with four, as the command line has it."""
+    """On the command line, with a node that announces two GPUs, and a placement that uses four."""
     on_gpus(model_folder, "H100", [0, 1, 2, 3]).save(tmp_path / "placement.json")
     node = Node("left", tmp_path, model_folder, [], options=("--accelerators", "H100:2"))
     head = None
@@ -187,7 +197,7 @@ def test_a_launch_refuses_a_node_with_fewer_gpus_than_the_placement_uses(model_f
         head = Head(tmp_path, tmp_path / "placement.json", model_folder, node)
         assert head.process.wait(3 * SECONDS) == 2, head.log.read_text()
         line = head.log.read_text().splitlines()[-1]
-        assert "node left: the placement uses 4 H100 there, up to number 3, and it has 2; " in line, line
+        assert "node left: the placement uses 4 H100 there, up to index 3, but it has 2 GPUs; " in line, line
         assert "starting" not in node.log.read_text()
     finally:
         for process in (head, node):

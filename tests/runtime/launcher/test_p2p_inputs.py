@@ -1,4 +1,4 @@
-"""What a user can get wrong with nodes: one line that says where and what to do, and nothing is started."""
+"""User errors with nodes: one line that states the place and the remedy, and nothing starts."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ PEER = "12D3KooWQTotdVb7vGw7EsEv6oyB6M89XXDHvSr33HiNuCgZAaA7"
 
 
 def refusal(*arguments):
-    """What the command line says in one line before it starts anything."""
+    """The one line that the command prints before it starts anything."""
     with pytest.raises(InputError) as caught:
         cli.main([str(argument) for argument in arguments], standalone_mode=False)
     line = str(caught.value)
@@ -50,7 +50,7 @@ def key(tmp_path):
         (["--name", "a/b"], ["--name", "'a/b'"]),
         (["--model-path", "nowhere"], ["--model-path", "nowhere is not a folder"]),
         (["--accelerators", "H100:x"], ["--accelerators", "'H100:x' is not NAME:COUNT"]),
-        (["--allow", "me"], ["--allow", "'me' is not the id of a node"]),
+        (["--allow", "me"], ["--allow", "'me' is not a peer id"]),
         (["--network-key", "nowhere"], ["nowhere", "network key"]),
     ],
 )
@@ -77,7 +77,7 @@ def test_options_of_nodes_are_for_the_launcher_of_nodes(model_folder, tmp_path, 
 
 
 def member(folder, name, key, role="worker"):
-    """One that listens on loopback."""
+    """A member that listens on loopback."""
     return Membership(identity=folder / f"{name}.key", network_key=key).member(name, role)
 
 
@@ -96,7 +96,7 @@ async def _launch_without_nodes(model_folder, tmp_path, key):
 
 
 def test_a_name_stays_with_the_peer_that_had_it_first(tmp_path, key):
-    """Another member that calls itself by a node's name is not taken for it, even when that is gone."""
+    """Another member with a node's name does not replace it, even after the node is gone."""
     asyncio.run(_claim_a_name(tmp_path, key))
 
 

@@ -1,4 +1,4 @@
-"""A placement on two nodes and a head, which are processes that come, freeze, die and come back."""
+"""A placement on two nodes and a head: processes that join, freeze, die and come back."""
 
 import json
 import shutil
@@ -101,7 +101,7 @@ def test_a_node_limits_the_instructions_of_its_workers(fleet, http):
 
 
 def test_a_node_is_killed_and_comes_back(fleet, head, http, reference):
-    """Streams go on elsewhere; the node's workers end with it, and its replicas return with it."""
+    """Streams continue elsewhere; the node's workers end with it, and its replicas return with it."""
     _, nodes = fleet
     victim = nodes["left"]
     family = victim.family()

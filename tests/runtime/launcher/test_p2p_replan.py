@@ -1,4 +1,4 @@
-"""A node is gone for good: what is left serves by another placement, and by one with it once it is back."""
+"""A node is gone for good: the rest serves a new placement without it, and another one once it is back."""
 
 import httpx
 import pytest
@@ -14,7 +14,7 @@ NODES = ("left", "middle", "right")
 SHAPES = {
     "prefill-0": ["left/0"],
     "prefill-1": ["middle/0"],
-    "decode-0": ["left/1", "right/0"],  # two stages, on a node that goes and one that stays
+    "decode-0": ["left/1", "right/0"],  # two stages, on a node that is lost and one that stays
     "decode-1": ["middle/1"],
     "decode-2": ["right/1"],
 }
@@ -89,7 +89,7 @@ def answer(http):
 
 
 def stages(placement):
-    """What the workers of each replica were started with, by replica."""
+    """The stages with which the workers of each replica were started, by replica."""
     return {each.id: (each.role, each.max_batch, each.stages) for each in placement.replicas}
 
 
@@ -122,15 +122,15 @@ def test_without_a_node_that_is_gone_and_with_it_once_it_is_back(fleet, referenc
         placement = live(http)
         verify(placement)
         assert set(placement.lost) == {"left/0", "left/1"}
-        assert "right/0" in used(placement)  # its replica was lost, and it was not
+        assert "right/0" in used(placement)  # its replica was lost, but not this GPU
         assert [answer(http) for _ in range(4)] == [expected] * 4
         until(as_many_as_planned, head, *nodes.values())
 
-        # It comes back: nobody starts anything there until another placement is asked for.
+        # The node comes back, but nothing starts there until another placement is requested.
         assert http.post("/replan").status_code == 409
         nodes["left"] = nodes["left"].again()
-        count = head.log.read_text().count("node left is there")
-        until(lambda: head.log.read_text().count("node left is there") > count, head)
+        count = head.log.read_text().count("node left joined")
+        until(lambda: head.log.read_text().count("node left joined") > count, head)
         assert answer(http) == expected
         assert live(http).lost == placement.lost and not workers(nodes["left"])
         assert replans() == 1

@@ -1,4 +1,4 @@
-"""A placement in a Ray cluster: the tokens of any other launch, replicas that come back, nothing left."""
+"""A placement in a Ray cluster: the same tokens as any other launch, replicas restart, nothing is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ray_address():
-    """A Ray cluster of this machine, in a session of its own."""
+    """A Ray cluster on this machine, in a session of its own."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
         port = free_port()
         where = ["--head", "--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}"]
@@ -67,7 +67,7 @@ def ray_address():
 
 
 def ray_workers() -> list[psutil.Process]:
-    """The worker processes in the cluster."""
+    """The worker processes in the Ray cluster."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         if "runtime.launcher.ray_actor" in (process.info["cmdline"] or []):
@@ -85,7 +85,7 @@ def complete(http: httpx.Client) -> list[str]:
 def test_a_placement_in_ray_serves_recovers_and_leaves_nothing(
     model_folder, server, http, ray_address, tmp_path
 ):
-    expected = complete(http)  # of the local launcher
+    expected = complete(http)  # from the local launcher
     where = ["--launcher", "ray", "--restarts", "3"]
     fleet = Launched(make_placement(model_folder), model_folder, tmp_path, *where, RAY_ADDRESS=ray_address)
     try:

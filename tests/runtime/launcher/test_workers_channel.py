@@ -1,4 +1,4 @@
-"""One channel that carries the messages of several workers, and what breaks it."""
+"""One channel carries the messages of several workers; and how it can break."""
 
 import asyncio
 
@@ -135,7 +135,7 @@ def test_stop_waits_for_the_agent_and_not_for_ever():
 
 
 def check(frame):
-    """The bytes are a message, which has some bytes, or refused as a bad frame."""
+    """Check that the bytes are a non-empty message, or refused as a bad frame."""
     for decode_any, encode_any in ((decode, encode), (decode_message, encode_message)):
         try:
             message = decode_any(frame)

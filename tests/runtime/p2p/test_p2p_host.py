@@ -1,4 +1,4 @@
-"""Peers and channels over real sockets: order, sizes, loss, return, and an end that leaves nothing behind."""
+"""Peers and channels over real sockets: order, sizes, losses, reconnection, and a clean end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from runtime.frames import MAX_FRAME_BYTES
 from runtime.p2p.host import Peers
 from runtime.p2p.membership.identity import load_identity, load_network_key, new_identity, new_network_key
 
-PATIENCE_S = 60  # for machines that are busy; what is found in time is asserted by order, never by the clock
+PATIENCE_S = 60  # generous for busy machines; tests check the order of events, not the clock
 
 
 @asynccontextmanager
 async def network(*bootstrap_of_second, key=None, service=echo):
-    """Two peers of one network; the first serves, the second knows it."""
+    """Two peers of one network; the first serves, and the second knows its address."""
     key = key or new_network_key()
     first = Peers(new_identity(), [LOCAL], key, None, [])
     first.serve("echo", service)
@@ -93,7 +93,7 @@ def test_a_slow_reader_makes_the_sender_wait_not_its_own_memory_fill():
                 channel.send(bytes(1024 * 1024))
             await asyncio.sleep(1)
             (accepted,) = first._channels
-            assert len(accepted._inbox) < 20  # MAX_UNREAD_BYTES, and a read more
+            assert len(accepted._inbox) < 20  # MAX_UNREAD_BYTES, plus one read
             arrived.set()
             assert await channel.receive() == b"all"
             assert psutil.Process().memory_info().rss - before < 300 * 1024 * 1024
@@ -253,7 +253,7 @@ def test_a_taken_port_is_an_input_error():
     async def check():
         async with network() as (first, _second):
             taken = first.addresses[0].split("/p2p/")[0]
-            with pytest.raises(InputError, match="can't listen"):
+            with pytest.raises(InputError, match="cannot listen"):
                 await Peers(new_identity(), [taken], new_network_key(), None, []).start()
 
     run(check())

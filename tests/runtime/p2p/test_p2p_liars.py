@@ -1,4 +1,4 @@
-"""Members that have the key and lie: what they say changes no route, and what they send has an end.
+"""Members that have the key and lie: they cannot change a route, and what they send is limited.
 
 Here a member is a peer of the test that speaks the table's protocol by hand.
 """
@@ -68,7 +68,7 @@ async def until(condition):
 
 
 class Liar:
-    """A peer that says what it likes on the service of the table."""
+    """A peer that says what it likes to the table's service."""
 
     def __init__(self, key):
         self.identity, self.sequence = new_identity(), 0
@@ -76,14 +76,14 @@ class Liar:
         self.heard = {}
 
     def record(self, identity=None, **facts):
-        """A record of its own, or in another's name, signed with its own key or that other's."""
+        """A record in its own name or another's, signed with its own key or that other's."""
         self.sequence += 1
         peer_id = (identity or self.identity).peer_id
         about = {"peer_id": peer_id, "name": "liar", "sequence": self.sequence}
         return NodeRecord(**about | {"issued_at": NodeTable().now()} | facts)
 
     async def listen(self, channel):
-        """Keep the records of others as they come."""
+        """Keep the records of others as they arrive."""
         while (frame := await channel.receive()) is not None:
             said = msgspec.msgpack.decode(frame, type=RecordBatch | Digest)
             for signed in said.records if isinstance(said, RecordBatch) else ():
@@ -97,7 +97,7 @@ class Liar:
 
 @asynccontextmanager
 async def member(key, bootstrap=()):
-    """An honest one, with a table."""
+    """An honest member with a table."""
     identity = new_identity()
     peers = Peers(identity, [LOCAL], key, None, bootstrap, protocol=NODE_PROTOCOL)
     gossip = Gossip(peers, identity, NodeTable(), NodeRecord(peer_id=identity.peer_id, name="honest"))
@@ -112,7 +112,7 @@ async def member(key, bootstrap=()):
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 50), st.floats(0, 3)), max_size=40))
 def test_an_allowance_is_never_exceeded_over_any_time(steps):
-    """Who waits as told gets `burst` and `rate` a second at most; the other's deeds change nothing."""
+    """A sender that waits as told gets at most `burst` plus `rate` per second, whatever other senders do."""
     now_s = 0.0
     allowance, alone = Allowance(10.0, 100.0, lambda: now_s), Allowance(10.0, 100.0, lambda: now_s)
     free_at, done = {"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 0.0}
@@ -133,7 +133,8 @@ def test_an_allowance_is_never_exceeded_over_any_time(steps):
 
 
 def test_a_table_has_an_end_and_room_for_who_tells_itself(caplog):
-    """A member makes up more nodes than there is room for; one that comes then is known all the same."""
+    """A member makes up more nodes than the table holds; a node that announces itself later is accepted all
+    the same."""
 
     async def check():
         key = new_network_key()
@@ -154,11 +155,11 @@ def test_a_table_has_an_end_and_room_for_who_tells_itself(caplog):
             await liar.peers.stop()
 
     run(check())
-    assert len([line for line in caplog.messages if "full" in line]) <= 2  # by each table once
+    assert len([line for line in caplog.messages if "full" in line]) <= 2  # once per table
 
 
 def test_who_floods_is_slowed_down_and_others_are_not(caplog, monkeypatch):
-    """Of a flood no more is read than the allowance has; a change of an honest member arrives meanwhile."""
+    """Of a flood, only the allowance is read; meanwhile a change of an honest member arrives."""
     monkeypatch.setattr(gossiping, "WORK_AT_ONCE", 300)
     monkeypatch.setattr(gossiping, "WORK_A_S", 5)
 
@@ -244,7 +245,7 @@ async def answers(http, count):
 
 
 async def tell_lies(liar, channels, stop):
-    """Every lie, again and again, with what others said long ago, and forgeries, to everybody."""
+    """Send every lie to everybody again and again, with outdated records of others, and forgeries."""
     old = {peer_id: list(records) for peer_id, records in liar.heard.items()}
     others = [peer_id for peer_id in old if peer_id != liar.identity.peer_id]
     while not stop.is_set():
@@ -319,4 +320,6 @@ async def lie_to(work, head, left):
         assert await answers(http, 8) == before
     for line in head.log.read_text().splitlines():
         assert "Traceback" not in line
-    assert len(head.log.read_text().splitlines()) < 100  # each kind of lie once, however often it was told
+    assert (
+        len(head.log.read_text().splitlines()) < 100
+    )  # each kind of lie is logged once, however often it was told

@@ -1,5 +1,5 @@
-"""Nodes that find each other by multicast DNS: on the loopback interface, and between two machines, which are
-network namespaces on a bridge."""
+"""Nodes find each other by multicast DNS, on the loopback interface and between two machines (network
+namespaces on a bridge)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADDRESSES = [f"/ip4/10.0.0.4/tcp/7400/p2p/{PEER}", f"/ip4/10.1.0.4/tcp/7400/p2p/
 
 
 def multicast_problem():
-    """Why there is no multicast on this machine's loopback interface; "" if there is."""
+    """Why multicast does not work on this machine's loopback interface, or ""."""
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
@@ -49,7 +49,7 @@ def multicast_problem():
 
 
 def namespace_problem():
-    """Why there can be no network namespaces; "" if there can."""
+    """Why network namespaces cannot be created, or ""."""
     if os.geteuid() or not shutil.which("ip"):
         return "namespaces need root and ip"
     name = f"mdns-{uuid.uuid4().hex[:8]}"
@@ -108,7 +108,7 @@ def test_what_is_no_announcement_is_not():
 
 
 def strangers(caplog):
-    return [line for line in caplog.messages if "without a proof" in line]
+    return [line for line in caplog.messages if "does not prove" in line]
 
 
 @needs_multicast
@@ -127,8 +127,8 @@ def test_peers_of_one_network_find_each_other_and_no_others(caplog):
             channel.send(b"found")
             assert await channel.receive() == b"found"
             assert not stranger.connected
-            await until(lambda: len(strangers(caplog)) == 4)  # by each, once
-            assert not any(peers.refused for peers in (stranger, *ours))  # nobody was even dialled
+            await until(lambda: len(strangers(caplog)) == 4)  # once by each
+            assert not any(peers.refused for peers in (stranger, *ours))  # no dial was even attempted
         finally:
             for peers in (stranger, *ours):
                 await peers.stop()
@@ -158,7 +158,7 @@ def test_a_peer_that_was_lost_is_found_again_and_one_that_left_is_forgotten():
 
 @needs_multicast
 def test_a_stranger_makes_nobody_dial():
-    """It announces the address of its own listener under a peer's id, without the key and with another."""
+    """It announces its own listener's address under a peer's id, without the key and with another one."""
 
     async def check():
         called = asyncio.Event()
@@ -194,7 +194,7 @@ def test_where_there_is_no_multicast_one_line_says_so(monkeypatch):
 
     async def check():
         peers = Peers(new_identity(), [LOCAL], new_network_key(), None, [], mdns=True)
-        with pytest.raises(InputError, match=r"--mdns: no multicast .*No such device; .*--join"):
+        with pytest.raises(InputError, match=r"--mdns: .* has no multicast: .*No such device; .*--join"):
             await peers.start()
 
     run(check())
@@ -230,7 +230,7 @@ def machines(count):
 
 @needs_namespaces
 def test_nodes_on_two_machines_find_each_other_without_an_address(tmp_path):
-    """`hexgen2 node --mdns`, told of no other; each connects to the other across the bridge."""
+    """`hexgen2 node --mdns` without any address; each node connects to the other across the bridge."""
     key = tmp_path / "network.key"
     subprocess.run([*MAIN, "node", "--new-network-key", str(key)], check=True)
     with ExitStack() as stack:

@@ -1,4 +1,5 @@
-"""Peers that cannot connect: both ends say why, with the remedy; a head ends, a node tries on."""
+"""Peers that cannot connect: both ends state the reason and the remedy; a head exits, and a node keeps
+trying."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class Network:
         }
 
     def options(self, *words):
-        """Options of a process: KEY, OTHER, or the name of an identity that is allowed."""
+        """Options of a process: KEY, OTHER, or the name of an allowed identity."""
         keys = {"KEY": ("--network-key", str(self.folder / "key"))}
         keys["OTHER"] = ("--network-key", str(self.folder / "other"))
         return [each for word in words for each in keys.get(word) or ("--allow", self.ids[word])]
@@ -118,8 +119,8 @@ def placement(model_folder, tmp_path_factory):
 CASES = {
     "another key": (
         (["KEY"], ["OTHER"], MAIN, ""),
-        "its network key is probably not this node's .*--network-key",
-        "refused a connection from 127.0.0.1: its network key is probably not this node's .*--network-key",
+        "its network key probably differs from this node's .*--network-key",
+        "refused a connection from 127.0.0.1: its network key probably differs .*--network-key",
     ),
     "no key at the joiner": (
         (["KEY"], ["listener"], MAIN, ""),
@@ -163,9 +164,9 @@ def test_both_ends_say_why_and_a_head_ends(case, net, placement):
         address = f"{address.partition('/p2p/')[0]}/p2p/{net.ids[other]}"
     options = ["--join", address, *net.options(*joining)]
     node = net.start("joiner", "node", "--name", "right", *options, main=main)
-    node.wait_for(f"not joined yet, trying on: {address}: {said}" if not other else said)
+    node.wait_for(f"not joined yet, still trying: {address}: {said}" if not other else said)
     listener.wait_for(heard)
-    assert node.interrupt() == 0  # it has tried on until then
+    assert node.interrupt() == 0  # it has kept trying until then
     if main is MAIN:
         where = ("--launcher", "p2p", "--engine", "emulated", "--port", "0")
         identity = ("--identity", net.folder / "joiner.identity")
@@ -193,7 +194,7 @@ def test_releases_of_one_protocol_connect_and_say_that_they_differ(net):
     options = ["--join", address, *net.options("KEY")]
     node = net.start("joiner", "node", "--name", "right", *options, main=RENAMED)
     node.wait_for(
-        f"peer {net.ids['listener']} runs hexgen2 .* and this node 0.0.9; their protocol is the same"
+        f"peer {net.ids['listener']} runs hexgen2 .* and this node runs 0.0.9; their protocol is the same"
     )
     listener.wait_for(f"peer {net.ids['joiner']} runs hexgen2 0.0.9 and this node")
     node.wait_for(f"peer {net.ids['listener']} is connected")
@@ -202,8 +203,8 @@ def test_releases_of_one_protocol_connect_and_say_that_they_differ(net):
 def test_two_nodes_of_one_name_say_so(net):
     listener, address = net.listener("KEY")
     node = net.start("joiner", "node", "--name", "left", "--join", address, *net.options("KEY"))
-    node.wait_for(f"peer {net.ids['listener']} is a node left, too: .*--name")
-    listener.wait_for(f"peer {net.ids['joiner']} is a node left, too: .*--name")
+    node.wait_for(f"peer {net.ids['listener']} is also named left, .*--name")
+    listener.wait_for(f"peer {net.ids['joiner']} is also named left, .*--name")
 
 
 def run(coroutine):
@@ -227,7 +228,7 @@ async def echoes(channel):
 
 
 def test_not_all_of_several_refuse():
-    """Only when every one that it is to join refuses it has a member no way in."""
+    """A member gives up only when every peer that it should join refuses it."""
 
     async def check():
         key = new_network_key()
@@ -274,7 +275,7 @@ def test_a_refused_stranger_learns_no_version():
 
 
 class Told:
-    """A secured connection whose other end says these bytes."""
+    """A secured connection whose other end sends these bytes."""
 
     def __init__(self, said):
         self.said, self.written, self.peer_id = said, b"", new_identity().peer_id
@@ -324,7 +325,7 @@ def test_any_bytes_for_a_greeting_are_refused_in_a_printable_line(said, prefixed
 
 
 class Wire:
-    """A stream that gives these pieces, then ends."""
+    """A stream that yields these pieces, then ends."""
 
     def __init__(self, pieces):
         self.pieces, self.given = list(pieces), 0
@@ -375,13 +376,13 @@ def test_a_stranger_is_read_no_further_than_a_handshake_takes():
         while await connection.read(4096):
             pass
 
-    with pytest.raises(Refused, match="has not proved who it is"):
+    with pytest.raises(Refused, match="before it proved who it is"):
         trio.run(read_on)
     assert wire.given < 64 * 1024
 
 
 def garbage(port):
-    """What comes to a port that is open: each in a connection of its own, some left open."""
+    """Unwanted bytes that reach an open port: each on its own connection, some of which stay open."""
     nonce, key = os.urandom(8), KEY
 
     def sealed(data):
@@ -458,7 +459,7 @@ def test_notices_are_few_and_forget_nobody_that_is_new():
     assert [notices.times("a", "key") for _ in range(3)] == [1, 0, 0]
     assert notices.times("a", "version") == 1
     now = 20.0
-    assert notices.times("a", "key") == 4  # another attempt
+    assert notices.times("a", "key") == 4  # one more attempt
     lines = 0
     for _ in range(3 * int(LOG_EVERY_S) // 15):
         now += 15.0
@@ -475,7 +476,7 @@ def test_notices_are_few_and_forget_nobody_that_is_new():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_does_not_print_is_refused_at_every_door(name, tmp_path):
     assert not is_node_name(name)
-    with pytest.raises(InputError, match=r"--name.*is not the name of a node") as caught:
+    with pytest.raises(InputError, match=r"--name.*is not a valid node name") as caught:
         run_node(name, Membership(tmp_path / "key"), None, None)
     assert str(caught.value).isprintable()
     identity = new_identity()

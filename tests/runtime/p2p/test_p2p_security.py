@@ -1,4 +1,4 @@
-"""Who must not get in does not, is logged in one line, and the host goes on serving."""
+"""Peers without access are refused, with one log line each, and the host keeps serving."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(coroutine):
 
 @asynccontextmanager
 async def server(key, allowed=None):
-    """A peer that echoes, on whose log a test looks."""
+    """A peer that echoes, and whose log a test reads."""
     peers = Peers(new_identity(), [LOCAL], key, allowed, [])
     peers.serve("echo", echo)
     await peers.start()
@@ -80,7 +80,7 @@ async def is_served(peers, identity, key):
 
 
 def refusals(caplog):
-    """The lines that were logged, each of one line and none with a traceback."""
+    """The logged lines, each a single line without a traceback."""
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert not [record for record in lines if record.exc_info or "\n" in record.getMessage()]
     return [record.getMessage() for record in lines if record.name.startswith("runtime.p2p")]
@@ -171,7 +171,7 @@ def test_raw_garbage_is_refused_and_the_host_serves_on(caplog):
 
 @asynccontextmanager
 async def raw_channel():
-    """A channel, and a way to write bytes past its frames; another one must work all the same in the end."""
+    """A channel, and a way to write bytes outside its frames; another channel must still work at the end."""
     key = new_network_key()
     async with server(key) as peers:
         client = Peers(new_identity(), [], key, None, [])
@@ -264,7 +264,7 @@ def test_any_table_frames_do_no_harm(frames):
         await client.start()
         for frame in frames:
             channel = await client.open(peers.addresses[0], SERVICE)
-            assert await channel.receive()  # its own record, first of all
+            assert await channel.receive()  # its own record comes first
             channel.send(frame)
         assert [view.record.name for view in gossip.table.snapshot()] == ["a"]
         await client.stop()

@@ -1,4 +1,4 @@
-"""Node records and the table: what is accepted, that order never matters, and how it spreads over sockets."""
+"""Node records and the table: which records are accepted, that order never matters, and how they spread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Connections between workers: each side proves that it knows the secret; what was overheard is of no use."""
+"""Connections between workers: each side proves that it knows the secret, and recorded traffic is useless to
+others."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WORKER = Credentials("p/0", "kv", SECRET)
 
 
 class Door:
-    """A listener that lets in who knows the secret, and keeps what became of each connection, in order."""
+    """A listener that admits callers who know the secret, and keeps the outcome of each connection in
+    order."""
 
     def __init__(self, secret: str = SECRET) -> None:
         self.listener = listen("127.0.0.1")
@@ -46,13 +48,13 @@ class Door:
             self._changed.notify_all()
 
     def outcome(self, number: int) -> tuple[Connection, Hello] | None:
-        """Of the connection of that number."""
+        """The outcome of the connection with this number."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.accepted) > number, TIMEOUT_S)
             return self.accepted[number]
 
     def caller(self) -> Connection:
-        """A connection that has said nothing yet."""
+        """A connection that has not said anything yet."""
         return Connection(socket.create_connection(self.address, TIMEOUT_S))
 
     def close(self) -> None:
@@ -72,7 +74,7 @@ def door() -> Iterator[Door]:
 
 @contextmanager
 def listener_that(serves: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
-    """The address of a listener that does as a test likes with its only connection."""
+    """The address of a listener that handles its only connection as the test wants."""
     listener = listen("127.0.0.1")
     thread = threading.Thread(target=lambda: serves(listener.accept()[0]), daemon=True)
     thread.start()
@@ -84,7 +86,7 @@ def listener_that(serves: Callable[[socket.socket], None]) -> Iterator[tuple[str
 
 @contextmanager
 def wire_tap(address: tuple[str, int]) -> Iterator[tuple[tuple[str, int], bytearray, bytearray]]:
-    """A listener's address that leads to another's, and what crosses there, to it and from it."""
+    """The address of a proxy to a listener, and the bytes that cross it in each direction."""
     there, back = bytearray(), bytearray()
 
     def carry(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
@@ -121,7 +123,7 @@ def message(frame: bytes) -> Message:
 
 
 def overheard(door: Door) -> tuple[list[bytes], list[bytes]]:
-    """The frames of a good handshake, to the listener and from it, and of one message after it."""
+    """The frames of a good handshake in both directions, and of one message after it."""
     with wire_tap(door.address) as (address, there, back):
         connection = connect(address, WORKER, TIMEOUT_S)
         connection.send(KvTaken(slices=7))
@@ -154,7 +156,7 @@ def test_the_secret_never_crosses_the_wire(door: Door) -> None:
 
 
 def test_what_a_worker_was_heard_to_say_opens_nothing(door: Door) -> None:
-    """All of it, sent again: the listener has another nonce now."""
+    """All of it is replayed, but the listener now has another nonce."""
     there, _ = overheard(door)
     again = door.caller()
     again.stream.sendall(b"".join(there))
@@ -166,7 +168,7 @@ def test_what_a_worker_was_heard_to_say_opens_nothing(door: Door) -> None:
 
 
 def test_what_a_listener_was_heard_to_say_deceives_nobody(door: Door) -> None:
-    """A stranger who took its place answers as it did: the worker has another nonce now."""
+    """A stranger in its place replays its answers, but the worker now has another nonce."""
     _, back = overheard(door)
     told: list[bytes] = []
 
@@ -182,7 +184,7 @@ def test_what_a_listener_was_heard_to_say_deceives_nobody(door: Door) -> None:
 
 
 def test_a_listeners_own_proof_is_not_taken_back(door: Door) -> None:
-    """Reflection: the listener makes a proof for every Hello; it is no proof of who connects."""
+    """Reflection: the listener makes a proof for every Hello, but it does not prove who connects."""
     caller = door.caller()
     caller.send(Hello(protocol=PROTOCOL_VERSION, worker="p/0", purpose="kv", nonce=bytes(NONCE_BYTES)))
     challenge = caller.receive()
@@ -192,7 +194,7 @@ def test_a_listeners_own_proof_is_not_taken_back(door: Door) -> None:
 
 
 def test_a_proof_is_for_what_was_said_alone(door: Door) -> None:
-    """Who sits in the way cannot make a control connection of a KV connection."""
+    """A man in the middle cannot turn a KV connection into a control connection."""
 
     def change(stream: socket.socket) -> None:
         worker, caller = Connection(stream), door.caller()

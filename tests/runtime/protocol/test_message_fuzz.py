@@ -1,4 +1,4 @@
-"""Frames of any bytes: a message, or BadFrame; never anything else."""
+"""Any bytes in a frame give a message or BadFrame, nothing else."""
 
 import msgspec
 import pytest

@@ -48,8 +48,8 @@ STEPS = st.lists(
 @given(STEPS)
 @settings(max_examples=200, deadline=None)
 def test_clients_that_wait_get_like_shares_in_their_own_order(steps):
-    """The bound of Golestani, theorem 1: over any time in which both have requests waiting, two clients'
-    service differs by no more than the largest request of each."""
+    """Theorem 1 of Golestani: over any time in which both have requests waiting, the service of two clients
+    differs by at most the largest request of each."""
     queue, waiting, number = FairQueue(limit=10_000), {name: [] for name in "abcd"}, 0
     served, largest = dict.fromkeys("abcd", 0), dict.fromkeys("abcd", 0)
     together: dict = {}

@@ -1,4 +1,4 @@
-"""The front end's account of KV cache: what requests hold now, and what those that decode will take."""
+"""The front end's accounting of KV cache: what requests hold now, and what decoding ones will take."""
 
 import random
 

@@ -1,4 +1,5 @@
-"""The flow after a loss: as large as a max flow, as even as the search's, within all that is shared."""
+"""The flow after a loss: as large as a max flow, as even as the search's, and within all shared
+capacities."""
 
 import networkx as nx
 import numpy as np
@@ -34,7 +35,7 @@ def route_between(problem, source, target, capacity_req_s):
 
 @st.composite
 def placements(draw, links=("pairwise", "shared"), max_gpus=9):
-    """Replicas of one or two stages on random GPUs, some pairs of them routes of one request/s."""
+    """Replicas of one or two stages on random GPUs; some pairs are routes of one request/s."""
     problem = problem_from(draw(clusters(max_gpus)), "opt-30b", draw(st.sampled_from(["HPLD", "LPHD"])))
     gpus, replicas = draw(st.permutations(problem.cluster.gpu_ids)), []
     while gpus:
@@ -59,8 +60,8 @@ def placements(draw, links=("pairwise", "shared"), max_gpus=9):
 
 @st.composite
 def losses(draw, serves=False, **kinds):
-    """A placement and some of its replicas that are lost, one at least; if it `serves`, but the first two,
-    and one that it lacks."""
+    """A placement and at least one lost replica. If it `serves`, the first two survive; one lost name is
+    unknown to it."""
     placement = draw(placements(**kinds))
     names = [replica.id for replica in placement.replicas]
     if not serves:
@@ -121,7 +122,7 @@ def test_the_flow_is_a_maximum_flow_and_as_even_as_the_searchs(case):
 
 
 def slack(flow, prefill, decode):
-    """How far the busiest replica is above its role's mean, as a share of what is above the mean at most."""
+    """How far the busiest replica is above its role's mean, as a share of how far it could be."""
     found = 0.0
     for loads, capacity in ((flow.sum(axis=1), prefill), (flow.sum(axis=0), decode)):
         mean = flow.sum() / sum(capacity)
@@ -147,7 +148,7 @@ def test_what_is_shared_is_respected_and_used_as_well_as_can_be(case):
     resources = [*range(SharedLinks(cluster).count), *ports]
 
     def use(rates):
-        """The share of everything that is shared, by the traffic that the checker counts."""
+        """The used share of everything that is shared, by the traffic that the checker counts."""
         busy = {}
         routes = []
         for (p, d), rate in zip(pairs, rates, strict=True):

@@ -1,4 +1,4 @@
-"""The router's promises: proportions after any number of picks, no bursts, no starvation."""
+"""The router's guarantees: proportions after any number of picks, no bursts, no starvation."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The measured rate of starts, against rates that are known."""
+"""The measured rate of starts, compared with known rates."""
 
 from runtime.routing.wait_estimate import STARTS_NEEDED, WaitEstimate
 

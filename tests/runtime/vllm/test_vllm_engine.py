@@ -1,5 +1,5 @@
-"""`--engine vllm` with real vLLM on CPUs, where vLLM and NIXL are installed: one fleet, which is used, then
-broken in one way after another."""
+"""`--engine vllm` with real vLLM on CPUs, where vLLM and NIXL are installed: one fleet, first used, then
+broken in several ways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 import pytest
 from reference import Reference
 from served import alive
-from vllm_fleet import LIMIT_S, START_S, VllmFleet, pair, write_fleet_model
+from vllm_fleet import LIMIT_S, START_S, LaunchedVllm, pair, write_fleet_model
 
 from runtime.vllm.launcher import vllm_command
 
@@ -45,10 +45,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def fleet(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFleet]:
+def fleet(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedVllm]:
     """A prefill and a decode replica; nothing of them is left after Ctrl-C."""
     folder = Path(reference.model.name_or_path)
-    started = VllmFleet(pair(folder), folder, tmp_path_factory.mktemp("fleet"))
+    started = LaunchedVllm(pair(folder), folder, tmp_path_factory.mktemp("fleet"))
     try:
         started.until_serving(START_S)
         yield started
@@ -59,8 +59,8 @@ def fleet(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
         started.close()
 
 
-def stream(fleet: VllmFleet, prompt: list[int], seen: list[str]) -> list[str]:
-    """The tokens of one streamed completion, as text, one by one; `seen` grows as they come."""
+def stream(fleet: LaunchedVllm, prompt: list[int], seen: list[str]) -> list[str]:
+    """The tokens of one streamed completion, as text, one by one; `seen` grows as they arrive."""
     body = {
         "model": "tiny-llama",
         "prompt": prompt,
@@ -90,9 +90,9 @@ def texts(reference: Reference, prompt: list[int]) -> list[str]:
 
 
 class Streams:
-    """Several streams at once, each with a prompt of its own."""
+    """Several streams at once, each with its own prompt."""
 
-    def __init__(self, fleet: VllmFleet, several: list[list[int]]) -> None:
+    def __init__(self, fleet: LaunchedVllm, several: list[list[int]]) -> None:
         self.prompts, self.seen = several, [[] for _ in several]
         self._pool = ThreadPoolExecutor(len(several))
         self._futures: list[Future[list[str]]] = [
@@ -101,14 +101,14 @@ class Streams:
         ]
 
     def until_under_way(self, count: int) -> None:
-        """Wait until some streams have tokens, and have not ended."""
+        """Wait until some streams have tokens and have not ended."""
         deadline = time.monotonic() + LIMIT_S
         while sum(0 < len(seen) < TOKENS for seen in self.seen) < count:
             assert time.monotonic() < deadline and not all(each.done() for each in self._futures)
             time.sleep(0.002)
 
     def check(self, reference: Reference) -> None:
-        """Wait for the ends; every token is the one that transformers chooses."""
+        """Wait for the ends; every token must be the one that transformers chooses."""
         for prompt, future in zip(self.prompts, self._futures, strict=True):
             assert future.result(START_S) == texts(reference, prompt)
         self._pool.shutdown()

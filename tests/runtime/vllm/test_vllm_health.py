@@ -1,4 +1,4 @@
-"""What becomes of a vLLM that hangs, dies or is full, over servers that play its part."""
+"""How a vLLM that hangs, dies or is full is handled, with scripted servers in its place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_server_that_answers_nobody_is_lost_once_patience_ends(monkeypatch, si
 
 
 def test_a_vllm_that_dies_costs_a_request_one_attempt():
-    """However long its process takes to end once its API is gone."""
+    """However long its process takes to end after its API is gone."""
 
     async def scenario():
         async with serving(PAIR, revives=True) as (coordinator, servers, ends):
@@ -113,7 +113,7 @@ def test_an_engine_that_hangs_while_it_is_idle_is_lost(monkeypatch):
 
 @pytest.mark.parametrize("stuck", [False, True])
 def test_an_engine_that_computes_nothing_is_lost_and_one_that_waits_for_others_is_not(monkeypatch, stuck):
-    """/health says 200 all the while; only an engine that works answers for another prompt."""
+    """/health says 200 all the time; only a working engine answers another prompt."""
     monkeypatch.setattr(health, "STALL_S", 1.0)
     monkeypatch.setattr(health, "PROBE_AFTER_S", 0.3)
 
@@ -164,7 +164,7 @@ def test_a_vllm_that_is_full_by_its_own_account_gets_no_more_and_shows():
 
 
 def test_nothing_of_a_command_outlives_its_guard():
-    """Killed with `kill -9`, it leaves a family of which one has a group of its own."""
+    """Killed with `kill -9`, the guard leaves a process family, and one member has its own group."""
     code = "import subprocess, time; subprocess.Popen(['sleep', '600'], process_group=0); time.sleep(600)"
     command = [sys.executable, "-m", "runtime.vllm.guard", sys.executable, "-c", code]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -1,4 +1,5 @@
-"""Links to vLLM, over servers that play its part: streams, failures and cancellations, without any model."""
+"""Links to vLLM with scripted servers in its place: streams, failures and cancellations, without any
+model."""
 
 from __future__ import annotations
 
@@ -130,5 +131,5 @@ def test_on_cpus_a_replica_may_be_tensor_parallel_and_no_pipeline(tmp_path):
         return placement.model_copy(update={"replicas": [replica], "routes": []})
 
     check_vllm(alone("decode-0"), "test")
-    with pytest.raises(InputError, match=r"prefill-1.*pipeline on CPUs"):
+    with pytest.raises(InputError, match=r"prefill-1.*pipelines on CPUs"):
         check_vllm(alone("prefill-1"), "test")

@@ -1,4 +1,4 @@
-"""A driver's answers to reservations: each is answered once, and its blocks come back once."""
+"""A driver's answers to reservations: each is answered once, and its blocks are freed once."""
 
 import queue
 import socket
@@ -19,7 +19,7 @@ RELEASED = Released(request_id="r0", replica="d", free_blocks=BLOCKS)
 
 
 class Side:
-    """A driver with one other executor, whose threads are played by the test."""
+    """A driver with one other executor; the test plays their threads."""
 
     def __init__(self):
         ours, theirs = socket.socketpair()
@@ -50,7 +50,8 @@ class Side:
             self.driver._handle(self.inbox.get())
 
     def answers(self):
-        """What the front end was sent; a last reservation of all blocks tells that nothing else is held."""
+        """The messages sent to the front end; a last reservation of all blocks shows that nothing else is
+        held."""
         self.handle_inbox()
         self.driver.reserve(ReserveKv(request_id="last", prompt=(2,) * 39, capacity_tokens=40))
         self.driver.acknowledge("d/1", "last")

@@ -1,4 +1,4 @@
-"""The scheduler's rules, and a plain model of the workers that checks every step it makes."""
+"""The scheduler's rules, and a simple model of the workers that checks every step."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_cancel_frees_at_once_unless_a_step_or_a_transfer_is_under_way() -> None
     assert scheduler.sent("sending")
     scheduler.prefill(prompt("z", 100, target="d"))
     run(scheduler, scheduler.next_step())
-    assert not scheduler.cancel("z")  # its first chunk is being sent
+    assert not scheduler.cancel("z")  # its first chunk is still being sent
     assert scheduler.next_step() is None
     assert scheduler.sent("z")
     assert not scheduler.cancel("unknown")
@@ -287,13 +287,13 @@ def test_cancel_frees_at_once_unless_a_step_or_a_transfer_is_under_way() -> None
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
-    """The model: a token that depends on all before it; 2 ends a request."""
+    """The model: a token that depends on all tokens before it; 2 ends a request."""
     return random.Random(hash(tokens)).choice([2, *range(10, 40)])
 
 
 @dataclass
 class Workers:
-    """Runs steps as a replica's workers would, over a cache that knows which text each slot belongs to."""
+    """Runs steps as a replica's workers would, with a cache that knows which text each slot belongs to."""
 
     slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     tables: dict[str, list[int]] = field(default_factory=dict)
@@ -328,7 +328,7 @@ class Workers:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_history_gives_the_tokens_of_the_model_and_frees_everything(seed: int) -> None:
-    """Prompts with common beginnings, chunks, preemptions, cancels and transfers, in a small pool."""
+    """Prompts with common prefixes, chunks, preemptions, cancels and transfers, in a small pool."""
     rng = random.Random(seed)
     stages, max_batch = rng.randint(1, 4), rng.randint(1, 6)
     scheduler, pool = make(

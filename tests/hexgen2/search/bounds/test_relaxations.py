@@ -1,4 +1,4 @@
-"""The relaxation: patterns over alike nodes, bounds that hold, and a start laid out on real GPUs."""
+"""The relaxation: patterns over alike nodes, valid bounds, and a starting solution on real GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hexgen2.strategies.registry import find_strategy
 
 
 def check_layout(problem: Problem, evaluator: Evaluator, solution: Solution) -> None:
-    """Each GPU used once at most, each group able to hold the model."""
+    """Each GPU is used at most once, and each group can hold the model."""
     used = [0] * len(problem.node_gpus)
     for group in solution.groups:
         assert evaluator.planner.plan(group.role, group.counts) is not None
@@ -64,7 +64,7 @@ def test_a_slow_link_between_two_gpus_bounds_the_throughput(bandwidth_gbit_s):
     kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers
     link = bandwidth_gbit_s * 1e9 / 8 / kv_bytes
     limit = Evaluator(problem).relaxed.upper_bound()
-    # Both GPUs may prefill or decode, but no node can do both in whole groups; the link carries both ways.
+    # Both GPUs can prefill or decode, but no node can do both with whole groups; the link works both ways.
     _, whole = Evaluator(problem).relaxed.whole()
     fast = problem_from(many_nodes(["H100:1", "H100:1"], 1e6), "opt-13b", "HPLD")
     _, free = Evaluator(fast).relaxed.whole()
@@ -95,7 +95,7 @@ def test_alike_nodes_are_one_class_and_uplinks_tell_them_apart():
     spec["network"]["uplinks"] = [uplink]
     classes = node_classes(problem_from(spec, "opt-30b", "LPLD"))
     assert sorted(len(nodes) for nodes in classes.nodes) == [2, 6, 8]
-    # Pairs take two nodes of the same side where links within it are faster.
+    # Pairs use two nodes on the same side, where links are faster.
     spec["network"]["links"] = [
         {"from": f"n{i}", "to": f"n{j}", "bandwidth_gbit_s": 400} for i in range(6) for j in range(i)
     ]
@@ -107,7 +107,7 @@ def test_alike_nodes_are_one_class_and_uplinks_tell_them_apart():
 def test_a_span_leaves_few_patterns_but_room_for_the_model():
     few = problem_from(many_nodes(["H100:2"] * 4), "llama-2-70b", "LPLD")
     assert widest_span(few) == 4
-    # 70B takes many 24 GB cards: the span grows beyond what the count of patterns alone would allow.
+    # 70B needs many 24 GB cards: the span grows beyond what the number of patterns alone would allow.
     many = problem_from(many_nodes(["L4:1", "A10G:1", "RTX3090:1", "RTX4090:1"] * 8), "llama-2-70b", "LPLD")
     span = widest_span(many)
     assert span > 8

@@ -1,4 +1,4 @@
-"""What rules steps out: bounds by duality, and one step for all that are alike."""
+"""Steps that are ruled out: bounds by duality, and one step for all that are equivalent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hexgen2.search.problem import Solution
 
 @st.composite
 def kv_bound(draw: st.DrawFn) -> tuple[Evaluator, Evaluation]:
-    """A solution whose KV routes limit it."""
+    """A solution that its KV routes limit."""
     problem = problem_from(draw(clusters(max_gpus=10)), draw(st.sampled_from(["opt-13b", "opt-30b"])), "LPLD")
     evaluator = Evaluator(problem)
     groups = draw(st.integers(2, min(5, len(problem.cluster))))
@@ -38,7 +38,7 @@ def test_no_step_gains_more_than_its_prices_promise(case):
     )
     for _, solution in list(all_steps(evaluator, current))[:60]:
         limit = evaluator.limit_by_duals(solution, current, duals)
-        # Valued anew, for the memo may know the solution with other stage orders.
+        # Evaluate again, because the memo may have the solution with other stage orders.
         sides = [evaluator._replicas(solution, role, current.plans) for role in ("prefill", "decode")]
         assert evaluator.with_plans(solution, *sides).score <= limit * (1 + 1e-6) + 1e-9
 
@@ -71,7 +71,7 @@ def test_few_routes_carry_the_same_loads(seed, p, d):
     assert few.routes.sum(axis=1) == pytest.approx(flow.routes.sum(axis=1))
     assert few.routes.sum(axis=0) == pytest.approx(flow.routes.sum(axis=0))
     assert np.count_nonzero(few.routes) <= p + d - 1
-    # Where so few routes cannot carry it, the flow stays as it is.
+    # If so few routes cannot carry the flow, it stays unchanged.
     narrow = FlowNetwork(wide.prefill, wide.decode, np.maximum(flow.routes, 1e-9))
     kept = few_routes(narrow, Flow(flow.value, flow.routes))
     assert narrow.carries(kept.routes * (1 - 1e-12))
@@ -80,7 +80,7 @@ def test_few_routes_carry_the_same_loads(seed, p, d):
 @settings(max_examples=30, deadline=None)
 @given(clusters(max_gpus=8), st.integers(2, 4))
 def test_steps_left_out_are_worth_what_their_like_is_worth(spec, groups):
-    """Without the network, nodes of one kind differ in nothing."""
+    """Without the network, nodes of one kind are interchangeable."""
     spec["network"] = {"default": {"bandwidth_gbit_s": 400, "latency_us": 10}}
     problem = problem_from(spec, "opt-13b", "LPHD")
     assume(groups <= len(problem.cluster))
@@ -98,7 +98,7 @@ def test_steps_left_out_are_worth_what_their_like_is_worth(spec, groups):
 
 
 def values(evaluator: Evaluator, steps) -> set[float]:
-    """What the replicas of each solution can do, KV routes left aside."""
+    """The capacities of each solution's replicas, ignoring KV routes."""
 
     def capacity(solution: Solution) -> float:
         evaluation = evaluator.evaluate(solution)

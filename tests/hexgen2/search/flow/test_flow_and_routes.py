@@ -1,4 +1,4 @@
-"""Max flow against networkx, KV routes against a count of every byte."""
+"""Max flow compared with networkx, KV routes with a count of every byte."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_balanced_flow_has_the_same_value_and_no_higher_peak(network):
     even = balance(network, flow)
     check_flow(network, even)
     assert even.value == pytest.approx(flow.value, rel=1e-6)
-    # With routes to spare every replica of a role is equally used.
+    # With routes to spare, all replicas of a role are equally used.
     free = FlowNetwork(network.prefill, network.decode, np.full(network.routes.shape, 1e6))
     spread = balance(free, solve(free))
     for used, capacity in (
@@ -84,7 +84,7 @@ def test_transfer_inside_a_node_uses_the_ports_of_both_sides(pods):
     assert route_use(pods, [PlannedStage(0, 1, 80)], [PlannedStage(0, 2, 80)]).transfer_s == pytest.approx(
         total / 100e9
     )
-    # Two stages on each side, each sends its half at the same time.
+    # Two stages on each side; each sends its half at the same time.
     halves = [PlannedStage(0, 1, 40), PlannedStage(0, 1, 40)]
     assert route_use(pods, halves, halves).transfer_s == pytest.approx(total / 200e9)
 

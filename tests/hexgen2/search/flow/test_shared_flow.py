@@ -1,4 +1,5 @@
-"""Flow under shared resources: against scipy's LP, a max flow where nothing is shared, and cases by hand."""
+"""Flow under shared resources, compared with scipy's LP, with max flow where nothing is shared, and with
+cases by hand."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_shared_flow_equals_scipys_linear_program(network):
 
 
 def weighed(network: FlowNetwork, routes: np.ndarray) -> float:
-    """What the settled flow makes least: the transfer times, and a tenth of a weight for each route."""
+    """What the settled flow minimises: the transfer times, and a tenth of a weight for each route."""
     transfer_s = 1 / network.routes.ravel()
     weights = transfer_s / transfer_s.mean() + 0.1 * spread(transfer_s.size)
     return float((weights * routes.ravel()).sum())
@@ -86,8 +87,8 @@ def weighed(network: FlowNetwork, routes: np.ndarray) -> float:
 @settings(deadline=None)
 @given(shared_networks(), st.integers(0, 99))
 def test_the_flow_to_read_does_not_depend_on_the_solvers_pivots(network, seed):
-    """The same with the program's rows and columns in another order, in which the solver meets other
-    vertices; as large as any, and no other maximum flow weighs less."""
+    """The flow stays the same when the program's rows and columns are reordered, so that the solver meets
+    other vertices. It is a maximum flow, and no other maximum flow weighs less."""
     found = solve(network)
     expected, solver = settled(network, found), flow._solved
     check_flow(network, expected)
@@ -123,7 +124,7 @@ def test_where_each_resource_has_one_route_it_is_a_max_flow(network):
 
 
 def star(card: float | None = None, centre: int = 4):
-    """Node a in the middle of b and c; 10 Gbit/s between each two, KV caches of 1.45 GB each (OPT 30B)."""
+    """Node a between b and c; 10 Gbit/s between any two, KV caches of 1.45 GB each (OPT 30B)."""
     nodes = [
         {"name": "a", "accelerators": f"H100:{centre}", "interconnect": "nvlink"},
         {"name": "b", "accelerators": "H100:4", "interconnect": "nvlink"},
@@ -151,7 +152,7 @@ def test_pairwise_counts_a_network_card_twice():
     one_card = 10e9 / 8 / kv_bytes
     shared = Evaluator(problem).evaluate(FROM_A)
     assert shared.req_s == pytest.approx(one_card, rel=1e-6)
-    # Two prefill replicas to each of two decode replicas: four routes as if over four links.
+    # Two prefill replicas to each of two decode replicas: four routes, as if over four links.
     pairwise = Evaluator(replace(problem, links="pairwise")).evaluate(FROM_A)
     assert pairwise.network.routes == pytest.approx(np.full((2, 2), one_card))
     assert pairwise.req_s > 2 * one_card
@@ -168,7 +169,7 @@ def test_an_uplink_limits_what_leaves_several_nodes():
     to_c = Solution(tuple(g for g in FROM_A.groups if g.counts[0][0] != 1))
     kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers
     assert Evaluator(uplinked).evaluate(to_c).req_s == pytest.approx(1e9 / 8 / kv_bytes, rel=1e-6)
-    # What stays on the near side takes the link to b beside it.
+    # Traffic that stays within the uplink's nodes takes the link to b.
     assert Evaluator(uplinked).evaluate(FROM_A).req_s == pytest.approx(10e9 / 8 / kv_bytes, rel=1e-6)
 
 
@@ -195,7 +196,7 @@ def test_a_route_occupies_what_its_kv_cache_and_both_pipelines_cross():
 
 
 def test_routes_of_a_replica_share_its_gpus_ports():
-    """One sending GPU to two receivers of its node: twice the routes, no more flow."""
+    """One GPU sends to two receivers in its node: twice the routes, but no more flow."""
     nodes = [
         {"name": "a", "accelerators": "A100:3", "interconnect": {"bandwidth_gbyte_s": 1, "latency_us": 0}}
     ]

@@ -1,4 +1,4 @@
-"""METIS and the partition of large clusters by parts of nodes, against brute force and networkx."""
+"""METIS and the partition of large clusters by parts of nodes, compared with brute force and networkx."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cut(weights: np.ndarray, labels: np.ndarray) -> float:
 
 @functools.cache
 def racks(gpus: int) -> Problem:
-    """Nodes of 8 GPUs of four types, 8 nodes to a rack."""
+    """Nodes of 8 GPUs of four types, 8 nodes per rack."""
     nodes = [
         {
             "name": f"n{i}",
@@ -171,5 +171,5 @@ def test_of_too_many_pairs_those_with_most_to_gain_are_refined(monkeypatch):
 def test_a_spent_time_limit_leaves_the_start_of_a_large_cluster(strategy):
     placement = STRATEGIES[strategy][0](racks(256), SearchOptions(time_limit_s=0.0))
     assert placement.search.cut == "time limit"
-    assert placement.search.evaluations == 2  # the start, both ways around
+    assert placement.search.evaluations == 2  # the start, with roles both ways around
     assert violations(placement) == []

@@ -1,4 +1,4 @@
-"""The paper's phase one, step by step, against brute force."""
+"""The paper's phase one, step by step, compared with brute force."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hexgen2.search.partition.spectral import spectral_partition
 
 
 def two_pods(size: int) -> np.ndarray:
-    """Two halves, fast inside and slow between."""
+    """Two halves with fast links inside and slow links between them."""
     half = np.arange(size) < size // 2
     return np.where(half[:, None] == half[None, :], 200.0, 1.0)
 
@@ -45,7 +45,7 @@ def test_spectral_groups_are_never_empty(graph, data):
 
 
 def objective(weights, memory, labels):
-    """What Kernighan-Lin minimises, added over all pairs of groups."""
+    """What Kernighan-Lin minimises, summed over all pairs of groups."""
     total = np.triu(weights, 1).sum()
     cut = sum(
         weights[i, j] for i, j in itertools.combinations(range(len(labels)), 2) if labels[i] != labels[j]

@@ -1,4 +1,4 @@
-"""Layer splits and group plans against enumeration."""
+"""Layer splits and group plans, compared with enumeration."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_partitions_are_all_and_each_once():
 
 
 def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | None:
-    """Capacity of a fully given plan, from the cost model alone; None if it exceeds a memory."""
+    """Capacity of a fully specified plan, from the cost model alone; None if it exceeds a GPU's memory."""
     costs, last = problem.costs, len(shape) - 1
     phase = "prefill" if role == "prefill" else "decode"
     groups = [TensorGroup(problem.node_accelerator[n], d, problem.node_links[n][n]) for n, d in shape]
@@ -131,7 +131,8 @@ def test_plans_fit_and_have_the_capacity_they_claim(problem, role):
 @pytest.mark.parametrize("pipeline", ["pipelined", "literal", "paper_optimistic"])
 @pytest.mark.parametrize("counts", [("H100:1", "A100:1"), ("H100:2", "L40:1"), ("A100:3",)])
 def test_plan_against_every_shape_and_split(role, pipeline, counts):
-    """Within 1 % of the best over all tensor degrees, layer splits and (unless for prefill) batches."""
+    """Within 1 % of the best over all tensor-parallel degrees, layer splits and (except for prefill) batch
+    sizes."""
     nodes = [{"name": f"n{i}", "accelerators": c, "interconnect": "nvlink"} for i, c in enumerate(counts)]
     problem = problem_from({"name": "t", "nodes": nodes}, "opt-30b", "HPHD", pipeline=pipeline)
     counts = counts_of({n: len(gpus) for n, gpus in enumerate(problem.node_gpus)})
