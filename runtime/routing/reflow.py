@@ -37,7 +37,9 @@ PARTNERS = 4
 """New routes for such a replica: to this many others, those with the largest capacity."""
 NEGLIGIBLE = 1e-6
 """A route that carries less than this share of the flow is a spare."""
-FULL = 1 - 1e-9
+KEPT = (1 - 1e-9, 1 - 1e-6)
+"""Shares of the largest flow that balancing has to keep, the first that the solver can: its largest flow may
+exceed the limits by its tolerance (1e-7), so that keeping all of it is impossible."""
 
 Pair = tuple[str, str]
 
@@ -206,8 +208,8 @@ class Reflow:
         matrix = vstack([*(side.members for side in sides), shared * unit], format="csr")
         limits = np.concatenate([*capacities, left])
         largest = _minimised(-np.ones(len(pairs)), matrix, limits, most)
-        value = float(largest.sum())
-        if value <= 0:
+        value = 0.0 if largest is None else float(largest.sum())
+        if largest is None or value <= 0:
             return np.zeros(len(pairs))
         # Balance: scale each capacity from the role's mean utilisation (slack 0) up to the whole (slack 1).
         means = [min(1.0, value / float(capacity.sum())) for capacity in capacities]
@@ -216,9 +218,13 @@ class Reflow:
         slack = np.concatenate([*spread, np.zeros(len(left)), [0.0]])
         whole = csr_array(-np.ones((1, len(pairs))))
         matrix = hstack([vstack([matrix, whole]), csr_array(slack[:, None])], format="csr")
-        limits = np.concatenate([*even, left, [-value * FULL]])
-        cost = np.append(np.zeros(len(pairs)), 1.0)
-        return _minimised(cost, matrix, limits, np.append(most, 1.0))[:-1] * unit
+        cost, most = np.append(np.zeros(len(pairs)), 1.0), np.append(most, 1.0)
+        for share in KEPT:
+            limits = np.concatenate([*even, left, [-value * share]])
+            balanced = _minimised(cost, matrix, limits, most)
+            if balanced is not None:
+                return balanced[:-1] * unit
+        return largest * unit
 
 
 class _Side:
@@ -239,10 +245,10 @@ def _largest(replicas: list[Replica]) -> list[Replica]:
     return sorted(replicas, key=lambda replica: -replica.capacity_req_s)[:PARTNERS]
 
 
-def _minimised(cost: np.ndarray, matrix: csr_array, limits: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """argmin cost x over 0 <= x <= most and matrix x <= limits; feasible by construction."""
+def _minimised(
+    cost: np.ndarray, matrix: csr_array, limits: np.ndarray, most: np.ndarray
+) -> np.ndarray | None:
+    """argmin cost x over 0 <= x <= most and matrix x <= limits; None if the solver finds none."""
     bounds = np.stack([np.zeros(len(most)), most], axis=1)
     found = linprog(cost, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
-    if not found.success:
-        raise RuntimeError(f"the solver found no flow: {found.message}")
-    return np.asarray(found.x)
+    return np.asarray(found.x) if found.success else None
