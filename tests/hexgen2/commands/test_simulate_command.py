@@ -109,7 +109,7 @@ def test_a_broken_placement_is_refused(tmp_path, placement):
 
 def test_compare_prints_tables_and_writes_files(tmp_path):
     options = ["--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "LPLD,HPLD"]
-    options += ["--strategies", "distserve,vllm", "--seconds", "5"]
+    options += ["--strategies", "distserve,vllm", "--seconds", "2"]
     done = installed("compare", *options, "-o", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("SLO scale") >= 2
