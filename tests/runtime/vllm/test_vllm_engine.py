@@ -3,6 +3,7 @@ broken in several ways."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -125,8 +126,14 @@ def test_vllm_prefills_on_one_and_decodes_on_the_other(fleet, reference):
 
 def test_a_client_that_leaves_frees_the_blocks_on_both_sides(fleet):
     body = {"model": "tiny-llama", "max_tokens": 180, "ignore_eos": True, "stream": True}
-    for tokens_read in (0, 5):
-        prompt = [90 + tokens_read, *range(30, 70)]
+
+    def cancelled() -> float:
+        return fleet.figures_of(fleet.front_metrics(), "hexgen2_requests_total", outcome="cancelled")
+
+    for tokens_read, attempt in itertools.product((0, 5), range(8)):
+        if cancelled() > (tokens_read > 0):
+            continue  # an earlier attempt left in time: on a busy machine, an answer may end before
+        prompt = [90 + tokens_read, 3 + attempt, *range(30, 70)]
         with (
             httpx.Client(base_url=fleet.url, timeout=LIMIT_S) as http,
             http.stream("POST", "/v1/completions", json={**body, "prompt": prompt}) as response,
@@ -135,8 +142,7 @@ def test_a_client_that_leaves_frees_the_blocks_on_both_sides(fleet):
             for _ in range(tokens_read):
                 next(lines)
         fleet.until_idle()
-    ended = fleet.figures_of(fleet.front_metrics(), "hexgen2_requests_total", outcome="cancelled")
-    assert ended == 2
+    assert cancelled() == 2
 
 
 @pytest.mark.slow
