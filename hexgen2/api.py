@@ -308,7 +308,7 @@ def compare(
     cluster, model : see `search`
     workload : one or several, as a sequence or as names separated by commas
     strategies : a sequence, or separated by commas; NAME@CLUSTER gives a strategy a cluster of its own, and
-        NAME:POLICY another engine (see `simulate`)
+        NAME:POLICY a batching policy of its own (see `simulate`)
     share : online load, as a share of each strategy's own peak throughput
     seconds : length of the load in each simulation
     cost_model, pipeline, links, time_limit_s, seed : see `search`

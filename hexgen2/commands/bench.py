@@ -11,8 +11,8 @@ from cost_model.errors import InputError
 from cost_model.files import write_text
 from hexgen2.commands.options import (
     POSITIVE,
-    SEED,
     Command,
+    arrival_options,
     check_folder,
     json_option,
     options,
@@ -28,6 +28,7 @@ _goal = options("Targets")
 
 @click.command(
     cls=Command,
+    short_help="Measure an OpenAI endpoint under load.",
     examples=(
         "hexgen2 bench http://127.0.0.1:8000 --workload HPLD --request-rate 4 --num-prompts 500",
         "hexgen2 bench http://127.0.0.1:8000 --isl 512 --osl 64 --max-concurrency 16 -o results.json",
@@ -35,8 +36,6 @@ _goal = options("Targets")
 )
 @click.argument("url")
 @_load("--workload", metavar="NAME|FILE", help="As for `search`; a trace with arrival times is replayed.")
-@_load("--isl", type=float, metavar="TOKENS", help="Mean prompt length, instead of --workload.")
-@_load("--osl", type=float, metavar="TOKENS", help="Mean output length, instead of --workload.")
 @_load(
     "--request-rate",
     type=POSITIVE,
@@ -44,31 +43,9 @@ _goal = options("Targets")
     help="Mean requests/s, sent at random (Poisson).  [default: all at once]",
 )
 @_load(
-    "--num-prompts",
-    type=click.IntRange(1, 10_000_000),
-    metavar="N",
-    help="Number of requests.  [default: 1000]",
-)
-@_load("--duration-s", type=POSITIVE, metavar="S", help="Only requests that arrive within S seconds.")
-@_load(
-    "--burstiness",
-    type=POSITIVE,
-    default=1.0,
-    show_default=True,
-    metavar="SHAPE",
-    help="Burstiness of arrivals: 1 is Poisson, less is burstier.",
-)
-@_load(
     "--max-concurrency", type=click.IntRange(min=1), metavar="N", help="Most requests in flight at a time."
 )
-@_load(
-    "--seed",
-    type=SEED,
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Seed for lengths, arrivals and prompts.",
-)
+@arrival_options("--num-prompts", PROMPTS, 10_000_000)
 @_goal("--ttft", type=POSITIVE, metavar="MS", help="Target for the time to first token.")
 @_goal("--tpot", type=POSITIVE, metavar="MS", help="Target for the time per output token.")
 @_server("--model", metavar="NAME", help="The model, as the server names it.  [default: the server's first]")

@@ -20,6 +20,7 @@ _fit, _engine = options("Fit"), options("Running engine (with a URL)")
 
 @click.command(
     cls=Command,
+    short_help="Fit the cost model to measured times.",
     examples=(
         "hexgen2 calibrate measured.csv -o mine.json",
         "hexgen2 calibrate http://127.0.0.1:8000 --gpu A100-80GB --model llama-3-8b -o mine.json",

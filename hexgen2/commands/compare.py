@@ -24,6 +24,7 @@ _detail = options("Modelling details")
 
 @click.command(
     cls=Command,
+    short_help="Plan with several strategies and simulate them all.",
     examples=(
         "hexgen2 compare --cluster hexgen2-setting-1 --model llama-2-70b --workload HPLD,LPHD -o comparison",
         "hexgen2 compare --cluster hexgen2-setting-1 --model opt-30b --workload online \\\n"

@@ -26,6 +26,7 @@ _output = options("Output")
 
 @click.command(
     cls=Command,
+    short_help="Predict the time and memory of single steps.",
     examples=(
         "hexgen2 estimate --gpu H100:8 --model llama-2-70b --tp 8 --batch 16 --isl 512 --osl 128",
         "hexgen2 estimate --csv steps.csv -o predicted.csv",

@@ -15,6 +15,7 @@ _what, _output, _kubernetes = options("What to export"), options("Output"), opti
 
 @click.command(
     cls=Command,
+    short_help="Write files for Kubernetes, vLLM or Ray.",
     examples=(
         "hexgen2 export placement.json --format vllm -o scripts",
         "hexgen2 export placement.json --format kubernetes --image registry.example.org/hexgen2:1 --force",

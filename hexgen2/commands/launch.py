@@ -43,6 +43,7 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 
 @click.command(
     cls=Command,
+    short_help="Serve a placement behind the OpenAI API.",
     examples=(
         "hexgen2 launch placement.json --model-path /models/llama-3-8b",
         "hexgen2 launch placement.json --engine emulated --port 9000",

@@ -19,6 +19,7 @@ EXTRAS = "pip install 'hexgen2[runtime,p2p]'"
 
 @click.command(
     cls=Command,
+    short_help="Offer this machine's GPUs to a launch elsewhere.",
     examples=(
         "hexgen2 node --new-network-key network.key",
         "hexgen2 node --name pod-a --listen /ip4/10.0.0.4/tcp/9000 --network-key network.key \\\n"

@@ -119,6 +119,45 @@ def json_option(what: str) -> Callable[[Function], Function]:
     return _output("--json", "as_json", is_flag=True, help=f"Print the {what} as one JSON object.")
 
 
+def arrival_options(number: str, usual: int, most: int) -> Callable[[Function], Function]:
+    """Options for the lengths and arrival times of requests, whose count is the option `number`."""
+    load = options("Load")
+    listed = (
+        load("--isl", type=float, metavar="TOKENS", help="Mean prompt length, instead of --workload."),
+        load("--osl", type=float, metavar="TOKENS", help="Mean output length, instead of --workload."),
+        load(
+            number,
+            type=click.IntRange(1, most),
+            metavar="N",
+            help=f"Number of requests.  [default: {usual}]",
+        ),
+        load("--duration-s", type=POSITIVE, metavar="S", help="Only requests that arrive within S seconds."),
+        load(
+            "--burstiness",
+            type=POSITIVE,
+            default=1.0,
+            show_default=True,
+            metavar="SHAPE",
+            help="Burstiness of arrivals: 1 is Poisson, less is burstier.",
+        ),
+        load(
+            "--seed",
+            type=SEED,
+            default=0,
+            show_default=True,
+            metavar="N",
+            help="Seed for lengths and arrivals.",
+        ),
+    )
+
+    def apply(function: Function) -> Function:
+        for option in reversed(listed):
+            function = option(function)
+        return function
+
+    return apply
+
+
 def setting(
     group: str, defaults: DataclassInstance, flag: str, kind: click.ParamType, help: str, **more: Any
 ) -> Callable[[Function], Function]:

@@ -16,7 +16,9 @@ _what = options("What to measure")
 
 
 @click.command(
-    cls=Command, examples=("hexgen2 probe -o cluster.yaml", "hexgen2 probe --kind cpu --devices 4")
+    cls=Command,
+    short_help="Measure this machine and write a cluster file.",
+    examples=("hexgen2 probe -o cluster.yaml", "hexgen2 probe --kind cpu --devices 4"),
 )
 @_what(
     "--kind", type=click.Choice(["cuda", "cpu"]), help="Kind of devices.  [default: cuda if there are any]"

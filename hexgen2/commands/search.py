@@ -35,6 +35,7 @@ _detail = options("Modelling details")
 
 @click.command(
     cls=Command,
+    short_help="Find a placement.",
     examples=(
         "hexgen2 search --cluster hexgen2-setting-1 --model llama-2-70b --workload HPLD -o placement.json",
         "hexgen2 search --cluster hexgen2-offers --model opt-30b --workload online --budget 12",

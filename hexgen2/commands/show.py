@@ -15,6 +15,7 @@ _output = options("Output")
 
 @click.command(
     cls=Command,
+    short_help="Check a placement; print it or draw it.",
     examples=("hexgen2 show placement.json", "hexgen2 show placement.json --svg placement.svg"),
 )
 @click.argument("placement", type=PATH)
@@ -37,7 +38,12 @@ def show(placement: Path, svg: Path | None, html: Path | None) -> None:
         print_placement(loaded, make_console())
 
 
-@click.command("list", cls=Command, examples=("hexgen2 list clusters", "hexgen2 list models"))
+@click.command(
+    "list",
+    cls=Command,
+    short_help="List shipped clusters, GPUs, models and more.",
+    examples=("hexgen2 list clusters", "hexgen2 list models"),
+)
 @click.argument("what", type=click.Choice(["clusters", "gpus", "models", "workloads", "strategies"]))
 def list_(what: str) -> None:
     """List the shipped clusters, GPUs, models, workloads or strategies."""

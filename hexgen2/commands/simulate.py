@@ -14,8 +14,8 @@ from cost_model.errors import InputError
 from hexgen2.commands.options import (
     PATH,
     POSITIVE,
-    SEED,
     Command,
+    arrival_options,
     check_folder,
     json_option,
     options,
@@ -30,6 +30,7 @@ _fleet = options("What happens to the fleet")
 
 @click.command(
     cls=Command,
+    short_help="Run requests through a placement, without GPUs.",
     examples=(
         "hexgen2 simulate placement.json --request-rate 4 --num-requests 2000 -o results.json",
         "hexgen2 simulate placement.json --workload trace.csv --ttft 900 --tpot 90",
@@ -42,26 +43,9 @@ _fleet = options("What happens to the fleet")
     metavar="NAME|FILE",
     help="As for `search`; a trace with arrival times is replayed.  [default: the placement's]",
 )
-@_load("--isl", type=float, metavar="TOKENS", help="Mean prompt length, instead of --workload.")
-@_load("--osl", type=float, metavar="TOKENS", help="Mean output length, instead of --workload.")
 @_load("--request-rate", type=POSITIVE, metavar="RATE", help="Mean requests/s, arriving at random (Poisson).")
 @_load("--offline", is_flag=True, help="Let all requests arrive at once.")
-@_load(
-    "--num-requests",
-    type=click.IntRange(1, 100_000_000),
-    metavar="N",
-    help="Number of requests.  [default: 2000]",
-)
-@_load("--duration-s", type=POSITIVE, metavar="S", help="Only requests that arrive within S seconds.")
-@_load(
-    "--burstiness",
-    type=POSITIVE,
-    default=1.0,
-    show_default=True,
-    metavar="SHAPE",
-    help="Burstiness of arrivals: 1 is Poisson, less is burstier.",
-)
-@_load("--seed", type=SEED, default=0, show_default=True, metavar="N", help="Seed for lengths and arrivals.")
+@arrival_options("--num-requests", 2000, 100_000_000)
 @_goal("--ttft", "ttft_ms", type=POSITIVE, metavar="MS", help="Target for the time to first token.")
 @_goal("--tpot", "tpot_ms", type=POSITIVE, metavar="MS", help="Target for the time per output token.")
 @output_option("results")
