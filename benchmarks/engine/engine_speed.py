@@ -124,7 +124,7 @@ def started(name: str, checkout: Path, command: list[str]) -> Iterator[Side]:
         settings |= VLLM_SETTINGS
     with tempfile.TemporaryFile("w+") as log:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-        process = psutil.Popen(command, env=settings, **pipes)
+        process = psutil.Popen(command, env=settings, cwd=checkout, **pipes)
         try:
             side = Side(name, process, log)
             side.answer()
@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--before-script", type=Path, default=SIDES / "our_engine.py")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    options.before = options.before and options.before.resolve()  # the sides run there
     cases = [Case(int(batch), PROMPT_TOKENS, NEW_TOKENS) for batch in options.batches.split(",")]
     cases += [Case(batch, PREFILL_TOKENS, 1) for batch in PREFILL_BATCHES]
     with tempfile.TemporaryDirectory() as folder:

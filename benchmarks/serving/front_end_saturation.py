@@ -261,7 +261,7 @@ def serving(
     if side == "bare":
         command = [sys.executable, str(ROOT / WEB_STACK), str(port)]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    process = psutil.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+    process = psutil.Popen(command, stderr=subprocess.DEVNULL, env=environment, cwd=root)
     try:
         deadline = time.monotonic() + START_S
         while not _listens(port):
@@ -386,6 +386,7 @@ def main() -> None:
     parser.add_argument("--overload", nargs="*", choices=CASES, default=["stream-16"])
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
+    options.before = options.before and options.before.resolve()  # the sides run there
     options.sides = [*options.sides, *(["before"] if options.before else [])]
     with tempfile.TemporaryDirectory() as folder:
         print(f"load average {os.getloadavg()[0]:.1f}")
