@@ -6,10 +6,10 @@
 A random Llama of 82 million parameters runs on all cores of this machine, with greedy sampling: prompts of
 128 tokens with 64 new ones at each batch size, then prompts of 512 tokens with a single new one. Each side
 (sides/) is a separate process that loads the model once; in every round each side gets the same new random
-prompts, one side after the other. Our side is one colocated worker behind the coordinator, without HTTP. vLLM
-needs its own interpreter (--vllm-python). transformers runs with both of its caches, vLLM compiled and eager;
-the better of the two counts in every row. --before adds the engine of another checkout; --before-script says
-where its side is.
+prompts, one side after the other in a new random order. Our side is one colocated worker behind the
+coordinator, without HTTP. vLLM needs its own interpreter (--vllm-python). transformers runs with both of its
+caches, vLLM compiled and eager; the better of the two counts in every row. --before adds the engine of
+another checkout; --before-script says where its side is.
 
 Prints medians over rounds, in tokens/s: `overall` from handing over the prompts to the last token, `decode`
 from the moment when all requests have their first token until one has its last, `prefill` counts prompt
@@ -184,9 +184,9 @@ def compare(sides: list[Side], cases: list[Case], options: argparse.Namespace) -
     for case in cases:
         answers: dict[str, list[dict[str, Any]]] = defaultdict(list)
         disturbed: dict[str, float] = defaultdict(float)
-        for turn in range(options.rounds):
-            seed, first = rng.random(), turn % len(sides)
-            for side in sides[first:] + sides[:first]:
+        for _ in range(options.rounds):
+            seed = rng.random()
+            for side in rng.sample(sides, len(sides)):
                 answer, others = measure(side, case, seed, options.attempts)
                 answers[side.name].append(answer)
                 disturbed[side.name] = max(disturbed[side.name], others)
