@@ -21,8 +21,9 @@ class ModelArchitecture(BaseModel):
 
     `family` names the engine's model class. `biases`: every projection and norm has a bias; `qkv_bias`: only
     q, k and v have one (Qwen 2); `qk_norm`: the heads of q and k are normalised (Qwen 3); `position_offset`:
-    the first rows of the position table that are not used (OPT). Layers hold weights of `weight_bytes` each;
-    token table, LM head and activations have `activation_bytes`."""
+    the first rows of the position table that are not used (OPT). The matrices of layers hold weights
+    of `weight_bytes` each, scales included; where `only_experts_quantised`, only those of feed-forward blocks
+    do (gpt-oss). All other weights, and activations, have `activation_bytes`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,12 +51,13 @@ class ModelArchitecture(BaseModel):
     weight_bytes: ValueBytes = 2.0
     activation_bytes: ValueBytes = 2.0
     kv_value_bytes: ValueBytes = 2.0
+    only_experts_quantised: bool = Field(default=False, exclude_if=lambda only: not only)
 
     @cached_property
     def attention_params(self) -> int:
         """Parameters of one layer's q, k, v and output projections."""
         q_width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = self.hidden * (2 * q_width + 2 * kv_width)
+        weights = self._attention_matrix_params
         biases = q_width + 2 * kv_width if self.biases or self.qkv_bias else 0
         biases += self.hidden if self.biases else 0
         return weights + biases + (2 * self.head_dim if self.qk_norm else 0)
@@ -63,14 +65,32 @@ class ModelArchitecture(BaseModel):
     @cached_property
     def expert_params(self) -> int:
         """Parameters of one feed-forward block (one expert of a mixture)."""
-        matrices = 3 if self.gated_ffn else 2
-        return matrices * self.hidden * self.ffn + (self.ffn + self.hidden if self.biases else 0)
+        return self._expert_matrix_params + (self.ffn + self.hidden if self.biases else 0)
 
     @cached_property
     def layer_params(self) -> int:
         """Parameters of one layer, with all its experts and the router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.attention_params + self.experts * self.expert_params + router + 2 * self.norm_params
+
+    @cached_property
+    def expert_bytes(self) -> float:
+        """Bytes of the weights of one feed-forward block (one expert of a mixture)."""
+        return self.expert_params * self.activation_bytes + self._saved(self._expert_matrix_params)
+
+    @cached_property
+    def layer_bytes(self) -> float:
+        """Bytes of one layer's weights, with all its experts and the router."""
+        matrices = self.experts * self._expert_matrix_params
+        if not self.only_experts_quantised:
+            matrices += self._attention_matrix_params
+        return self.layer_params * self.activation_bytes + self._saved(matrices)
+
+    @cached_property
+    def total_bytes(self) -> float:
+        """Bytes of all weights, each counted once."""
+        others = self.total_params - self.layers * self.layer_params
+        return self.layers * self.layer_bytes + others * self.activation_bytes
 
     @cached_property
     def norm_params(self) -> int:
@@ -120,3 +140,17 @@ class ModelArchitecture(BaseModel):
     def _kv_heads_split(self, degree: int) -> bool:
         """Whether this degree splits the KV heads evenly, or replicates each evenly."""
         return self.kv_heads % degree == 0 or degree % self.kv_heads == 0
+
+    @cached_property
+    def _attention_matrix_params(self) -> int:
+        """Of attention_params, those of the matrices: what quantisation applies to."""
+        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+
+    @cached_property
+    def _expert_matrix_params(self) -> int:
+        """Of expert_params, those of the matrices."""
+        return (3 if self.gated_ffn else 2) * self.hidden * self.ffn
+
+    def _saved(self, matrix_params: int) -> float:
+        """Bytes (negative) that quantisation saves on so many parameters of matrices."""
+        return matrix_params * (self.weight_bytes - self.activation_bytes)

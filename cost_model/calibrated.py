@@ -113,7 +113,7 @@ class Calibrated(CostModel):
         return StageMemory(
             limit=group.accelerator.memory_bytes * k.memory_utilisation,
             fixed=held + workspace + k.engine_bytes,
-            per_layer=model.layer_params * model.weight_bytes / n,
+            per_layer=model.layer_bytes / n,
             per_layer_request=kv_tokens * model.kv_bytes_per_token_layer * self._kv_share(n),
             per_request=0.0,
         )
@@ -142,8 +142,7 @@ class Calibrated(CostModel):
         token chose, expected under uniform routing."""
         model = self.model
         idle_share = power(1 - model.active_experts / model.experts, tokens) if model.experts > 1 else 0.0
-        idle = model.experts * idle_share * model.expert_params
-        return (model.layer_params - idle) * model.weight_bytes
+        return model.layer_bytes - model.experts * idle_share * model.expert_bytes
 
 
 class ZeroFit(Calibrated):

@@ -13,6 +13,7 @@ from cost_model.dtypes import WEIGHT_BYTES
 from cost_model.errors import InputError
 from cost_model.fields import checked_name
 from cost_model.files import read_text
+from cost_model.quantization import quantised_weights
 
 _MAX_CONFIG_BYTES = 1 << 20
 _LARGEST = 10**7
@@ -102,7 +103,7 @@ def architecture_from_config(config: dict[str, Any], name: str, source: str) -> 
     Raises
     ------
     InputError : unknown model_type or dtype; a key missing or not a positive whole number; heads that do not
-        divide; quantised weights, post-norm OPT or biased Llama, which nothing here models
+        divide; an unknown quantisation, post-norm OPT or biased Llama, which nothing here models
     """
     reader = _Config(config, source)
     kind = config.get("model_type")
@@ -112,10 +113,6 @@ def architecture_from_config(config: dict[str, Any], name: str, source: str) -> 
         hint = f"did you mean {near[0]}? " if near else ""
         problem = "is missing" if kind is None else f"{_shown(kind)} is not known"
         raise reader.error("model_type", problem, f"{hint}known: {known}")
-    if config.get("quantization_config") is not None:
-        raise reader.error(
-            "quantization_config", "quantised weights are not modelled", "use the 16-bit model"
-        )
 
     hidden = reader.integer("hidden_size", "n_embed")
     heads = reader.integer("num_attention_heads", "n_head")
@@ -144,6 +141,8 @@ def architecture_from_config(config: dict[str, Any], name: str, source: str) -> 
         "activation_bytes": width,
         "kv_value_bytes": width,
     }
+    if config.get("quantization_config") is not None:
+        shape |= quantised_weights(config["quantization_config"], shape["layers"], source)
     variant = {"opt": _opt, "bloom": _bloom}.get(kind, _llama_like)
     return ModelArchitecture(**shape, **variant(reader))
 

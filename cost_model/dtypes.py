@@ -35,16 +35,25 @@ KV_BYTES: dict[str, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0,
 
 
 def in_formats(
-    model: ModelArchitecture, weights: WeightType | None = None, kv: str | None = None
+    model: ModelArchitecture, weights: str | None = None, kv: str | None = None
 ) -> ModelArchitecture:
-    """The model with weights and KV cache in other formats (None: unchanged); KeyError for an unknown one.
+    """The model with weights and KV cache in other formats (None: unchanged).
 
-    Activations keep 16 bits if weights get fewer; how they are computed with is up to `matrix_flops_s`.
+    Activations keep 16 bits if weights get fewer; how they are computed with is up to `matrix_flops_s`. In
+    mxfp4, only experts are quantised, as in gpt-oss.
+
+    Raises
+    ------
+    InputError : an unknown format
     """
+    for option, value, known in (("--weights", weights, WEIGHT_BYTES), ("--kv", kv, KV_BYTES)):
+        if value is not None and value not in known:
+            raise InputError(option, "", f"is {value[:60]!r}", f"use one of {', '.join(known)}")
     changes: dict[str, object] = {}
     if weights is not None:
-        changes |= {"weight_type": weights, "weight_bytes": WEIGHT_BYTES[weights]}
-        changes |= {"activation_bytes": max(2.0, WEIGHT_BYTES[weights])}
+        width = WEIGHT_BYTES[weights]  # type: ignore[index]
+        changes |= {"weight_type": weights, "weight_bytes": width, "activation_bytes": max(2.0, width)}
+        changes |= {"only_experts_quantised": weights == "mxfp4"}
     if kv is not None:
         changes["kv_value_bytes"] = KV_BYTES[kv]
     return ModelArchitecture(**{**model.model_dump(), **changes})
@@ -102,7 +111,7 @@ def matrix_flops_s(accelerator: Accelerator, model: ModelArchitecture) -> float:
     """Peak operations/s of products of activations with this model's quantised weights.
 
     Where the kernels are native, activations are quantised on the fly: to the format of the weights, with
-    mxfp4 to fp8. Otherwise weights are unpacked to 16 bits."""
+    mxfp4 to fp8. Otherwise, and in attention that is not quantised, products are in 16 bits."""
     if kernels(accelerator, model.weight_type) != "native":
         return accelerator.flops_s
     speedup = {
@@ -110,4 +119,8 @@ def matrix_flops_s(accelerator: Accelerator, model: ModelArchitecture) -> float:
         "int8": accelerator.int8_speedup,
         "nvfp4": accelerator.fp4_speedup,
     }
-    return accelerator.flops_s * speedup.get(model.weight_type, 1.0)
+    rate = accelerator.flops_s * speedup.get(model.weight_type, 1.0)
+    if not model.only_experts_quantised:
+        return rate
+    plain = model.attention_params / model.active_layer_params
+    return 1 / (plain / accelerator.flops_s + (1 - plain) / rate)

@@ -43,6 +43,8 @@ def search(
     workload: str | Path | Workload | None = None,
     isl: float | None = None,
     osl: float | None = None,
+    weights: str | None = None,
+    kv: str | None = None,
     goal: Goal | None = None,
     objective: Objective = "throughput",
     request_rate: float | None = None,
@@ -72,6 +74,7 @@ def search(
     model : shipped name, folder with a Hugging Face config.json, or architecture
     workload : shipped class, shares of several ("HPLD:2,LPHD:1"), trace file, or workload
     isl, osl : mean prompt and output tokens; instead of a workload, or to override the workload's
+    weights, kv : number formats of weights and KV caches; the model's own if not given
     goal : instead of the following six options
     objective : "throughput", "goodput" (needs a target), "cost" or "latency" (both need request_rate)
     request_rate : mean arrival rate in requests/s; arrivals are random
@@ -120,7 +123,11 @@ def search(
     if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency"):
         raise InputError("--certify", "", "only works with a plain search by hexgen2", "leave it out here")
     problem = make_problem(
-        cluster, model, workload, isl, osl, cost_model, pipeline, goal, links=links, engine=engine
+        *(cluster, model, workload, isl, osl, cost_model, pipeline, goal),
+        links=links,
+        engine=engine,
+        weights=weights,
+        kv=kv,
     )
     placement = find(problem, _search_options(seed, time_limit_s, certify, progress))
     if engine == "vllm":
@@ -138,6 +145,8 @@ def replan(
     workload: str | Path | Workload | None = None,
     isl: float | None = None,
     osl: float | None = None,
+    weights: str | None = None,
+    kv: str | None = None,
     cost_model: str | None = None,
     pipeline: PipelineSemantics | None = None,
     links: Links | None = None,
@@ -190,9 +199,21 @@ def replan(
     if load_gbyte_s is not None:
         terms = replace(terms, load_bytes_s=_in_range("--load-gbyte-s", load_gbyte_s) * 1e9)
     _check_choices(pipeline=pipeline, links=links)
-    names = (",".join([gpus] if isinstance(gpus, str) else gpus) for gpus in (lost, added))
+    left, joined = (",".join([gpus] if isinstance(gpus, str) else gpus) for gpus in (lost, added))
     problem = replan_problem(
-        previous, cluster, model, workload, isl, osl, cost_model, pipeline, links, *names
+        previous,
+        cluster,
+        model,
+        workload,
+        isl,
+        osl,
+        cost_model,
+        pipeline,
+        links,
+        left,
+        joined,
+        weights,
+        kv,
     )
     return _checked(run(problem, previous, _search_options(seed, time_limit_s, False, progress), terms))
 
@@ -292,6 +313,8 @@ def compare(
     model: str | Path | ModelArchitecture,
     workload: str | Path | Workload | Sequence[str | Path | Workload],
     strategies: str | Sequence[str] = STRATEGIES,
+    weights: str | None = None,
+    kv: str | None = None,
     share: float = 0.75,
     seconds: float = 300.0,
     cost_model: str = "calibrated",
@@ -309,6 +332,7 @@ def compare(
     workload : one or several, as a sequence or as names separated by commas
     strategies : a sequence, or separated by commas; NAME@CLUSTER gives a strategy a cluster of its own, and
         NAME:POLICY a batching policy of its own (see `simulate`)
+    weights, kv : see `search`
     share : online load, as a share of each strategy's own peak throughput
     seconds : length of the load in each simulation
     cost_model, pipeline, links, time_limit_s, seed : see `search`
@@ -326,6 +350,8 @@ def compare(
     >>> [row["strategy"] for row in found.rows()]
     ['distserve', 'vllm']
     """
+    from cost_model.dtypes import in_formats
+    from cost_model.models import find_model
     from hexgen2.comparison.contenders import parse_contenders
     from hexgen2.comparison.run import Settings
     from hexgen2.comparison.run import compare as run
@@ -340,6 +366,8 @@ def compare(
     _in_range("--share", share, 0.01, 0.99)
     _in_range("--seconds", seconds)
     limit_s = _search_options(seed, time_limit_s).time_limit_s
+    if weights is not None or kv is not None:
+        model = in_formats(find_model(model), weights, kv)
     settings = Settings(model, seed, share, seconds, cost_model, pipeline, links, limit_s)
     return run(contenders, workloads, settings, progress or (lambda text: None))
 

@@ -6,12 +6,11 @@ import csv
 import io
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from cluster_specs.loader import parse_accelerators
 from cost_model.architecture import ModelArchitecture
 from cost_model.coefficients import ZERO_FIT, CoefficientSet, fitted, load_coefficients
-from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES, in_formats
+from cost_model.dtypes import SIXTEEN_BIT, check_kernels, in_formats
 from cost_model.errors import InputError
 from cost_model.estimate import Shape, estimate
 from cost_model.hardware import INTERCONNECT_CLASSES, find_accelerator, interconnect_link, usual_interconnect
@@ -82,10 +81,10 @@ def estimate_step(
     InputError
     """
     coefficients = _coefficients(cost_model, engine)
-    _check_formats(weights, kv)
     name, count = parse_accelerators(gpu, "--gpu", "")
     accelerator = find_accelerator(name, source="--gpu")
-    architecture = in_formats(find_model(model), weights, kv)  # type: ignore[arg-type]
+    architecture = in_formats(find_model(model), weights, kv)
+    check_kernels([accelerator], architecture.weight_type, "--weights" if weights else "--model")
     joined = interconnect or usual_interconnect(accelerator)
     if joined not in INTERCONNECT_CLASSES:
         remedy = f"use one of {', '.join(INTERCONNECT_CLASSES)}"
@@ -108,7 +107,7 @@ def estimate_step(
     return StepEstimate(
         model=architecture.name,
         weights=architecture.weight_type,
-        kv=kv or architecture.weight_type,
+        kv=kv or (architecture.weight_type if architecture.weight_type in SIXTEEN_BIT else "16-bit"),
         gpu=accelerator.name,
         interconnect=joined,
         tp=shape.tp,
@@ -145,7 +144,6 @@ def estimate_table(
     InputError
     """
     coefficients = _coefficients(cost_model, engine)
-    _check_formats(weights, kv)
     header, rows = read_rows(path)
     written = io.StringIO()
     columns = [*header, *(["predicted_ms"] if "predicted_ms" not in header else [])]
@@ -153,7 +151,7 @@ def estimate_table(
     writer.writeheader()
     for row in rows:
         step = step_of(row)
-        step = replace(step, model=in_formats(step.model, weights, kv))  # type: ignore[arg-type]
+        step = replace(step, model=in_formats(step.model, weights, kv))
         known = step.engine if step.engine in coefficients.engines else None
         milliseconds = 1e3 * step.seconds_by(coefficients, engine or known)
         writer.writerow({**row.cells, "predicted_ms": f"{milliseconds:.6g}"})
@@ -170,11 +168,3 @@ def _coefficients(name: str | Path | None, engine: str | None) -> CoefficientSet
         known = ", ".join(found.engines) or "none"
         raise InputError("--engine", "", f"{engine[:60]!r} is not in the coefficients", f"known: {known}")
     return found
-
-
-def _check_formats(weights: str | None, kv: str | None) -> None:
-    formats: tuple[tuple[str, str | None, dict[Any, float]], ...]
-    formats = ("--weights", weights, WEIGHT_BYTES), ("--kv", kv, KV_BYTES)
-    for option, value, known in formats:
-        if value is not None and value not in known:
-            raise InputError(option, "", f"is {value[:60]!r}", f"use one of {', '.join(known)}")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from cost_model.architecture import WeightType
 from cost_model.config import architecture_from_folder
+from cost_model.dtypes import SIXTEEN_BIT
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
 from runtime.api.tokenizer import check_tokenizer_files
+from runtime.options import TORCH, VLLM
 
 MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
 GPU_DTYPES = ("bfloat16", "float16")
@@ -40,6 +43,47 @@ def checkpoint_folder(placement: Placement, model_path: Path | None, source: str
             raise InputError(str(folder / "config.json"), key, problem, remedy)
     check_tokenizer_files(folder)
     return folder
+
+
+def check_formats(placement: Placement, folder: Path, engine: str, source: str) -> None:
+    """Check that an engine can serve the checkpoint in the formats that the placement plans with.
+
+    Raises
+    ------
+    InputError : vLLM cannot make these weights of the checkpoint's; torch, which runs 16 and 32 bits only, is
+        to run fewer
+    """
+    model = placement.model
+    there = architecture_from_folder(folder).weight_type
+    if engine == VLLM:
+        _check_vllm(model.weight_type, there, str(folder / "config.json"))
+    if engine != TORCH:
+        return
+    remedy = "use --engine vllm, or a placement and a checkpoint in 16 bits"
+    if there not in SIXTEEN_BIT:
+        problem = f"the torch engine does not run {there} weights"
+        raise InputError(str(folder / "config.json"), "quantization_config", problem, remedy)
+    if model.weight_type not in SIXTEEN_BIT or model.kv_value_bytes < 2:
+        fewer = model.weight_type if model.weight_type not in SIXTEEN_BIT else "8-bit KV"
+        raise InputError(source, "model", f"the torch engine does not run {fewer}", remedy)
+
+
+def _check_vllm(planned: WeightType, there: WeightType, source: str) -> None:
+    """Check that vLLM can serve a checkpoint with weights of a format as those that a placement plans with.
+    It makes fp8 of 16 bits as it loads them; other formats need a quantised checkpoint.
+
+    Raises
+    ------
+    InputError : it cannot, with `source`
+    """
+    same = planned == there or (planned in SIXTEEN_BIT and there in SIXTEEN_BIT)
+    if same or (planned == "fp8" and there in SIXTEEN_BIT):
+        return
+    problem = f"has {there} weights, but the placement was made for {planned}"
+    remedy = f"name a checkpoint in {planned} with --model-path, or search a placement for this one"
+    if planned not in SIXTEEN_BIT and there in SIXTEEN_BIT:
+        remedy += ", with --weights fp8 if vLLM is to quantise it"
+    raise InputError(source, "quantization_config", problem, remedy)
 
 
 def gpu_dtype(folder: Path | None) -> str:

@@ -25,7 +25,7 @@ from runtime.api.numbers import NumberTokenizer
 from runtime.api.operations import operations_router
 from runtime.api.service import Service
 from runtime.api.tokenizer import ModelTokenizer, Tokenizer
-from runtime.checkpoint import checkpoint_folder, gpu_dtype
+from runtime.checkpoint import check_formats, checkpoint_folder, gpu_dtype
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replanner import Configured, Replanner
 from runtime.frontend.replica import Replica, make_replicas
@@ -113,6 +113,8 @@ def serve(
     emulated = engine == EMULATED
     starter.check(placement, source, emulated)
     folder = None if emulated and model_path is None else checkpoint_folder(placement, model_path, source)
+    if folder is not None:
+        check_formats(placement, folder, engine, source)
     configure = partial(
         configurations,
         checkpoint=folder or Path(),

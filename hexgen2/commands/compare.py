@@ -13,7 +13,16 @@ from cost_model.errors import InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
 from cost_model.registry import COST_MODELS
 from hexgen2.api import STRATEGIES
-from hexgen2.commands.options import PATH, POSITIVE, SEED, Command, Number, json_option, options
+from hexgen2.commands.options import (
+    PATH,
+    POSITIVE,
+    SEED,
+    Command,
+    Number,
+    format_options,
+    json_option,
+    options,
+)
 from hexgen2.terminal import echo_json, note
 
 _what = options("What to compare")
@@ -70,6 +79,7 @@ _detail = options("Modelling details")
     help="Write tables (CSV), placements and results (JSON) and plots to DIR.",
 )
 @json_option("comparison")
+@format_options
 @_detail(
     "--cost-model",
     type=click.Choice(list(COST_MODELS)),

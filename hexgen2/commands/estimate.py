@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import hexgen2
-from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES
 from cost_model.errors import InputError
 from cost_model.hardware import INTERCONNECT_CLASSES
-from hexgen2.commands.options import COST_MODEL_FILE, Command, json_option, options
+from hexgen2.commands.options import COST_MODEL_FILE, Command, format_options, json_option, options
 from hexgen2.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -58,10 +57,7 @@ _output = options("Output")
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE, not to stdout."
 )
 @json_option("estimate")
-@_detail(
-    "--weights", type=click.Choice(list(WEIGHT_BYTES)), help="Format of weights.  [default: the model's own]"
-)
-@_detail("--kv", type=click.Choice(list(KV_BYTES)), help="Format of KV caches.  [default: the model's own]")
+@format_options
 @_detail(
     "--interconnect",
     type=click.Choice(INTERCONNECT_CLASSES),

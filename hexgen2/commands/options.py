@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES
 from cost_model.errors import InputError
 from hexgen2.goal import LARGEST, SMALLEST
 from hexgen2.terminal import QUIET
@@ -117,6 +118,15 @@ def output_option(what: str) -> Callable[[Function], Function]:
 def json_option(what: str) -> Callable[[Function], Function]:
     """--json, which prints the result for programs."""
     return _output("--json", "as_json", is_flag=True, help=f"Print the {what} as one JSON object.")
+
+
+def format_options(function: Function) -> Function:
+    """--weights and --kv: number formats instead of the model's own."""
+    detail, own = options("Number formats"), "[default: the model's own]"
+    weights = detail("--weights", type=click.Choice(list(WEIGHT_BYTES)), help=f"Format of weights.  {own}")
+    return weights(
+        detail("--kv", type=click.Choice(list(KV_BYTES)), help=f"Format of KV caches.  {own}")(function)
+    )
 
 
 def arrival_options(number: str, usual: int, most: int) -> Callable[[Function], Function]:

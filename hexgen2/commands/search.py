@@ -19,6 +19,7 @@ from hexgen2.commands.options import (
     SEED,
     Command,
     check_folder,
+    format_options,
     json_option,
     options,
     output_option,
@@ -124,6 +125,7 @@ _detail = options("Modelling details")
     metavar="GB/S",
     help="Speed at which each GPU loads weights.  [default: 2, assumed]",
 )
+@format_options
 @_detail(
     "--cost-model",
     type=click.Choice(list(COST_MODELS)),

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping
 
+from cost_model.models import SHIPPED
 from hexgen2.devices import node_spec, nodes_in_use
 from hexgen2.export.labels import safe_names
 from hexgen2.export.vllm_command import TO_PREFILL, Surroundings, VllmProcess, check_vllm, vllm_processes
@@ -28,7 +29,14 @@ def vllm_files(placement: Placement, model: str, source: str) -> dict[str, str]:
     check_vllm(placement, source)
     labels = safe_names(nodes_in_use(placement))
     variables = {node: f"ADDRESS_{label.upper().replace('-', '_')}" for node, label in labels.items()}
-    around = Surroundings(f"${{{MODEL_VARIABLE}}}", lambda node: f"${{{variables[node]}}}")
+    # vLLM makes fp8 of the shipped models, which are in 16 bits, as it loads them. Checkpoints in other
+    # formats say so themselves.
+    plain = placement.model.name in SHIPPED and placement.model.weight_type == "fp8"
+    around = Surroundings(
+        f"${{{MODEL_VARIABLE}}}",
+        lambda node: f"${{{variables[node]}}}",
+        checkpoint_weights="bf16" if plain else None,
+    )
     processes = vllm_processes(placement, around)
     scripts = _script_names(processes)
     return {

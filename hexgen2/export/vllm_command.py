@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster_specs.loader import resolve
+from cost_model.architecture import WeightType
 from cost_model.base import PREFILL_TOKENS, TensorGroup
+from cost_model.dtypes import SIXTEEN_BIT
 from cost_model.errors import InputError
 from cost_model.hardware import NO_LINK
 from cost_model.registry import make_cost_model
@@ -67,12 +69,14 @@ class Surroundings:
     address : node -> address
     device : GPU id -> device number on its machine
     port : default port -> port to use instead
+    checkpoint_weights : format of the checkpoint's weights; None: that of the placement's model
     """
 
     model: str
     address: Callable[[str], str]
     device: Callable[[str], int] = lambda gpu: split(gpu)[1]
     port: Callable[[int], int] = lambda wanted: wanted
+    checkpoint_weights: WeightType | None = None
 
 
 def check_vllm(placement: Placement, source: str) -> None:
@@ -82,6 +86,9 @@ def check_vllm(placement: Placement, source: str) -> None:
     ------
     InputError : it cannot; names the replica or route, and the reason
     """
+    if placement.model.kv_value_bytes < 1:
+        problem = "vLLM has no KV caches in 4 bits"
+        raise InputError(source, "model.kv_value_bytes", problem, "search with --kv fp8")
     if placement.attention_workers:
         raise InputError(source, "attention_workers", "vLLM does not support them", "choose another strategy")
     for k, replica in enumerate(placement.replicas):
@@ -160,6 +167,9 @@ def _of_replica(
     ]
     if replica.role == "prefill":
         arguments += ["--max-num-batched-tokens", str(max(PREFILL_TOKENS, replica.max_batch))]
+    weights = placement.model.weight_type
+    if weights not in SIXTEEN_BIT and around.checkpoint_weights not in (None, weights):
+        arguments += ["--quantization", weights]
     if placement.model.kv_value_bytes == 1:
         arguments += ["--kv-cache-dtype", "fp8"]
     if cpu:

@@ -9,6 +9,7 @@ from pathlib import Path
 from cluster_specs.loader import load_cluster
 from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
+from cost_model.dtypes import check_kernels, in_formats
 from cost_model.errors import InputError
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
@@ -32,6 +33,8 @@ def replan_problem(
     links: str | None = None,
     lost: str = "",
     added: str = "",
+    weights: str | None = None,
+    kv: str | None = None,
 ) -> Problem:
     """The problem to re-plan; whatever is not given is taken from the placement, which must be valid
     (hexgen2.checks.verify).
@@ -46,11 +49,12 @@ def replan_problem(
     InputError : an unknown GPU, one both lost and added or added while it serves, another model, or an input
         that make_problem rejects
     """
-    if model is not None and find_model(model) != previous.model:
+    asked = in_formats(previous.model if model is None else find_model(model), weights, kv)
+    if asked != previous.model:
         problem = f"differs from {previous.model.name}, which the placement serves"
-        raise InputError(
-            "--model", find_model(model).name, problem, "new weights need a new search, without --from"
-        )
+        if asked.name == previous.model.name:
+            problem = f"differs in its formats from the {previous.model.weight_type} model of the placement"
+        raise InputError("--model", asked.name, problem, "new weights need a new search, without --from")
     now = Cluster.from_spec(previous.cluster if cluster is None else load_cluster(cluster))
     before = set(Cluster.from_spec(previous.cluster).gpu_ids)
     out = {gpu for gpu in previous.lost if gpu in set(now.gpu_ids)}
@@ -61,6 +65,7 @@ def replan_problem(
         raise InputError("--added", both[0], "is also in --lost", "name it in only one of them")
     fixed = workload is None and isl is None and osl is None
     load = previous.workload if fixed else load_workload(workload, isl, osl)
+    check_kernels(now.accelerators, previous.model.weight_type, "--model")
     costs = make_cost_model(cost_model or previous.cost_model.name, previous.model, load.lengths)
     return Problem(
         now.spec,

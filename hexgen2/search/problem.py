@@ -14,6 +14,7 @@ from cluster_specs.offers import with_offers
 from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel
+from cost_model.dtypes import check_kernels, in_formats
 from cost_model.errors import InputError
 from cost_model.hardware import Accelerator, Link
 from cost_model.models import find_model
@@ -163,8 +164,10 @@ def make_problem(
     goal: Goal | None = None,
     links: str = "shared",
     engine: Engine = "any",
+    weights: str | None = None,
+    kv: str | None = None,
 ) -> Problem:
-    """A problem from names, files or objects.
+    """A problem from names, files or objects; `weights` and `kv` are formats instead of the model's own.
 
     Raises
     ------
@@ -181,8 +184,10 @@ def make_problem(
             "is empty, there are only offers",
             "say what to spend with --budget",
         )
-    architecture, load = find_model(model), load_workload(workload, isl, osl)
+    architecture = in_formats(find_model(model), weights, kv)
+    load = load_workload(workload, isl, osl)
     costs = make_cost_model(cost_model, architecture, load.lengths)
     arrays = Cluster.from_spec(spec)
+    check_kernels(arrays.accelerators, architecture.weight_type, "--weights" if weights else "--model")
     options: dict[str, Any] = {"pipeline": pipeline, "goal": goal, "links": links, "engine": engine}
     return Problem(spec, arrays, architecture, load, costs, **options)

@@ -110,7 +110,7 @@ def run_search(
 def _why_infeasible(problem: Problem, state: SearchState) -> str:
     everything = counts_of({node: len(gpus) for node, gpus in enumerate(problem.node_gpus)})
     model, cluster = problem.model, problem.cluster
-    weights = model.total_params * model.weight_bytes / 2**30
+    weights = model.total_bytes / 2**30
     memory = float(cluster.memory_bytes[problem.usable].sum()) / 2**30
     planner = Planner(replace(problem, goal=Goal()))
     planner.span = len(everything)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from cost_model.config import architecture_from_folder
 from cost_model.errors import HexGen2Error, InputError
 from hexgen2.devices import node_of
 from hexgen2.export.vllm_command import Surroundings, VllmProcess, check_vllm, vllm_processes
@@ -110,7 +111,11 @@ class VllmLauncher(Launcher):
         assert self._placement is not None and self._fleet is not None
         placement = self._placement
         around = Surroundings(
-            self._folder, lambda _: HERE, lambda gpu: _number(placement, gpu), lambda _: _free_port()
+            self._folder,
+            lambda _: HERE,
+            lambda gpu: _number(placement, gpu),
+            lambda _: _free_port(),
+            architecture_from_folder(Path(self._folder)).weight_type,
         )
         processes = {each.replica: each for each in vllm_processes(placement, around)}
         links: dict[str, WorkerLink] = {}

@@ -26,7 +26,7 @@ def like(model: ModelArchitecture, **changes: Any) -> ModelArchitecture:
 
 
 WINDOWED = like(find_model("llama-3-8b"), name="windowed", sliding_window=1024)
-FP32 = like(find_model("opt-13b"), name="fp32", weight_bytes=4.0, kv_value_bytes=4.0)
+FP32 = like(find_model("opt-13b"), name="fp32", weight_bytes=4.0, activation_bytes=4.0, kv_value_bytes=4.0)
 
 MODELS: list[ModelArchitecture] = [*map(find_model, SHIPPED), WINDOWED, FP32]
 DEGREES_TO = 16

@@ -6,7 +6,10 @@ import pytest
 from shapes import LLAMA_70B, fixed, group_of
 
 from cost_model.calibrated import ZeroFit
-from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES, in_formats
+from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES, check_kernels, in_formats, kernels, matrix_flops_s
+from cost_model.errors import InputError
+from cost_model.hardware import CATALOGUE
+from cost_model.models import find_model
 
 HEAVY, LIGHT = 8192, 1
 
@@ -74,5 +77,53 @@ def test_kv_format_changes_the_cache_and_nothing_else(kv):
 def test_counts_are_made_anew():
     LLAMA_70B.kv_bytes_per_token  # noqa: B018  (counts are cached on first use)
     assert in_formats(LLAMA_70B, "fp8", "fp8").kv_bytes_per_token == LLAMA_70B.kv_bytes_per_token / 2
-    with pytest.raises(KeyError):
+    with pytest.raises(InputError, match="use one of fp32"):
         in_formats(LLAMA_70B, "fp7")
+
+
+@pytest.mark.parametrize(
+    ("card", "native", "weight_only", "refused"),
+    [
+        ("H100", "bf16 fp8 fp8_block int8", "int4 nvfp4 mxfp4", ""),
+        ("L4", "bf16 fp8 fp8_block int8", "int4 nvfp4 mxfp4", ""),
+        ("A100-80GB", "bf16 int8", "int4 fp8 fp8_block nvfp4 mxfp4", ""),
+        ("RTX3090", "bf16 int8", "int4 fp8 fp8_block nvfp4 mxfp4", ""),
+        ("B200", "bf16 fp8 fp8_block nvfp4 mxfp4", "int4 int8", ""),
+        ("RTX5090", "bf16 fp8 fp8_block nvfp4 mxfp4", "int4 int8", ""),
+        ("T4", "fp16 int8", "bf16 int4", "fp8 fp8_block nvfp4 mxfp4"),
+        ("V100-16GB", "fp16", "bf16 int8 int4", "fp8 fp8_block nvfp4 mxfp4"),
+        ("MI300X", "bf16 fp8 fp8_block", "mxfp4", "int8 int4 nvfp4"),
+        ("P100", "fp16 fp32", "bf16", "fp8 fp8_block int8 int4 nvfp4 mxfp4"),
+    ],
+)
+def test_kernels_are_those_of_vllm(card, native, weight_only, refused):
+    accelerator = CATALOGUE[card]
+    for kind, formats in (("native", native), ("weight-only", weight_only), ("none", refused)):
+        assert {weights: kernels(accelerator, weights) for weights in formats.split()} == dict.fromkeys(
+            formats.split(), kind
+        )
+
+
+def test_a_format_without_kernels_is_refused_naming_those_that_the_card_runs():
+    with pytest.raises(InputError, match=r"T4 has no kernels for nvfp4 weights; use one of .*int8") as e:
+        check_kernels([CATALOGUE["H100"], CATALOGUE["T4"]], "nvfp4", "--weights")
+    assert "fp8" not in e.value.remedy
+
+
+def test_weights_of_llama_8b_in_each_format():
+    """6.98e9 parameters in matrices of layers; token table, LM head and norms are 1.05e9 more, in 16 bits."""
+    model = find_model("llama-3-8b")
+    in_layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    others = 2 * 128256 * 4096 + 65 * 4096
+    widths = {"fp8": 8, "fp8_block": 8 + 32 / 128**2, "int4": 4 + 20 / 128, "nvfp4": 4.5}
+    for weights, bits in widths.items():
+        expected = in_layers * bits / 8 + 2 * others
+        assert in_formats(model, weights).total_bytes == pytest.approx(expected, rel=1e-12)
+
+
+def test_attention_that_is_not_quantised_is_computed_in_16_bits():
+    model = in_formats(find_model("mixtral-8x7b"), "mxfp4")
+    card = CATALOGUE["B200"]
+    attention, active = model.attention_params, model.active_layer_params
+    seconds = attention / card.flops_s + (active - attention) / (2 * card.flops_s)
+    assert matrix_flops_s(card, model) == pytest.approx(active / seconds)

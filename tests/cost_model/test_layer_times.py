@@ -168,7 +168,7 @@ def test_a_window_bounds_the_context_of_decode():
 
 
 def test_fp32_reads_twice_the_bytes():
-    half = like(FP32, weight_bytes=2.0, kv_value_bytes=2.0)
+    half = like(FP32, weight_bytes=2.0, activation_bytes=2.0, kv_value_bytes=2.0)
     group = group_of("A100-80GB", 1)
     full_s, half_s = (
         Calibrated(m, fixed(512, 128), coefficients=PEAK).layer_s("decode", group, 4) for m in (FP32, half)

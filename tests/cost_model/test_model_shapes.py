@@ -128,7 +128,7 @@ def test_a_folder_wins_over_a_shipped_name(tmp_path, monkeypatch):
         ({"dtype": []}, "dtype"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method"),
         ({"model_type": "mistral", "num_key_value_heads": None}, "num_key_value_heads"),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window"),
         ({"model_type": "mixtral"}, "num_local_experts"),

@@ -43,7 +43,7 @@ def weights_and_caches_fit(placement: dict[str, Any]) -> None:
     for replica in parsed.replicas:
         for stage in replica.stages:
             share = stage.layer_count / stage.tensor_parallel
-            needed = share * model.layer_params * model.weight_bytes
+            needed = share * model.layer_bytes
             needed += share / model.layers * replica.max_batch * prompt * model.kv_bytes_per_token
             for gpu in stage.gpus:
                 assert needed < own[cards[gpu.partition("/")[0]]].memory_gib * 2**30, gpu

@@ -142,7 +142,7 @@ def _nodes_to_fit(problem: Problem) -> int:
     memory = sorted(
         (float(problem.cluster.memory_bytes[list(gpus)].sum()) for gpus in problem.node_gpus), reverse=True
     )
-    needed = 2 * problem.model.total_params * problem.model.weight_bytes
+    needed = 2 * problem.model.total_bytes
     held = itertools.accumulate(memory)
     return next((n for n, total in enumerate(held, 1) if total >= needed), len(memory))
 

@@ -44,7 +44,8 @@ def shared_bytes(model: ModelArchitecture, wanted: Shard, held: Shard) -> float:
     high = min((wanted.rank + 1) / wanted.degree, (held.rank + 1) / held.degree)
     if high - low <= 1e-12:
         return 0.0
-    params = max(0, min(wanted.end, held.end) - max(wanted.first, held.first)) * model.layer_params
+    layers = max(0, min(wanted.end, held.end) - max(wanted.first, held.first))
+    params = 0
     if wanted.at_start and held.at_start:
         params += model.embedding_params - (model.head_params if model.tied_embeddings else 0)
     if wanted.at_end and held.at_end:
@@ -52,4 +53,4 @@ def shared_bytes(model: ModelArchitecture, wanted: Shard, held: Shard) -> float:
     # A tied head is the token table, which both ends of the pipeline hold.
     if model.tied_embeddings and (wanted.at_start or wanted.at_end) and (held.at_start or held.at_end):
         params += model.head_params
-    return (high - low) * params * model.weight_bytes
+    return (high - low) * (layers * model.layer_bytes + params * model.activation_bytes)

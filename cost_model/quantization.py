@@ -1,0 +1,193 @@
+"""The weight format of a checkpoint, from the `quantization_config` of its config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cost_model.architecture import WeightType
+from cost_model.dtypes import WEIGHT_BYTES
+from cost_model.errors import InputError
+
+_KEY = "quantization_config"
+_ATTENTION = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.self_attn")
+_MAX_GROUP = 1 << 20
+
+Found = tuple[WeightType, float]
+"""A format and the bytes of a weight, its scales included."""
+
+
+@dataclass(frozen=True)
+class _Quantization:
+    """The raw keys, read with the errors that a user can act on."""
+
+    raw: Mapping[str, Any]
+    source: str
+    within: str = _KEY
+
+    def error(self, key: str, problem: str, remedy: str) -> InputError:
+        """An error about a key of this part of the file."""
+        return InputError(self.source, f"{self.within}.{key}" if key else self.within, problem, remedy)
+
+    def unknown(self, key: str, known: str) -> InputError:
+        """An error about a value that nothing here models."""
+        value = self.raw.get(key)
+        shown = "is missing" if value is None else f"{ascii(value)[:60]} is not known"
+        return self.error(key, shown, f"use a checkpoint with one of {known}, or one in 16 bits")
+
+    def integer(self, *keys: str, default: int | None = None, least: int = 1) -> int:
+        """The first of `keys` that is there, as a whole number."""
+        key = next((k for k in keys if self.raw.get(k) is not None), keys[0])
+        value = self.raw.get(key, default)
+        if value is None and default is not None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_GROUP:
+            problem = "is missing" if value is None else f"is {ascii(value)[:60]}"
+            raise self.error(key, problem, f"it must be a whole number from {least} to {_MAX_GROUP}")
+        return value
+
+    def part(self, key: str) -> _Quantization:
+        """The object under a key; without entries if there is none."""
+        value = self.raw.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.error(key, "is not a JSON object", "take the model's own config.json")
+        return _Quantization(value, self.source, f"{self.within}.{key}")
+
+
+def quantised_weights(quantization: object, layers: int, source: str) -> dict[str, Any]:
+    """What a `quantization_config` says about the weights, as fields of ModelArchitecture.
+
+    Knows the methods fp8, fbgemm_fp8, awq, gptq, compressed-tensors, modelopt and mxfp4 as vLLM and
+    transformers write them. Attention counts as not quantised where the config excludes it in every layer.
+
+    Parameters
+    ----------
+    layers : of the model
+    source : the file, for errors
+
+    Raises
+    ------
+    InputError : another method, a number of bits without kernels, or several formats side by side
+    """
+    if not isinstance(quantization, dict):
+        raise InputError(source, _KEY, "is not a JSON object", "take the model's own config.json")
+    config = _Quantization(quantization, source)
+    method = quantization.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise config.unknown("quant_method", ", ".join(_METHODS))
+    weights, width = _METHODS[method](config)
+    return {
+        "weight_type": weights,
+        "weight_bytes": width,
+        "only_experts_quantised": weights == "mxfp4" or _excludes_attention(config, layers),
+    }
+
+
+def _fp8(config: _Quantization) -> Found:
+    """Per tensor or channel, or by blocks with an fp32 scale each (DeepSeek V3)."""
+    block = config.raw.get("weight_block_size")
+    return _fp8_by_blocks(config, "weight_block_size") if block is not None else ("fp8", WEIGHT_BYTES["fp8"])
+
+
+def _fp8_by_blocks(config: _Quantization, key: str) -> Found:
+    block = config.raw.get(key)
+    sides = block if isinstance(block, list) else []
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= _MAX_GROUP for n in sides)
+    if len(sides) != 2 or not whole:
+        raise config.error(key, f"is {ascii(block)[:60]}", "it must be two whole numbers, such as [128, 128]")
+    return "fp8_block", 1 + 4 / (sides[0] * sides[1])
+
+
+def _awq(config: _Quantization) -> Found:
+    """4 bits; per group a 16-bit scale and, unless symmetric, a zero of 4 bits."""
+    if config.integer("bits", "w_bit", default=4) != 4:
+        raise config.unknown("bits", "4 bits")
+    zero = 0 if config.raw.get("zero_point") is False else 4
+    return "int4", _grouped(4, 16 + zero, config.integer("group_size", "q_group_size", default=128, least=-1))
+
+
+def _gptq(config: _Quantization) -> Found:
+    """4 or 8 bits; per group a 16-bit scale and a zero as wide as a weight, symmetric or not."""
+    bits = config.integer("bits")
+    if bits not in (4, 8):
+        raise config.unknown("bits", "4 or 8 bits")
+    width = _grouped(bits, 16 + bits, config.integer("group_size", default=128, least=-1))
+    return ("int4" if bits == 4 else "int8"), width
+
+
+def _grouped(bits: int, of_group: int, group: int) -> float:
+    """Bytes of a weight with so many further bits per group; -1 and 0: a group is a whole channel."""
+    return bits / 8 if group <= 0 else (bits + of_group / group) / 8
+
+
+def _modelopt(config: _Quantization) -> Found:
+    """NVIDIA Model Optimizer, which names its algorithm."""
+    algorithm = config.raw.get("quant_algo")
+    if not isinstance(algorithm, str) and config.raw.get("config_groups"):
+        return _compressed_tensors(config)
+    formats: dict[str, WeightType] = {"FP8": "fp8", "FP8_PB_WO": "fp8_block", "NVFP4": "nvfp4"}
+    if not isinstance(algorithm, str) or algorithm.upper() not in formats:
+        raise config.unknown("quant_algo", ", ".join(formats))
+    weights = formats[algorithm.upper()]
+    return weights, WEIGHT_BYTES[weights]
+
+
+def _compressed_tensors(config: _Quantization) -> Found:
+    """Groups of layers with a scheme each, which must be the same for all."""
+    groups = config.part("config_groups")
+    found = {_scheme(groups.part(name).part("weights")) for name in groups.raw}
+    if len(found) != 1:
+        problem = "is missing" if not found else "has several formats side by side"
+        raise config.error("config_groups", problem, "use a checkpoint with one format of weights")
+    return found.pop()
+
+
+def _scheme(weights: _Quantization) -> Found:
+    """The format of one scheme of compressed-tensors."""
+    bits, kind, strategy = (
+        weights.integer("num_bits"),
+        weights.raw.get("type", "int"),
+        weights.raw.get("strategy"),
+    )
+    if kind == "float" and bits == 8:
+        return _fp8_by_blocks(weights, "block_structure") if strategy == "block" else ("fp8", 1.0)
+    group = weights.integer("group_size", default=-1, least=-1)
+    if kind == "float" and bits == 4 and group in (16, 32):
+        fp4: WeightType = "nvfp4" if group == 16 else "mxfp4"
+        return fp4, WEIGHT_BYTES[fp4]
+    if kind == "int" and bits in (4, 8):
+        zero = bits if weights.raw.get("symmetric") is False else 0
+        return ("int4" if bits == 4 else "int8"), _grouped(bits, 16 + zero, group)
+    raise weights.unknown("num_bits", "int 4 or 8, float 8, or float 4 in groups of 16 or 32")
+
+
+def _mxfp4(config: _Quantization) -> Found:
+    """OpenAI's gpt-oss: only the experts."""
+    return "mxfp4", WEIGHT_BYTES["mxfp4"]
+
+
+_METHODS: dict[str, Callable[[_Quantization], Found]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "mxfp4": _mxfp4,
+}
+
+
+def _excludes_attention(config: _Quantization, layers: int) -> bool:
+    """Whether the names that are left in 16 bits cover the attention of all layers: by a pattern, or one by
+    one. Patterns are not evaluated, since a file could hold one that takes for ever."""
+    listed: list[str] = []
+    for key in ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules"):
+        names = config.raw.get(key)
+        listed += [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    of_attention = [name for name in listed if "self_attn" in name]
+    if any("*" in name.split("self_attn")[0] for name in of_attention) or "self_attn" in of_attention:
+        return True
+    return len({match[1] for name in of_attention if (match := _ATTENTION.search(name))}) >= layers

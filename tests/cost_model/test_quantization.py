@@ -1,0 +1,177 @@
+"""The `quantization_config` of a config.json: formats, bytes against tensor shapes, and bad input."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.config import architecture_from_config
+from cost_model.errors import InputError
+from cost_model.models import SHIPPED
+
+LAYERS = 4
+SHAPE = {
+    "model_type": "llama",
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+    "max_position_embeddings": 256,
+    "torch_dtype": "bfloat16",
+}
+MIXTRAL = {**SHAPE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+# One layer's matrices, rows by columns: q, o, k, v, gate, up, down.
+ATTENTION = [(512, 512), (512, 512), (128, 512), (128, 512)]
+FFN = [(1024, 512), (1024, 512), (512, 1024)]
+REST = 2 * (2 * LAYERS * 512 + 512 + 2 * 1000 * 512)
+"""Bytes of the norms, token table and LM head, in 16 bits."""
+
+
+def model_of(quantization, shape=SHAPE):
+    return architecture_from_config({**shape, "quantization_config": quantization}, "small", "config.json")
+
+
+def tensors(stored, matrices=(*ATTENTION, *FFN)):
+    """Bytes of a checkpoint whose matrices are stored so: rows, columns -> bytes of all tensors of one."""
+    return REST + LAYERS * sum(stored(rows, columns) for rows, columns in matrices)
+
+
+def grouped(bits, scale_bits, group):
+    return lambda rows, columns: rows * columns * bits / 8 + rows * (columns // group) * scale_bits / 8
+
+
+def compressed(**weights):
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+METHODS = {
+    "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8", lambda r, c: r * c),
+    "fp8 by blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "fp8_block",
+        lambda r, c: r * c + 4 * (r // 128) * (c // 128),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, "int4", grouped(4, 16 + 4, 128)),
+    "awq, symmetric": (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": False},
+        "int4",
+        grouped(4, 16, 64),
+    ),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "int4", grouped(4, 16 + 4, 32)),
+    "gptq, 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "int8", grouped(8, 24, 128)),
+    "compressed int4": (
+        compressed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True),
+        "int4",
+        grouped(4, 16, 32),
+    ),
+    "compressed fp8": (compressed(num_bits=8, type="float", strategy="channel"), "fp8", lambda r, c: r * c),
+    "compressed int8": (compressed(num_bits=8, type="int", strategy="channel"), "int8", lambda r, c: r * c),
+    "compressed nvfp4": (
+        compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        "nvfp4",
+        grouped(4, 8, 16),
+    ),
+    "modelopt nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", grouped(4, 8, 16)),
+    "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8", lambda r, c: r * c),
+}
+
+
+@pytest.mark.parametrize(("quantization", "weights", "stored"), METHODS.values(), ids=METHODS)
+def test_bytes_are_those_of_the_tensors(quantization, weights, stored):
+    """Scales per tensor or channel are not counted."""
+    model = model_of(quantization)
+    assert model.weight_type == weights
+    assert model.total_bytes == pytest.approx(tensors(stored), rel=1e-12)
+    assert model.activation_bytes == model.kv_value_bytes == 2
+
+
+def test_mxfp4_is_of_experts_only():
+    """As in gpt-oss: attention, router, norms, token table and LM head stay in 16 bits."""
+    model = model_of({"quant_method": "mxfp4"}, MIXTRAL)
+    experts = 4 * sum(rows * columns for rows, columns in FFN) * (4 + 8 / 32) / 8
+    others = 2 * (sum(rows * columns for rows, columns in ATTENTION) + 4 * 512)
+    assert model.total_bytes == pytest.approx(REST + LAYERS * (experts + others), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["lm_head", "re:.*self_attn.*"],
+        ["model.layers.*.self_attn", "model.embed_tokens"],
+        ["self_attn"],
+        [f"model.layers.{k}.self_attn*" for k in range(LAYERS)],
+    ],
+)
+def test_attention_left_in_16_bits(names):
+    plain, excluded = (
+        model_of({"quant_method": "fp8", "modules_to_not_convert": listed}) for listed in (["lm_head"], names)
+    )
+    attention = LAYERS * sum(rows * columns for rows, columns in ATTENTION)
+    assert excluded.total_bytes - plain.total_bytes == attention
+
+
+def test_a_few_layers_left_in_16_bits_do_not_count():
+    names = ["lm_head", "model.layers.0.self_attn", "model.layers.1.mlp.gate"]
+    assert not model_of({"quant_method": "fp8", "ignore": names}).only_experts_quantised
+
+
+@pytest.mark.parametrize(
+    ("quantization", "key"),
+    [
+        ({}, "quant_method"),
+        ([], ""),
+        ({"quant_method": "bitsandbytes"}, "quant_method"),
+        ({"quant_method": ["fp8"]}, "quant_method"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
+        ({"quant_method": "gptq"}, "bits"),
+        ({"quant_method": "gptq", "bits": 3}, "bits"),
+        ({"quant_method": "awq", "bits": 8}, "bits"),
+        ({"quant_method": "awq", "bits": 4, "group_size": "128"}, "group_size"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": []}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "config_groups.a"),
+        (compressed(num_bits=2, type="int"), "config_groups.group_0.weights.num_bits"),
+    ],
+)
+def test_bad_quantisation_is_one_line_with_key_and_remedy(quantization, key):
+    with pytest.raises(InputError) as caught:
+        model_of(quantization)
+    assert caught.value.key.removeprefix("quantization_config").removeprefix(".") == key
+    assert caught.value.remedy and "\n" not in str(caught.value)
+
+
+_leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12)
+_values = st.recursive(
+    _leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=2),
+    max_leaves=4,
+)
+_keys = st.sampled_from(
+    ["bits", "group_size", "weight_block_size", "quant_algo", "config_groups", "ignore", "zero_point"]
+)
+
+
+@given(
+    st.sampled_from([quantization for quantization, _, _ in METHODS.values()]),
+    st.dictionaries(_keys | st.just("quant_method"), _values, max_size=3),
+)
+def test_any_quantisation_is_read_or_refused(quantization, changes):
+    try:
+        model = model_of({**quantization, **changes})
+    except InputError as error:
+        assert "\n" not in str(error) and error.remedy
+    else:
+        assert 0 < model.layer_bytes < 4 * model.layer_params
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_models_in_16_bits_have_no_field_about_quantisation(name):
+    """Their placements keep their bytes."""
+    model = architecture_from_config(SHIPPED[name], name, "shipped")
+    assert "only_experts_quantised" not in model.model_dump(mode="json")
+    assert model.total_bytes == 2 * model.total_params and model.layer_bytes == 2 * model.layer_params

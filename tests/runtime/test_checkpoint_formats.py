@@ -1,0 +1,71 @@
+"""Which checkpoints the engines serve for placements with quantised weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cost_model.dtypes import in_formats
+from cost_model.errors import InputError
+from hexgen2.placement import Placement
+from runtime.checkpoint import check_formats
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "torch_dtype": "bfloat16",
+}
+CHECKPOINTS = {
+    "bf16": None,
+    "fp8": {"quant_method": "fp8"},
+    "int4": {"quant_method": "awq", "bits": 4, "group_size": 128},
+}
+
+
+@pytest.fixture
+def serve(tmp_path):
+    from cost_model.config import architecture_from_config
+
+    model = architecture_from_config(CONFIG, "tiny", "test")
+
+    def check(engine, planned, there, kv=None):
+        config = CONFIG | ({"quantization_config": CHECKPOINTS[there]} if CHECKPOINTS[there] else {})
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        placement = Placement.model_construct(model=in_formats(model, planned, kv))
+        check_formats(placement, tmp_path, engine, "placement.json")
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("planned", "there"),
+    [("bf16", "bf16"), ("fp16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8"), ("int4", "int4")],
+)
+def test_vllm_serves_what_the_checkpoint_has_and_makes_fp8_of_16_bits(serve, planned, there):
+    serve("vllm", planned, there)
+
+
+@pytest.mark.parametrize(("planned", "there"), [("int4", "bf16"), ("bf16", "fp8"), ("fp8", "int4")])
+def test_vllm_makes_no_other_format(serve, planned, there):
+    with pytest.raises(InputError, match=f"has {there} weights, but .* for {planned}; name a checkpoint in"):
+        serve("vllm", planned, there)
+
+
+@pytest.mark.parametrize(
+    ("planned", "there", "kv"), [("fp8", "bf16", None), ("bf16", "int4", None), ("bf16", "bf16", "fp8")]
+)
+def test_torch_runs_16_and_32_bits(serve, planned, there, kv):
+    with pytest.raises(InputError, match=r"the torch engine does not run .*; use --engine vllm"):
+        serve("torch", planned, there, kv)
+    serve("torch", "fp16", "bf16")
+
+
+def test_an_emulated_fleet_has_no_weights(serve):
+    serve("emulated", "int4", "bf16")
