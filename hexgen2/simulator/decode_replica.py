@@ -17,7 +17,7 @@ from itertools import chain
 
 from cost_model.base import Work
 from hexgen2.prediction.step_times import StepTimes
-from hexgen2.simulator.batching import Policy, step_prompt_tokens
+from hexgen2.simulator.batching import Batching
 from hexgen2.simulator.decode_batch import DecodeBatch
 from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
@@ -38,7 +38,7 @@ class DecodeReplica:
 
     def __init__(
         self,
-        policy: Policy,
+        batching: Batching,
         times: StepTimes,
         isl: Sequence[int],
         osl: Sequence[int],
@@ -48,7 +48,7 @@ class DecodeReplica:
         schedule: Callable,
         ended: Callable[[int, float], None],
     ) -> None:
-        self._policy, self._times, self._isl, self._osl = policy, times, isl, osl
+        self._batching, self._times, self._isl, self._osl = batching, times, isl, osl
         self._kv_budget, self._records, self._record = kv_budget, records, record
         self._schedule, self._ended = schedule, ended
         self._window = times.costs.model.sliding_window
@@ -183,11 +183,12 @@ class DecodeReplica:
 
     def _chunks(self) -> list[list[Chunk]]:
         """The chunks for each of the steps that are in flight together, as far as there are prompts."""
-        in_flight, whole = self._times.in_flight, self._policy == "prefill-first"
-        decodes = self.running.count
+        in_flight, batching, decodes = self._times.in_flight, self._batching, self.running.count
         steps: list[list[Chunk]] = []
         while self._prompts.queue and len(steps) < in_flight:
-            chunks = self._prompts.take(step_prompt_tokens(self._policy, decodes, in_flight), whole)
+            own = -(-decodes // in_flight)
+            limit = batching.prompt_tokens(own)
+            chunks = self._prompts.take(limit, batching.whole, batching.any_length(own))
             if not chunks:
                 break
             decodes += sum(chunk.last for chunk in chunks)
@@ -199,7 +200,7 @@ class DecodeReplica:
         unless the policy lets decodes wait."""
         running = self.running
         decodes = 0
-        if self._policy == "prefill-first":
+        if self._batching.prefill_first:
             self._gaps.hold_up(running, now)
         else:
             decodes = running.count

@@ -85,7 +85,7 @@ def test_tables_for_people(placement):
     [
         ([], "--request-rate"),
         (["--offline", "--request-rate", "3"], "--offline"),
-        (["--offline", "--duration-s", "3"], "--offline"),
+        (["--offline", "--duration-s", "3"], "--duration-s"),
         (["--request-rate", "0"], "--request-rate"),
         (["--request-rate", "3", "--fail", "decode-0"], "--fail"),
         (["--request-rate", "3", "--fail", "decode-0@soon"], "--fail"),
