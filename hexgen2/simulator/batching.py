@@ -11,7 +11,8 @@ batch has a place.
   prompts, divided into chunks, and decodes wait; step_tokens is --chunked-prefill-size.
 - "inflight": TensorRT-LLM without chunked context. All decodes, and whole prompts as long as they fit beside
   them; step_tokens is max_num_tokens. The engine refuses a prompt longer than that; here it waits until
-  nothing decodes, and has a step of its own.
+  nothing decodes, and has a step of its own. A request starts when the KV cache of its prompt and its whole
+  answer is free, so that none is ever preempted (GUARANTEED_NO_EVICT, the engine's default).
 - "prefill-first": vLLM before chunked prefill. Prompts run first and whole, while decodes wait; one longer
   than step_tokens has a step of its own.
 """
@@ -53,6 +54,11 @@ class Batching:
     def whole(self) -> bool:
         """Whether prompts run undivided."""
         return self.policy in ("inflight", "prefill-first")
+
+    @property
+    def preempts(self) -> bool:
+        """Whether requests may start without room for their whole answer, and be preempted."""
+        return self.policy != "inflight"
 
     def prompt_tokens(self, decodes: int) -> int:
         """Most prompt tokens in one step beside `decodes` tokens of decodes."""

@@ -59,6 +59,8 @@ class DecodeReplica:
         # Tokens in the KV cache, without those generated since joining the batch.
         self._held: dict[int, int] = {}
         self._held_tokens = 0
+        # Tokens that the requests here will have in the end, where none may be preempted.
+        self._promised_tokens = 0
         self._made: dict[int, int] = {}
         self._gaps = BatchGaps(records)
         self._busy = False
@@ -268,6 +270,7 @@ class DecodeReplica:
 
     def _end(self, request: int, now: float) -> None:
         self._free(request)
+        self._promised_tokens -= self._promise(request)
         del self._made[request]
         self._record.requests += 1
         self._ended(request, now)
@@ -291,11 +294,20 @@ class DecodeReplica:
         step always fits or its request is alone."""
         return 1 + max(0, self._free_tokens) // self.running.count
 
+    def _promise(self, request: int) -> int:
+        """Tokens that are kept free for a request until it ends."""
+        return 0 if self._batching.preempts else self._isl[request] + self._osl[request]
+
     def _take_room(self, prompt: Prompt) -> bool:
-        """Reserve room for a prompt if it fits together with one more token of every other request."""
+        """Reserve room for a prompt if it fits together with one more token of every other request, or, where
+        none may be preempted, with all of their answers."""
         occupied = self.running.count + len(self._computing)
         if not self._has_place() or prompt.tokens + occupied > self._free_tokens:
             return False
+        promise = self._promise(prompt.request)
+        if self._promised_tokens + promise > self._kv_budget.kv_budget_tokens:
+            return False
+        self._promised_tokens += promise
         self._hold(prompt.request, prompt.tokens)
         self._computing[prompt.request] = prompt
         self._record.waited_s += max(0.0, self.running.time_s - prompt.since_s)
