@@ -130,7 +130,8 @@ def arrival_options(usual: int, most: int) -> Callable[[Function], Function]:
             type=float,
             default=1.0,
             metavar="SHARE",
-            help="Draw lengths uniformly from SHARE times ISL and OSL to ISL and OSL; 0.8: from 80 to 100 %.",
+            help="Draw lengths uniformly, from SHARE times the prompt and output lengths given up to these; "
+            "0.8: from 80 to 100 %.",
         ),
         load(
             "--max-concurrency",

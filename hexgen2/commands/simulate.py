@@ -27,6 +27,7 @@ from hexgen2.terminal import echo_json, note
 
 _load = options("Load")
 _goal = options("Targets")
+_batching = options("Batching")
 _fleet = options("What happens to the fleet")
 
 
@@ -56,7 +57,7 @@ _fleet = options("What happens to the fleet")
 @options("Output")(
     "--requests-out", type=PATH, metavar="FILE", help="Write a CSV line for each request to FILE."
 )
-@_fleet(
+@_batching(
     "--policy",
     type=click.Choice(POLICIES),
     default="mixed",
@@ -65,7 +66,7 @@ _fleet = options("What happens to the fleet")
     "chunked-prefill-first as SGLang, inflight as TensorRT-LLM, prefill-first as vLLM before chunked "
     "prefill.",
 )
-@_fleet(
+@_batching(
     "--step-tokens",
     type=click.IntRange(min=1),
     default=PREFILL_TOKENS,
@@ -73,7 +74,7 @@ _fleet = options("What happens to the fleet")
     metavar="N",
     help="Most tokens in a step with prompts (vLLM's max_num_batched_tokens).",
 )
-@_fleet(
+@_batching(
     "--max-batch",
     type=click.IntRange(min=1),
     metavar="N",
