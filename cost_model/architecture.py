@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cost_model.fields import Name, between
 
 Family = Literal["llama", "opt", "mixtral", "bloom", "gpt"]
-WeightType = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
+WeightType = Literal["fp32", "fp16", "bf16", "fp8", "fp8_block", "int8", "int4", "nvfp4", "mxfp4"]
 LARGEST = 10**8
 Count = Annotated[int, Field(gt=0), between(1, LARGEST)]
 ValueBytes = Annotated[float, Field(gt=0), between(1 / 64, 64)]
