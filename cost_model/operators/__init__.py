@@ -10,25 +10,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel
 
+from cost_model.architecture import WeightType
+from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES
+from cost_model.gpu_catalogue import Generation
 from cost_model.hardware import Accelerator, Link
 from cost_model.operators.all_reduce import all_reduce_s
 from cost_model.operators.attention import decode_attention_s, prefill_attention_s
-from cost_model.operators.cards import FORMATS, KV_BYTES, card_of, computes_in, generation
+from cost_model.operators.cards import Card, card_of, stand_in
 from cost_model.operators.experts import Distribution, experts_s
 from cost_model.operators.gemm import gemm_s
 from cost_model.operators.mla import DEEPSEEK_V3, MlaShape, mla_decode_s, mla_prefill_s
 from cost_model.operators.numbers import Fitted, OperatorFits, shipped
 
-__all__ = ["DEEPSEEK_V3", "FORMATS", "KV_BYTES", "MlaShape", "Operators"]
+__all__ = ["DEEPSEEK_V3", "MlaShape", "Operators"]
 
 N = TypeVar("N", bound=BaseModel)
 
-REPRESENTATIVE = {"ampere": "A100-80GB", "ada": "L40S", "hopper": "H100", "blackwell": "B200"}
-"""The measured card that stands for its generation."""
+_RELATIVES: dict[Generation, str] = {
+    **dict.fromkeys(("pascal", "volta", "turing", "ampere"), "A100-80GB"),
+    **{"ada": "L40S", "hopper": "H100", "blackwell": "B200"},
+}
+"""The measured card that stands for a generation: the oldest one for those before it."""
+
+_ALL_REDUCES = ("graph", "eager", "nccl")
+_KV_STAND_INS = {"fp32": "bf16", "fp16": "bf16", "int8": "fp8", "int4": "fp8"}
 
 
 class Choice(NamedTuple):
@@ -43,23 +52,26 @@ class Operators:
     """Operator times of one GPU.
 
     Sizes are per GPU: heads, KV heads and columns that are divided among tensor-parallel GPUs are given
-    after the division. Formats are keys of FORMATS, KV formats of KV_BYTES; KeyError for others.
+    after the division. `weights` are formats of cost_model/dtypes.py, `kv` those of its KV_BYTES: KeyError
+    for others.
     """
 
     def __init__(self, accelerator: Accelerator, fits: OperatorFits) -> None:
         self.accelerator, self.fits = accelerator, fits
         self._choices: dict[tuple[str, str], Choice] = {}
-        self._cards = {name: card_of(accelerator, name) for name in FORMATS}
+        self._cards: dict[WeightType, Card] = {
+            weights: card_of(accelerator, weights) for weights in WEIGHT_BYTES
+        }
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> Operators:
         """Operators of a GPU, with the numbers that ship."""
         return cls(accelerator, shipped())
 
-    def gemm_s(self, m: float, n: float, k: float, number_format: str = "bfloat16") -> float:
+    def gemm_s(self, m: float, n: float, k: float, weights: WeightType = "bf16") -> float:
         """Seconds of m x k activations times k x n weights."""
-        numbers = self._numbers("gemm", number_format)
-        return gemm_s(numbers, self._cards[number_format], FORMATS[number_format], m, n, k)
+        numbers = self._numbers("gemm", weights)
+        return gemm_s(numbers, self._cards[weights], m, n, k)
 
     def prefill_attention_s(
         self,
@@ -69,16 +81,16 @@ class Operators:
         heads: float,
         kv_heads: float,
         head_dim: float,
-        kv_format: str = "bfloat16",
+        kv: str = "bf16",
     ) -> float:
         """Seconds of causal attention over `batch` prompts of together `tokens` tokens.
 
         attended : sum over the tokens of the keys that each sees: n (n + 1) / 2 for a prompt of n tokens, at
-            most the window each (`attended_keys`)
+            most the window each
         """
-        numbers = self._numbers("prefill_attention", kv_format)
+        numbers = self._numbers("prefill_attention", _KV_STAND_INS.get(kv, kv))
         sizes = (batch, tokens, attended, heads, kv_heads, head_dim)
-        return prefill_attention_s(numbers, self._cards["bfloat16"], KV_BYTES[kv_format], *sizes)
+        return prefill_attention_s(numbers, self._cards["bf16"], KV_BYTES[kv], *sizes)
 
     def decode_attention_s(
         self,
@@ -87,15 +99,15 @@ class Operators:
         heads: float,
         kv_heads: float,
         head_dim: float,
-        kv_format: str = "bfloat16",
+        kv: str = "bf16",
     ) -> float:
         """Seconds of attention of `batch` decodes.
 
         context : sum over the requests of the cached tokens that each sees, at most the window each
         """
-        numbers = self._numbers("decode_attention", kv_format)
+        numbers = self._numbers("decode_attention", _KV_STAND_INS.get(kv, kv))
         sizes = (batch, context, heads, kv_heads, head_dim)
-        return decode_attention_s(numbers, self._cards["bfloat16"], KV_BYTES[kv_format], *sizes)
+        return decode_attention_s(numbers, self._cards["bf16"], KV_BYTES[kv], *sizes)
 
     def mla_prefill_s(
         self,
@@ -103,28 +115,28 @@ class Operators:
         tokens: float,
         attended: float,
         heads: float,
-        number_format: str = "bfloat16",
-        kv_format: str = "bfloat16",
+        weights: WeightType = "bf16",
+        kv: str = "bf16",
         shape: MlaShape = DEEPSEEK_V3,
     ) -> float:
         """Seconds of an MLA module with its projections, for prompts; sizes as in `prefill_attention_s`."""
-        numbers = self._numbers("mla_prefill", f"{number_format}/{kv_format}")
-        cards = self._cards[number_format], self._cards["bfloat16"]
-        return mla_prefill_s(numbers, *cards, FORMATS[number_format], shape, tokens, attended, batch, heads)
+        numbers = self._numbers("mla_prefill", f"{weights}/{_KV_STAND_INS.get(kv, kv)}")
+        cards = self._cards[weights], self._cards["bf16"]
+        return mla_prefill_s(numbers, *cards, shape, tokens, attended, batch, heads)
 
     def mla_decode_s(
         self,
         batch: float,
         context: float,
         heads: float,
-        number_format: str = "bfloat16",
-        kv_format: str = "bfloat16",
+        weights: WeightType = "bf16",
+        kv: str = "bf16",
         shape: MlaShape = DEEPSEEK_V3,
     ) -> float:
         """Seconds of an MLA module with its projections, for decodes; sizes as in `decode_attention_s`."""
-        numbers = self._numbers("mla_decode", f"{number_format}/{kv_format}")
-        cards, form = (self._cards[number_format], self._cards["bfloat16"]), FORMATS[number_format]
-        return mla_decode_s(numbers, *cards, form, KV_BYTES[kv_format], shape, batch, context, heads)
+        numbers = self._numbers("mla_decode", f"{weights}/{_KV_STAND_INS.get(kv, kv)}")
+        cards = self._cards[weights], self._cards["bf16"]
+        return mla_decode_s(numbers, *cards, KV_BYTES[kv], shape, batch, context, heads)
 
     def experts_s(
         self,
@@ -135,7 +147,7 @@ class Operators:
         experts: float,
         tp: float = 1,
         ep: float = 1,
-        number_format: str = "bfloat16",
+        weights: WeightType = "bf16",
         distribution: Distribution = "power_law",
         gated: bool = True,
     ) -> float:
@@ -143,11 +155,10 @@ class Operators:
 
         tokens : of all GPUs together; inter : of a whole expert; gated : three matrices, or two
         """
-        numbers = self._numbers("experts", number_format)
+        numbers = self._numbers("experts", weights)
         sizes = (tokens, hidden, inter, topk, experts, tp, ep)
         balanced, matrices = float(distribution == "balanced"), 3.0 if gated else 2.0
-        form = FORMATS[number_format]
-        return experts_s(numbers, self._cards[number_format], form, *sizes, balanced, matrices)
+        return experts_s(numbers, self._cards[weights], *sizes, balanced, matrices)
 
     def all_reduce_s(self, gpus: int, message_bytes: float, link: Link, way: str = "graph") -> float:
         """Seconds for `gpus` of a node to add up a message.
@@ -159,13 +170,17 @@ class Operators:
         numbers = self._numbers("all_reduce", way)
         return all_reduce_s(numbers, link.bandwidth_bytes_s, gpus, message_bytes)
 
-    def origin(self, operator: str, number_format: str = "bfloat16") -> str:
-        """Where an operator's numbers come from: "fitted", "scaled from H100" and the like."""
-        return self._choice(operator, number_format).origin
+    def origin(self, operator: str, key: str = "bf16") -> str:
+        """Where an operator's numbers come from: "fitted", "scaled from H100" and the like.
 
-    def error(self, operator: str, number_format: str = "bfloat16") -> float:
+        operator : the method without _s; key : format of the weights, or of the KV cache, of both as
+            "bf16/fp8" for MLA, or the way of an all-reduce
+        """
+        return self._choice(operator, key).origin
+
+    def error(self, operator: str, key: str = "bf16") -> float:
         """The mean relative error to expect of shapes that were not measured."""
-        return self._choice(operator, number_format).error
+        return self._choice(operator, key).error
 
     def _numbers(self, operator: str, key: str) -> Any:
         """The numbers of an operator; key : its format as the tables name it."""
@@ -185,12 +200,13 @@ def choose(
 ) -> Choice:
     """The numbers for a card, from the nearest relative that was measured.
 
-    In this order: the card; the card that stands for its generation; of these two, another format that the
-    tensor cores compute in; the mean over all cards with the format. KeyError if there is none.
+    In this order: the card's own; its own of a format that stands in; the same of the card that stands for
+    its generation; the mean over all cards. KeyError for a key that nothing stands in for.
     """
-    relative = REPRESENTATIVE.get(generation(accelerator) or "", "")
+    keys = _keys(accelerator, key)
+    relative = _RELATIVES.get(accelerator.generation, "")
     for name in (accelerator.name, relative):
-        for form in (key, _stand_in(accelerator, key)):
+        for form in keys:
             fitted = tables.get(name, {}).get(form)
             if fitted is None:
                 continue
@@ -199,10 +215,11 @@ def choose(
             as_format = "" if form == key else f" as {form}"
             origin = f"scaled from {name}" if name != accelerator.name else "fitted"
             return Choice(fitted.numbers, origin + as_format, max(elsewhere, fitted.error))
-    with_it = {name: formats[key].numbers for name, formats in sorted(tables.items()) if key in formats}
-    if not with_it:
-        raise KeyError(key)
-    return Choice(mean(list(with_it.values())), f"mean of {', '.join(with_it)}", elsewhere)
+    for form in keys:
+        with_it = {name: formats[form].numbers for name, formats in sorted(tables.items()) if form in formats}
+        if with_it:
+            return Choice(mean(list(with_it.values())), f"mean of {', '.join(with_it)}", elsewhere)
+    raise KeyError(key)
 
 
 def mean(several: list[N]) -> N:
@@ -212,7 +229,12 @@ def mean(several: list[N]) -> N:
     return type(several[0])(**values)
 
 
-def _stand_in(accelerator: Accelerator, key: str) -> str:
-    """The format whose numbers stand in for an unmeasured one: what the tensor cores compute in."""
-    form, slash, kv = key.partition("/")
-    return computes_in(accelerator, form) + slash + kv if form in FORMATS else key
+def _keys(accelerator: Accelerator, key: str) -> tuple[str, ...]:
+    """An operator's key (formats of weights, of the KV cache, of both; way of an all-reduce), and those whose
+    numbers stand in for it, the nearest first. Over PCIe, engines leave all-reduces to NCCL."""
+    if key in _ALL_REDUCES:
+        return key, "nccl"
+    weights, slash, kv = key.partition("/")
+    nearest = [weights, stand_in(accelerator, cast(WeightType, weights))]
+    nearest += ["fp8_block", "bf16"] if nearest[-1] == "fp8" else ["bf16"]
+    return tuple(dict.fromkeys(form + slash + kv for form in nearest))

@@ -35,7 +35,7 @@ def prefill_attention_s(
 
     Parameters
     ----------
-    card : peak in bfloat16
+    card : the GPU in 16 bits
     attended : sum over all tokens of how many keys each sees; n (n + 1) / 2 for a whole prompt of n tokens,
         less under a sliding window, more for a later chunk of a prompt
     heads, kv_heads : on this GPU
@@ -70,7 +70,7 @@ def decode_attention_s(
 
     Parameters
     ----------
-    card : peak in bfloat16
+    card : the GPU in 16 bits
     context : sum over the requests of the tokens each sees, at most the window
     heads, kv_heads : on this GPU
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from cost_model.operators.arithmetic import US, Amount, overlapped_s, root, smaller
-from cost_model.operators.cards import Card, Format
+from cost_model.operators.cards import Card
 from cost_model.operators.numbers import ExpertNumbers
 
 Distribution = Literal["balanced", "power_law"]
@@ -25,7 +25,6 @@ def reached(numbers: ExpertNumbers, experts: Amount, rows: Amount, balanced: Amo
 def experts_s(
     numbers: ExpertNumbers,
     card: Card,
-    form: Format,
     tokens: Amount,
     hidden: Amount,
     inter: Amount,
@@ -44,7 +43,6 @@ def experts_s(
 
     Parameters
     ----------
-    card : peak in the format that is computed in; form : bytes of the operands
     tokens : that all GPUs of the layer route together
     hidden, inter : sizes of the model and of one expert; topk of `experts` compute each token
     tp, ep : each expert is divided among tp GPUs, the experts among ep
@@ -56,7 +54,7 @@ def experts_s(
     active = reached(numbers, here, rows, balanced)
     bandwidth = card.bandwidth_bytes_s * numbers.memory
     operations = 2.0 * matrices * hidden * (rows + numbers.pad * active) * (wide + numbers.narrow)
-    weights = form.weight_bytes * matrices * active * hidden * wide
+    weights = card.weight_bytes * matrices * active * hidden * wide
     moved = 2.0 * rows * (3.0 * hidden + matrices * wide)
     compute = operations / (card.flops_s * numbers.compute)
     read = (weights + moved) / bandwidth

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from cost_model.operators.arithmetic import US, Amount, overlapped_s, rounded_up, smaller, waves
-from cost_model.operators.cards import Card, Format
+from cost_model.operators.cards import Card
 from cost_model.operators.numbers import GemmNumbers
 
 _RESULT_BYTES = 2.0
 
 
-def gemm_s(numbers: GemmNumbers, card: Card, form: Format, m: Amount, n: Amount, k: Amount) -> Amount:
+def gemm_s(numbers: GemmNumbers, card: Card, m: Amount, n: Amount, k: Amount) -> Amount:
     """Seconds that the GPU takes for one product, as in a CUDA graph: without the host's time to start it.
 
     A roofline (Williams, Waterman and Patterson, CACM 52(4), 2009) over the fastest of three tile sizes:
@@ -22,9 +22,6 @@ def gemm_s(numbers: GemmNumbers, card: Card, form: Format, m: Amount, n: Amount,
     `small_tile` of the speed. Activations that are quantised first are read once more, and each row of them
     costs `row_ns`.
 
-    Parameters
-    ----------
-    card : peak in the format that is computed in; form : bytes of the operands
     """
     bandwidth = card.bandwidth_bytes_s * numbers.memory
     whole_tile_s = 2.0 * 128 * 256 * (k + numbers.fill) * card.units / (card.flops_s * numbers.compute)
@@ -38,7 +35,7 @@ def gemm_s(numbers: GemmNumbers, card: Card, form: Format, m: Amount, n: Amount,
             waves(rounded_up(m / 64) * rounded_up(n / 64), count, stepped) * (half * half * half),
         ),
     )
-    read = (form.weight_bytes * n * k + form.input_bytes * m * k + _RESULT_BYTES * m * n) / bandwidth
+    read = (card.weight_bytes * n * k + card.input_bytes * m * k + _RESULT_BYTES * m * n) / bandwidth
     taken = numbers.launch_us * US + overlapped_s(compute, read, numbers.overlap)
     if numbers.row_ns:
         taken = taken + m * (numbers.row_ns * 1e-9 + _RESULT_BYTES * k / bandwidth)

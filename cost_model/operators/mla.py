@@ -1,11 +1,11 @@
-"""Multi-head latent attention on one GPU, with its projections (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+"""Multi-head latent attention with its projections (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from cost_model.operators.arithmetic import US, Amount, overlapped_s
-from cost_model.operators.cards import Card, Format
+from cost_model.operators.cards import Card
 from cost_model.operators.numbers import MlaNumbers
 
 
@@ -37,7 +37,6 @@ def mla_prefill_s(
     numbers: MlaNumbers,
     projected: Card,
     card: Card,
-    form: Format,
     shape: MlaShape,
     tokens: Amount,
     attended: Amount,
@@ -50,14 +49,14 @@ def mla_prefill_s(
 
     Parameters
     ----------
-    projected, card : peaks in the format of the projections, and in bfloat16
+    projected, card : the GPU in the format of the projections, and in 16 bits
     attended : sum over all tokens of how many keys each sees
     heads : on this GPU
     """
     weights = _weights(shape, heads)
     wide = shape.nope + shape.rope + shape.value
     products = 2.0 * (tokens + numbers.tile) * weights / (projected.flops_s * numbers.projections)
-    read = form.weight_bytes * weights + 2.0 * tokens * (2.0 * shape.hidden + 2.0 * heads * wide)
+    read = projected.weight_bytes * weights + 2.0 * tokens * (2.0 * shape.hidden + 2.0 * heads * wide)
     pairs = attended + numbers.tile * tokens
     return (
         numbers.launch_us * US
@@ -71,7 +70,6 @@ def mla_decode_s(
     numbers: MlaNumbers,
     projected: Card,
     card: Card,
-    form: Format,
     kv_bytes: float,
     shape: MlaShape,
     batch: Amount,
@@ -85,14 +83,14 @@ def mla_decode_s(
 
     Parameters
     ----------
-    projected, card : peaks in the format of the projections, and in bfloat16
+    projected, card : the GPU in the format of the projections, and in 16 bits
     heads : on this GPU
     """
     weights = _weights(shape, heads)
     cached = shape.kv_rank + shape.rope
     bandwidth = card.bandwidth_bytes_s * numbers.memory
     products = 2.0 * (batch + numbers.tile) * weights / (projected.flops_s * numbers.projections)
-    moved = form.weight_bytes * weights + 2.0 * batch * (2.0 * shape.hidden + 4.0 * heads * cached)
+    moved = projected.weight_bytes * weights + 2.0 * batch * (2.0 * shape.hidden + 4.0 * heads * cached)
     few = 1.0 + numbers.few * card.units / (batch * heads)
     compute = 2.0 * context * heads * (shape.kv_rank + cached) / (card.flops_s * numbers.attention)
     return (

@@ -12,14 +12,15 @@ import pytest
 
 from benchmarks.simulator import operator_fit
 from benchmarks.simulator.operator_tables import read_table
+from benchmarks.simulator.operator_tasks import TASKS
 from cost_model.errors import InputError
 from cost_model.hardware import CATALOGUE
 from cost_model.operators.attention import decode_attention_s
-from cost_model.operators.cards import FORMATS, card_of
+from cost_model.operators.cards import card_of
 from cost_model.operators.gemm import gemm_s
 from cost_model.operators.numbers import DecodeNumbers, GemmNumbers, load_fits
 
-H100 = card_of(CATALOGUE["H100"], "bfloat16")
+H100 = card_of(CATALOGUE["H100"], "bf16")
 GEMM = GemmNumbers(
     launch_us=4.0, compute=0.6, memory=0.7, overlap=0.9, stepped=0.5, small_tile=0.7, fill=300.0
 )
@@ -39,7 +40,7 @@ def gemm_table(folder: Path) -> None:
     for n in (128, 1024, 4096, 6144, 14336):
         for k in (512, 2048, 8192, 12288):
             for m in (1, 16, 64, 128, 200, 256, 512, 1024, 4096):
-                seconds = gemm_s(GEMM, H100, FORMATS["bfloat16"], m, n, k)
+                seconds = gemm_s(GEMM, H100, m, n, k)
                 rows += [["bfloat16", "x", m, n, k, 1e3 * seconds]]
     write(folder / "H100_gemm.csv.gz", ["gemm_dtype", "kernel_source", "m", "n", "k", "latency_ms"], rows)
 
@@ -72,8 +73,8 @@ def test_it_recovers_the_numbers_that_made_the_tables(tmp_path, monkeypatch, cap
     operator_fit.main()
     fits = load_fits(output)
     for numbers, made in (
-        (fits.gemm["H100"]["bfloat16"], GEMM),
-        (fits.decode_attention["H100"]["bfloat16"], DECODE),
+        (fits.gemm["H100"]["bf16"], GEMM),
+        (fits.decode_attention["H100"]["bf16"], DECODE),
     ):
         assert numbers.error < 0.01
         for name in ("launch_us", "compute", "memory"):
@@ -99,7 +100,7 @@ def test_other_files_are_refused(tmp_path, content):
 def test_whole_shapes_are_held_back(tmp_path):
     gemm_table(tmp_path)
     table = read_table(tmp_path / "H100_gemm.csv.gz")
-    held = operator_fit.held_back(operator_fit.TASKS[0], table)
+    held = operator_fit.held_back(TASKS[0], table)
     shapes = np.stack([table["n"], table["k"]], axis=1)
     out, kept = ({tuple(shape) for shape in shapes[mask]} for mask in (held, ~held))
     assert len(out) == 4
