@@ -148,15 +148,14 @@ def by_operator(found: list[Result]) -> dict[str, dict[str, dict[str, Fitted[Any
 
 
 def errors_elsewhere(found: list[Result]) -> dict[str, float]:
-    """By operator, the mean error on a GPU whose numbers are those that would stand in for it, had it not been
-    measured: those of another card of its generation, or else the mean of the others'."""
+    """By operator, the mean error on a GPU as if it had not been measured: with the numbers of another card of
+    its generation, or else with the mean of the others'."""
     tables, errors = by_operator(found), dict[str, list[float]]()
     for task, gpu, form, rows, *_ in found:
         card = CATALOGUE[gpu]
         others = {name: formats for name, formats in tables[task.operator].items() if name != gpu}
-        related = {
-            n: f for n, f in others.items() if CATALOGUE[n].generation == card.generation and form in f
-        }
+        same = [name for name in others if CATALOGUE[name].generation == card.generation]
+        related = {name: others[name] for name in same if form in others[name]}
         if not any(form in formats for formats in others.values()):
             continue
         numbers = choose(related or others, Accelerator("", 1, 1, 1), form, 0.0).numbers
