@@ -61,7 +61,7 @@ def free_fields(task: Task, form: str) -> list[str]:
     """The numbers that a format's rows can tell: launches of the host's hide those of blocks of fp8."""
     names = list(task.numbers.model_fields)
     if task.operator != "gemm":
-        return names
+        return [name for name in names if (task.operator, name) != ("mla_prefill", "few")]
     fixed = {"bf16": {"row_ns", "host_us"}, "fp8_block": {"launch_us", "row_ns"}}
     return [name for name in names if name not in fixed.get(form, {"host_us"})]
 

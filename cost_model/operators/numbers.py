@@ -58,15 +58,18 @@ class PrefillNumbers(_Strict):
     narrow : elements by which heads of few elements are slower than wide ones
     diagonal : keys that each query tile computes beyond the mask
     tile_us : fixed microseconds of a tile of queries
+    stored : how many times as long a byte of keys and values takes as one of queries: they are written to
+        the cache, converted, and read by several tiles
     stepped : as in GemmNumbers
     """
 
     launch_us: float = _number(10.0, 0.1, 40.0)
-    compute: float = _number(0.6, 0.05, 1.2)
+    compute: float = _number(0.6, 0.05, 1.0)
     memory: float = _number(0.5, 0.02, 1.2)
     narrow: float = _number(10.0, 0.1, 300.0)
     diagonal: float = _number(60.0, 0.1, 1000.0)
     tile_us: float = _number(0.2, 0.001, 20.0)
+    stored: float = _number(2.0, 0.1, 50.0)
     stepped: float = _number(0.5, 0.001, 1.0)
 
 
