@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from cluster_specs.strict_yaml import MAX_YAML_BYTES, parse_mapping
 from cluster_specs.validation import input_error
 from cost_model.errors import InputError
 from cost_model.files import read_text
-from cost_model.hardware import GIB, Accelerator, find_accelerator
+from cost_model.hardware import CATALOGUE, GIB, Accelerator, find_accelerator, of_generation
 
 MAX_GPUS = 4096
 _MAX_MATRIX_BYTES = 256 << 20
@@ -144,8 +145,12 @@ def accelerator_of(spec: ClusterSpec, name: str) -> Accelerator:
 
 
 def _accelerator(name: str, entry: AcceleratorSpec) -> Accelerator:
-    """The card that an entry describes."""
-    return Accelerator(
+    """The card that an entry describes; one of the catalogue's name has its generation and speedups."""
+    known = CATALOGUE.get(name)
+    if known is None or (entry.generation and entry.generation != known.generation):
+        known = of_generation("cpu" if entry.kind == "cpu" else entry.generation)
+    return replace(
+        known,
         name=name,
         memory_bytes=entry.memory_gib * GIB,
         flops_s=entry.bf16_dense_tflops * 1e12,
@@ -169,8 +174,10 @@ def _price(name: str, entry: AcceleratorSpec, assumptions: list[str]) -> float:
     """The card's price in $/h; added to the assumptions if it is assumed."""
     known = catalogue().get(name)
     if entry.price_per_gpu_hour is None:
-        price = known.price_per_gpu_hour if known else 0.0
-        note = f"price of {name}: {price:g} $/h, " + ("from the catalogue" if known else "none was given")
+        listed = known.price_per_gpu_hour if known else None
+        price = listed or 0.0
+        note = f"price of {name}: {price:g} $/h, "
+        note += "none was given" if listed is None else "from the catalogue"
     else:
         price = entry.price_per_gpu_hour
         if known is None or not known.price_assumed or price != known.price_per_gpu_hour:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cost_model.fields import Name, Prose, between
+from cost_model.gpu_catalogue import Generation
 
 # Beyond any real machine in both directions (1 kbit/s, 1 KiB, 1 MFLOP/s), so that results computed from such
 # figures stay finite.
@@ -16,7 +17,7 @@ NonNegative = Annotated[
     float, Field(ge=0, le=LARGEST, allow_inf_nan=False), between(SMALLEST, LARGEST, or_zero=True)
 ]
 Price = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False), between(1e-4, 1e5, or_zero=True)]
-InterconnectClass = Literal["nvlink", "pcie3", "pcie4", "pcie5", "shared-memory"]
+InterconnectClass = Literal["nvlink", "infinity-fabric", "pcie3", "pcie4", "pcie5", "shared-memory"]
 
 
 class _Strict(BaseModel):
@@ -80,12 +81,14 @@ class NetworkSpec(_Strict):
 
 
 class AcceleratorSpec(_Strict):
-    """A card that the catalogue lacks (or, once resolved, every card of the cluster)."""
+    """A card that the catalogue lacks (or, once resolved, every card of the cluster). `generation` says which
+    number formats it has kernels for; a card with the name of one of the catalogue has that card's."""
 
     memory_gib: Positive
     bf16_dense_tflops: Positive
     memory_bandwidth_gbyte_s: Positive
     kind: Literal["gpu", "cpu"] = "gpu"
+    generation: Generation = Field(default="", exclude_if=lambda generation: not generation)
     price_per_gpu_hour: Price | None = None
 
 

@@ -32,7 +32,7 @@ Family = Literal[
     "minimax_m2",
     "deepseek_v3",
 ]
-WeightType = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
+WeightType = Literal["fp32", "fp16", "bf16", "fp8", "fp8_block", "int8", "int4", "nvfp4", "mxfp4"]
 LARGEST = 10**8
 Count = Annotated[int, Field(gt=0), between(1, LARGEST)]
 CountOrZero = Annotated[int, Field(ge=0), between(0, LARGEST)]

@@ -29,7 +29,7 @@ from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 from hexgen2.workload.classes import load_workload
 
-TYPES = ("H100", "A100", "L40", "A6000", "L4")
+TYPES = ("H100", "A100-80GB", "L40", "A6000", "L4")
 BANDWIDTHS_GBIT_S = (1, 5, 10, 25, 100, 400)
 MODELS = ("llama-2-70b", "opt-30b")
 WORKLOADS = ("HPLD", "HPHD", "LPHD", "LPLD")

@@ -39,7 +39,7 @@ PER_NODE = 4
 
 def fleet(replicas: int, chance: random.Random) -> Placement:
     """Replicas of two GPUs each, with random capacities and as many routes as a spanning tree has."""
-    nodes = [NodeSpec(name=f"n{k}", accelerators="A100:8") for k in range(-(-replicas // PER_NODE))]
+    nodes = [NodeSpec(name=f"n{k}", accelerators="A100-80GB:8") for k in range(-(-replicas // PER_NODE))]
     cluster = resolve(ClusterSpec(name="fleet", nodes=nodes), "fleet", Path())
     model, workload = find_model("llama-2-70b"), load_workload("HPHD", None, None)
     costs = make_cost_model("calibrated", model, workload.lengths)

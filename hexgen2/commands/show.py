@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
 import hexgen2
 from hexgen2.commands.options import PATH, Command, check_folder, options
-from hexgen2.terminal import echo
+from hexgen2.terminal import echo, echo_json
 
 _output = options("Output")
 
@@ -42,12 +43,16 @@ def show(placement: Path, svg: Path | None, html: Path | None) -> None:
     "list",
     cls=Command,
     short_help="List shipped clusters, GPUs, models and more.",
-    examples=("hexgen2 list clusters", "hexgen2 list models"),
+    examples=("hexgen2 list clusters", "hexgen2 list gpus --json"),
 )
 @click.argument("what", type=click.Choice(["clusters", "gpus", "models", "workloads", "strategies"]))
-def list_(what: str) -> None:
+@_output("--json", "as_json", is_flag=True, help="Print a JSON array; of GPUs, with all figures and sources.")
+def list_(what: str, as_json: bool) -> None:
     """List the shipped clusters, GPUs, models, workloads or strategies."""
     from hexgen2 import listing
 
+    if as_json:
+        echo_json(json.dumps(listing.records(what), indent=1))
+        return
     for name, description in getattr(listing, what)():
         echo(f"{name:28} {description}")

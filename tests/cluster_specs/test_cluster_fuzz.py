@@ -33,7 +33,7 @@ SPEC = {
         "measured": [[0, 1, 2], [1, 0, 2], [1, 2, 0]],
     },
     "accelerators": {"Mine": {"memory_gib": 4, "bf16_dense_tflops": 1, "memory_bandwidth_gbyte_s": 2}},
-    "offers": [{"accelerators": "A100", "price_per_gpu_hour": 1.69, "max_count": 4}],
+    "offers": [{"accelerators": "A100-80GB", "price_per_gpu_hour": 1.69, "max_count": 4}],
 }
 TREES = [SPEC, *map(yaml.safe_load, TEXTS)]
 

@@ -250,12 +250,12 @@ def test_wrong_uplinks_and_cards(tmp_path, old, new, key, hint):
 def test_offers_are_checked_and_named_canonically(tmp_path):
     offer = "offers: [{accelerators: a100-80g, price_per_gpu_hour: 1.69, max_count: 16}]\n"
     assert load(tmp_path, GOOD + offer).offers[0].accelerators == "A100-80GB"
-    assert refused(tmp_path, GOOD + offer.replace("a100-80g", "b300")).key == "offers[0].accelerators"
+    assert refused(tmp_path, GOOD + offer.replace("a100-80g", "b3000")).key == "offers[0].accelerators"
     assert refused(tmp_path, GOOD + offer.replace("16", "0")).key == "offers[0].max_count"
 
 
 def test_offers_alone_are_a_universe_to_rent_from(tmp_path):
-    offer = "{accelerators: A100, price_per_gpu_hour: 1.69, max_count: 20}"
+    offer = "{accelerators: A100-80GB, price_per_gpu_hour: 1.69, max_count: 20}"
     spec = load(tmp_path, f"name: x\noffers: [{offer}]\n")
     assert spec.nodes == [] and len(Cluster.from_spec(spec)) == 0
     nodes = with_offers(spec).nodes

@@ -163,10 +163,10 @@ def test_the_shipped_set_says_where_it_comes_from_and_how_far_off_it_is():
 @pytest.mark.parametrize(
     ("line", "milliseconds"),
     [
-        ("A100,llama-2-70b,8,prefill,1,1024", 154.5),
+        ("A100-80GB,llama-2-70b,8,prefill,1,1024", 154.5),
         ("H100,llama-2-70b,8,prefill,1,1024", 77.9),
-        ("A100,llama-2-70b,2,decode,1,576", 55.0),
-        ("A100,bloom-176b,8,decode,1,576", 48.8),
+        ("A100-80GB,llama-2-70b,2,decode,1,576", 55.0),
+        ("A100-80GB,bloom-176b,8,decode,1,576", 48.8),
     ],
 )
 def test_published_times(line, milliseconds, tmp_path):

@@ -21,8 +21,8 @@ def times(model, card, phase, batch):
     [
         ("H100", "fp8", 2),
         ("H100", "int8", 2),
-        ("A100", "int8", 2),
-        ("A100", "fp8", 1),
+        ("A100-80GB", "int8", 2),
+        ("A100-80GB", "fp8", 1),
         ("V100", "int8", 1),
         ("H100", "int4", 1),
         ("T4", "int8", 2),
@@ -44,8 +44,8 @@ def test_prefill_gains_where_the_card_has_the_tensor_cores(card, weights, speedu
 def test_decode_of_one_request_gains_what_is_not_read(weights, smaller):
     """Weights are 99.8 % of the bytes that it reads."""
     plain, packed = (
-        times(LLAMA_70B, "A100", "decode", 1),
-        times(in_formats(LLAMA_70B, weights), "A100", "decode", 1),
+        times(LLAMA_70B, "A100-80GB", "decode", 1),
+        times(in_formats(LLAMA_70B, weights), "A100-80GB", "decode", 1),
     )
     assert plain / packed == pytest.approx(smaller, rel=0.02)
 
@@ -54,7 +54,7 @@ def test_int4_weights_of_70b_take_36_gb():
     """4 bits per weight and 20 more per 128 weights; GPTQ and AWQ checkpoints of 70B models have 35 to 37
     GB."""
     packed = in_formats(LLAMA_70B, "int4")
-    memory = ZeroFit(packed, fixed(1024, 128)).stage_memory("decode", group_of("A100", 1), True, True)
+    memory = ZeroFit(packed, fixed(1024, 128)).stage_memory("decode", group_of("A100-80GB", 1), True, True)
     assert 80 * memory.per_layer == pytest.approx(35.6e9, rel=0.01)
     assert memory.fixed == pytest.approx(2 * 32000 * 8192 * 2 + 2048 * (2 * 8192 + 2 * 28672) * 2)
 

@@ -104,7 +104,7 @@ def test_decode_of_llama_70b_by_hand():
     weights, kv = 427_827_200 / rate, 33_554_432 / rate
     all_reduce = 10e-6 + 4 * 3.1e-6 + 1.5 * 32 * 16384 / (0.56 * 200e9)
     expected = weights + kv + 15e-6 + 2 * all_reduce
-    assert costs.layer_s("decode", group_of("A100", 4), 32) == pytest.approx(expected)
+    assert costs.layer_s("decode", group_of("A100-80GB", 4), 32) == pytest.approx(expected)
 
 
 def test_prefill_of_llama_70b_by_hand():
@@ -118,7 +118,7 @@ def test_prefill_of_llama_70b_by_hand():
 def test_the_head_costs_the_last_stage_only():
     """One position per prompt passes the head, so at a small batch the time is that of reading its
     weights."""
-    costs, group = ZeroFit(LLAMA_70B, fixed(512, 128)), group_of("A100", 2)
+    costs, group = ZeroFit(LLAMA_70B, fixed(512, 128)), group_of("A100-80GB", 2)
     assert costs.edge_s("decode", group, 8, last=False) == 0
     for phase in ("prefill", "decode"):
         assert costs.edge_s(phase, group, 8, last=True) == pytest.approx(
@@ -128,7 +128,7 @@ def test_the_head_costs_the_last_stage_only():
 
 @pytest.mark.parametrize(("degree", "messages"), [(2, 2), (3, 4), (4, 4), (8, 6), (16, 8)])
 def test_latency_of_an_all_reduce_grows_with_the_logarithm_of_the_group(degree, messages):
-    costs, group = Calibrated(LLAMA_70B, fixed(512, 128), coefficients=PEAK), group_of("A100", degree)
+    costs, group = Calibrated(LLAMA_70B, fixed(512, 128), coefficients=PEAK), group_of("A100-80GB", degree)
     without = costs.layer_s("decode", replace(group, link=NO_LINK), 1)
     latency_only = costs.layer_s("decode", replace(group, link=Link(float("inf"), 1e-5)), 1)
     assert latency_only - without == pytest.approx(2 * messages * 1e-5)
@@ -169,7 +169,7 @@ def test_a_window_bounds_the_context_of_decode():
 
 def test_fp32_reads_twice_the_bytes():
     half = like(FP32, weight_bytes=2.0, kv_value_bytes=2.0)
-    group = group_of("A100", 1)
+    group = group_of("A100-80GB", 1)
     full_s, half_s = (
         Calibrated(m, fixed(512, 128), coefficients=PEAK).layer_s("decode", group, 4) for m in (FP32, half)
     )

@@ -148,7 +148,7 @@ def test_the_readings_are_ordered(stage_s, hop_s, batch):
     assert decode["literal"] <= decode["paper_optimistic"] * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("gpu", ["A100", "H100"])
+@pytest.mark.parametrize("gpu", ["A100-80GB", "H100"])
 @pytest.mark.parametrize("workload", ["HPLD", "HPHD", "LPHD", "LPLD"])
 @pytest.mark.parametrize("semantics", PIPELINE_SEMANTICS)
 def test_appendix_e2_comes_out_under_the_optimistic_reading_only(gpu, workload, semantics):

@@ -72,7 +72,7 @@ def test_costs_depend_on_shares_and_not_on_how_they_are_written(mixture, name, m
     """Splitting a class in two or scaling all weights changes no cost."""
     split = [(isl, osl, weight * scale / 2) for isl, osl, weight in mixture for _ in range(2)]
     one, two = (make_cost_model(name, model, RequestLengths.of(m)) for m in (mixture, split))
-    group = group_of("A100", 2)
+    group = group_of("A100-80GB", 2)
     assert one.layer_s(phase, group, batch) == pytest.approx(two.layer_s(phase, group, batch))
     memory = [costs.stage_memory(phase, group, True, True).needed(10, 8) for costs in (one, two)]
     assert memory[0] == pytest.approx(memory[1])

@@ -68,7 +68,7 @@ def test_llama_70b_on_two_80_gib_cards():
     """By hand, bytes on each card: a layer is (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672 + 2 * 8192)
     = 855,654,400 parameters of 2 bytes over 2 cards; embedding and head have 2 * 32000 * 8192, split alike; a
     workspace for 2048 tokens of (2 * 8192 + 28672) values of 2 bytes; a token 80 * 2 * 4 * 128 * 2 of KV."""
-    memory = ZeroFit(LLAMA_70B, fixed(768, 256)).stage_memory("decode", group_of("A100", 2), True, True)
+    memory = ZeroFit(LLAMA_70B, fixed(768, 256)).stage_memory("decode", group_of("A100-80GB", 2), True, True)
     weights, ends, workspace, kv = 80 * 855_654_400, 524_288_000, 184_549_376, 163_840 * 1024
     assert memory.needed(80, 1) == weights + ends + workspace + kv
     usable = 0.9 * 80 * 1024**3
@@ -77,7 +77,7 @@ def test_llama_70b_on_two_80_gib_cards():
 
 
 def test_llama_70b_does_not_fit_one_card():
-    memory = ZeroFit(LLAMA_70B, fixed(768, 256)).stage_memory("decode", group_of("A100", 1), True, True)
+    memory = ZeroFit(LLAMA_70B, fixed(768, 256)).stage_memory("decode", group_of("A100-80GB", 1), True, True)
     assert memory.max_batch(80) == 0
     # 0.9 * 80 GiB hold 44 layers of 1.711 GB and the embedding and head, and nothing else.
     assert memory.max_layers(1) == 44
@@ -86,7 +86,7 @@ def test_llama_70b_does_not_fit_one_card():
 def test_the_papers_formula_gives_two_cards_far_fewer_requests():
     """12 H^2 B l / n = 64.4 GB of weights on each; a token 2 H B l / n + 4 H B = 1,376,256 bytes."""
     costs = make_cost_model("table1", LLAMA_70B, fixed(768, 256))
-    memory = costs.stage_memory("decode", group_of("A100", 2), True, True)
+    memory = costs.stage_memory("decode", group_of("A100-80GB", 2), True, True)
     assert memory.max_batch(80) == ((80 * 1024**3 - 80 * 12 * 8192**2) // (1024 * 1_376_256)) == 15
 
 
@@ -97,7 +97,7 @@ def test_kv_cache_of_1024_tokens_of_llama_70b():
 
 
 def test_ends_of_a_pipeline_hold_embedding_and_head():
-    costs, group = ZeroFit(LLAMA_70B, fixed(512, 128)), group_of("A100", 2)
+    costs, group = ZeroFit(LLAMA_70B, fixed(512, 128)), group_of("A100-80GB", 2)
     held = {
         (a, z): costs.stage_memory("decode", group, a, z).fixed for a in (True, False) for z in (True, False)
     }
@@ -109,7 +109,7 @@ def test_ends_of_a_pipeline_hold_embedding_and_head():
 
 def test_a_tied_head_is_held_once_by_a_single_stage():
     tied = like(LLAMA_70B, tied_embeddings=True)
-    costs, group = ZeroFit(tied, fixed(512, 128)), group_of("A100", 2)
+    costs, group = ZeroFit(tied, fixed(512, 128)), group_of("A100-80GB", 2)
     assert (
         costs.stage_memory("decode", group, True, True).fixed
         == costs.stage_memory("decode", group, True, False).fixed
@@ -136,13 +136,13 @@ def test_a_window_bounds_the_kv_cache():
 def test_more_devices_than_kv_heads_hold_copies():
     """Eight KV heads on 16 devices: each holds one, as on 8."""
     costs = ZeroFit(LLAMA_70B, fixed(512, 128))
-    eight, sixteen = (costs.stage_memory("decode", group_of("A100", n), True, True) for n in (8, 16))
+    eight, sixteen = (costs.stage_memory("decode", group_of("A100-80GB", n), True, True) for n in (8, 16))
     assert sixteen.per_layer_request == eight.per_layer_request == 640 * 2 * 128 * 2
 
 
 def test_a_mixture_holds_all_its_experts():
     mixtral = find_model("mixtral-8x7b")
-    memory = ZeroFit(mixtral, fixed(512, 128)).stage_memory("decode", group_of("A100", 1), False, False)
+    memory = ZeroFit(mixtral, fixed(512, 128)).stage_memory("decode", group_of("A100-80GB", 1), False, False)
     assert memory.per_layer > 8 * 3 * 4096 * 14336 * 2
 
 

@@ -14,7 +14,7 @@ from hexgen2.cluster import Cluster
 from hexgen2.search.problem import Problem
 from hexgen2.workload.classes import load_workload
 
-TYPES = ("H100", "A100", "L40", "A6000", "L4")
+TYPES = ("H100", "A100-80GB", "L40", "A6000", "L4")
 WORKLOADS = ("HPLD", "HPHD", "LPHD", "LPLD")
 SETTINGS = ("hexgen2-homogeneous", *(f"hexgen2-setting-{k}" for k in range(1, 6)))
 MODELS = ("llama-2-70b", "opt-30b")

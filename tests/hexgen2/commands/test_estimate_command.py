@@ -46,7 +46,9 @@ def test_pipelines_are_stages_one_after_the_other():
 
 def test_memory_is_counted_to_the_byte():
     """As for two cards in the stage memory tests, with 1 GiB for the engine and 8 idle KV tokens."""
-    found = estimated("estimate", "--gpu", "A100:2", "--model", "llama-2-70b", "--isl", "768", "--osl", "256")
+    found = estimated(
+        "estimate", "--gpu", "A100-80GB:2", "--model", "llama-2-70b", "--isl", "768", "--osl", "256"
+    )
     kv = 163_840 * (1024 + 8)
     fixed = 80 * 855_654_400 + 524_288_000 + 184_549_376 + 1024**3
     assert found["memory_bytes"] == fixed + kv and found["kv_bytes"] == kv
@@ -54,7 +56,7 @@ def test_memory_is_counted_to_the_byte():
 
 
 def test_fewer_bits_fit_where_more_do_not():
-    one = ["estimate", "--gpu", "A100", "--model", "llama-2-70b", "--isl", "512"]
+    one = ["estimate", "--gpu", "A100-80GB", "--model", "llama-2-70b", "--isl", "512"]
     plain, packed = estimated(*one), estimated(*one, "--weights", "int4", "--kv", "fp8")
     assert not plain["fits"] and plain["largest_batch"] == 0
     assert packed["fits"] and packed["largest_batch"] > 30

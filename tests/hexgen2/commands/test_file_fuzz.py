@@ -72,7 +72,7 @@ STEPS = (
     "gpu,model,tp,phase,batch,input_len_or_context,measured_ms,engine,interconnect\n"
     "L4,llama-2-7b,1,prefill,1,512,120,ours,none\n"
     "L4,llama-2-7b,1,decode,4,512,60,ours,none\n"
-    "A100,llama-2-7b,2,decode,8,1024,12,ours,nvlink\n"
+    "A100-80GB,llama-2-7b,2,decode,8,1024,12,ours,nvlink\n"
 )
 TRACES = {
     "azure": b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -222,7 +222,7 @@ def test_a_mutated_trace(files, kind, data):
 @given(tree=mutated(json.loads(fitted().to_json())) | mutated_bytes(fitted().to_json().encode()))
 def test_mutated_coefficients(files, tree):
     path = files.write("k.json", tree if isinstance(tree, bytes) else json.dumps(tree))
-    asked = ("--gpu", "A100:2", "--model", "llama-2-7b", "--isl", "100", "--osl", "10")
+    asked = ("--gpu", "A100-80GB:2", "--model", "llama-2-7b", "--isl", "100", "--osl", "10")
     sound(hexgen2("estimate", *asked, "--cost-model", str(path)))
     sound(hexgen2("estimate", *asked, "--cost-model", str(path), "--json"))
 

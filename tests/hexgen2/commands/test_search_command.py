@@ -103,6 +103,27 @@ def test_list(kind):
     assert result.returncode == 0 and len(result.stdout.splitlines()) >= 2
 
 
+@pytest.mark.parametrize("kind", ["clusters", "models", "workloads", "strategies"])
+def test_list_for_programs(kind):
+    rows = json.loads(hexgen2("list", kind, "--json").stdout)
+    assert len(rows) >= 2 and all(set(row) == {"name", "description"} for row in rows)
+
+
+def test_list_gpus_for_programs():
+    """Every figure has its unit in its key, and every card a source; Hopper's formats are vLLM's."""
+    gpus = {gpu["name"]: gpu for gpu in json.loads(hexgen2("list", "gpus", "--json").stdout)}
+    figures = {"memory_gib", "memory_bandwidth_gbyte_s", "bf16_dense_tflops", "interconnect_gbyte_s"}
+    optional = {"fp8_dense_tflops", "int8_dense_tops", "fp4_dense_tflops", "processors", "price_per_gpu_hour"}
+    texts = {"name", "kind", "generation", "interconnect", "interconnect_assumption", "source"}
+    for gpu in gpus.values():
+        assert set(gpu) == figures | optional | texts | {"formats", "price_assumed", "price_source"}
+        assert gpu["source"] and all(gpu[key] > 0 for key in figures)
+        assert all(gpu[key] is None or gpu[key] >= 0 for key in optional)
+    assert gpus["H100"]["memory_gib"] == 80 and gpus["H100"]["fp4_dense_tflops"] is None
+    h100 = {"fp8": "native", "int4": "weight-only", "nvfp4": "weight-only", "bf16": "native"}
+    assert h100.items() <= gpus["H100"]["formats"].items()
+
+
 def set_node(index, **values):
     return lambda spec: spec["nodes"][index].update(values)
 
@@ -187,7 +208,7 @@ def test_wrong_options(arguments, expected):
 
 def test_ctrl_c_keeps_the_best_so_far(tmp_path):
     """Interrupts a search that takes long, once it has found something."""
-    cards = ["H100", "A100", "L40", "A6000"] * 20
+    cards = ["H100", "A100-80GB", "L40", "A6000"] * 20
     spec = {
         "name": "large",
         "nodes": [{"name": f"n{i}", "accelerators": f"{card}:4"} for i, card in enumerate(cards)],

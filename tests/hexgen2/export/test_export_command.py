@@ -53,7 +53,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, placement):
 
 def test_ray_bundles_hold_every_gpu_where_it_is():
     shapes = {"prefill-0": [("a/0 a/1", 20), ("b/0", 12)], "decode-0": [("b/1 b/3", 32)]}
-    placement = by_hand({"a": "H100:2", "b": "A100:4"}, shapes, addresses={"a": "10.0.0.1"})
+    placement = by_hand({"a": "H100:2", "b": "A100-80GB:4"}, shapes, addresses={"a": "10.0.0.1"})
     files = ray_files(placement, "/m", "test")
     groups = json.loads(files["placement_groups.json"])
     there = [{name for name in bundle if name != "GPU"} for bundle in groups["prefill-0"]["bundles"]]
@@ -74,7 +74,9 @@ def test_rays_own_check_takes_the_job():
 
 
 def test_the_start_script_gives_each_machine_what_the_placement_asks_of_it(tmp_path):
-    placement = by_hand({"a b".replace(" ", "_"): "H100:2", "b": "A100:4"}, {"colocated-0": [("b/1", 32)]})
+    placement = by_hand(
+        {"a b".replace(" ", "_"): "H100:2", "b": "A100-80GB:4"}, {"colocated-0": [("b/1", 32)]}
+    )
     script, tools = tmp_path / "start-ray.sh", tmp_path / "tools"
     script.write_text(ray_files(placement, None, "test")["start-ray.sh"])
     tools.mkdir()

@@ -17,7 +17,13 @@ from cost_model.errors import InputError
 from hexgen2.export.kubernetes import kubernetes_files
 from hexgen2.placement import Placement
 
-NODES = {"big": "H100:8", "left": "A100:4", "mid": "A100:4", "right": "L40:4", "Odd_Node.1": "L40:2"}
+NODES = {
+    "big": "H100:8",
+    "left": "A100-80GB:4",
+    "mid": "A100-80GB:4",
+    "right": "L40:4",
+    "Odd_Node.1": "L40:2",
+}
 SHAPES = {
     "prefill-0": [("big/0 big/1", 32)],
     "decode-0": [("big/2 big/3", 20), ("left/0", 12)],
@@ -161,7 +167,7 @@ def test_the_front_end_launches_the_placement_over_the_nodes(tmp_path, files):
 
 def test_a_group_of_more_than_two_kinds_of_nodes_is_stateful_sets():
     shapes = {"colocated-0": [("a/0", 10), ("b/0", 10), ("c/0", 12)]}
-    found = manifests(exported(by_hand({"a": "H100:1", "b": "A100:1", "c": "L40:1"}, shapes)))
+    found = manifests(exported(by_hand({"a": "H100:1", "b": "A100-80GB:1", "c": "L40:1"}, shapes)))
     assert [m["kind"] for m in found].count("StatefulSet") == 3
     assert "LeaderWorkerSet" not in [m["kind"] for m in found]
 

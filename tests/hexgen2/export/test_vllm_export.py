@@ -14,7 +14,7 @@ from cost_model.errors import InputError
 from hexgen2.export.folder import write_folder
 from hexgen2.export.vllm import vllm_files
 
-NODES = {"a": "H100:8", "b": "A100:4", "c": "A100:4"}
+NODES = {"a": "H100:8", "b": "A100-80GB:4", "c": "A100-80GB:4"}
 SHAPES = {
     "prefill-0": [("a/2 a/3", 32)],
     "decode-0": [("a/6 a/7", 32)],

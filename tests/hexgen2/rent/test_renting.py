@@ -163,7 +163,7 @@ def test_nodes_may_be_left_out_and_offers_join_them():
             {"name": "old", "accelerators": "T4:1", "price_per_gpu_hour": 9},
         ],
         "offers": [
-            {"accelerators": "A100", "price_per_gpu_hour": 1.69, "max_count": 3, "gpus_per_node": 2},
+            {"accelerators": "A100-80GB", "price_per_gpu_hour": 1.69, "max_count": 3, "gpus_per_node": 2},
         ],
     }
     universe = with_offers(parse_cluster(spec, "mixed", Path()))

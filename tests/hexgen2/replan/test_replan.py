@@ -185,7 +185,7 @@ def test_colocated_replicas_that_run_go_on():
 
 def test_a_larger_cluster_from_nothing():
     """On GPUs that hold nothing, every replica loads the whole model, and the old replicas are lost."""
-    nodes = [{"name": name, "accelerators": "A100:4"} for name in ("a", "b")]
+    nodes = [{"name": name, "accelerators": "A100-80GB:4"} for name in ("a", "b")]
     before = searched(problem_from({"name": "old", "nodes": nodes[:1]}, "llama-2-13b", "LPLD"))
     problem = problem_from({"name": "new", "nodes": nodes[1:]}, "llama-2-13b", "LPLD")
     after = checked(problem, before)
@@ -197,7 +197,7 @@ def test_a_larger_cluster_from_nothing():
 
 
 def test_a_node_whose_cards_changed_holds_nothing():
-    nodes = [{"name": name, "accelerators": "A100:2"} for name in ("a", "b")]
+    nodes = [{"name": name, "accelerators": "A100-80GB:2"} for name in ("a", "b")]
     before = searched(problem_from({"name": "old", "nodes": nodes}, "llama-2-13b", "LPLD"))
     nodes[1] = {"name": "b", "accelerators": "H100:2"}
     after = checked(problem_from({"name": "new", "nodes": nodes}, "llama-2-13b", "LPLD"), before)

@@ -88,7 +88,7 @@ def test_vllm_has_one_uniform_shape_per_type_and_is_never_above_the_best_partiti
     assert placement.throughput.req_s <= optimum(problem) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("gpu", ["A100", "L40"])
+@pytest.mark.parametrize("gpu", ["A100-80GB", "L40"])
 @pytest.mark.parametrize("model", MODELS)
 def test_vllm_takes_the_best_degrees_in_one_node(gpu, model):
     """With seven GPUs, as many copies of TP x PP as fit; the other GPUs stay idle."""
@@ -103,7 +103,7 @@ def test_vllm_takes_the_best_degrees_in_one_node(gpu, model):
 
 
 def test_vllm_pipelines_cross_nodes():
-    nodes = [{"name": f"n{k}", "accelerators": "A100:1"} for k in range(7)]
+    nodes = [{"name": f"n{k}", "accelerators": "A100-80GB:1"} for k in range(7)]
     problem = problem_from({"name": "rows", "nodes": nodes, "network": NETWORK}, "llama-2-70b", "LPLD")
     placement = run("vllm", problem)
     assert {replica.shape for replica in placement.replicas} in ({"tp1,tp1,tp1"}, {"tp1" + ",tp1" * 6})

@@ -236,7 +236,7 @@ def test_uneven_memory_is_used():
     """A small card beside large ones gets fewer layers than they do."""
     nodes = [
         {"name": "big", "accelerators": "H100:2"},
-        {"name": "mid", "accelerators": "A100:2"},
+        {"name": "mid", "accelerators": "A100-80GB:2"},
         {"name": "small", "accelerators": "L4:2"},
     ]
     placement = run("hexgen2", problem_from({"name": "t", "nodes": nodes}, "llama-2-70b", "LPLD"))

@@ -23,7 +23,7 @@ MOTLEY = {
     "name": "motley",
     "nodes": [
         {"name": "a", "accelerators": "H100:2", "interconnect": "nvlink", "price_per_gpu_hour": 3},
-        {"name": "b", "accelerators": "A100:2", "price_per_gpu_hour": 2, "network_gbit_s": 25},
+        {"name": "b", "accelerators": "A100-80GB:2", "price_per_gpu_hour": 2, "network_gbit_s": 25},
         {"name": "c", "accelerators": "L40:2", "interconnect": "pcie3", "price_per_gpu_hour": 1},
     ],
     "network": {

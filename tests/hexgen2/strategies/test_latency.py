@@ -28,7 +28,7 @@ def run(problem: Problem, **options) -> Placement:
 
 
 def small(rate: float) -> Problem:
-    nodes = [{"name": name, "accelerators": cards} for name, cards in (("a", "H100:2"), ("b", "A100:2"))]
+    nodes = [{"name": name, "accelerators": cards} for name, cards in (("a", "H100:2"), ("b", "A100-80GB:2"))]
     problem = problem_from({"name": "small", "nodes": nodes}, "opt-30b", "HPHD")
     return replace(problem, goal=make_goal("latency", request_rate=rate))
 

@@ -196,7 +196,7 @@ def test_distserve_pools(cluster, model):
 
 def test_only_distserve_pipelines_across_nodes():
     """The nodes have one GPU each, and the model needs several of them."""
-    nodes = [{"name": f"n{k}", "accelerators": "A100:1"} for k in range(6)]
+    nodes = [{"name": f"n{k}", "accelerators": "A100-80GB:1"} for k in range(6)]
     network = {"default": {"bandwidth_gbit_s": 100, "latency_us": 50}}
     problem = problem_from({"name": "rows", "nodes": nodes, "network": network}, "llama-2-70b", "LPLD")
     assert all(len(nodes_of(r)) > 1 for r in run("distserve", problem).replicas)

@@ -238,7 +238,7 @@ def test_what_limits_the_throughput_is_said_of_what_is_left():
 def test_both_partners_of_a_pair_lost_leaves_the_other_two_serving():
     spec = {
         "name": "two",
-        "nodes": [{"name": n, "accelerators": "A100:2", "interconnect": "pcie4"} for n in ("a", "b")],
+        "nodes": [{"name": n, "accelerators": "A100-80GB:2", "interconnect": "pcie4"} for n in ("a", "b")],
         "network": {"default": {"bandwidth_gbit_s": 10, "latency_us": 50}},
     }
     problem = problem_from(spec, "opt-30b", "HPLD")

@@ -100,7 +100,7 @@ def test_patterns_are_counted_and_no_dominated_column_matters(spec, model):
 
 
 def test_alike_nodes_are_one_class_and_uplinks_tell_them_apart():
-    cards = ["H100:2"] * 8 + ["A100:2"] * 8
+    cards = ["H100:2"] * 8 + ["A100-80GB:2"] * 8
     spec = many_nodes(cards)
     assert [len(nodes) for nodes in node_classes(problem_from(spec, "opt-30b", "LPLD")).nodes] == [8, 8]
     uplink = {"name": "west", "nodes": [f"n{i}" for i in range(6)], "bandwidth_gbit_s": 40}
@@ -129,7 +129,7 @@ def test_a_span_leaves_few_patterns_but_room_for_the_model():
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("workload", ["HPLD", "LPHD"])
 def test_many_gpus_come_close_to_the_bound(model, workload):
-    cards = ["H100:4", "A100:4", "L40:4", "A6000:4"] * 4
+    cards = ["H100:4", "A100-80GB:4", "L40:4", "A6000:4"] * 4
     problem = problem_from(many_nodes(cards, bandwidth_gbit_s=400), model, workload)
     evaluator = Evaluator(problem)
     relaxed = evaluator.relaxed

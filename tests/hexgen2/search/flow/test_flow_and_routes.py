@@ -64,7 +64,11 @@ def test_overlaps_count_every_layer_once(left, right):
 def pods():
     nodes = [
         {"name": "a", "accelerators": "H100:4", "interconnect": {"bandwidth_gbyte_s": 100, "latency_us": 0}},
-        {"name": "b", "accelerators": "A100:4", "interconnect": {"bandwidth_gbyte_s": 100, "latency_us": 0}},
+        {
+            "name": "b",
+            "accelerators": "A100-80GB:4",
+            "interconnect": {"bandwidth_gbyte_s": 100, "latency_us": 0},
+        },
     ]
     network = {"default": {"bandwidth_gbit_s": 80, "latency_us": 0}}
     return problem_from({"name": "t", "nodes": nodes, "network": network}, "llama-2-70b", "HPLD")

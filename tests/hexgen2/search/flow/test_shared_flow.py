@@ -198,7 +198,11 @@ def test_a_route_occupies_what_its_kv_cache_and_both_pipelines_cross():
 def test_routes_of_a_replica_share_its_gpus_ports():
     """One GPU sends to two receivers in its node: twice the routes, but no more flow."""
     nodes = [
-        {"name": "a", "accelerators": "A100:3", "interconnect": {"bandwidth_gbyte_s": 1, "latency_us": 0}}
+        {
+            "name": "a",
+            "accelerators": "A100-80GB:3",
+            "interconnect": {"bandwidth_gbyte_s": 1, "latency_us": 0},
+        }
     ]
     problem = problem_from({"name": "one", "nodes": nodes}, "opt-30b", "HPHD")
     solution = Solution((Group("prefill", ((0, 1),)), Group("decode", ((0, 1),)), Group("decode", ((0, 1),))))
@@ -249,7 +253,7 @@ def test_the_placement_names_the_card_that_is_full():
 
 
 def test_pipelines_of_colocated_replicas_share_links_too():
-    nodes = [{"name": n, "accelerators": "A100:4", "interconnect": "nvlink"} for n in "ab"]
+    nodes = [{"name": n, "accelerators": "A100-80GB:4", "interconnect": "nvlink"} for n in "ab"]
     network = {"default": {"bandwidth_gbit_s": 1, "latency_us": 0}}
     problem = problem_from({"name": "two", "nodes": nodes, "network": network}, "opt-30b", "HPLD")
     across = Group("colocated", ((0, 2), (1, 2)))

@@ -43,7 +43,7 @@ def racks(gpus: int) -> Problem:
     nodes = [
         {
             "name": f"n{i}",
-            "accelerators": f"{('H100', 'A100', 'L40', 'A6000')[i % 4]}:8",
+            "accelerators": f"{('H100', 'A100-80GB', 'L40', 'A6000')[i % 4]}:8",
             "interconnect": "pcie4",
         }
         for i in range(gpus // 8)

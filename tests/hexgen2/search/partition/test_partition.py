@@ -103,7 +103,7 @@ def test_secondary_partition_of_many_super_nodes_beats_a_random_one():
 
 
 def test_projection_gives_back_every_gpu():
-    nodes = [{"name": "a", "accelerators": "H100:4"}, {"name": "b", "accelerators": "A100:3"}]
+    nodes = [{"name": "a", "accelerators": "H100:4"}, {"name": "b", "accelerators": "A100-80GB:3"}]
     problem = problem_from({"name": "t", "nodes": nodes}, "opt-13b", "LPLD")
     labels = np.array([0, 0, 1, 1, 1, 2, 2])
     graph = coarsen(np.ones((7, 7)), np.ones(7), labels)

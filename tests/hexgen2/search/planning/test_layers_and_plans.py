@@ -129,7 +129,7 @@ def test_plans_fit_and_have_the_capacity_they_claim(problem, role):
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
 @pytest.mark.parametrize("pipeline", ["pipelined", "literal", "paper_optimistic"])
-@pytest.mark.parametrize("counts", [("H100:1", "A100:1"), ("H100:2", "L40:1"), ("A100:3",)])
+@pytest.mark.parametrize("counts", [("H100:1", "A100-80GB:1"), ("H100:2", "L40:1"), ("A100-80GB:3",)])
 def test_plan_against_every_shape_and_split(role, pipeline, counts):
     """Within 1 % of the best over all tensor-parallel degrees, layer splits and (except for prefill) batch
     sizes."""
