@@ -103,11 +103,16 @@ def matrix_flops_s(accelerator: Accelerator, model: ModelArchitecture) -> float:
 
     Where the kernels are native, activations are quantised on the fly: to the format of the weights, with
     mxfp4 to fp8. Otherwise weights are unpacked to 16 bits."""
-    if kernels(accelerator, model.weight_type) != "native":
+    return peak_flops_s(accelerator, model.weight_type)
+
+
+def peak_flops_s(accelerator: Accelerator, weights: WeightType) -> float:
+    """Peak operations/s of products with weights of a format; see `matrix_flops_s`."""
+    if kernels(accelerator, weights) != "native":
         return accelerator.flops_s
     speedup = {
         **dict.fromkeys(("fp8", "fp8_block", "mxfp4"), accelerator.fp8_speedup),
         "int8": accelerator.int8_speedup,
         "nvfp4": accelerator.fp4_speedup,
     }
-    return accelerator.flops_s * speedup.get(model.weight_type, 1.0)
+    return accelerator.flops_s * speedup.get(weights, 1.0)

@@ -203,14 +203,18 @@ def simulate(
     workload: str | Path | Workload | None = None,
     isl: float | None = None,
     osl: float | None = None,
+    length_range: float = 1.0,
     request_rate: float | None = None,
     offline: bool = False,
+    max_concurrency: int | None = None,
     num_requests: int | None = None,
     duration_s: float | None = None,
     burstiness: float = 1.0,
     ttft_ms: float | None = None,
     tpot_ms: float | None = None,
     policy: Policy = "mixed",
+    step_tokens: int | None = None,
+    max_batch: int | None = None,
     queue_limit: int | None = None,
     failures: Sequence[tuple[str, float]] = (),
     replans: Sequence[tuple[Placement | str | Path, float]] = (),
@@ -230,14 +234,23 @@ def simulate(
     placement : a placement or its file
     workload, isl, osl : see `search`; the placement's own if none is given; a trace with arrival times is
         replayed
+    length_range : r: lengths are drawn uniformly from r * x to x, where x is isl or osl; 1: no range
     request_rate : mean arrival rate in requests/s; arrivals are random
     offline : all requests arrive at once
+    max_concurrency : most requests in flight, as in vLLM's benchmark: one that arrives while as many are is
+        sent when one of them ends. With neither a rate nor times of arrival, it is a closed loop of that many
+        clients, each of which sends its next request as soon as its last one has ended. TTFT counts from the
+        sending
     num_requests : how many; 2000 if not given
     duration_s : seconds; requests that would arrive later are left out
     burstiness : 1 is Poisson, less is burstier
     ttft_ms, tpot_ms : targets, for `request_goodput` and `attainment`; the placement's if not given
-    policy : how colocated replicas mix the phases: "mixed" as the runtime does, "prefill-first" or "chunked"
-        as vLLM does without and with chunked prefill
+    policy : how colocated replicas mix the phases: "mixed" as the runtime, "chunked" as vLLM,
+        "chunked-prefill-first" as SGLang, "inflight" as TensorRT-LLM, "prefill-first" as vLLM before chunked
+        prefill (see hexgen2/simulator/batching.py)
+    step_tokens : most tokens in a step with prompts (vLLM's max_num_batched_tokens); 2048 if not given
+    max_batch : most requests that a replica decodes at a time (vLLM's max_num_seqs); the placement's if not
+        given
     queue_limit : requests that may wait; further ones fail
     failures : (replica, seconds): replicas to lose, and when
     replans : (placement, seconds): placements made by `replan` to switch to, and when
@@ -262,6 +275,7 @@ def simulate(
     >>> list(r.to_dict())[:4]
     ['placement', 'cluster', 'model', 'requests']
     """
+    from cost_model.base import PREFILL_TOKENS
     from cost_model.files import written
     from hexgen2.simulator.options import Failure, Options, Replan
     from hexgen2.simulator.run import simulate as run
@@ -274,14 +288,20 @@ def simulate(
     for name, value in (asked | targets).items():
         if value is not None:
             _in_range(f"--{name.removesuffix('_ms').replace('_', '-')}", value)
+    counts = {"max-concurrency": max_concurrency, "step-tokens": step_tokens, "max-batch": max_batch}
+    for name, count in counts.items():
+        if count is not None:
+            _in_range(f"--{name}", count, 1)
     fixed = workload is None and isl is None and osl is None
-    lengths = LengthSource(placed.workload) if fixed else LengthSource.load(workload, isl, osl)
-    requests = arrivals(lengths, request_rate, offline, num_requests, duration_s, burstiness, seed)
+    lengths = LengthSource.load(placed.workload if fixed else workload, isl, osl, length_range)
+    times = request_rate, offline, num_requests, duration_s, burstiness, seed
+    requests = arrivals(lengths, *times, max_concurrency=max_concurrency)
     goal = placed.goal.model_copy(update={key: value for key, value in targets.items() if value is not None})
     placed = placed.model_copy(update={"goal": goal})
     lost = [Failure(at_s, replica) for replica, at_s in failures]
     following = [Replan(at_s, _following(each, placed)) for each, at_s in replans]
-    options = Options(policy, queue_limit, lost, following, recover)
+    limits = step_tokens or PREFILL_TOKENS, max_batch, max_concurrency
+    options = Options(policy, queue_limit, lost, following, recover, 0.0, *limits)
     with written(Path(requests_out)) if requests_out else nullcontext() as stream:
         return run(placed, requests, options, stream, progress)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from cost_model.errors import InputError
 from cost_model.files import write_text
 from hexgen2.commands.options import (
     POSITIVE,
@@ -42,10 +41,7 @@ _goal = options("Targets")
     metavar="RATE",
     help="Mean requests/s, sent at random (Poisson).  [default: all at once]",
 )
-@_load(
-    "--max-concurrency", type=click.IntRange(min=1), metavar="N", help="Most requests in flight at a time."
-)
-@arrival_options("--num-prompts", PROMPTS, 10_000_000)
+@arrival_options(PROMPTS, 10_000_000)
 @_goal("--ttft", type=POSITIVE, metavar="MS", help="Target for the time to first token.")
 @_goal("--tpot", type=POSITIVE, metavar="MS", help="Target for the time per output token.")
 @_server("--model", metavar="NAME", help="The model, as the server names it.  [default: the server's first]")
@@ -57,11 +53,12 @@ def bench(
     workload: str | None,
     isl: float | None,
     osl: float | None,
+    length_range: float,
     request_rate: float | None,
-    num_prompts: int | None,
+    max_concurrency: int | None,
+    num_requests: int | None,
     duration_s: float | None,
     burstiness: float,
-    max_concurrency: int | None,
     ttft: float | None,
     tpot: float | None,
     model: str | None,
@@ -77,11 +74,10 @@ def bench(
     from hexgen2.workload.arrivals import LengthSource, arrivals
 
     check_folder(output)
-    lengths = LengthSource.load(workload, isl, osl)
+    lengths = LengthSource.load(workload, isl, osl, length_range)
     at_once = request_rate is None and not lengths.timed
-    if at_once and duration_s is not None:
-        raise InputError("--duration-s", "", "needs times of arrival", "give --request-rate, too")
-    requests = arrivals(lengths, request_rate, at_once, num_prompts, duration_s, burstiness, seed, PROMPTS)
+    times = request_rate, at_once, num_requests, duration_s, burstiness, seed, PROMPTS, max_concurrency
+    requests = arrivals(lengths, *times)
     targets = {name: value for name, value in (("ttft", ttft), ("tpot", tpot)) if value is not None}
     load = Load(url, api_key, model, max_concurrency, seed)
     found = run(load, requests, targets, _progress)

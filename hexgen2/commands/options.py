@@ -119,14 +119,31 @@ def json_option(what: str) -> Callable[[Function], Function]:
     return _output("--json", "as_json", is_flag=True, help=f"Print the {what} as one JSON object.")
 
 
-def arrival_options(number: str, usual: int, most: int) -> Callable[[Function], Function]:
-    """Options for the lengths and arrival times of requests, whose count is the option `number`."""
+def arrival_options(usual: int, most: int) -> Callable[[Function], Function]:
+    """Options for the lengths and arrival times of requests, and how many of them (`usual`) are in flight."""
     load = options("Load")
     listed = (
         load("--isl", type=float, metavar="TOKENS", help="Mean prompt length, instead of --workload."),
         load("--osl", type=float, metavar="TOKENS", help="Mean output length, instead of --workload."),
         load(
-            number,
+            "--length-range",
+            type=float,
+            default=1.0,
+            metavar="SHARE",
+            help="Draw lengths uniformly, from SHARE times the prompt and output lengths given up to these; "
+            "0.8: from 80 to 100 %.",
+        ),
+        load(
+            "--max-concurrency",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Most requests in flight; without times of arrival, N clients that each send the next "
+            "request when their last one has ended.",
+        ),
+        load(
+            "--num-requests",
+            "--num-prompts",
+            "num_requests",
             type=click.IntRange(1, most),
             metavar="N",
             help=f"Number of requests.  [default: {usual}]",

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import hexgen2
+from cost_model.base import PREFILL_TOKENS
 from cost_model.errors import InputError
 from hexgen2.commands.options import (
     PATH,
@@ -21,10 +22,12 @@ from hexgen2.commands.options import (
     options,
     output_option,
 )
+from hexgen2.simulator.batching import POLICIES
 from hexgen2.terminal import echo_json, note
 
 _load = options("Load")
 _goal = options("Targets")
+_batching = options("Batching")
 _fleet = options("What happens to the fleet")
 
 
@@ -34,6 +37,7 @@ _fleet = options("What happens to the fleet")
     examples=(
         "hexgen2 simulate placement.json --request-rate 4 --num-requests 2000 -o results.json",
         "hexgen2 simulate placement.json --workload trace.csv --ttft 900 --tpot 90",
+        "hexgen2 simulate placement.json --isl 1024 --osl 1024 --max-concurrency 64 --num-prompts 640",
         "hexgen2 simulate placement.json --offline",
     ),
 )
@@ -45,7 +49,7 @@ _fleet = options("What happens to the fleet")
 )
 @_load("--request-rate", type=POSITIVE, metavar="RATE", help="Mean requests/s, arriving at random (Poisson).")
 @_load("--offline", is_flag=True, help="Let all requests arrive at once.")
-@arrival_options("--num-requests", 2000, 100_000_000)
+@arrival_options(2000, 100_000_000)
 @_goal("--ttft", "ttft_ms", type=POSITIVE, metavar="MS", help="Target for the time to first token.")
 @_goal("--tpot", "tpot_ms", type=POSITIVE, metavar="MS", help="Target for the time per output token.")
 @output_option("results")
@@ -53,13 +57,28 @@ _fleet = options("What happens to the fleet")
 @options("Output")(
     "--requests-out", type=PATH, metavar="FILE", help="Write a CSV line for each request to FILE."
 )
-@_fleet(
+@_batching(
     "--policy",
-    type=click.Choice(["mixed", "prefill-first", "chunked"]),
+    type=click.Choice(POLICIES),
     default="mixed",
     show_default=True,
-    help="How colocated replicas mix the phases: mixed as `launch` does, prefill-first or chunked as vLLM "
-    "does without or with chunked prefill.",
+    help="How colocated replicas mix the phases: mixed as `launch` does, chunked as vLLM, "
+    "chunked-prefill-first as SGLang, inflight as TensorRT-LLM, prefill-first as vLLM before chunked "
+    "prefill.",
+)
+@_batching(
+    "--step-tokens",
+    type=click.IntRange(min=1),
+    default=PREFILL_TOKENS,
+    show_default=True,
+    metavar="N",
+    help="Most tokens in a step with prompts (vLLM's max_num_batched_tokens).",
+)
+@_batching(
+    "--max-batch",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Most requests that a replica decodes at a time (vLLM's max_num_seqs).  [default: the placement's]",
 )
 @_fleet(
     "--queue-limit",

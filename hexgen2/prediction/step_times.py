@@ -77,6 +77,9 @@ class StepTimes:
 
     def turn_s(self, works: Sequence[Work]) -> float:
         """Seconds until each of these micro-batches (at most `in_flight`) has passed through all stages."""
+        if len(works) == 1:
+            stage_s, hop_s = self.step(works[0])
+            return math.fsum((*stage_s, *hop_s))
         steps = [self.step(work) for work in works]
         walk = max(math.fsum((*stage_s, *hop_s)) for stage_s, hop_s in steps)
         parts = ([*stage_s, *hop_s] for stage_s, hop_s in steps)

@@ -1,25 +1,72 @@
-"""Batching policies: how replicas mix prompts and decodes in their steps.
+"""Batching policies: how a replica mixes prompts and decodes in its steps, of at most `step_tokens` tokens.
 
-- "mixed": the runtime's policy. A step holds all decodes and chunks of prompts; the chunks are smaller while
-  requests decode (runtime/worker/scheduler.py).
-- "prefill-first": a prompt that fits runs first and whole, while decodes wait (vLLM before chunked prefill).
-- "chunked": all decodes, filled up with chunks of prompts (vLLM's default; Agrawal and others, Sarathi-Serve,
-  OSDI 2024).
+Prompts are first come, first served in all of them, and a prompt starts only when its KV cache fits and the
+batch has a place.
+
+- "mixed": this runtime. A step holds all decodes and chunks of prompts; the chunks are smaller while requests
+  decode (runtime/worker/scheduler.py).
+- "chunked": vLLM V1 (vllm/v1/core/sched/scheduler.py; Agrawal and others, Sarathi-Serve, OSDI 2024). All
+  decodes, then chunks of as many prompts as there are tokens left; step_tokens is max_num_batched_tokens.
+- "chunked-prefill-first": SGLang without --enable-mixed-chunk. As long as a prompt can run, steps hold only
+  prompts, divided into chunks, and decodes wait; step_tokens is --chunked-prefill-size.
+- "inflight": TensorRT-LLM without chunked context. All decodes, and whole prompts as long as they fit beside
+  them; step_tokens is max_num_tokens. The engine refuses a prompt longer than that; here it waits until
+  nothing decodes, and has a step of its own. A request starts when the KV cache of its prompt and its whole
+  answer is free, so that none is ever preempted (GUARANTEED_NO_EVICT, the engine's default).
+- "prefill-first": vLLM before chunked prefill. Prompts run first and whole, while decodes wait; one longer
+  than step_tokens has a step of its own.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cost_model.base import CHUNK_TOKENS, PREFILL_TOKENS
 
-Policy = Literal["mixed", "prefill-first", "chunked"]
+Policy = Literal["mixed", "chunked", "chunked-prefill-first", "inflight", "prefill-first"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 
-def step_prompt_tokens(policy: Policy, decodes: int, in_flight: int) -> int:
-    """Most prompt tokens in one step while `decodes` requests decode, spread over `in_flight` steps. In vLLM
-    the decoded tokens count towards the limit."""
-    if policy == "mixed":
-        return CHUNK_TOKENS if decodes else PREFILL_TOKENS
-    return PREFILL_TOKENS - (-(-decodes // in_flight) if policy == "chunked" else 0)
+@dataclass(frozen=True)
+class Batching:
+    """A policy with its limits.
+
+    Attributes
+    ----------
+    step_tokens : most tokens in a step with prompts
+    max_batch : most requests of a replica that decodes, in all its steps in flight together (vLLM's
+        max_num_seqs); None: as planned
+    chunk_tokens : most prompt tokens in a step that also decodes, under "mixed"
+    """
+
+    policy: Policy = "mixed"
+    step_tokens: int = PREFILL_TOKENS
+    max_batch: int | None = None
+    chunk_tokens: int = CHUNK_TOKENS
+
+    @property
+    def prefill_first(self) -> bool:
+        """Whether decodes wait while prompts run."""
+        return self.policy in ("chunked-prefill-first", "prefill-first")
+
+    @property
+    def whole(self) -> bool:
+        """Whether prompts run undivided."""
+        return self.policy in ("inflight", "prefill-first")
+
+    @property
+    def preempts(self) -> bool:
+        """Whether requests may start without room for their whole answer, and be preempted."""
+        return self.policy != "inflight"
+
+    def prompt_tokens(self, decodes: int) -> int:
+        """Most prompt tokens in one step beside `decodes` tokens of decodes."""
+        if self.policy == "mixed":
+            return min(self.chunk_tokens, self.step_tokens) if decodes else self.step_tokens
+        return self.step_tokens if self.prefill_first else self.step_tokens - decodes
+
+    def any_length(self, decodes: int) -> bool:
+        """Whether an undivided prompt longer than `prompt_tokens` may have a step of its own beside `decodes`
+        decodes."""
+        return self.prefill_first or not decodes

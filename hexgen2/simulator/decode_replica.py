@@ -17,7 +17,7 @@ from itertools import chain
 
 from cost_model.base import Work
 from hexgen2.prediction.step_times import StepTimes
-from hexgen2.simulator.batching import Policy, step_prompt_tokens
+from hexgen2.simulator.batching import Batching
 from hexgen2.simulator.decode_batch import DecodeBatch
 from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
@@ -38,7 +38,7 @@ class DecodeReplica:
 
     def __init__(
         self,
-        policy: Policy,
+        batching: Batching,
         times: StepTimes,
         isl: Sequence[int],
         osl: Sequence[int],
@@ -48,7 +48,7 @@ class DecodeReplica:
         schedule: Callable,
         ended: Callable[[int, float], None],
     ) -> None:
-        self._policy, self._times, self._isl, self._osl = policy, times, isl, osl
+        self._batching, self._times, self._isl, self._osl = batching, times, isl, osl
         self._kv_budget, self._records, self._record = kv_budget, records, record
         self._schedule, self._ended = schedule, ended
         self._window = times.costs.model.window
@@ -59,6 +59,8 @@ class DecodeReplica:
         # Tokens in the KV cache, without those generated since joining the batch.
         self._held: dict[int, int] = {}
         self._held_tokens = 0
+        # Tokens that the requests here will have in the end, where none may be preempted.
+        self._promised_tokens = 0
         self._made: dict[int, int] = {}
         self._gaps = BatchGaps(records)
         self._busy = False
@@ -183,11 +185,12 @@ class DecodeReplica:
 
     def _chunks(self) -> list[list[Chunk]]:
         """The chunks for each of the steps that are in flight together, as far as there are prompts."""
-        in_flight, whole = self._times.in_flight, self._policy == "prefill-first"
-        decodes = self.running.count
+        in_flight, batching, decodes = self._times.in_flight, self._batching, self.running.count
         steps: list[list[Chunk]] = []
         while self._prompts.queue and len(steps) < in_flight:
-            chunks = self._prompts.take(step_prompt_tokens(self._policy, decodes, in_flight), whole)
+            own = -(-decodes // in_flight)
+            limit = batching.prompt_tokens(own)
+            chunks = self._prompts.take(limit, batching.whole, batching.any_length(own))
             if not chunks:
                 break
             decodes += sum(chunk.last for chunk in chunks)
@@ -199,7 +202,7 @@ class DecodeReplica:
         unless the policy lets decodes wait."""
         running = self.running
         decodes = 0
-        if self._policy == "prefill-first":
+        if self._batching.prefill_first:
             self._gaps.hold_up(running, now)
         else:
             decodes = running.count
@@ -267,6 +270,7 @@ class DecodeReplica:
 
     def _end(self, request: int, now: float) -> None:
         self._free(request)
+        self._promised_tokens -= self._promise(request)
         del self._made[request]
         self._record.requests += 1
         self._ended(request, now)
@@ -290,11 +294,20 @@ class DecodeReplica:
         step always fits or its request is alone."""
         return 1 + max(0, self._free_tokens) // self.running.count
 
+    def _promise(self, request: int) -> int:
+        """Tokens that are kept free for a request until it ends."""
+        return 0 if self._batching.preempts else self._isl[request] + self._osl[request]
+
     def _take_room(self, prompt: Prompt) -> bool:
-        """Reserve room for a prompt if it fits together with one more token of every other request."""
+        """Reserve room for a prompt if it fits together with one more token of every other request, or, where
+        none may be preempted, with all of their answers."""
         occupied = self.running.count + len(self._computing)
         if not self._has_place() or prompt.tokens + occupied > self._free_tokens:
             return False
+        promise = self._promise(prompt.request)
+        if self._promised_tokens + promise > self._kv_budget.kv_budget_tokens:
+            return False
+        self._promised_tokens += promise
         self._hold(prompt.request, prompt.tokens)
         self._computing[prompt.request] = prompt
         self._record.waited_s += max(0.0, self.running.time_s - prompt.since_s)

@@ -13,7 +13,7 @@ from hexgen2.network.shared_links import SharedLinks
 from hexgen2.placement import Placement, Replica, Route
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 from hexgen2.prediction.step_times import StepTimes
-from hexgen2.simulator.batching import Policy
+from hexgen2.simulator.batching import Batching
 from hexgen2.simulator.transfers import RouteCost, binding, route_cost
 from runtime.routing.kv_budget import KvBudget, growth_tokens, kv_budgets
 
@@ -23,14 +23,14 @@ class Fleet:
 
     Parameters
     ----------
-    policy : how colocated replicas mix prompts and decodes
+    batching : how replicas fill their steps
     costs : the cost model; None: the one that the placement was planned with
     """
 
     def __init__(
-        self, placement: Placement, cluster: Cluster, policy: Policy, costs: CostModel | None = None
+        self, placement: Placement, cluster: Cluster, batching: Batching, costs: CostModel | None = None
     ) -> None:
-        self.placement, self._cluster, self._policy = placement, cluster, policy
+        self.placement, self._cluster, self._batching = placement, cluster, batching
         self.costs = costs or make_cost_model(
             placement.cost_model.name, placement.model, placement.workload.lengths
         )
@@ -39,7 +39,9 @@ class Fleet:
     def kv_budget(self, replica: Replica) -> KvBudget:
         """An empty KV budget with the replica's KV capacity and batch size."""
         places = replica.max_batch * self._in_flight_per_place(replica)
-        if replica.role == "colocated" and self._policy != "mixed":
+        if replica.role != "prefill":
+            places = self._batching.max_batch or places
+        if replica.role == "colocated" and self._batching.policy != "mixed":
             # Such a replica queues every request and does its own accounting; only a request that it could
             # never hold is rejected.
             return _AcceptsAll(kv_capacity_tokens(replica, self._cluster, self.costs), places)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cost_model.base import PREFILL_TOKENS
 from hexgen2.placement import Placement
-from hexgen2.simulator.batching import Policy
+from hexgen2.simulator.batching import Batching, Policy
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Options:
     recover : whether requests of a lost replica restart elsewhere from their prompt and the tokens generated
         so far, as in the runtime; otherwise they fail
     front_end_s : seconds of overhead per request, from the client to the queue of a replica and back
+    step_tokens : most tokens in a step with prompts, of prefill replicas as well (vLLM's
+        max_num_batched_tokens)
+    max_batch : most requests of a replica that decodes (vLLM's max_num_seqs); None: as planned
+    max_concurrency : most requests in flight (see clients.py); None: no limit
     """
 
     policy: Policy = "mixed"
@@ -46,3 +51,11 @@ class Options:
     replans: Sequence[Replan] = ()
     recover: bool = True
     front_end_s: float = 0.0
+    step_tokens: int = PREFILL_TOKENS
+    max_batch: int | None = None
+    max_concurrency: int | None = None
+
+    @property
+    def batching(self) -> Batching:
+        """How replicas fill their steps."""
+        return Batching(self.policy, self.step_tokens, self.max_batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cost_model.base import PREFILL_TOKENS, Work
+from cost_model.base import Work
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import ReplicaRecord
@@ -14,11 +14,12 @@ from hexgen2.simulator.records import ReplicaRecord
 class PrefillReplica:
     """Serves prompts first come, first served.
 
-    A step holds chunks of at most PREFILL_TOKENS tokens in total. It begins when the first stage is free and
+    A step holds chunks of at most `step_tokens` tokens in total. It begins when the first stage is free and
     fewer steps are in flight than there are stages. A prompt begins when its whole KV cache fits.
 
     Parameters
     ----------
+    step_tokens : most tokens in a step
     budget_tokens : KV cache capacity
     schedule : the simulation's schedule(time_s, call, argument)
     begun : called with (chunks, begun_s, ends_s) when a step begins
@@ -27,6 +28,7 @@ class PrefillReplica:
 
     def __init__(
         self,
+        step_tokens: int,
         times: StepTimes,
         budget_tokens: int,
         record: ReplicaRecord,
@@ -34,7 +36,7 @@ class PrefillReplica:
         begun: Callable[[Sequence[Chunk], float, float], None],
         computed: Callable[[Any, float], None],
     ) -> None:
-        self._times, self._record = times, record
+        self._step_tokens, self._times, self._record = step_tokens, times, record
         self._schedule, self._begun, self._computed = schedule, begun, computed
         self._window = times.costs.model.window
         self._free_tokens = budget_tokens
@@ -79,7 +81,7 @@ class PrefillReplica:
                     self._wakes_s = free_s
                     self._schedule(free_s, self._begin, None)
                 return
-            chunks = self._prompts.take(PREFILL_TOKENS)
+            chunks = self._prompts.take(self._step_tokens)
             if not chunks:
                 return
             self._run(chunks, now)

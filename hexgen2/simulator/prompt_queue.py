@@ -83,18 +83,19 @@ class PromptQueue:
         self.queue.clear()
         return prompts
 
-    def take(self, limit: int, whole: bool = False) -> list[Chunk]:
-        """Chunks for the next step, at most `limit` tokens in total. With `whole`, prompts are not divided,
-        and one longer than `limit` gets a step of its own."""
+    def take(self, limit: int, whole: bool = False, any_length: bool = True) -> list[Chunk]:
+        """Chunks for the next step, at most `limit` tokens in total. With `whole`, prompts are not divided;
+        one longer than `limit` gets a step of its own with `any_length`, and waits without."""
         chunks: list[Chunk] = []
         queue = self.queue
         while queue and limit > 0:
             prompt = queue[0]
             tokens = prompt.tokens - prompt.done
             if tokens > limit:
-                if whole and chunks:
+                if not whole:
+                    tokens = limit
+                elif chunks or not any_length:
                     break
-                tokens = tokens if whole else limit
             if not prompt.begun:
                 if not self._begin(prompt):
                     break

@@ -55,7 +55,8 @@ class Records:
 
     Attributes
     ----------
-    first_s, end_s : [n] times of each request's first and last token; nan if it had none
+    sent_s : [n] when each request was sent: at its time of arrival, or later in a closed loop
+    first_s, end_s : [n] times of its first and last token; nan if it had none
     last_s : [n] time of its latest token, as far as known
     failed : request index -> reason
     gap_s, gaps : times between tokens (ITL), and how often each occurred
@@ -63,6 +64,7 @@ class Records:
     """
 
     requests: Requests
+    sent_s: np.ndarray = field(init=False)
     first_s: np.ndarray = field(init=False)
     end_s: np.ndarray = field(init=False)
     last_s: array = field(init=False)
@@ -77,15 +79,21 @@ class Records:
 
     def __post_init__(self) -> None:
         n = len(self.requests)
+        self.sent_s = self.requests.arrival_s.astype(float)
         self.first_s, self.end_s = np.full(n, np.nan), np.full(n, np.nan)
         # Access to single elements is faster here than in numpy arrays.
         self.last_s = array("d", [math.nan]) * n
+        self._sent_s: Any = self.sent_s.data
         self._first_s: Any = self.first_s.data
         self._end_s: Any = self.end_s.data
         self.prefill, self.decode = [""] * n, [""] * n
         self._rows = csv.writer(self.stream) if self.stream else None
         if self._rows:
             self._rows.writerow(COLUMNS)
+
+    def sent(self, request: int, now: float) -> None:
+        """A client sends a request."""
+        self._sent_s[request] = now
 
     def gap(self, seconds: float, count: int = 1) -> None:
         """`count` tokens came `seconds` after the token before them."""
@@ -117,7 +125,7 @@ class Records:
         self._rows.writerow(
             (
                 request,
-                f"{asked.arrival_s[request]:.6f}",
+                f"{self.sent_s[request]:.6f}",
                 asked.isl[request],
                 asked.osl[request],
                 self.prefill[request],

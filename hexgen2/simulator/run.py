@@ -60,7 +60,7 @@ def results(placement: Placement, records: Records) -> SimulationResult:
     targets = {"ttft": goal.ttft_ms, "tpot": goal.tpot_ms}
     itl = np.frombuffer(records.gap_s, dtype=float), np.frombuffer(records.gaps, dtype=np.int64)
     found = summarise(
-        requests.arrival_s,
+        records.sent_s,
         records.first_s,
         records.end_s,
         requests.isl,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import chain, count
 from pathlib import Path
@@ -20,8 +20,8 @@ from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.placement import Route as PlacedRoute
-from hexgen2.simulator.batching import Policy
 from hexgen2.simulator.changeover import Changeover
+from hexgen2.simulator.clients import Clients
 from hexgen2.simulator.decode_replica import DecodeReplica
 from hexgen2.simulator.fleet import Fleet, LiveKvBudget
 from hexgen2.simulator.options import Options
@@ -90,7 +90,12 @@ class Simulation:
         requests = records.requests
         self._isl: list[int] = requests.isl.tolist()
         self._osl: list[int] = requests.osl.tolist()
-        self._arrival_s: list[float] = (requests.arrival_s + options.front_end_s).tolist()
+        self._clients: Clients | None = None
+        delay_s = options.front_end_s
+        if options.max_concurrency is not None:
+            self._clients = Clients(options.max_concurrency, delay_s, records, self.schedule, self._submit)
+            delay_s = 0.0
+        self._arrival_s: list[float] = (requests.arrival_s + delay_s).tolist()
         self._events: list[tuple[float, int, Callable, Any]] = []
         self._order, self._done = count(), 0
         self._active: dict[int, _Request] = {}
@@ -102,7 +107,7 @@ class Simulation:
         self._routes: dict[tuple[str, str], RouteCost] = {}
         self._changeover: Changeover | None = None
         self._held_back: list[_Request] = []
-        fleet = Fleet(placement, cluster, options.policy, costs)
+        fleet = Fleet(placement, cluster, options.batching, costs)
         for replica in placement.replicas:
             self._add_replica(replica, replica.id, fleet)
         self._add_routes(fleet, {replica.id: replica.id for replica in placement.replicas})
@@ -122,6 +127,7 @@ class Simulation:
     def run(self, progress: Callable[[Simulation], None] | None = None) -> None:
         """Run until every request has ended."""
         events, transfers, handled = self._events, self.transfers, 0
+        arrive = self._submit if self._clients is None else self._clients.arrive
         for index, arrival_s in enumerate(chain(self._arrival_s, (math.inf,))):
             while events and events[0][0] < arrival_s:
                 self.now, _, call, argument = heappop(events)
@@ -133,9 +139,12 @@ class Simulation:
                     progress(self)
             if arrival_s < math.inf:
                 self.now = arrival_s
-                self._arrive(index)
-        for request in (*self._held_back, *self._admission.waiting):
-            self.records.fail(request.index, "no replica is left to serve it")
+                arrive(arrival_s, index)
+        left = [request.index for request in (*self._held_back, *self._admission.waiting)]
+        if self._clients is not None:
+            left += self._clients.give_up(self.now)
+        for index in left:
+            self.records.fail(index, "no replica is left to serve it")
 
     @property
     def ended(self) -> int:
@@ -158,12 +167,16 @@ class Simulation:
         self.kv_budgets[name], self._running[name] = kv_budget, replica
         if replica.role == "prefill":
             calls = self.schedule, self._begun, self._computed
-            self._prefill_replicas[name] = PrefillReplica(times, kv_budget.kv_budget_tokens, record, *calls)
+            self._prefill_replicas[name] = PrefillReplica(
+                self.options.step_tokens, times, kv_budget.kv_budget_tokens, record, *calls
+            )
             return
-        policy: Policy = "mixed" if replica.role == "decode" else self.options.policy
+        batching = self.options.batching
+        if replica.role == "decode":
+            batching = replace(batching, policy="mixed")
         lengths = self._isl, self._osl
         decoder = DecodeReplica(
-            policy, times, *lengths, kv_budget, self.records, record, self.schedule, self._ended
+            batching, times, *lengths, kv_budget, self.records, record, self.schedule, self._ended
         )
         self._decode_replicas[name] = decoder
         if isinstance(kv_budget, LiveKvBudget):
@@ -180,7 +193,8 @@ class Simulation:
 
     # -- requests
 
-    def _arrive(self, index: int) -> None:
+    def _submit(self, _: float, index: int) -> None:
+        """A request reaches the queue."""
         isl, osl = self._isl[index], self._osl[index]
         self._enqueue(_Request(index, isl, isl + osl))
 
@@ -191,7 +205,7 @@ class Simulation:
         try:
             self._admission.enqueue(request)
         except (Overloaded, TooLong, Unavailable) as refused:
-            self.records.fail(request.index, str(refused))
+            self._fail(request.index, str(refused))
             return
         self._start_waiting()
 
@@ -266,6 +280,14 @@ class Simulation:
             self.schedule(now, self._released, None)
         if self._changeover is not None:
             self.schedule(now, self._drain, None)
+        if self._clients is not None:
+            self._clients.ended(now)
+
+    def _fail(self, index: int, why: str) -> None:
+        """A request ends before its last token."""
+        self.records.fail(index, why)
+        if self._clients is not None:
+            self._clients.ended(self.now)
 
     def _free(self, request: _Request) -> None:
         for replica in {request.prefill, request.decode}:
@@ -292,7 +314,7 @@ class Simulation:
             self._restart(request, tokens)
         for request in stranded:
             self._admission.withdraw(request)
-            self.records.fail(request.index, f"no replica can serve it since {name} is lost")
+            self._fail(request.index, f"no replica can serve it since {name} is lost")
         self._start_waiting()
 
     def _routes_left(self, lost: Collection[str]) -> list[Route]:
@@ -334,13 +356,13 @@ class Simulation:
         """Put a request back at the head of the queue; its generated tokens become part of its prompt."""
         index = request.index
         if not self.options.recover:
-            self.records.fail(index, "a replica of its route was lost")
+            self._fail(index, "a replica of its route was lost")
             return
         again = _Request(index, self._isl[index] + made, request.capacity_tokens, made)
         if self._admission.router.routes:
             self._admission.put_back(again)
         else:
-            self.records.fail(index, "no replica is left to serve it")
+            self._fail(index, "no replica is left to serve it")
 
     # -- changeover
 
@@ -350,7 +372,7 @@ class Simulation:
             placement, self._running, self.kv_budgets, lambda name: not self.kv_budgets[name].held
         )
         cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
-        self._next_fleet = Fleet(placement, cluster, self.options.policy)
+        self._next_fleet = Fleet(placement, cluster, self.options.batching)
         self._add_routes(self._next_fleet, changeover.names)
         for name in changeover.retired:
             del self._running[name]

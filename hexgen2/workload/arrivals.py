@@ -2,11 +2,15 @@
 
 Requests arrive at random (`online`), all at once (`offline`), or as recorded in a trace (`replay`). Random
 gaps are gamma distributed with shape `burstiness`, as in vLLM's benchmark: 1 is Poisson, less is burstier.
+
+A limit of requests in flight makes each of these a closed loop: a request that arrives while as many are in
+flight is sent when one of them ends. All at once, it is N clients, each of which sends its next request as
+soon as its last one has ended (`vllm bench serve --max-concurrency N --request-rate inf`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,33 +27,60 @@ SHORTEST_S = 1e-9
 
 @dataclass(frozen=True)
 class LengthSource:
-    """Where the lengths of requests come from: the classes of a workload, or the requests of a trace."""
+    """Where the lengths of requests come from: the classes of a workload, or the requests of a trace.
+
+    Attributes
+    ----------
+    length_range : r < 1: both lengths are drawn on their own and uniformly from floor(r * x) to x, where x is
+        the class's isl or osl; this is `--random-range-ratio` of SGLang's bench_serving and of InferenceMAX
+        (that of today's vLLM instead means (1 - r) * x to (1 + r) * x). 1: every request of a class has its
+        lengths. A trace has lengths of its own
+
+    Raises
+    ------
+    InputError : length_range is not above 0 and at most 1, or is given for a trace
+    """
 
     workload: Workload
     trace: Requests | None = None
+    length_range: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.length_range <= 1:
+            remedy = "give the shortest as a share of the longest, as in 0.8"
+            raise InputError("--length-range", "", f"is {self.length_range:g}", remedy)
+        if self.trace is not None and self.length_range != 1:
+            raise InputError(
+                "--length-range", "", "does not go with a trace, which has its lengths", "drop one of them"
+            )
 
     @classmethod
     def load(
-        cls, workload: str | Path | Workload | None, isl: float | None = None, osl: float | None = None
+        cls,
+        workload: str | Path | Workload | None,
+        isl: float | None = None,
+        osl: float | None = None,
+        length_range: float = 1.0,
     ) -> LengthSource:
         """Like `load_workload`, but keeps the requests of a trace file.
 
         Raises
         ------
-        InputError : see load_workload
+        InputError : see load_workload, and above
         """
         if isinstance(workload, str | Path) and isl is None and osl is None:
             name, shipped = str(workload), {name.lower() for name in SHIPPED}
             if name.strip().lower() not in shipped and _is_file(name):
                 trace = read_trace(Path(name))
-                return cls(workload_of_trace(trace, Path(name).stem), trace)
-        return cls(load_workload(workload, isl, osl))
+                return cls(workload_of_trace(trace, Path(name).stem), trace, length_range)
+        return cls(load_workload(workload, isl, osl), None, length_range)
 
     def sample(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         """[count] prompt tokens and [count] output tokens, drawn from the classes by weight or uniformly from
         the trace.
 
-        Requests of a class have its mean lengths, rounded up or down at random to preserve the mean.
+        Requests of a class have its mean lengths, rounded up or down at random to preserve the mean, or
+        lengths from its range.
         """
         if self.trace is not None:
             chosen = rng.integers(len(self.trace), size=count)
@@ -58,6 +89,11 @@ class LengthSource:
         weights = np.array([c.weight for c in classes])
         chosen = rng.choice(len(classes), size=count, p=weights / weights.sum())
         means = np.array([(c.isl, c.osl) for c in classes])[chosen]
+        if self.length_range < 1:
+            longest = np.maximum(1, np.floor(means))
+            shortest = np.maximum(1, np.floor(means * self.length_range))
+            isl, osl = rng.integers(shortest, longest, dtype=np.int64, endpoint=True).T
+            return isl, osl
         whole = np.floor(means + rng.random(means.shape))
         isl, osl = np.maximum(1, whole).astype(np.int64).T
         return isl, osl
@@ -72,6 +108,9 @@ class LengthSource:
         """The source in words, for reports."""
         if self.trace is not None:
             return self.trace.source
+        if self.length_range < 1:
+            share = f"{100 * self.length_range:g} to 100 %"
+            return f"{self.workload.name}: lengths from {share} of those of the class"
         return f"{self.workload.name}: every request has the mean lengths of its class"
 
 
@@ -122,12 +161,14 @@ def arrivals(
     burstiness: float,
     seed: int,
     usual_count: int = 2000,
+    max_concurrency: int | None = None,
 ) -> Requests:
     """A trace at its own times, or requests of drawn lengths that arrive at a rate or all at once.
 
     Parameters
     ----------
     request_rate : requests/s on average; a trace with times is replayed faster or slower to reach it
+    at_once : all requests arrive at once; not needed with max_concurrency, if there are no times of arrival
     count, duration_s : how many requests, and how long they arrive; usual_count if neither is given
     burstiness : 1 is Poisson, less is burstier
 
@@ -135,18 +176,23 @@ def arrivals(
     ------
     InputError : the options contradict one another, or the rate is missing
     """
+    if max_concurrency is not None:
+        clients = f"at most {max_concurrency} in flight"
+        at_once = at_once or (request_rate is None and not lengths.timed)
+        asked = arrivals(lengths, request_rate, at_once, count, duration_s, burstiness, seed, usual_count)
+        return replace(asked, source=f"{asked.source}, {clients}")
     if at_once:
         if request_rate is not None:
             raise InputError("--offline", "", "leaves no room for --request-rate", "give one of them")
         if duration_s is not None:
-            remedy = "say how many requests instead"
-            raise InputError("--offline", "", "leaves no room for --duration-s", remedy)
+            raise InputError("--duration-s", "", "needs times of arrival", "give --request-rate, too")
         return offline(lengths, count or usual_count, seed)
     as_recorded = request_rate is None or (count is None and burstiness == 1)
     if lengths.trace is not None and lengths.timed and as_recorded:
         return replay(lengths.trace, request_rate, duration_s or float("inf"), count)
     if request_rate is None:
-        raise InputError("--request-rate", "", "is missing", "give it, --offline, or a trace with times")
+        remedy = "give it, --offline, --max-concurrency, or a trace with times"
+        raise InputError("--request-rate", "", "is missing", remedy)
     if count is None:
         count = usual_count if duration_s is None else int(request_rate * duration_s * 1.5 + 100)
     return online(lengths, request_rate, count, seed, burstiness).until(duration_s)

@@ -49,6 +49,7 @@ ELSEWHERE = {
     "serving.web_stack": "serving.front_end_saturation runs it",
     "simulator.cost_model_accuracy": "test_accuracy_benchmark.py",
     "simulator.distserve_cross_check": "test_distserve_cross_check.py",
+    "simulator.operator_fit": "test_operator_fit.py",
 }
 
 

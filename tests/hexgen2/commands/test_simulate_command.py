@@ -73,6 +73,39 @@ def test_a_trace_is_replayed_at_its_times_or_faster(placement, trace):
     assert first["completed"] == 31
 
 
+def test_a_closed_loop_keeps_as_many_in_flight_as_it_may(placement, tmp_path):
+    lines = tmp_path / "requests.csv"
+    options = ["--isl", "200", "--osl", "50", "--length-range", "0.8", "--max-concurrency", "7"]
+    options += ["--num-prompts", "60", "--requests-out", str(lines), "--json"]
+    done = hexgen2("simulate", placement, *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["completed"] == 60 and 60 * 160 <= found["total_input_tokens"] <= 60 * 200
+    with lines.open() as stream:
+        rows = list(csv.DictReader(stream))
+    sent = sorted(float(row["arrival_s"]) for row in rows)
+    assert sent[7:] == sorted(float(row["end_s"]) for row in rows)[:-7] and not any(sent[:7])
+    waits = [float(row["first_token_s"]) - float(row["arrival_s"]) for row in rows]
+    assert sum(waits) / 60 * 1e3 == pytest.approx(found["mean_ttft_ms"], rel=1e-3)
+
+
+@pytest.mark.parametrize("command", ["simulate", "bench"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-concurrency", "0"),
+        ("--length-range", "0"),
+        ("--length-range", "1.5"),
+        ("--length-range", "nan"),
+        ("--duration-s", "3", "--max-concurrency", "2"),
+    ],
+)
+def test_limits_that_make_no_sense_are_one_line(placement, command, options):
+    target = placement if command == "simulate" else "http://127.0.0.1:9"
+    done = hexgen2(command, target, "--isl", "100", "--osl", "10", *options)
+    assert options[0] in refused(done)
+
+
 def test_tables_for_people(placement):
     fails = "--fail", "decode-0@0.5", "--no-recover"
     done = installed("simulate", placement, "--offline", "--num-requests", "100", *fails)
@@ -85,8 +118,11 @@ def test_tables_for_people(placement):
     [
         ([], "--request-rate"),
         (["--offline", "--request-rate", "3"], "--offline"),
-        (["--offline", "--duration-s", "3"], "--offline"),
+        (["--offline", "--duration-s", "3"], "--duration-s"),
         (["--request-rate", "0"], "--request-rate"),
+        (["--offline", "--step-tokens", "0"], "--step-tokens"),
+        (["--offline", "--max-batch", "0"], "--max-batch"),
+        (["--offline", "--policy", "static"], "--policy"),
         (["--request-rate", "3", "--fail", "decode-0"], "--fail"),
         (["--request-rate", "3", "--fail", "decode-0@soon"], "--fail"),
         (["--request-rate", "3", "--fail", "nobody@3"], "nobody"),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from cost_model.base import Work
-from hexgen2.simulator.batching import Policy
+from hexgen2.simulator.batching import Batching, Policy
 from hexgen2.simulator.decode_replica import DecodeReplica
 from hexgen2.simulator.records import Records, ReplicaRecord
 from hexgen2.workload.requests import Requests
@@ -57,13 +57,17 @@ class Clock:
             call(now, *arguments)
 
 
-def engine_of(rows, kv_tokens: int, places: int, policy: Policy = "mixed", times: Times | None = None):
+def engine_of(
+    rows, kv_tokens: int, places: int, batching: Batching | Policy = "mixed", times: Times | None = None
+):
     """An engine with its clock and records, for requests (arrival_s, isl, osl)."""
     arrival_s, isl, osl = (np.array(column) for column in zip(*rows, strict=True))
     records, clock = Records(Requests(arrival_s, isl, osl, "by hand")), Clock()
     budget, record = KvBudget(kv_tokens, places), ReplicaRecord()
+    if isinstance(batching, str):
+        batching = Batching(batching)
     lengths = isl.tolist(), osl.tolist()
     engine = DecodeReplica(
-        policy, times or Times(), *lengths, budget, records, record, clock.schedule, records.ended
+        batching, times or Times(), *lengths, budget, records, record, clock.schedule, records.ended
     )
     return engine, clock, records, record

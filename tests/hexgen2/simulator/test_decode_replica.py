@@ -5,7 +5,7 @@ import pytest
 from pytest import approx
 from stepping import engine_of
 
-from hexgen2.simulator.batching import POLICIES
+from hexgen2.simulator.batching import POLICIES, Batching
 
 
 def gaps_of(records) -> dict[float, int]:
@@ -82,4 +82,58 @@ def test_tokens_and_times_add_up_whatever_is_short(policy):
         assert sum(records.gaps) == records.requests.osl.sum() - len(rows)
         assert np.dot(records.gap_s, records.gaps) == approx((records.end_s - records.first_s).sum())
         assert record.requests == len(rows) and record.peak_running <= places
-        assert (kv_tokens > 1500) or record.preemptions
+        assert kv_tokens > 1500 or bool(record.preemptions) == (policy != "inflight")
+
+
+def ends_of(batching: Batching, *rows: tuple[float, int, int], kv_tokens: int = 9999):
+    """Milliseconds of first and last tokens, and preemptions, of requests (arrival_ms, isl, osl)."""
+    rows = [(at / 1e3, isl, osl) for at, isl, osl in rows]
+    engine, clock, records, record = engine_of(rows, kv_tokens, 4, batching)
+    for k, (at, *_) in enumerate(rows):
+        clock.schedule(at, lambda now, k: engine.submit(k, now), k)
+    clock.run()
+    return [[round(at * 1e3, 6) for at in times] for times in (records.first_s, records.end_s)], record
+
+
+@pytest.mark.parametrize(
+    ("policy", "first_ms", "end_ms"),
+    [
+        # The first request computes its 10 tokens until 20 and decodes until 53, with two tokens to go.
+        # Then: 1 decode and 19 of the 30; 1 decode, the other 11 and all 5; 2 decodes.
+        ("chunked", [20, 110, 110], [110, 122, 122]),
+        # 1 decode and 8; 1 decode and 8; no decodes, so the other 14 and all 5; 2 decodes.
+        ("mixed", [20, 120, 120], [91, 132, 132]),
+        # 20 of the 30; the other 10 and all 5; 3 decodes; 1 decode.
+        ("chunked-prefill-first", [20, 108, 108], [132, 121, 121]),
+        # All 30, although the limit is 20; 5; 3 decodes; 1 decode.
+        ("prefill-first", [20, 93, 108], [132, 121, 121]),
+        # 30 are too many beside a decode, and 5 may not pass them: twice 1 decode; all 30; 1 decode and 5; 1
+        # decode.
+        ("inflight", [20, 115, 131], [75, 131, 142]),
+    ],
+)
+def test_each_policy_fills_steps_as_its_engine_does(policy, first_ms, end_ms):
+    batching = Batching(policy, step_tokens=20, chunk_tokens=8)
+    found, _ = ends_of(batching, (0, 10, 6), (50, 30, 2), (50, 5, 2))
+    assert found == [first_ms, end_ms]
+
+
+def test_whole_prompts_ride_with_decodes_as_long_as_they_fit():
+    # From 53 on: 1 decode and 12, beside which 9 do not fit; 2 decodes and 9; 1 decode.
+    batching = Batching("inflight", step_tokens=20)
+    found, _ = ends_of(batching, (0, 10, 6), (50, 12, 2), (50, 9, 2))
+    assert found == [[20, 76, 97], [97, 97, 108]]
+
+
+def test_inflight_batching_keeps_room_for_the_whole_answer():
+    rows = (0, 10, 10), (0, 10, 10)
+    found, record = ends_of(Batching("inflight"), *rows, kv_tokens=30)
+    assert found == [[20, 139], [119, 238]] and not record.preemptions
+    _, record = ends_of(Batching("chunked"), *rows, kv_tokens=30)
+    assert record.preemptions
+
+
+def test_decodes_that_fill_the_step_leave_no_room_for_prompts():
+    # Steps of 2 tokens: two prompts of one token each decode, and the third waits until they have ended.
+    found, _ = ends_of(Batching("chunked", step_tokens=2), (0, 1, 3), (0, 1, 3), (0, 1, 1))
+    assert found == [[12, 12, 47], [36, 36, 47]]

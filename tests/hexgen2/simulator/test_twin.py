@@ -9,14 +9,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pytest import approx
 from stepping import Clock, Times, engine_of
 
-import hexgen2.simulator.batching as policies
-import hexgen2.simulator.prefill_replica as prefilling
 from cost_model.base import Work
+from hexgen2.simulator.batching import Batching
 from hexgen2.simulator.prefill_replica import PrefillReplica
 from hexgen2.simulator.records import Records, ReplicaRecord
 from runtime.kv_cache.blocks import BlockPool
@@ -27,6 +26,7 @@ from runtime.worker.scheduled_request import Reservation
 from runtime.worker.scheduler import Scheduler
 
 PREFILL, MIXED = 24, 8
+BATCHING = Batching(step_tokens=PREFILL, chunk_tokens=MIXED)
 UNIT_S = 2**-10
 """All times are multiples of a power of two, so that sums are exact and both sides agree whether a request
 arrives just when a step ends."""
@@ -122,13 +122,6 @@ def check(records: Records, record: ReplicaRecord, reference: Reference) -> None
     assert np.dot(records.gap_s, records.gaps) == approx(spans)
 
 
-@pytest.fixture(autouse=True)
-def _small_steps(monkeypatch):
-    monkeypatch.setattr(policies, "PREFILL_TOKENS", PREFILL)
-    monkeypatch.setattr(policies, "CHUNK_TOKENS", MIXED)
-    monkeypatch.setattr(prefilling, "PREFILL_TOKENS", PREFILL)
-
-
 GAP_S = st.integers(1, 400).map(lambda quarters: quarters * UNIT_S / 4)
 LENGTHS = st.tuples(GAP_S, st.integers(1, 60), st.integers(2, 40))
 ROWS = st.lists(LENGTHS, min_size=1, max_size=10).map(
@@ -138,13 +131,13 @@ LANDS_AFTER_WHAT_IS_PREEMPTED = [
     (units * UNIT_S, 1, osl) for units, osl in ((0.25, 11), (0.5, 7), (59.5, 2), (59.75, 2))
 ]
 SENT_AS_A_STEP_ENDS = [((k + 1) * UNIT_S / 4, isl, 2) for k, isl in enumerate((49, 1, 1, 22, 24, 25, 27))]
-MANY = settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=70, deadline=None)
 
 
 @MANY
 @given(ROWS, st.integers(1, 6), st.integers(100, 250))
 def test_a_colocated_replica_makes_every_step_that_the_runtime_makes(rows, places, kv_tokens):
-    engine, clock, records, record = engine_of(rows, kv_tokens, places, times=TIMES)
+    engine, clock, records, record = engine_of(rows, kv_tokens, places, BATCHING, TIMES)
     reference = Reference(TIMES, kv_tokens, places)
     for k, (at, isl, osl) in enumerate(rows):
         clock.schedule(at, lambda now, k: engine.submit(k, now), k)
@@ -162,7 +155,7 @@ def test_a_colocated_replica_makes_every_step_that_the_runtime_makes(rows, place
 def test_a_decode_replica_makes_every_step_that_the_runtime_makes(rows, places, spare):
     """All requests are expected from the start; their KV caches arrive one after the other."""
     kv_tokens = sum(isl for _, isl, _ in rows) + max(osl for *_, osl in rows) + spare
-    engine, clock, records, record = engine_of(rows, kv_tokens, places, times=TIMES)
+    engine, clock, records, record = engine_of(rows, kv_tokens, places, BATCHING, TIMES)
     reference = Reference(TIMES, kv_tokens, places)
     for k, (at, isl, osl) in enumerate(rows):
         engine.expect(k, isl, 0.0)
@@ -190,7 +183,7 @@ def test_a_prefill_replica_makes_every_step_that_the_runtime_makes(rows, stages,
     def begun(chunks, begun_s, _):
         steps.append((approx(begun_s), [chunk.tokens for chunk in chunks]))
 
-    prefiller = PrefillReplica(times, kv_tokens, ReplicaRecord(), clock.schedule, begun, computed)
+    prefiller = PrefillReplica(PREFILL, times, kv_tokens, ReplicaRecord(), clock.schedule, begun, computed)
     reference = Reference(times, kv_tokens, 99, sent_s)
     for k, (at, isl, osl) in enumerate(rows):
         clock.schedule(at, lambda now, k, isl: prefiller.submit(k, isl, now), k, isl)
@@ -207,7 +200,7 @@ def test_a_pipeline_that_decodes_is_close_to_what_the_runtime_makes_of_it(stages
     rng = np.random.default_rng(0)
     arrival_s = np.cumsum(rng.exponential(1.0, size=200))
     rows = [(at, int(rng.integers(1, 61)), int(rng.integers(2, 41))) for at in arrival_s]
-    engine, clock, records, _ = engine_of(rows, 9999, 16, times=Times(stages, UNIT_S))
+    engine, clock, records, _ = engine_of(rows, 9999, 16, BATCHING, Times(stages, UNIT_S))
     reference = Reference(Times(stages, UNIT_S), 9999, 16)
     for k, (at, isl, osl) in enumerate(rows):
         clock.schedule(at, lambda now, k: engine.submit(k, now), k)

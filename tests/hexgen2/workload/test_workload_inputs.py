@@ -1,6 +1,7 @@
 """Workloads and traces: shipped classes, formats, errors with line numbers."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.errors import InputError
+from hexgen2.workload.arrivals import LengthSource, arrivals
 from hexgen2.workload.classes import SHIPPED, list_workloads, load_workload, workload_of_trace
 from hexgen2.workload.requests import Requests
 from hexgen2.workload.traces import read_trace
@@ -179,3 +181,41 @@ def test_bad_traces_name_file_and_place(tmp_path, text, fragment):
         trace_of(tmp_path, text)
     message = str(caught.value)
     assert fragment in message and message.startswith(str(tmp_path)) and len(message.splitlines()) == 1
+
+
+@given(
+    st.integers(1, 5000),
+    st.integers(1, 5000),
+    st.floats(0.001, 1, exclude_max=True),
+    st.integers(0, 99),
+)
+def test_lengths_are_drawn_uniformly_from_their_range(isl, osl, share, seed):
+    lengths = LengthSource.load(None, isl, osl, share)
+    for longest, drawn in zip((isl, osl), lengths.sample(np.random.default_rng(seed), 300), strict=True):
+        shortest = max(1, int(longest * share))
+        assert drawn.dtype == np.int64 and shortest <= drawn.min() and drawn.max() <= longest
+        # The mean of 300 draws is within six standard deviations of the middle of the range.
+        width = longest - shortest + 1
+        assert abs(drawn.mean() - (shortest + longest) / 2) <= 6 * width / math.sqrt(12 * 300)
+
+
+def test_a_range_of_lengths_is_named_and_checked(tmp_path):
+    lengths = LengthSource.load("online", length_range=0.5)
+    assert lengths.source.endswith("lengths from 50 to 100 % of those of the class")
+    isl, _ = lengths.sample(np.random.default_rng(0), 4000)
+    assert isl.min() >= 114 and isl.max() <= 1273
+    for share in (0.0, -1.0, 1.1, math.nan):
+        with pytest.raises(InputError, match="--length-range: is"):
+            LengthSource.load("HPLD", length_range=share)
+    trace = tmp_path / "t.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00,5,6\n")
+    with pytest.raises(InputError, match="--length-range: does not go with a trace"):
+        LengthSource.load(str(trace), length_range=0.8)
+
+
+def test_a_limit_of_requests_in_flight_needs_no_times_of_arrival():
+    lengths = LengthSource.load(None, 10, 10)
+    closed = arrivals(lengths, None, False, 30, None, 1.0, 0, max_concurrency=4)
+    assert not closed.arrival_s.any() and closed.source.endswith("all 30 at once, at most 4 in flight")
+    timed = arrivals(lengths, 2.0, False, 30, None, 1.0, 0, max_concurrency=4)
+    assert timed.arrival_s[-1] > 1 and timed.source.endswith("seed 0, at most 4 in flight")
