@@ -148,8 +148,8 @@ def by_operator(found: list[Result]) -> dict[str, dict[str, dict[str, Fitted[Any
 
 
 def errors_elsewhere(found: list[Result]) -> dict[str, float]:
-    """By operator, the mean error on a GPU as if it had not been measured: with the numbers of another card of
-    its generation, or else with the mean of the others'."""
+    """By operator, the mean error on a GPU as if it had not been measured: with the numbers of another of its
+    generation, or else with the mean of the others'."""
     tables, errors = by_operator(found), dict[str, list[float]]()
     for task, gpu, form, rows, *_ in found:
         card = CATALOGUE[gpu]
