@@ -123,12 +123,12 @@ class CostModel(ABC):
     @cached_property
     def _prompt_attended(self) -> float:
         """Tokens that a prompt's token attends to, on average."""
-        return self.lengths.prompt_attended(self.model.sliding_window)
+        return self.lengths.prompt_attended(self.model.window)
 
     @cached_property
     def _context(self) -> float:
         """Tokens that an output token attends to, on average."""
-        return self.lengths.decode_context(self.model.sliding_window)
+        return self.lengths.decode_context(self.model.window)
 
     @abstractmethod
     def error(self, accelerator: Accelerator) -> float:
@@ -158,6 +158,12 @@ class CostModel(ABC):
     @abstractmethod
     def kv_bytes_per_layer(self) -> float:
         """Bytes of one request's prompt KV cache in one layer, all heads: what a route carries."""
+
+    @property
+    def kv_to_every_rank(self) -> bool:
+        """Whether each tensor-parallel rank of a decode stage receives the whole cache of its layers (latent
+        attention), rather than its own heads."""
+        return False
 
     @property
     @abstractmethod

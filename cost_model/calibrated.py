@@ -16,7 +16,7 @@ from cost_model.coefficients import ZERO_FIT, Coefficients, CoefficientSet, fitt
 from cost_model.collectives import all_reduce_s
 from cost_model.dtypes import matrix_flops_s
 from cost_model.hardware import NO_LINK, Accelerator
-from cost_model.lengths import RequestLengths
+from cost_model.lengths import RequestLengths, Window
 from cost_model.portable import power
 from cost_model.roofline import EdgeWork, LayerWork, edge_s, layer_s
 
@@ -26,7 +26,8 @@ class Calibrated(CostModel):
     all-reduces; per step and stage a fixed cost, and on the last stage the LM head.
 
     How many tokens attention reads and the KV cache holds are means over the mixture of requests (see
-    RequestLengths), within the model's sliding window.
+    RequestLengths), within the model's sliding window. Where layers differ, a stage that holds all of
+    them has the mean layer's bytes per layer, and any other the largest layer's.
     """
 
     name = "calibrated"
@@ -44,9 +45,10 @@ class Calibrated(CostModel):
         self.coefficients, self.engine = known, engine
         self.calibration = known.name if engine is None else f"{known.name} for {engine}"
         self._kv_tokens = {
-            "prefill": lengths.kv_tokens_prefill(model.sliding_window),
-            "decode": lengths.kv_tokens_decode(model.sliding_window),
+            "prefill": lengths.kv_tokens_prefill(model.window),
+            "decode": lengths.kv_tokens_decode(model.window),
         }
+        self._kv_tokens_beyond = self._beyond_even_share()
         self._of = cache(self._coefficients_of)
 
     @staticmethod
@@ -69,7 +71,6 @@ class Calibrated(CostModel):
     def layer_work(self, group: TensorGroup, work: Work) -> LayerWork:
         """What one layer's part of a step is at the peaks of the group's devices."""
         model, n, device = self.model, group.degree, group.accelerator
-        attended_flops = 4 * model.heads * model.head_dim / n
         kv_read = work.context * model.kv_bytes_per_token_layer * self._kv_share(n)
         exchange_s, exchanges = 0.0, 0
         if n > 1 and group.link != NO_LINK:
@@ -79,8 +80,8 @@ class Calibrated(CostModel):
         return LayerWork(
             dense_compute_s=2 * model.active_layer_params * work.tokens / n / matrix_flops_s(device, model),
             dense_read_s=self._weights_read(work.tokens) / n / device.memory_bandwidth_bytes_s,
-            prompts_compute_s=attended_flops * work.prompt_attended / device.flops_s,
-            decodes_compute_s=attended_flops * work.context / device.flops_s,
+            prompts_compute_s=model.prompt_attended_flops / n * work.prompt_attended / device.flops_s,
+            decodes_compute_s=model.decode_attended_flops / n * work.context / device.flops_s,
             decodes_read_s=kv_read / device.memory_bandwidth_bytes_s,
             nvlink_s=exchange_s if over_nvlink else 0.0,
             other_s=0.0 if over_nvlink else exchange_s,
@@ -109,18 +110,25 @@ class Calibrated(CostModel):
         widest = max(model.ffn * (2 if model.gated_ffn else 1) / n, model.hidden)
         workspace = PREFILL_TOKENS * (2 * model.hidden + widest) * model.activation_bytes
         held = (embedding + head) * model.activation_bytes / n
+        whole = first and last
+        layer = model.layer_bytes if whole else model.largest_layer_bytes
         kv_tokens = self._kv_tokens[phase] + k.kv_slack_tokens
+        beyond = 0.0 if whole else self._kv_tokens_beyond[phase]
         return StageMemory(
             limit=group.accelerator.memory_bytes * k.memory_utilisation,
             fixed=held + workspace + k.engine_bytes,
-            per_layer=model.layer_bytes / n,
+            per_layer=layer / n,
             per_layer_request=kv_tokens * model.kv_bytes_per_token_layer * self._kv_share(n),
-            per_request=0.0,
+            per_request=beyond * model.kv_bytes_per_token_layer * self._kv_share(n),
         )
 
     @property
     def kv_bytes_per_layer(self) -> float:
         return self.isl * self.model.kv_bytes_per_token_layer
+
+    @property
+    def kv_to_every_rank(self) -> bool:
+        return self.model.latent is not None
 
     def prefill_batch(self) -> int:
         return max(1, int(PREFILL_TOKENS // self.isl))
@@ -132,9 +140,20 @@ class Calibrated(CostModel):
     def _coefficients_of(self, accelerator: Accelerator) -> Coefficients:
         return self.coefficients.of(accelerator, self.engine)
 
+    def _beyond_even_share(self) -> dict[Phase, float]:
+        """KV tokens of a request by which a stage with some of the layers may hold more than the mean: those
+        of its layers without a sliding window beyond an even share of them."""
+        model, lengths = self.model, self.lengths
+        if model.window is None or not model.full_attention_excess:
+            return {"prefill": 0.0, "decode": 0.0}
+        limited, excess = Window(model.window.tokens), model.full_attention_excess
+        prefill = lengths.kv_tokens_prefill() - lengths.kv_tokens_prefill(limited)
+        decode = lengths.kv_tokens_decode() - lengths.kv_tokens_decode(limited)
+        return {"prefill": excess * prefill, "decode": excess * decode}
+
     def _kv_share(self, degree: int) -> float:
-        """Share of the KV heads on the device that holds most; where heads are fewer than devices, each
-        device holds a copy of one."""
+        """Share of the KV heads on the device that holds most; where heads are fewer than devices (latent
+        attention has one), each device holds a copy of one."""
         return math.ceil(self.model.kv_heads / degree) / self.model.kv_heads
 
     def _weights_read(self, tokens: float) -> float:
@@ -142,7 +161,8 @@ class Calibrated(CostModel):
         token chose, expected under uniform routing."""
         model = self.model
         idle_share = power(1 - model.active_experts / model.experts, tokens) if model.experts > 1 else 0.0
-        return model.layer_bytes - model.experts * idle_share * model.expert_bytes
+        idle = model.experts * idle_share * model.expert_bytes * model.mixture_share
+        return model.layer_bytes - idle
 
 
 class ZeroFit(Calibrated):

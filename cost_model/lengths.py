@@ -9,16 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Length = Callable[[float, float], float]
 """Of a class: a figure that follows from its prompt and output tokens."""
+
+
+class Window(NamedTuple):
+    """Sliding-window attention: a token attends to at most the last `tokens` in the share `share` of the
+    layers, and to all in the others."""
+
+    tokens: int
+    share: float = 1.0
+
+    def mean(self, limited: float, unlimited: float) -> float:
+        """The mean over the layers of a figure of those with the window and of those without."""
+        return self.share * limited + (1 - self.share) * unlimited
 
 
 @dataclass(frozen=True)
 class RequestLengths:
     """Classes of requests, each (prompt tokens, output tokens, weight); weights need no common sum.
 
-    Where there is one class, every mean is that class's own figure, to the last bit.
+    Where there is one class, every mean is that class's own figure, to the last bit. Figures under a window
+    are means over the model's layers, too.
     """
 
     classes: tuple[tuple[float, float, float], ...]
@@ -51,7 +65,7 @@ class RequestLengths:
         """Mean output tokens of a request."""
         return self.mean(_osl)
 
-    def prompt_attended(self, window: int | None = None) -> float:
+    def prompt_attended(self, window: Window | None = None) -> float:
         """Tokens that a prompt's token attends to, on average over all prompts' tokens.
 
         Of one prompt it is the mean of min(i, window) for i up to isl, half the prompt where no window cuts
@@ -63,27 +77,35 @@ class RequestLengths:
 
         return self.mean(attended, by=_isl)
 
-    def decode_context(self, window: int | None = None) -> float:
+    def decode_context(self, window: Window | None = None) -> float:
         """Tokens that an output token attends to, on average over all output tokens: those of one request
         isl + osl / 2, so without a window E[osl (isl + osl / 2)] / E[osl]."""
-        return self.mean(lambda isl, osl: _within(isl + osl / 2, window), by=_osl)
+        return self.mean(lambda isl, osl: context_tokens(isl + osl / 2, window), by=_osl)
 
-    def kv_tokens_prefill(self, window: int | None = None) -> float:
+    def kv_tokens_prefill(self, window: Window | None = None) -> float:
         """KV tokens that a request under way in prefill holds: it is under way in proportion to its prompt,
         so E[isl^2] / E[isl]."""
-        return self.mean(lambda isl, osl: _within(isl, window), by=_isl)
+        return self.mean(lambda isl, osl: context_tokens(isl, window), by=_isl)
 
-    def kv_tokens_decode(self, window: int | None = None) -> float:
+    def kv_tokens_decode(self, window: Window | None = None) -> float:
         """KV tokens set aside for a request under way in decode: it is under way in proportion to its
         outputs, so E[osl (isl + osl)] / E[osl]."""
-        return self.mean(lambda isl, osl: _within(isl + osl, window), by=_osl)
+        return self.mean(lambda isl, osl: context_tokens(isl + osl, window), by=_osl)
 
 
-def attended_tokens(tokens: float, window: int | None = None, past: float = 0.0) -> float:
+def context_tokens(tokens: float, window: Window | None) -> float:
+    """Of so many tokens, those that attention reaches back to, as a mean over the layers."""
+    return window.mean(min(tokens, window.tokens), tokens) if window else tokens
+
+
+def attended_tokens(tokens: float, window: Window | None = None, past: float = 0.0) -> float:
     """Sum over the next `tokens` tokens of a prompt, `past` of which came before, of the tokens that each
-    attends to: the integral of min(x, window) from past to past + tokens."""
-    end, reach = past + tokens, window or past + tokens
-    return _area(end, reach) - _area(past, reach)
+    attends to: the integral of min(x, window) from past to past + tokens, as a mean over the layers."""
+    end = past + tokens
+    unlimited = _area(end, end) - _area(past, end)
+    if window is None:
+        return unlimited
+    return window.mean(_area(end, window.tokens) - _area(past, window.tokens), unlimited)
 
 
 def _area(end: float, reach: float) -> float:
@@ -98,8 +120,3 @@ def _isl(isl: float, osl: float) -> float:
 
 def _osl(isl: float, osl: float) -> float:
     return osl
-
-
-def _within(tokens: float, window: int | None) -> float:
-    """Tokens, but no more than the window."""
-    return min(tokens, window) if window else tokens

@@ -25,7 +25,7 @@ class _Quantization:
 
     raw: Mapping[str, Any]
     source: str
-    within: str = _KEY
+    within: str
 
     def error(self, key: str, problem: str, remedy: str) -> InputError:
         """An error about a key of this part of the file."""
@@ -56,7 +56,7 @@ class _Quantization:
         return _Quantization(value, self.source, f"{self.within}.{key}")
 
 
-def quantised_weights(quantization: object, layers: int, source: str) -> dict[str, Any]:
+def quantised_weights(quantization: object, layers: int, source: str, key: str = _KEY) -> dict[str, Any]:
     """What a `quantization_config` says about the weights, as fields of ModelArchitecture.
 
     Knows the methods fp8, fbgemm_fp8, awq, gptq, compressed-tensors, modelopt and mxfp4 as vLLM and
@@ -65,15 +65,15 @@ def quantised_weights(quantization: object, layers: int, source: str) -> dict[st
     Parameters
     ----------
     layers : of the model
-    source : the file, for errors
+    source, key : the file and the name of the object in it, for errors
 
     Raises
     ------
     InputError : another method, a number of bits without kernels, or several formats side by side
     """
     if not isinstance(quantization, dict):
-        raise InputError(source, _KEY, "is not a JSON object", "take the model's own config.json")
-    config = _Quantization(quantization, source)
+        raise InputError(source, key, "is not a JSON object", "take the model's own config.json")
+    config = _Quantization(quantization, source, key)
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise config.unknown("quant_method", ", ".join(_METHODS))

@@ -36,8 +36,8 @@ class ServiceMix:
         token and element of a head (prefill is bound by compute)."""
         times = []
         for isl, osl, _ in lengths.classes:
-            attended = RequestLengths.fixed(isl, osl).prompt_attended(model.sliding_window)
-            times.append(isl * (2 * model.active_layer_params + 4 * model.heads * model.head_dim * attended))
+            attended = RequestLengths.fixed(isl, osl).prompt_attended(model.window)
+            times.append(isl * (2 * model.active_layer_params + model.prompt_attended_flops * attended))
         total = math.fsum(weight for _, _, weight in lengths.classes)
         shares = tuple(weight / total for _, _, weight in lengths.classes)
         mean = math.fsum(share * time for share, time in zip(shares, times, strict=True))

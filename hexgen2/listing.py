@@ -75,7 +75,8 @@ def models() -> Rows:
     rows = []
     for name in SHIPPED:
         model = find_model(name)
-        rows.append((name, f"{model.total_params / 1e9:.4g} B parameters, {model.layers} layers"))
+        active = "" if model.experts == 1 else f" ({model.active_params / 1e9:.3g} B active)"
+        rows.append((name, f"{model.total_params / 1e9:.4g} B parameters{active}, {model.layers} layers"))
     return rows
 
 

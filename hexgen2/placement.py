@@ -18,7 +18,7 @@ from cost_model.fields import Name, Prose, between, schema_error
 from cost_model.files import read_text, write_text
 from hexgen2.goal import Goal
 from hexgen2.moves import LARGEST, Figure, Migration, Move
-from hexgen2.network.kv_parts import GpuPart, gpu_parts
+from hexgen2.network.kv_parts import GpuPart, copies, gpu_parts
 from hexgen2.network.shared_links import Links
 from hexgen2.workload.lengths import Workload
 
@@ -103,14 +103,17 @@ class Route(_Strict):
         layer_bytes: float,
         capacity_req_s: float = 0.0,
         flow_req_s: float = 0.0,
+        to_every_rank: bool = False,
     ) -> Route:
         """The route between two replicas, with the GPU pairs that its KV caches take.
 
         Parameters
         ----------
         layer_bytes : KV cache of one request in one layer
+        to_every_rank : each GPU of a target's stage takes all of it (latent attention)
         """
-        parts = gpu_parts(source.stages, target.stages, layer_bytes)
+        parts = gpu_parts(source.stages, target.stages, layer_bytes, to_every_rank)
+        layers = sum(s.layer_count * copies(s.tensor_parallel, to_every_rank) for s in target.stages)
         links = [
             {"from": sender, "to": receiver, "bytes_per_req": moved} for sender, receiver, moved in parts
         ]
@@ -120,7 +123,7 @@ class Route(_Strict):
                 "to": target.id,
                 "flow_req_s": flow_req_s,
                 "capacity_req_s": capacity_req_s,
-                "kv_bytes_per_req": layer_bytes * sum(stage.layer_count for stage in source.stages),
+                "kv_bytes_per_req": layer_bytes * layers,
                 "links": links,
             }
         )

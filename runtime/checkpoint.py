@@ -13,8 +13,23 @@ from hexgen2.placement import Placement
 from runtime.api.tokenizer import check_tokenizer_files
 from runtime.options import TORCH, VLLM
 
+TORCH_FAMILIES = ("llama", "mixtral", "opt")
+"""What the torch engine runs (runtime/engine/torch/models), without loading torch to find out."""
 MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
 GPU_DTYPES = ("bfloat16", "float16")
+
+
+def check_family(placement: Placement, engine: str, source: str) -> None:
+    """Refuse a model that can be planned, but that the torch engine has no code for.
+
+    Raises
+    ------
+    InputError : so it is; the remedy names the engine that does
+    """
+    family = placement.model.family
+    if engine == TORCH and family not in TORCH_FAMILIES:
+        problem = f"the torch engine does not run {family} models"
+        raise InputError(source, "model.family", problem, f"launch it with --engine {VLLM}")
 
 
 def checkpoint_folder(placement: Placement, model_path: Path | None, source: str) -> Path:

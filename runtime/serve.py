@@ -25,7 +25,7 @@ from runtime.api.numbers import NumberTokenizer
 from runtime.api.operations import operations_router
 from runtime.api.service import Service
 from runtime.api.tokenizer import ModelTokenizer, Tokenizer
-from runtime.checkpoint import check_formats, checkpoint_folder, gpu_dtype
+from runtime.checkpoint import check_family, check_formats, checkpoint_folder, gpu_dtype
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replanner import Configured, Replanner
 from runtime.frontend.replica import Replica, make_replicas
@@ -99,6 +99,7 @@ def serve(
     verify(placement, source)
     if engine not in ENGINES:
         raise InputError("--engine", engine, "does not exist", f"choose from: {', '.join(ENGINES)}")
+    check_family(placement, engine, source)
     if placement.attention_workers:
         remedy = "choose a placement of another strategy"
         raise InputError(source, "attention_workers", f"the {engine} engine cannot run them", remedy)

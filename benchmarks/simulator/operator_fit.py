@@ -61,7 +61,7 @@ def free_fields(task: Task, form: str) -> list[str]:
     """The numbers that a format's rows can tell: launches of the host's hide those of blocks of fp8."""
     names = list(task.numbers.model_fields)
     if task.operator != "gemm":
-        return names
+        return [name for name in names if (task.operator, name) != ("mla_prefill", "few")]
     fixed = {"bf16": {"row_ns", "host_us"}, "fp8_block": {"launch_us", "row_ns"}}
     return [name for name in names if name not in fixed.get(form, {"host_us"})]
 
@@ -148,8 +148,8 @@ def by_operator(found: list[Result]) -> dict[str, dict[str, dict[str, Fitted[Any
 
 
 def errors_elsewhere(found: list[Result]) -> dict[str, float]:
-    """By operator, the mean error on a GPU as if it had not been measured: with the numbers of another card of
-    its generation, or else with the mean of the others'."""
+    """By operator, the mean error on a GPU as if it had not been measured: with the numbers of another of its
+    generation, or else with the mean of the others'."""
     tables, errors = by_operator(found), dict[str, list[float]]()
     for task, gpu, form, rows, *_ in found:
         card = CATALOGUE[gpu]

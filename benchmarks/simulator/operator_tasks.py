@@ -139,9 +139,19 @@ def _mla_decode(numbers: Any, card: Accelerator, form: Any, rows: OperatorTable)
 def _experts(numbers: Any, card: Accelerator, form: Any, rows: OperatorTable) -> np.ndarray:
     names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
     balanced = (rows["distribution"] == "balanced").astype(float)
-    plain = (rows["topk"] == 22) | (rows["inter_size"] == 1856)
+    plain = ((rows["topk"] == 22) | (rows["inter_size"] == 1856)) & (card.name != "A100-80GB")
     sizes = *(rows[name] for name in names), balanced, np.where(plain, 2.0, 3.0)
     return np.asarray(experts_s(numbers, card_of(card, form), *sizes))
+
+
+def _experts_used(gpu: str, rows: OperatorTable) -> np.ndarray:
+    """Experts within a node; on cards that keep small weights in their cache, only more of them."""
+    pairs = rows["num_tokens"] * rows["topk"]
+    matrices = 3 * np.minimum(rows["num_experts"], pairs) / rows["moe_ep_size"] / rows["moe_tp_size"]
+    values = np.array([WEIGHT_BYTES[FORMATS[form]] if form in FORMATS else 0.0 for form in rows["moe_dtype"]])
+    weights = values * matrices * rows["hidden_size"] * rows["inter_size"]
+    hot = weights < 1.5 * L2_BYTES.get(gpu, 0)
+    return np.asarray((rows["moe_tp_size"] * rows["moe_ep_size"] <= 16) & ~hot)
 
 
 def _all_reduce(numbers: Any, card: Accelerator, form: Any, rows: OperatorTable) -> np.ndarray:
@@ -193,7 +203,7 @@ TASKS = (
         _mla_decode,
         _all,
     ),
-    Task("experts", "moe", ("moe_dtype",), EXPERTS, ExpertNumbers, _experts, _all),
+    Task("experts", "moe", ("moe_dtype",), EXPERTS, ExpertNumbers, _experts, _experts_used),
     Task(
         "all_reduce",
         "all_reduce_engine",

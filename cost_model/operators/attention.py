@@ -31,7 +31,8 @@ def prefill_attention_s(
         launch + waves(tiles) * (tile + 4 * 128 * (head_dim + narrow) * (keys + diagonal) / speed) + io
 
     Tiles are 128 queries of one head (Dao, "FlashAttention-2", 2023, section 3.2), and each sees
-    keys = attended / tokens on average. io reads and writes queries, keys, values and results once.
+    keys = attended / tokens on average. io reads queries and writes results, and moves
+    keys and values `stored` times as slowly.
 
     Parameters
     ----------
@@ -43,7 +44,7 @@ def prefill_attention_s(
     tiles = heads * batch * rounded_up(tokens / batch / _TILE)
     speed = card.flops_s * numbers.compute / card.units
     operations = 4.0 * _TILE * (head_dim + numbers.narrow) * (attended / tokens + numbers.diagonal)
-    moved = tokens * head_dim * (2.0 * _QUERY_BYTES * heads + 2.0 * kv_bytes * kv_heads)
+    moved = tokens * head_dim * (2.0 * _QUERY_BYTES * heads + numbers.stored * 2.0 * kv_bytes * kv_heads)
     return (
         numbers.launch_us * US
         + waves(tiles, card.units, numbers.stepped) * (numbers.tile_us * US + operations / speed)

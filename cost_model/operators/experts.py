@@ -37,9 +37,11 @@ def experts_s(
 ) -> Amount:
     """Seconds of the busiest GPU of one layer's experts.
 
-        launch + overlapped(compute, read) + rows * row
+        launch + overlapped(compute, read) + tokens * topk * row
         compute = 2 * matrices * (rows + pad * reached) * hidden * (inter / tp + narrow) / (peak * share)
         read = (reached experts' weights + activations) / (bandwidth * share)
+
+    Rows are the busiest GPU's pairs of a token and an expert. All GPUs sort the pairs of all tokens.
 
     Parameters
     ----------
@@ -50,7 +52,8 @@ def experts_s(
     matrices : 3 for gated experts, 2 for plain ones
     """
     here, wide = experts / ep, inter / tp
-    rows = tokens * topk / ep * (1.0 + (1.0 - balanced) * numbers.skew * (1.0 - 1.0 / ep))
+    elsewhere = 1.0 - 1.0 / ep
+    rows = tokens * topk / ep * (1.0 + (1.0 - balanced) * numbers.skew * elsewhere * elsewhere)
     active = reached(numbers, here, rows, balanced)
     bandwidth = card.bandwidth_bytes_s * numbers.memory
     operations = 2.0 * matrices * hidden * (rows + numbers.pad * active) * (wide + numbers.narrow)
@@ -59,5 +62,7 @@ def experts_s(
     compute = operations / (card.flops_s * numbers.compute)
     read = (weights + moved) / bandwidth
     return (
-        numbers.launch_us * US + overlapped_s(compute, read, numbers.overlap) + rows * numbers.row_ns * 1e-9
+        numbers.launch_us * US
+        + overlapped_s(compute, read, numbers.overlap)
+        + tokens * topk * numbers.row_ns * 1e-9
     )

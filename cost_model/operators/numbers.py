@@ -58,15 +58,18 @@ class PrefillNumbers(_Strict):
     narrow : elements by which heads of few elements are slower than wide ones
     diagonal : keys that each query tile computes beyond the mask
     tile_us : fixed microseconds of a tile of queries
+    stored : how many times as long a byte of keys and values takes as one of queries: they are written to
+        the cache, converted, and read by several tiles
     stepped : as in GemmNumbers
     """
 
     launch_us: float = _number(10.0, 0.1, 40.0)
-    compute: float = _number(0.6, 0.05, 1.2)
+    compute: float = _number(0.6, 0.05, 1.0)
     memory: float = _number(0.5, 0.02, 1.2)
     narrow: float = _number(10.0, 0.1, 300.0)
     diagonal: float = _number(60.0, 0.1, 1000.0)
     tile_us: float = _number(0.2, 0.001, 20.0)
+    stored: float = _number(2.0, 0.1, 50.0)
     stepped: float = _number(0.5, 0.001, 1.0)
 
 
@@ -93,8 +96,9 @@ class MlaNumbers(_Strict):
     launch_us : microseconds of its kernels at the smallest size
     projections, attention : shares of the peaks that products with weights, and over the cache, reach
     memory, overlap : as in GemmNumbers
-    few : of a wave, how many requests suffice to read the cache at half of the speed
-    token_ns : nanoseconds for each token and head (0: none)
+    few : of a wave of requests and heads, how many suffice to read the cache at half of the speed
+    request_us : microseconds of each request: of its attention in decode, of 128 heads' in prefill
+    tile : tokens, and keys, by which sizes are rounded up on average
     """
 
     launch_us: float = _number(60.0, 1.0, 400.0)
@@ -113,14 +117,14 @@ class ExpertNumbers(_Strict):
     launch_us, compute, memory, overlap : as in GemmNumbers
     pad : rows by which each expert's share of the tokens is rounded up on average
     narrow : elements by which narrow experts are slower than wide ones
-    row_ns : nanoseconds to sort, quantise and add up one token of one expert
+    row_ns : nanoseconds to sort one pair of a token and an expert
     spread : 0 where a batch reaches as few experts as skewed routing does, 1 where as many as random routing
-    skew : of the tokens of the other ranks, the share that the busiest rank gets on top under skewed routing
+    skew : how many more pairs the busiest of many ranks gets under skewed routing, relative to the mean
     """
 
     launch_us: float = _number(20.0, 1.0, 200.0)
     compute: float = _number(0.5, 0.01, 1.2)
-    memory: float = _number(0.7, 0.02, 1.2)
+    memory: float = _number(0.7, 0.02, 1.0)
     overlap: float = _number(0.8, 0.001, 1.0)
     pad: float = _number(32.0, 0.5, 512.0)
     narrow: float = _number(50.0, 0.5, 2000.0)

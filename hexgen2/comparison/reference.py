@@ -45,7 +45,7 @@ class Reference:
 
     def ttft_s(self, isl: float) -> float:
         """Seconds of the prefill of isl tokens."""
-        window = self.costs.model.sliding_window
+        window = self.costs.model.window
         return self._step_s(Work(isl, attended_tokens(isl, window), 0.0, 0.0, 1.0))
 
     def e2el_s(self, isl: np.ndarray, osl: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ def layer_overlaps(prefill: Sequence[int], decode: Sequence[int]) -> Iterator[tu
 
 
 def gpu_parts(
-    prefill: Sequence[StageGpus], decode: Sequence[StageGpus], layer_bytes: float
+    prefill: Sequence[StageGpus], decode: Sequence[StageGpus], layer_bytes: float, to_every_rank: bool = False
 ) -> Iterator[GpuPart]:
     """The GPU pairs between which a request's KV cache moves: the layers that both stages hold, and of
     these the share of heads that both ranks hold.
@@ -50,13 +50,21 @@ def gpu_parts(
     Parameters
     ----------
     layer_bytes : KV cache of one request in one layer
+    to_every_rank : each receiving rank takes all of a layer (latent attention), in equal parts from the
+        senders whose rank, as a share of their stage, overlaps its own
     """
     layers = ([stage.layer_count for stage in stages] for stages in (prefill, decode))
     for i, j, count in layer_overlaps(*layers):
         senders, receivers = prefill[i].gpus, decode[j].gpus
+        moved = count * layer_bytes * copies(len(receivers), to_every_rank)
         for a, sender in enumerate(senders):
             for b, receiver in enumerate(receivers):
                 low = max(a / len(senders), b / len(receivers))
                 high = min((a + 1) / len(senders), (b + 1) / len(receivers))
                 if high - low > 1e-12:
-                    yield sender, receiver, count * layer_bytes * (high - low)
+                    yield sender, receiver, moved * (high - low)
+
+
+def copies(receivers: int, to_every_rank: bool) -> int:
+    """How often a layer's KV cache moves to a stage of so many ranks."""
+    return receivers if to_every_rank else 1

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from cost_model.hardware import Link
 from hexgen2.cluster import Cluster
-from hexgen2.network.kv_parts import GpuPart, layer_overlaps
+from hexgen2.network.kv_parts import GpuPart, copies, layer_overlaps
 from hexgen2.network.shared_links import Links, SharedLinks
 
 Port = tuple[Literal["send", "receive"], int]
@@ -50,6 +50,7 @@ def parts_of_stages(
     decode: Sequence[StageOnNode],
     layer_bytes: float,
     node_links: Sequence[Sequence[Link]],
+    to_every_rank: bool = False,
 ) -> Iterator[KvPart]:
     """The parts between each two stages that have layers in common.
 
@@ -57,11 +58,12 @@ def parts_of_stages(
     ----------
     layer_bytes : KV cache of one request in one layer
     node_links : [nodes][nodes] the slowest link between, or inside, nodes
+    to_every_rank : as of gpu_parts
     """
     for i, j, layers in layer_overlaps([s[2] for s in prefill], [s[2] for s in decode]):
         (source, senders, _), (target, receivers, _) = prefill[i], decode[j]
         link = node_links[source][target]
-        bytes_ = layers * layer_bytes
+        bytes_ = layers * layer_bytes * copies(receivers, to_every_rank)
         yield KvPart(i, j, source, target, bytes_, link.bandwidth_bytes_s, link.latency_s, senders, receivers)
 
 

@@ -12,7 +12,7 @@ def kv_capacity_tokens(replica: Replica, cluster: Cluster, costs: CostModel) -> 
     """Tokens of KV cache for which a replica has memory, limited by its tightest stage; 0 if not even the
     weights fit."""
     phase: Phase = "prefill" if replica.role == "prefill" else "decode"
-    window = costs.model.sliding_window
+    window = costs.model.window
     lengths = costs.lengths
     held = lengths.kv_tokens_prefill(window) if phase == "prefill" else lengths.kv_tokens_decode(window)
     last = len(replica.stages) - 1

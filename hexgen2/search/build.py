@@ -62,6 +62,7 @@ def build_placement(
             problem.costs.kv_bytes_per_layer,
             capacity_req_s=float(evaluation.network.routes[i, j]),
             flow_req_s=float(carried[i, j]),
+            to_every_rank=problem.costs.kv_to_every_rank,
         )
         for i in range(len(evaluation.prefill))
         for j in range(len(evaluation.decode))

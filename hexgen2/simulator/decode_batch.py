@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from cost_model.lengths import Window
 from hexgen2.prediction.step_times import Line
 
 
@@ -30,23 +31,25 @@ class DecodeBatch:
     Parameters
     ----------
     turn : number of requests -> the linear functions whose maximum is the time of a step
-    window : sliding window of attention in tokens; None: no limit
+    window : sliding window of attention; None: no limit
 
     Attributes
     ----------
     count : running requests
     time_s : when the last step ended (or, if no request runs, the last change)
     steps : steps run so far
-    context : tokens that the next step attends to, over all requests
     """
 
-    def __init__(self, turn: Callable[[int], tuple[Line, ...]], window: int | None = None) -> None:
-        self._turn, self._window = turn, window or math.inf
+    def __init__(self, turn: Callable[[int], tuple[Line, ...]], window: Window | None = None) -> None:
+        self._turn, self._window = turn, window
+        self._reach = window.tokens if window else math.inf
         self.time_s = 0.0
-        self.count = self.context = 0
+        self.count = 0
+        # Tokens that the next step attends to, over all requests: in layers with the window, and in others.
+        self._limited = self._unlimited = 0
         self.steps = 0
         self._members: dict[int, _Member] = {}
-        # Heaps of (step, request): when requests end, and when their context stops growing (sliding window).
+        # Heaps of (step, request): when requests end, and when the window stops their context's growth.
         # Entries of requests that have left are skipped.
         self._ends: list[tuple[int, int]] = []
         self._stops: list[tuple[int, int]] = []
@@ -62,6 +65,11 @@ class DecodeBatch:
         return iter(self._members)
 
     @property
+    def context(self) -> float:
+        """Tokens that the next step attends to, over all requests, as a mean over the layers."""
+        return self._mean(self._limited, self._unlimited)
+
+    @property
     def made(self) -> int:
         """Tokens that the running requests have generated since they joined."""
         return self.count * self.steps - self._joined_steps
@@ -70,7 +78,7 @@ class DecodeBatch:
         """Add a request from the next step on, which attends to `context` tokens; it leaves after `steps`
         steps, at least one. Call `settle` when all have joined."""
         end = self.steps + steps
-        stop = self.steps + self._window - context
+        stop = self.steps + self._reach - context
         self.count += 1
         self._members[request] = _Member(context, self.steps, end)
         self._joined_steps += self.steps
@@ -79,7 +87,8 @@ class DecodeBatch:
             self._growing += 1
             if stop <= end:
                 heapq.heappush(self._stops, (int(stop), request))
-        self.context += int(min(context, self._window))
+        self._limited += int(min(context, self._reach))
+        self._unlimited += context
 
     def leave(self, request: int) -> int:
         """Remove a request; returns the number of tokens that it generated in the batch."""
@@ -87,8 +96,9 @@ class DecodeBatch:
         self.count -= 1
         made = self.steps - own.joined
         self._joined_steps -= own.joined
-        self.context -= int(min(own.context + made, self._window))
-        self._growing -= own.context + made < self._window
+        self._limited -= int(min(own.context + made, self._reach))
+        self._unlimited -= own.context + made
+        self._growing -= own.context + made < self._reach
         return made
 
     def settle(self) -> None:
@@ -100,7 +110,8 @@ class DecodeBatch:
         limit = self._ends[0][0] - self.steps
         if self._stops:
             limit = min(limit, self._stops[0][0] - self.steps)
-        lines, growth, context = self._turn(self.count), self._growing, self.context
+        lines, context = self._turn(self.count), self.context
+        growth = self._mean(self._growing, self.count)
         first_s = slope = -1.0
         for a, b in lines:
             own = a + b * context
@@ -116,6 +127,10 @@ class DecodeBatch:
                     limit = min(limit, max(1, math.ceil(gap / ((b - slope) * growth))))
         self._regime = limit
 
+    def _mean(self, limited: int, unlimited: int) -> float:
+        """The mean over the layers of a figure of those with the window and of those without."""
+        return self._window.mean(limited, unlimited) if self._window else limited
+
     def _skip_old(self) -> None:
         while (
             self._ends[0][1] not in self._members or self._members[self._ends[0][1]].end != self._ends[0][0]
@@ -124,7 +139,7 @@ class DecodeBatch:
         while self._stops:
             step, request = self._stops[0]
             own = self._members.get(request)
-            if own is not None and own.joined + self._window - own.context == step:
+            if own is not None and own.joined + self._reach - own.context == step:
                 return
             heapq.heappop(self._stops)
 
@@ -175,7 +190,8 @@ class DecodeBatch:
     def _tally(self, steps: int, time_s: float) -> list[int]:
         self.time_s = time_s
         self.steps += steps
-        self.context += self._growing * steps
+        self._limited += self._growing * steps
+        self._unlimited += self.count * steps
         while self._stops and self._stops[0][0] <= self.steps:
             _, request = heapq.heappop(self._stops)
             self._growing -= request in self._members

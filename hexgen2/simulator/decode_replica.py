@@ -51,7 +51,7 @@ class DecodeReplica:
         self._batching, self._times, self._isl, self._osl = batching, times, isl, osl
         self._kv_budget, self._records, self._record = kv_budget, records, record
         self._schedule, self._ended = schedule, ended
-        self._window = times.costs.model.sliding_window
+        self._window = times.costs.model.window
         self.running = DecodeBatch(times.decode_turn, self._window)
         self._prompts = PromptQueue(self._take_room)
         self._computing: dict[int, Prompt] = {}

@@ -38,7 +38,7 @@ class PrefillReplica:
     ) -> None:
         self._step_tokens, self._times, self._record = step_tokens, times, record
         self._schedule, self._begun, self._computed = schedule, begun, computed
-        self._window = times.costs.model.sliding_window
+        self._window = times.costs.model.window
         self._free_tokens = budget_tokens
         self._prompts = PromptQueue(self._take_room)
         self._stage_free_s = [0.0] * times.stages

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cost_model.lengths import attended_tokens
+from cost_model.lengths import Window, attended_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
     last: bool
 
 
-def attended(chunks: Sequence[Chunk], window: int | None) -> float:
+def attended(chunks: Sequence[Chunk], window: Window | None) -> float:
     """Sum of the context lengths of all tokens of the chunks."""
     total = 0.0
     for chunk in chunks:

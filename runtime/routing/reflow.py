@@ -151,7 +151,10 @@ class Reflow:
 
     def _made(self, source: Replica, target: Replica) -> PlacedRoute:
         """A new route between two replicas."""
-        route = PlacedRoute.between(source, target, self._costs.kv_bytes_per_layer)
+        costs = self._costs
+        route = PlacedRoute.between(
+            source, target, costs.kv_bytes_per_layer, to_every_rank=costs.kv_to_every_rank
+        )
         seconds = KvTransfer.of(parts_of_gpus(self._cluster, route.parts)).alone_s(self._links)
         return route.model_copy(update={"capacity_req_s": 1 / max(seconds, 1e-12)})
 

@@ -26,7 +26,23 @@ PUBLISHED = {
     "bloom-176b": 176.25e9,
     "qwen-72b": 72.3e9,
     "qwen3-32b": 32.76e9,
+    "llama-3.1-405b": 405.85e9,
+    "qwen3-8b": 8.19e9,
+    "qwen3-30b-a3b": 30.53e9,
+    "qwen3-235b-a22b": 235.1e9,
+    "mistral-7b": 7.248e9,
     "mixtral-8x7b": 46.7e9,
+    "mixtral-8x22b": 140.6e9,
+    "phi-4": 14.66e9,
+    "gemma-2-9b": 9.24e9,
+    "gemma-2-27b": 27.23e9,
+    "gemma-3-27b": 27.01e9,
+    "gpt-oss-20b": 20.9e9,
+    "gpt-oss-120b": 116.8e9,
+    "minimax-m2.5": 228.7e9,
+    "deepseek-v3": 671e9,
+    "deepseek-r1": 671e9,
+    "kimi-k2.5": 1.026e12,
     "deepseek-r1-distill-qwen-14b": 14.77e9,
 }
 
@@ -46,10 +62,35 @@ def test_kv_cache_of_llama_2_70b():
     assert find_model("llama-2-70b").kv_bytes_per_token * 1024 == pytest.approx(335.5e6, rel=1e-3)
 
 
-def test_mixtral_uses_two_of_eight_experts():
-    model = find_model("mixtral-8x7b")
-    active = model.layers * model.active_layer_params + model.embedding_params + model.head_params
-    assert active == pytest.approx(12.9e9, rel=0.01)
+ACTIVE = {
+    "mixtral-8x7b": 12.9e9,
+    "mixtral-8x22b": 39e9,
+    "qwen3-30b-a3b": 3.3e9,
+    "qwen3-235b-a22b": 22e9,
+    # Published without the token table: 3.6 B and 5.1 B.
+    "gpt-oss-20b": 3.6e9 + 201088 * 2880,
+    "gpt-oss-120b": 5.1e9 + 201088 * 2880,
+    # Published without the token table and the LM head.
+    "minimax-m2.5": 10e9 + 2 * 200064 * 3072,
+    "deepseek-v3": 37e9,
+    "kimi-k2.5": 32e9,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_parameters_that_a_token_uses(name):
+    model = find_model(name)
+    assert model.active_params == pytest.approx(ACTIVE[name], rel=0.03)
+    layers = model.total_params - model.layers * model.layer_params
+    assert model.active_params == pytest.approx(model.layers * model.active_layer_params + layers)
+
+
+def test_a_latent_cache_holds_576_values_per_token_and_layer():
+    model = find_model("deepseek-v3")
+    assert model.kv_bytes_per_token_layer == (512 + 64) * 2
+    assert model.kv_bytes_per_token == 61 * 1152
+    # DeepSeek-V2, section 2.1: as many as grouped-query attention with 2.25 heads of 128.
+    assert model.kv_values_per_token_layer == 2.25 * 2 * 128
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,25 @@ def test_models_in_16_bits_have_no_field_about_quantisation(name):
     model = architecture_from_config(SHIPPED[name], name, "shipped")
     assert "only_experts_quantised" not in model.model_dump(mode="json")
     assert model.total_bytes == 2 * model.total_params and model.layer_bytes == 2 * model.layer_params
+
+
+def test_gpt_oss_20b_takes_what_its_checkpoint_takes():
+    """13.76 GB of safetensors on the Hugging Face Hub; the shape is that of its config.json."""
+    config = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    }
+    assert model_of({"quant_method": "mxfp4"}, config).total_bytes == pytest.approx(13.76e9, rel=0.005)

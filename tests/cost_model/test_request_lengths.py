@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import LLAMA_70B, WINDOWED, batches, group_of, phases
 
-from cost_model.lengths import RequestLengths
+from cost_model.lengths import RequestLengths, Window, attended_tokens
 from cost_model.registry import COST_MODELS, make_cost_model
 
 classes = st.lists(
     st.tuples(st.integers(1, 60), st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=4
 )
-windows = st.none() | st.integers(1, 100)
+windows = st.none() | st.integers(1, 100).map(Window)
 
 
 @given(classes, windows)
 def test_means_are_those_of_the_tokens_counted_one_by_one(mixture, window):
     """Token i of a prompt attends to min(i, window) tokens; the sums below are accurate to half a token."""
-    lengths, cut = RequestLengths.of(mixture), window or 10**9
+    lengths, cut = RequestLengths.of(mixture), window.tokens if window else 10**9
     requests = [(isl, osl) for isl, osl, weight in mixture for _ in range(weight)]
     assert lengths.isl == pytest.approx(np.mean([isl for isl, _ in requests]))
     assert lengths.osl == pytest.approx(np.mean([osl for _, osl in requests]))
@@ -35,9 +35,25 @@ def test_means_are_those_of_the_tokens_counted_one_by_one(mixture, window):
     assert lengths.decode_context(window) == pytest.approx(np.mean(context))
 
 
+@given(classes, st.integers(1, 100), st.integers(0, 6), st.integers(1, 6), st.integers(0, 50))
+def test_means_over_layers_of_which_some_have_a_window(mixture, tokens, limited, unlimited, past):
+    """Each figure is the mean over the layers, one by one."""
+    lengths, layers = RequestLengths.of(mixture), limited + unlimited
+    window = Window(tokens, limited / layers)
+    each = [Window(tokens)] * limited + [None] * unlimited
+    for figure in (
+        lengths.prompt_attended,
+        lengths.decode_context,
+        lengths.kv_tokens_prefill,
+        lengths.kv_tokens_decode,
+        lambda layer: attended_tokens(30, layer, past),
+    ):
+        assert figure(window) == pytest.approx(sum(map(figure, each)) / layers)
+
+
 @given(st.floats(1, 1e5), st.floats(1, 1e5), st.floats(1e-3, 1e6), windows)
 def test_one_class_is_itself_to_the_last_bit(isl, osl, weight, window):
-    lengths, cut = RequestLengths.of([(isl, osl, weight)]), window or float("inf")
+    lengths, cut = RequestLengths.of([(isl, osl, weight)]), window.tokens if window else float("inf")
     assert (lengths.isl, lengths.osl) == (isl, osl)
     assert lengths.decode_context(window) == min(isl + osl / 2, cut)
     assert lengths.kv_tokens_prefill(window) == min(isl, cut)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shapes import LLAMA_70B, WINDOWED, alone, fixed, group_of, like, phases, priced_groups
 
 from cost_model.calibrated import ZeroFit
+from cost_model.lengths import Window
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 
@@ -143,3 +144,42 @@ def test_a_mixture_holds_all_its_experts():
     mixtral = find_model("mixtral-8x7b")
     memory = ZeroFit(mixtral, fixed(512, 128)).stage_memory("decode", group_of("A100-80GB", 1), False, False)
     assert memory.per_layer > 8 * 3 * 4096 * 14336 * 2
+
+
+@given(phases, st.sampled_from(["gpt-oss-120b", "gemma-3-27b", "deepseek-v3"]), st.data())
+def test_a_pipeline_stage_of_any_layers_has_room_for_them(phase, name, data):
+    """Layers differ: the bytes of each run of layers, added up one by one, are at most those predicted, and
+    those of all layers exactly these."""
+    model, n = find_model(name), 8
+    lengths = fixed(3000, 500)
+    held = lengths.kv_tokens_prefill if phase == "prefill" else lengths.kv_tokens_decode
+    full = set(model.full_attention_layers) if model.window else set(range(model.layers))
+    window = Window(model.window.tokens) if model.window else None
+    kv = model.kv_bytes_per_token_layer * (1 if model.latent else 1 / n)
+    requests = [kv * held(None if layer in full else window) for layer in range(model.layers)]
+    dense = model.layer_params if not model.dense_layers else dense_layer(model)
+    mixture = model.largest_layer_bytes / 2
+    weights = [2 / n * (dense if layer < model.dense_layers else mixture) for layer in range(model.layers)]
+    first = data.draw(st.integers(0, model.layers - 1))
+    end = data.draw(st.integers(first + 1, model.layers))
+
+    costs = ZeroFit(model, lengths)
+    group = group_of("H200", n)
+    part = costs.stage_memory(phase, group, first == 0, False)
+    needed = 16 * sum(requests[first:end]) + sum(weights[first:end])
+    assert part.needed(end - first, 16) - part.fixed >= needed * (1 - 1e-12)
+    whole = costs.stage_memory(phase, group, True, True)
+    everything = 16 * sum(requests) + sum(weights)
+    assert whole.needed(model.layers, 16) - whole.fixed == pytest.approx(everything)
+
+
+def dense_layer(model):
+    """Parameters of a layer with one feed-forward block instead of experts."""
+    return like(model, dense_layers=model.layers).largest_layer_bytes / 2
+
+
+def test_every_device_holds_the_whole_latent_cache():
+    costs = ZeroFit(find_model("deepseek-v3"), fixed(512, 128))
+    for n in (1, 4, 8):
+        memory = costs.stage_memory("decode", group_of("H200", n), True, True)
+        assert memory.per_layer_request == 640 * 576 * 2

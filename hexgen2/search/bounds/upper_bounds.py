@@ -86,10 +86,11 @@ def node_rates(problem: Problem) -> list[tuple[float, float]]:
 def decode_batch_limit(problem: Problem) -> int:
     """The most requests that any decode replica holds: the batch cap, or what fits in all GPUs together."""
     costs, layers = problem.costs, problem.model.layers
+    # A stage with all layers has the mean layer's bytes, which no other division of the layers falls below.
     room, per_request = 0.0, float("inf")
     for node, gpus in enumerate(problem.node_gpus):
         alone = TensorGroup(problem.node_accelerator[node], 1, NO_LINK)
-        memory = costs.stage_memory("decode", alone, first=False, last=False)
+        memory = costs.stage_memory("decode", alone, first=True, last=True)
         room += len(gpus) * memory.limit
         weights = memory.per_layer * layers
         per_request = min(per_request, memory.per_layer_request * layers)

@@ -51,7 +51,8 @@ class RouteUse:
 def route_use(problem: Problem, prefill: Sequence[PlannedStage], decode: Sequence[PlannedStage]) -> RouteUse:
     """What one request of the route between two replicas occupies, on its whole way through both."""
     costs, shared = problem.costs, problem.shared_links
-    kv = KvTransfer.of(parts_of_stages(prefill, decode, costs.kv_bytes_per_layer, problem.node_links))
+    layer_bytes, to_every_rank = costs.kv_bytes_per_layer, costs.kv_to_every_rank
+    kv = KvTransfer.of(parts_of_stages(prefill, decode, layer_bytes, problem.node_links, to_every_rank))
     kv = kv._replace(sent=summed(kv.sent))
     hops = [*_activations(problem, prefill, costs.isl), *_activations(problem, decode, costs.osl)]
     busy_s = occupied_s(shared, summed([*kv.sent, *hops]) if hops else kv.sent)

@@ -11,9 +11,10 @@ from runtime.kv_cache.pages import Pages, PageShape
 
 @dataclass(frozen=True, slots=True)
 class EmulatedShape(PageShape):
-    """Sizes of the cache that is emulated."""
+    """Sizes of the cache that is emulated; cell_values are kept of a token in one layer and head."""
 
     value_bytes: float
+    cell_values: int
 
     @property
     def dtype_name(self) -> str:
@@ -21,7 +22,7 @@ class EmulatedShape(PageShape):
 
     @property
     def bytes_per_token_cell(self) -> int:
-        return round(2 * self.head_dim * self.value_bytes)
+        return round(self.cell_values * self.value_bytes)
 
 
 class EmulatedCache(Pages):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cluster_specs.loader import resolve
 from cost_model.base import Work
-from cost_model.lengths import attended_tokens
+from cost_model.lengths import Window, attended_tokens, context_tokens
 from cost_model.pipeline import PipelineSemantics
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
@@ -59,10 +59,13 @@ class EmulatedEngine(Engine):
             raise RuntimeError("the emulated engine got no placement to emulate")
         placement = Placement.model_validate_json(emulation.placement)
         model = placement.model
-        self._window = model.sliding_window
+        self._window = model.window
         self.spec = EmulatedSpec(model.kv_heads, model.vocab, model.max_position)
         shape = EmulatedShape(
-            held(rank.stages, config.worker, model.kv_heads), model.head_dim, model.kv_value_bytes
+            held(rank.stages, config.worker, model.kv_heads),
+            model.head_dim,
+            model.kv_value_bytes,
+            model.kv_values_per_token_layer // model.kv_heads,
         )
         blocks = config.kv_budget_tokens // config.block_tokens
         self.cache = self._pages = EmulatedCache(shape, blocks, config.block_tokens, emulation.kv_scale)
@@ -142,14 +145,14 @@ class EmulatedEngine(Engine):
         )
 
 
-def work_of(step: Step, window: int | None) -> Work:
+def work_of(step: Step, window: Window | None) -> Work:
     """The work of a step as the cost model counts it; `window` is the model's attention window."""
     prompt_tokens = attended = decodes = context = sampled = 0.0
     for sequence in step.sequences:
         count, position = len(sequence.tokens), sequence.position
         sampled += sequence.samples
         if count == 1 and sequence.index:
-            decodes, context = decodes + 1, context + min(position + 1, window or position + 1)
+            decodes, context = decodes + 1, context + context_tokens(position + 1, window)
         else:
             prompt_tokens += count
             attended += attended_tokens(count, window, position)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
+from cost_model.lengths import Window, context_tokens
 from hexgen2.simulator.decode_batch import DecodeBatch
 
 LINES = st.lists(
@@ -29,7 +30,7 @@ def step_by_step(requests, lines, window):
                 times[k] = [time_s, None]
                 del waiting[k]
         if own:
-            attended = sum(min(context, window) for context, _ in own.values())
+            attended = sum(context_tokens(context, window) for context, _ in own.values())
             scale = len(own)
             time_s += max(scale * a + b * attended for a, b in lines)
             for k in list(own):
@@ -43,9 +44,11 @@ def step_by_step(requests, lines, window):
 
 
 @settings(max_examples=200, deadline=None)
-@given(REQUESTS, LINES, st.sampled_from([None, 10, 45, 80]))
+@given(
+    REQUESTS, LINES, st.sampled_from([None, *(Window(t, s) for t in (10, 45, 80) for s in (1.0, 0.5, 0.8))])
+)
 def test_many_steps_at_once_are_as_many_single_ones(requests, lines, window):
-    expected = step_by_step(requests, lines, window or math.inf)
+    expected = step_by_step(requests, lines, window)
     running = DecodeBatch(lambda count: tuple((count * a, b) for a, b in lines), window)
     waiting = dict(enumerate(requests))
     times: dict[int, list[float]] = {}
@@ -79,7 +82,7 @@ def test_steps_until_a_time(first, more, steps, share):
 
 
 def test_who_leaves_early_is_gone_and_the_others_go_on():
-    running = DecodeBatch(lambda count: ((count * 1.0, 0.0),), window=5)
+    running = DecodeBatch(lambda count: ((count * 1.0, 0.0),), window=Window(5))
     for k in range(3):
         running.join(k, 4, 10)
     running.settle()

@@ -19,6 +19,7 @@ from served import alive, gauge, make_placement, until_idle
 from cluster_specs.loader import resolve
 from cost_model.base import Work
 from cost_model.errors import InputError
+from cost_model.lengths import Window
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
@@ -201,7 +202,7 @@ def test_work_is_counted_as_the_cost_model_does():
         ),
     )
     assert work_of(step, None) == Work(3, 4.5 + 5.5 + 6.5, 2, 9 + 21, 3)
-    assert work_of(step, 6) == Work(3, 4.5 + 5.5 + 6, 2, 6 + 6, 3)
+    assert work_of(step, Window(6)) == Work(3, 4.5 + 5.5 + 6, 2, 6 + 6, 3)
 
 
 def test_numbers_are_text_and_text_is_numbers():

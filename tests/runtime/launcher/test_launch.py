@@ -13,7 +13,10 @@ from served import Server, alive, gauge, listens, make_placement, until_idle
 from cluster_specs.loader import accelerator_of
 from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InputError
+from cost_model.families import FAMILIES as READERS
 from cost_model.hardware import interconnect_link
+from cost_model.models import find_model
+from runtime.checkpoint import TORCH_FAMILIES, check_family
 from runtime.kv_transfer.transports.registry import AUTO, transport_names
 from runtime.launcher.configure import configurations, device_of
 from runtime.options import GPU_TRANSPORTS, KV_TRANSPORTS, EngineOptions
@@ -171,6 +174,21 @@ def test_ctrl_c_while_starting(launch):
 
 
 # from placement to workers
+
+
+def test_models_that_only_vllm_runs_are_refused_by_the_torch_engine(model_folder):
+    placement = make_placement(model_folder)
+    check_family(placement, "torch", "p.json")
+    mixture = placement.model_copy(update={"model": find_model("gpt-oss-20b")})
+    with pytest.raises(InputError, match=r"p\.json: model\.family: .*gpt_oss.*--engine vllm"):
+        check_family(mixture, "torch", "p.json")
+    for engine in ("vllm", "emulated"):
+        check_family(mixture, engine, "p.json")
+
+
+def test_the_torch_engine_has_code_for_the_families_that_are_said_to_run():
+    models = pytest.importorskip("runtime.engine.torch.models")
+    assert {READERS[kind].family for kind in models.FAMILIES} == set(TORCH_FAMILIES)
 
 
 def test_devices_are_numbered_through_the_nodes_of_this_machine(model_folder):
