@@ -15,18 +15,27 @@ from yaml.constructor import ConstructorError
 from cost_model.errors import InputError
 
 MAX_YAML_BYTES = 1 << 20
+_MAX_DEPTH = 100
+"""Levels of nesting: a limit of our own, because Python's on recursion depends on the caller's stack."""
 
 
 class _StrictLoader(yaml.SafeLoader):
     """A loader with only the constructors and scalar patterns registered below, none of the inherited
     ones."""
 
+    _depth = 0
+
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse aliases."""
+        """Refuse aliases and deep nesting."""
+        mark = self.peek_event().start_mark
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
             raise ConstructorError(None, None, "aliases are not accepted", mark)
-        return super().compose_node(parent, index)
+        if self._depth == _MAX_DEPTH:
+            raise ConstructorError(None, None, "is nested too deeply", mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def text(self, node: yaml.Node) -> str:
         value = self.construct_scalar(node)  # type: ignore[arg-type]
@@ -111,8 +120,6 @@ def parse_mapping(text: str, source: str) -> dict[str, Any]:
         where = f"line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "not valid YAML"
         raise InputError(source, where, str(problem), _yaml_remedy(str(problem))) from None
-    except RecursionError:
-        raise InputError(source, "", "is nested too deeply", "a cluster needs a handful of levels") from None
     if data is None:
         raise InputError(source, "", "is empty", "start it with `name:` and `nodes:`")
     if not isinstance(data, dict):
@@ -125,6 +132,8 @@ def _yaml_remedy(problem: str) -> str:
     """What to do about a problem that the parser found."""
     if "duplicate" in problem:
         return "keep one of them"
+    if "nested" in problem:
+        return "a cluster needs a handful of levels"
     if "alias" in problem:
         return "write the value out where it is used"
     if "\\t" in problem:
