@@ -22,7 +22,7 @@ class Times:
     def __init__(self, stages: int = 1, unit_s: float = 1e-3) -> None:
         self._unit_s = unit_s
         self.stages = self.in_flight = stages
-        self.costs = SimpleNamespace(model=SimpleNamespace(sliding_window=None))
+        self.costs = SimpleNamespace(model=SimpleNamespace(window=None))
 
     def step(self, work):
         own = self._unit_s * (10 + work.prompt_tokens + work.decodes)

@@ -151,23 +151,28 @@ def test_the_cost_model_counts_what_the_engine_loads(tmp_path: Path, family: str
 
 
 @pytest.mark.parametrize(
-    ("write", "overrides", "window"),
+    ("write", "overrides", "window", "full_layers"),
     [
-        (write_llama, {}, None),
-        (write_mistral, {}, 9),
-        (write_mistral, {"sliding_window": None}, None),
-        (write_qwen2, {"max_window_layers": 0}, 9),
-        (write_qwen2, {}, None),  # in three of five layers, which counts as no window
-        (write_qwen3, {}, None),
+        (write_llama, {}, None, ()),
+        (write_mistral, {}, 9, ()),
+        (write_mistral, {"sliding_window": None}, None, ()),
+        (write_qwen2, {"max_window_layers": 0}, 9, ()),
+        (write_qwen2, {}, 9, (0, 1)),
+        (write_qwen3, {}, None, ()),
     ],
 )
-def test_the_cost_model_knows_windows_of_all_layers(
-    tmp_path: Path, write: Callable[..., Path], overrides: dict[str, Any], window: int | None
+def test_the_cost_model_knows_the_windows_of_all_layers(
+    tmp_path: Path,
+    write: Callable[..., Path],
+    overrides: dict[str, Any],
+    window: int | None,
+    full_layers: tuple[int, ...],
 ) -> None:
     folder = write(tmp_path / "model", **overrides)
-    assert architecture_from_folder(folder).sliding_window == window
-    amend(folder, layer_types=None)
-    assert architecture_from_folder(folder).sliding_window == window
+    for amended in ({}, {"layer_types": None}):
+        amend(folder, **amended)
+        found = architecture_from_folder(folder)
+        assert (found.sliding_window, found.full_attention_layers) == (window, full_layers)
 
 
 @pytest.mark.parametrize("family", WRITERS)
