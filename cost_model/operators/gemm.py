@@ -21,7 +21,6 @@ def gemm_s(numbers: GemmNumbers, card: Card, m: Amount, n: Amount, k: Amount) ->
     Small tiles fill the units sooner, but reuse less of what they read: each halving of a tile leaves
     `small_tile` of the speed. Activations that are quantised first are read once more, and each row of them
     costs `row_ns`.
-
     """
     bandwidth = card.bandwidth_bytes_s * numbers.memory
     whole_tile_s = 2.0 * 128 * 256 * (k + numbers.fill) * card.units / (card.flops_s * numbers.compute)
