@@ -26,11 +26,19 @@ CHUNK_TOKENS = 512
 @dataclass(frozen=True)
 class TensorGroup:
     """The devices of one stage: `degree` equal accelerators; `link` is the slowest between any two of
-    them."""
+    them.
+
+    attention_dp : parts of the stage that run attention for requests of their own (attention data
+        parallelism), each over degree / attention_dp devices; a divisor of degree
+    expert_parallel : parts that the experts of a mixture are divided among, each expert over
+        degree / expert_parallel devices; a divisor of degree
+    """
 
     accelerator: Accelerator
     degree: int
     link: Link
+    attention_dp: int = 1
+    expert_parallel: int = 1
 
 
 class Work(NamedTuple):
