@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cluster_specs.loader import resolve
-from cost_model.base import CostModel, TensorGroup
+from cost_model.base import CostModel
 from cost_model.errors import InputError
-from cost_model.hardware import NO_LINK, Accelerator
+from cost_model.hardware import Accelerator
 from cost_model.pipeline import PIPELINE_SEMANTICS, PipelineSemantics, prefill_batches_held
 from cost_model.registry import COST_MODELS, make_cost_model
 from hexgen2.cluster import Cluster
@@ -35,7 +35,12 @@ def violations(placement: Placement, source: str = "placement") -> list[Violatio
     InputError : its cluster alone is wrong already; names `source`
     """
     cluster = Cluster.from_spec(resolve(placement.cluster, f"{source}: cluster", Path()))
-    structure = [*check_gpus(placement, cluster), *check_layers(placement), *check_names(placement)]
+    structure = [
+        *check_gpus(placement, cluster),
+        *check_layers(placement),
+        *check_degrees(placement),
+        *check_names(placement),
+    ]
     if structure:
         return structure
     return [
@@ -98,6 +103,27 @@ def check_layers(placement: Placement) -> Iterator[Violation]:
             yield f"replicas[{r}].stages", f"end at layer {expected} of {placement.model.layers}"
 
 
+def check_degrees(placement: Placement) -> Iterator[Violation]:
+    """A stage's GPUs divide evenly into attention groups and into parts of the experts; all stages of a
+    replica have as many attention groups, since a request stays in one group of each."""
+    experts = placement.model.experts
+    for r, replica in enumerate(placement.replicas):
+        for s, stage in enumerate(replica.stages):
+            key, gpus, parts = f"replicas[{r}].stages[{s}]", stage.tensor_parallel, stage.expert_parallel
+            if gpus % stage.attention_data_parallel:
+                problem = f"{stage.attention_data_parallel} does not divide the {gpus} GPUs of the stage"
+                yield f"{key}.attention_data_parallel", problem
+            elif stage.attention_data_parallel != replica.attention_data_parallel:
+                problem = f"{stage.attention_data_parallel} differs from the first stage's "
+                yield f"{key}.attention_data_parallel", problem + str(replica.attention_data_parallel)
+            if gpus % parts:
+                yield f"{key}.expert_parallel", f"{parts} does not divide the {gpus} GPUs of the stage"
+            elif parts > 1 and experts == 1:
+                yield f"{key}.expert_parallel", f"{placement.model.name} has no experts to divide"
+            elif experts % parts:
+                yield f"{key}.expert_parallel", f"{parts} does not divide the {experts} experts"
+
+
 def check_names(placement: Placement) -> Iterator[Violation]:
     """Replica ids are unique; routes lead from prefill to decode replicas that exist, each once."""
     roles = {replica.id: replica.role for replica in placement.replicas}
@@ -117,7 +143,7 @@ def check_names(placement: Placement) -> Iterator[Violation]:
 
 
 def check_tensor_groups(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
-    """A stage's GPUs are of one type, and its degree splits the model's heads."""
+    """A stage's GPUs are of one type, and those that share attention split the model's heads."""
     degrees = placement.model.tensor_degrees(max(len(s.gpus) for r in placement.replicas for s in r.stages))
     for r, replica in enumerate(placement.replicas):
         for s, stage in enumerate(replica.stages):
@@ -125,10 +151,10 @@ def check_tensor_groups(placement: Placement, cluster: Cluster) -> Iterator[Viol
             names = {_accelerator(cluster, gpu).name for gpu in stage.gpus}
             if len(names) > 1:
                 yield key, f"mixes {' and '.join(sorted(names))} in one tensor-parallel group"
-            if stage.tensor_parallel not in degrees:
+            if stage.attention_degree not in degrees:
                 yield (
                     key,
-                    f"{stage.tensor_parallel} GPUs cannot split {placement.model.heads} heads "
+                    f"{stage.attention_degree} GPUs cannot split {placement.model.heads} heads "
                     f"and {placement.model.kv_heads} KV heads evenly",
                 )
 
@@ -149,7 +175,7 @@ def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
         held = replica.max_batch * batches
         last = len(replica.stages) - 1
         for s, stage in enumerate(replica.stages):
-            group = TensorGroup(_accelerator(cluster, stage.gpus[0]), stage.tensor_parallel, NO_LINK)
+            group = stage.tensor_group(_accelerator(cluster, stage.gpus[0]))
             memory = costs.stage_memory(phase, group, first=s == 0, last=s == last)  # type: ignore[arg-type]
             needed = memory.needed(stage.layer_count, held)
             if needed > memory.limit * (1 + TOLERANCE):

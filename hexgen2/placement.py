@@ -20,61 +20,22 @@ from hexgen2.goal import Goal
 from hexgen2.moves import LARGEST, Figure, Migration, Move
 from hexgen2.network.kv_parts import GpuPart, copies, gpu_parts
 from hexgen2.network.shared_links import Links
+from hexgen2.replica import Count, Replica, Stage
 from hexgen2.workload.lengths import Workload
 
 if TYPE_CHECKING:
     import networkx
 
+__all__ = ["Placement", "Replica", "Route", "Stage"]
+
 OPTIMAL = 1e-4
 """Relative gap to the bound up to which a placement counts as optimal; also the integer program's."""
 
-Role = Literal["prefill", "decode", "colocated"]
-Layer = Annotated[int, between(-1, 10**8)]
-Count = Annotated[int, Field(gt=0), between(1, 10**9)]
 _MAX_BYTES = 512 << 20
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
-
-
-class Stage(_Strict):
-    """One pipeline stage: the tensor-parallel degree is len(gpus); layers is [first, end)."""
-
-    gpus: list[Name] = Field(min_length=1)
-    layers: tuple[Layer, Layer]
-
-    @property
-    def tensor_parallel(self) -> int:
-        """The tensor-parallel degree."""
-        return len(self.gpus)
-
-    @property
-    def layer_count(self) -> int:
-        """How many layers it holds."""
-        return self.layers[1] - self.layers[0]
-
-
-class Replica(_Strict):
-    """One copy of the model. capacity_req_s is what it can process alone (within the goal's targets, if the
-    placement is to keep them), utilisation its share in use."""
-
-    id: Name
-    role: Role
-    stages: list[Stage] = Field(min_length=1)
-    max_batch: Count
-    capacity_req_s: Figure
-    utilisation: Figure = 0.0
-
-    @property
-    def gpus(self) -> list[str]:
-        """All GPUs, in the order of the stages."""
-        return [gpu for stage in self.stages for gpu in stage.gpus]
-
-    @property
-    def shape(self) -> str:
-        """For example "tp2,tp1": the tensor-parallel degree of each stage."""
-        return ",".join(f"tp{stage.tensor_parallel}" for stage in self.stages)
 
 
 class RouteLink(_Strict):

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from cluster_specs.loader import resolve
 from cost_model.architecture import WeightType
-from cost_model.base import PREFILL_TOKENS, TensorGroup
+from cost_model.base import PREFILL_TOKENS, Phase
 from cost_model.dtypes import SIXTEEN_BIT
 from cost_model.errors import InputError
-from cost_model.hardware import NO_LINK
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.devices import gpus_by_node, is_cpu, node_of, split
@@ -139,8 +138,8 @@ def memory_share(placement: Placement, replica: Replica) -> float:
     shares = []
     for stage in replica.stages:
         device = cluster.accelerators[cluster.index(stage.gpus[0])]
-        group = TensorGroup(device, stage.tensor_parallel, NO_LINK)
-        memory = costs.stage_memory("prefill" if replica.role == "prefill" else "decode", group, True, True)
+        phase: Phase = "prefill" if replica.role == "prefill" else "decode"
+        memory = costs.stage_memory(phase, stage.tensor_group(device), True, True)
         shares.append(memory.limit / device.memory_bytes)
     return min(*shares, MOST_MEMORY)
 

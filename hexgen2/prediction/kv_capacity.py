@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cost_model.base import CostModel, Phase, TensorGroup
-from cost_model.hardware import NO_LINK
+from cost_model.base import CostModel, Phase
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Replica
 
@@ -19,8 +18,7 @@ def kv_capacity_tokens(replica: Replica, cluster: Cluster, costs: CostModel) -> 
     requests = []
     for j, stage in enumerate(replica.stages):
         accelerator = cluster.accelerators[cluster.index(stage.gpus[0])]
-        group = TensorGroup(accelerator, stage.tensor_parallel, NO_LINK)
-        memory = costs.stage_memory(phase, group, first=j == 0, last=j == last)
+        memory = costs.stage_memory(phase, stage.tensor_group(accelerator), first=j == 0, last=j == last)
         room = memory.limit - memory.fixed - stage.layer_count * memory.per_layer
         requests.append(room / (stage.layer_count * memory.per_layer_request + memory.per_request))
     return max(0, int(min(requests) * held))

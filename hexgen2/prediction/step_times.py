@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from cost_model.base import CostModel, TensorGroup, Work
+from cost_model.base import CostModel, Work
 from cost_model.hardware import Link
 from cost_model.pipeline import PipelineSemantics
 from hexgen2.cluster import Cluster
@@ -47,8 +47,8 @@ class StepTimes:
         members = [np.array([cluster.index(gpu) for gpu in stage.gpus]) for stage in replica.stages]
         self.layers = [stage.layer_count for stage in replica.stages]
         self.groups = [
-            TensorGroup(cluster.types[int(cluster.type_of[own[0]])], len(own), _slowest(cluster, own, own))
-            for own in members
+            stage.tensor_group(cluster.types[int(cluster.type_of[own[0]])], _slowest(cluster, own, own))
+            for stage, own in zip(replica.stages, members, strict=True)
         ]
         # Equal tensor-parallel groups take equal times per layer: each kind is timed once.
         self._kinds = list(dict.fromkeys(self.groups))

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from placements import placement_of, replica_of
 
+from cluster_specs.loader import resolve
+from cluster_specs.schema import ClusterSpec, NodeSpec
+from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InputError
 from hexgen2.checks import verify, violations
-from hexgen2.placement import Placement
+from hexgen2.placement import Placement, Stage
 from hexgen2.search.problem import make_problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
+from hexgen2.workload.classes import load_workload
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +133,18 @@ def route_through_other_gpus(p):
     p["routes"][0]["links"][0]["to"] = p["routes"][0]["links"][0]["from"]
 
 
+def attention_groups_of_unequal_size(p):
+    p["replicas"][0]["stages"][0]["attention_data_parallel"] = 7
+
+
+def experts_of_a_dense_model(p):
+    stage = next(s for r in p["replicas"] for s in r["stages"] if len(s["gpus"]) > 1)
+    stage["expert_parallel"] = len(stage["gpus"])
+
+
 WRONG = [
+    (attention_groups_of_unequal_size, "attention_data_parallel"),
+    (experts_of_a_dense_model, "expert_parallel"),
     (more_than_a_card_carries, "routes"),
     (kv_cache_that_does_not_move, "routes[0].links"),
     (route_through_other_gpus, "routes[0].links"),
@@ -148,6 +168,61 @@ WRONG = [
     (same_name_twice, "replicas"),
     (unknown_pipeline_semantics, "pipeline"),
 ]
+
+
+def on_one_node(degrees: list[int], experts: int, heads: int) -> Placement:
+    """One colocated replica of a small mixture, with stages of so many H100 and a layer each."""
+    shape = {"layers": len(degrees), "hidden": 64, "head_dim": 8, "ffn": 64, "vocab": 64, "max_position": 64}
+    model = ModelArchitecture(
+        **shape, name="m", family="mixtral", heads=heads, kv_heads=heads, experts=experts
+    )
+    firsts = itertools.accumulate(degrees, initial=0)
+    stages = [
+        (" ".join(f"here/{first + k}" for k in range(degree)), 1)
+        for first, degree in zip(firsts, degrees, strict=False)
+    ]
+    cluster = ClusterSpec(name="c", nodes=[NodeSpec(name="here", accelerators="H100:8")])
+    replica = replica_of("colocated-0", stages)
+    return placement_of(resolve(cluster, "c", Path()), model, load_workload("LPLD"), [replica], [])
+
+
+@given(
+    gpus=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    groups=st.integers(1, 9),
+    parts=st.integers(1, 9),
+    experts=st.sampled_from([1, 4, 6, 8]),
+    heads=st.sampled_from([1, 2, 4, 6]),
+)
+def test_only_degrees_that_divide_are_sound(gpus, groups, parts, experts, heads):
+    placement = on_one_node([gpus], experts, heads)
+    degrees = {"attention_data_parallel": groups, "expert_parallel": parts}
+    stages = placement.replicas[0].stages
+    stages[0] = stages[0].model_copy(update=degrees)
+    sound = gpus % groups == 0 and heads % (gpus // groups) == 0
+    sound &= gpus % parts == 0 and experts % parts == 0
+    assert any("stages" in key for key, _ in violations(placement)) != sound
+
+
+def test_all_stages_have_as_many_attention_groups():
+    placement = on_one_node([4, 2], experts=8, heads=8)
+    first, second = placement.replicas[0].stages
+    first.attention_data_parallel = 2
+    assert [key for key, _ in violations(placement)] == ["replicas[0].stages[1].attention_data_parallel"]
+    second.attention_data_parallel, second.expert_parallel = 2, 2
+    assert violations(placement) == []
+    assert placement.replicas[0].shape == "tp4dp2,tp2dp2ep2"
+
+
+def test_degrees_of_one_leave_no_trace(sound):
+    stage = Stage(gpus=["a/0", "a/1"], layers=(0, 2), attention_data_parallel=2)
+    assert stage.model_dump(mode="json") == {
+        "gpus": ["a/0", "a/1"],
+        "layers": [0, 2],
+        "attention_data_parallel": 2,
+    }
+    assert stage.shape == "tp2dp2"
+    assert Stage.model_validate(stage.model_dump()) == stage
+    assert "_parallel" not in Placement.model_validate(sound).to_json()
 
 
 def test_a_searched_placement_is_sound(sound):

@@ -1,0 +1,97 @@
+"""Replicas of a placement and their pipeline stages: which GPUs hold what."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+
+from cost_model.base import TensorGroup
+from cost_model.fields import Name, between
+from cost_model.hardware import NO_LINK, Accelerator, Link
+from hexgen2.moves import Figure
+
+Role = Literal["prefill", "decode", "colocated"]
+Layer = Annotated[int, between(-1, 10**8)]
+Count = Annotated[int, Field(gt=0), between(1, 10**9)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+
+class Stage(_Strict):
+    """One pipeline stage: the tensor-parallel degree is len(gpus); layers is [first, end).
+
+    attention_data_parallel : equal groups of consecutive GPUs, each of which runs attention for requests of
+        its own; a request's KV cache lies in one of them
+    expert_parallel : equal groups of GPUs, each of which holds some of the experts of every layer
+    """
+
+    gpus: list[Name] = Field(min_length=1)
+    layers: tuple[Layer, Layer]
+    attention_data_parallel: Count = 1
+    expert_parallel: Count = 1
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Degrees of 1 are left out, so that placements made before there were others keep their bytes."""
+        fields: dict[str, Any] = dump(self)
+        degrees = ("attention_data_parallel", "expert_parallel")
+        return {key: value for key, value in fields.items() if key not in degrees or value > 1}
+
+    @property
+    def tensor_parallel(self) -> int:
+        """The tensor-parallel degree."""
+        return len(self.gpus)
+
+    @property
+    def attention_degree(self) -> int:
+        """GPUs that share the attention of one request; exact for degrees that pass the checks."""
+        return len(self.gpus) // self.attention_data_parallel
+
+    @property
+    def layer_count(self) -> int:
+        """How many layers it holds."""
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def shape(self) -> str:
+        """For example "tp8", or "tp8dp8ep4" with 8 attention groups and the experts in 4 parts: each degree
+        is out of all GPUs of the stage."""
+        attention = f"dp{self.attention_data_parallel}" if self.attention_data_parallel > 1 else ""
+        experts = f"ep{self.expert_parallel}" if self.expert_parallel > 1 else ""
+        return f"tp{self.tensor_parallel}{attention}{experts}"
+
+    def tensor_group(self, accelerator: Accelerator, link: Link = NO_LINK) -> TensorGroup:
+        """The stage as cost models see it, on GPUs of this type joined by this link."""
+        degrees = (self.attention_data_parallel, self.expert_parallel)
+        return TensorGroup(accelerator, self.tensor_parallel, link, *degrees)
+
+
+class Replica(_Strict):
+    """One copy of the model. capacity_req_s is what it can process alone (within the goal's targets, if the
+    placement is to keep them), utilisation its share in use."""
+
+    id: Name
+    role: Role
+    stages: list[Stage] = Field(min_length=1)
+    max_batch: Count
+    capacity_req_s: Figure
+    utilisation: Figure = 0.0
+
+    @property
+    def gpus(self) -> list[str]:
+        """All GPUs, in the order of the stages."""
+        return [gpu for stage in self.stages for gpu in stage.gpus]
+
+    @property
+    def shape(self) -> str:
+        """For example "tp2,tp1": the degrees of each stage."""
+        return ",".join(stage.shape for stage in self.stages)
+
+    @property
+    def attention_data_parallel(self) -> int:
+        """Attention groups of each stage (all have the same number), between which its requests are
+        divided."""
+        return self.stages[0].attention_data_parallel
