@@ -106,6 +106,10 @@ def model_of_id(model_path: str) -> ModelArchitecture:
     name = model_path.strip()
     if _is_folder(name):
         return find_model(name)
+    for pattern, model, operators in _UNKNOWN_OPERATORS:
+        if pattern.search(name.lower()):
+            problem = f"{model} has {operators}, which no cost model here knows"
+            raise InputError("model_path", "", problem, "leave such rows out")
     bare = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     while bare:
         found = _found(_SAME_SHAPE.get(bare, bare))
@@ -115,10 +119,6 @@ def model_of_id(model_path: str) -> ModelArchitecture:
         if shorter == bare:
             break
         bare = shorter
-    for pattern, model, operators in _UNKNOWN_OPERATORS:
-        if pattern.search(name.lower()):
-            problem = f"{model} has {operators}, which no cost model here knows"
-            raise InputError("model_path", "", problem, "leave such rows out")
     remedy = f"known: {', '.join(SHIPPED)}, and folders with a config.json"
     raise InputError("model_path", "", f"{name[:60]!r} is not the id of a known model", remedy)
 

@@ -12,13 +12,11 @@ from hexgen2.placement import (
     CostModelName,
     Latency,
     Placement,
-    Replica,
-    Role,
     Route,
     SearchRecord,
-    Stage,
     Throughput,
 )
+from hexgen2.replica import Replica, Role, Stage
 from hexgen2.workload.classes import load_workload
 from hexgen2.workload.lengths import Workload
 
@@ -132,7 +130,7 @@ def _gpus(run: Run, name: str, shape: Shape, nodes: list[NodeSpec]) -> list[str]
             NodeSpec(
                 name=node,
                 accelerators=f"{run.gpu.name}:{count}",
-                interconnect=usual_interconnect(run.gpu),
+                interconnect=usual_interconnect(run.gpu),  # type: ignore[arg-type]
                 network_gbit_s=NETWORK_GBIT_S * count,
             )
         )
@@ -145,7 +143,14 @@ def _stages(gpus: list[str], shape: Shape, layers: int) -> list[Stage]:
     size, stages = shape.stage_gpus, []
     for k in range(shape.pp):
         own = (k * layers // shape.pp, (k + 1) * layers // shape.pp)
-        stages.append(Stage(gpus=gpus[k * size : (k + 1) * size], layers=own))
+        stages.append(
+            Stage(
+                gpus=gpus[k * size : (k + 1) * size],
+                layers=own,
+                attention_data_parallel=shape.attention_dp,
+                expert_parallel=shape.expert_parallel,
+            )
+        )
     return stages
 
 

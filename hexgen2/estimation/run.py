@@ -107,7 +107,7 @@ def run_of(cells: Mapping[str, str]) -> Run:
     if mode not in ("agg", "disagg"):
         raise InputError("mode", "", f"is {mode[:40]!r}", "use agg or disagg")
     system = cells.get("system", "").strip()
-    gpu = find_accelerator(_CARDS.get(system.lower(), system), source="system")
+    gpu = _card(system)
     labels = (cells.get(column, "").strip() for column in ("moe_quant_mode", "gemm_quant_mode", "precision"))
     kv = cells.get("kv_quant_mode", "").strip() or cells.get("kv_cache_dtype", "").strip()
     model = checkpoint(cells.get("model_path", ""), next(filter(None, labels), ""), kv)
@@ -130,6 +130,14 @@ def run_of(cells: Mapping[str, str]) -> Run:
     interval = _count(cells, "stream_interval", _MOST_TOKENS, default=0)
     run = Run(engine, model, gpu, isl, osl, concurrency, interval, **kinds)
     return run if interval else Run(**{**vars(run), "stream_interval": _usual_interval(run)})
+
+
+def _card(system: str) -> Accelerator:
+    """The card of a system such as "h100_sxm"."""
+    try:
+        return find_accelerator(_CARDS.get(system.lower(), system))
+    except InputError as error:
+        raise InputError("system", "", error.problem, "name one of `hexgen2 list gpus`") from None
 
 
 def _usual_interval(run: Run) -> int:
@@ -158,7 +166,11 @@ def _workers(cells: Mapping[str, str], role: str, model: ModelArchitecture) -> W
 
 
 def _shape(cells: Mapping[str, str], model: ModelArchitecture, prefix: str = "") -> Shape:
-    """The shape that the columns with a prefix give."""
+    """The shape that the columns with a prefix give.
+
+    Where a row divides experts over more GPUs than it divides attention over, the GPUs are those of the
+    experts, and groups of tp of them run attention for requests of their own.
+    """
     tp = _count(cells, f"{prefix}tp_size", _MOST_GPUS)
     pp = _count(cells, f"{prefix}pp_size", _MOST_GPUS, default=1)
     attention_dp = _count(cells, f"{prefix}attention_dp_size", _MOST_GPUS, default=1)
@@ -168,7 +180,12 @@ def _shape(cells: Mapping[str, str], model: ModelArchitecture, prefix: str = "")
     if pp > model.layers:
         problem = f"{pp} stages for {model.layers} layers"
         raise InputError(f"{prefix}pp_size", "", problem, "take fewer stages")
-    parts = _count(cells, f"{prefix}moe_ep_size", _MOST_GPUS, default=1) if model.experts > 1 else 1
+    parts = 1
+    if model.experts > 1:
+        parts = _count(cells, f"{prefix}moe_ep_size", _MOST_GPUS, default=1)
+        over = parts * _count(cells, f"{prefix}moe_tp_size", _MOST_GPUS, default=1)
+        if over > tp * attention_dp and over % tp == 0:
+            attention_dp = over // tp
     if (tp * attention_dp) % parts:
         problem = f"{parts} parts of the experts do not divide {tp * attention_dp} GPUs evenly"
         raise InputError(f"{prefix}moe_ep_size", "", problem, "take a divisor")
