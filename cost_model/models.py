@@ -156,7 +156,7 @@ SHIPPED: dict[str, dict[str, Any]] = {
 }
 
 _ALIASES = {"llama1-30b": "llama-30b", "llama-33b": "llama-30b", "bloom": "bloom-176b"}
-_SUFFIXES = re.compile(r"(?:[-_. ](?:hf|chat|instruct|it|base|v\d+(?:\.\d+)*))+$")
+_SUFFIXES = re.compile(r"(?:[-_. ](?:hf|chat|instruct|it|base|v0(?:\.\d+)+))+$")
 
 
 def _loose(name: str) -> str:

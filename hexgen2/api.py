@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cost_model.architecture import ModelArchitecture
     from cost_model.pipeline import PipelineSemantics
     from hexgen2.comparison.run import Comparison
-    from hexgen2.estimation import StepEstimate
+    from hexgen2.estimation.single import StepEstimate
     from hexgen2.goal import Goal, Objective
     from hexgen2.network.shared_links import Links
     from hexgen2.placement import Placement
@@ -436,7 +436,7 @@ def estimate(
     >>> e.fits, e.decode_ms < e.prefill_ms
     (True, True)
     """
-    from hexgen2.estimation import estimate_step
+    from hexgen2.estimation.single import estimate_step
 
     for option, value, least in (
         ("--isl", isl, 1),

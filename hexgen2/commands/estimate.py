@@ -1,8 +1,11 @@
-"""`hexgen2 estimate`: times, memory and largest batch of one model on some GPUs, or times of many steps."""
+"""`hexgen2 estimate`: times, memory and largest batch of one model on some GPUs, or times of many steps or
+runs."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +14,18 @@ import click
 import hexgen2
 from cost_model.errors import InputError
 from cost_model.hardware import INTERCONNECT_CLASSES
-from hexgen2.commands.options import COST_MODEL_FILE, Command, format_options, json_option, options
-from hexgen2.terminal import echo, echo_json
+from hexgen2.commands.options import (
+    COST_MODEL_FILE,
+    Command,
+    check_folder,
+    format_options,
+    json_option,
+    options,
+)
+from hexgen2.terminal import echo, echo_json, note
 
 if TYPE_CHECKING:
-    from hexgen2.estimation import StepEstimate
+    from hexgen2.estimation.single import StepEstimate
 
 _COUNT = click.IntRange(1, 10**7)
 _asked = options("What to estimate")
@@ -25,10 +35,11 @@ _output = options("Output")
 
 @click.command(
     cls=Command,
-    short_help="Predict the time and memory of single steps.",
+    short_help="Predict the time and memory of single steps, or the times of runs.",
     examples=(
         "hexgen2 estimate --gpu H100:8 --model llama-2-70b --tp 8 --batch 16 --isl 512 --osl 128",
         "hexgen2 estimate --csv steps.csv -o predicted.csv",
+        "hexgen2 estimate --runs runs.csv -o predicted.csv",
     ),
 )
 @_asked("--gpu", metavar="NAME:COUNT", help="The GPUs, for example H100:8.")
@@ -69,6 +80,14 @@ _output = options("Output")
     help="Estimate many steps: a CSV file with columns gpu, model, tp, phase, batch, input_len_or_context. "
     "Adds predicted_ms.",
 )
+@_asked(
+    "--runs",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Simulate many runs of serving engines in a closed loop: a CSV file with columns backend, "
+    "model_path, system, isl, osl, tp_size, concurrency and more. Adds predicted_ttft_ms, "
+    "predicted_tpot_ms, why_not.",
+)
 @_output(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE, not to stdout."
 )
@@ -80,10 +99,27 @@ _output = options("Output")
     help="Links between the GPUs.  [default: the usual ones of such GPUs]",
 )
 @_detail("--engine", metavar="NAME", help="Engine known to the coefficients.  [default: a mean engine]")
+@_detail("--jobs", metavar="N", type=_COUNT, help="Processes for --runs.  [default: one per processor]")
 @_detail("--cost-model", metavar="FILE|zero-fit", help=COST_MODEL_FILE)
-def estimate(table: Path | None, pp: int, output: Path | None, as_json: bool, **asked: Any) -> None:
+def estimate(
+    table: Path | None,
+    runs: Path | None,
+    jobs: int | None,
+    pp: int,
+    output: Path | None,
+    as_json: bool,
+    **asked: Any,
+) -> None:
     """Predict the time of a prefill and of a decode step, memory use and the largest batch."""
-    text = _table(table, as_json, asked) if table is not None else _one(pp, as_json, asked)
+    check_folder(output)
+    if jobs is not None and runs is None:
+        raise InputError("--jobs", "", "goes with --runs only", "leave it out")
+    if table is not None and runs is not None:
+        raise InputError("--runs", "", "does not go with --csv", "leave one of them out")
+    if runs is not None:
+        text = _runs(runs, jobs, as_json, asked)
+    else:
+        text = _table(table, as_json, asked) if table is not None else _one(pp, as_json, asked)
     if output is None:
         (echo_json if as_json else echo)(text.removesuffix("\n"))
     else:
@@ -93,18 +129,45 @@ def estimate(table: Path | None, pp: int, output: Path | None, as_json: bool, **
 
 
 def _table(path: Path, as_json: bool, asked: dict[str, Any]) -> str:
-    from hexgen2.estimation import estimate_table
+    from hexgen2.estimation.table import estimate_table
 
-    for name in ("gpu", "model", "tp", "isl", "interconnect"):
+    _check_columns("--csv", ("gpu", "model", "tp", "isl", "interconnect"), as_json, asked)
+    return estimate_table(path, asked["weights"], asked["kv"], asked["engine"], asked["cost_model"])
+
+
+def _runs(path: Path, jobs: int | None, as_json: bool, asked: dict[str, Any]) -> str:
+    from hexgen2.estimation.runs import estimate_runs
+
+    names = ("gpu", "model", "tp", "isl", "weights", "kv", "engine", "interconnect", "cost_model")
+    _check_columns("--runs", names, as_json, asked)
+    return estimate_runs(path, jobs, _progress())
+
+
+def _check_columns(option: str, names: tuple[str, ...], as_json: bool, asked: dict[str, Any]) -> None:
+    """Refuse options whose values are those of a file's rows."""
+    for name in names:
         if asked[name] is not None:
-            raise InputError(f"--{name}", "", "is a column with --csv", "leave it out")
+            raise InputError(f"--{name.replace('_', '-')}", "", f"is a column with {option}", "leave it out")
     for name in ("attention_dp", "expert_parallel"):
         if asked[name] > 1:
-            option = f"--{name.replace('_', '-')}"
-            raise InputError(option, "", "does not go with --csv", "leave one of them out")
+            raise InputError(
+                f"--{name.replace('_', '-')}", "", f"does not go with {option}", "leave one of them out"
+            )
     if as_json:
-        raise InputError("--json", "", "does not go with --csv", "leave one of them out")
-    return estimate_table(path, asked["weights"], asked["kv"], asked["engine"], asked["cost_model"])
+        raise InputError("--json", "", f"does not go with {option}", "leave one of them out")
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Prints to stderr every few seconds how many runs are done."""
+    last = time.monotonic()
+
+    def show(done: int, count: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 2.0:
+            last = time.monotonic()
+            note(f"{done} of {count} runs")
+
+    return show
 
 
 def _one(pp: int, as_json: bool, asked: dict[str, Any]) -> str:

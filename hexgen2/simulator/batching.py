@@ -27,6 +27,15 @@ from cost_model.base import CHUNK_TOKENS, PREFILL_TOKENS
 Policy = Literal["mixed", "chunked", "chunked-prefill-first", "inflight", "prefill-first"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
+ENGINE_POLICIES: dict[str, Policy] = {
+    "vllm": "chunked",
+    "sglang": "chunked-prefill-first",
+    "trtllm": "inflight",
+}
+"""The policy of each engine in its usual configuration."""
+ENGINE_STEP_TOKENS = 8192
+"""Most tokens in a step with prompts: vLLM's default on large GPUs for servers, SGLang's, TensorRT-LLM's."""
+
 
 @dataclass(frozen=True)
 class Batching:
@@ -44,6 +53,28 @@ class Batching:
     step_tokens: int = PREFILL_TOKENS
     max_batch: int | None = None
     chunk_tokens: int = CHUNK_TOKENS
+
+    @classmethod
+    def of_engine(
+        cls, name: str, attention_dp: int = 1, longest_prompt: int = 0, max_batch: int | None = None
+    ) -> Batching:
+        """How an engine fills its steps as it is usually configured.
+
+        vLLM and TensorRT-LLM limit the tokens of each part of the replica that runs attention for requests of
+        its own, SGLang those of all parts together. Where prompts are not divided, the limit has room for
+        the longest one beside a token of each other request: the engine would not accept it otherwise.
+
+        Parameters
+        ----------
+        name : one of ENGINE_POLICIES (KeyError otherwise)
+        attention_dp : parts of a replica that run attention for requests of their own
+        longest_prompt : tokens
+        """
+        policy = ENGINE_POLICIES[name]
+        tokens = ENGINE_STEP_TOKENS
+        if policy == "inflight":
+            tokens = max(tokens, longest_prompt + (max_batch or 0))
+        return cls(policy, tokens * (1 if name == "sglang" else attention_dp), max_batch)
 
     @property
     def prefill_first(self) -> bool:

@@ -1,23 +1,20 @@
-"""Estimates of single steps: one model on some GPUs, or a table of many."""
+"""Estimates of the steps of one model on some GPUs."""
 
 from __future__ import annotations
 
-import csv
-import io
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster_specs.loader import parse_accelerators
 from cost_model.architecture import ModelArchitecture
 from cost_model.calibrated import Calibrated
-from cost_model.coefficients import ZERO_FIT, CoefficientSet, fitted, load_coefficients
 from cost_model.dtypes import SIXTEEN_BIT, check_kernels, in_formats
 from cost_model.errors import InputError
 from cost_model.estimate import Shape, estimate
 from cost_model.hardware import INTERCONNECT_CLASSES, find_accelerator, interconnect_link, usual_interconnect
 from cost_model.lengths import RequestLengths
-from cost_model.measurements import read_rows, step_of
 from cost_model.models import find_model
+from hexgen2.estimation.coefficients import named_coefficients
 from hexgen2.results import Record
 
 
@@ -86,7 +83,7 @@ def estimate_step(
     ------
     InputError
     """
-    coefficients = _coefficients(cost_model, engine)
+    coefficients = named_coefficients(cost_model, engine)
     name, count = parse_accelerators(gpu, "--gpu", "")
     accelerator = find_accelerator(name, source="--gpu")
     architecture = in_formats(find_model(model), weights, kv)
@@ -155,45 +152,3 @@ def _check_degrees(model: ModelArchitecture, shape: Shape, count: int) -> None:
     if model.experts % shape.expert_parallel:
         problem = f"{shape.expert_parallel} does not divide the experts of {model.name}: {model.experts}"
         raise InputError("--expert-parallel", "", problem, "use a degree that does, or leave it out")
-
-
-def estimate_table(
-    path: Path,
-    weights: str | None = None,
-    kv: str | None = None,
-    engine: str | None = None,
-    cost_model: str | Path | None = None,
-) -> str:
-    """The CSV file's rows with predicted_ms added, as CSV.
-
-    Without `engine`, a row's own engine (or source) counts if the coefficients know it.
-
-    Raises
-    ------
-    InputError
-    """
-    coefficients = _coefficients(cost_model, engine)
-    header, rows = read_rows(path)
-    written = io.StringIO()
-    columns = [*header, *(["predicted_ms"] if "predicted_ms" not in header else [])]
-    writer = csv.DictWriter(written, columns, lineterminator="\n", restval="")
-    writer.writeheader()
-    for row in rows:
-        step = step_of(row)
-        step = replace(step, model=in_formats(step.model, weights, kv))
-        known = step.engine if step.engine in coefficients.engines else None
-        milliseconds = 1e3 * step.seconds_by(coefficients, engine or known)
-        writer.writerow({**row.cells, "predicted_ms": f"{milliseconds:.6g}"})
-    return written.getvalue()
-
-
-def _coefficients(name: str | Path | None, engine: str | None) -> CoefficientSet:
-    """The coefficients that ship (None), the priors ("zero-fit") or those of a file; they know the engine."""
-    if name is None:
-        found = fitted()
-    else:
-        found = ZERO_FIT if str(name) == ZERO_FIT.name else load_coefficients(Path(name))
-    if engine is not None and engine not in found.engines:
-        known = ", ".join(found.engines) or "none"
-        raise InputError("--engine", "", f"{engine[:60]!r} is not in the coefficients", f"known: {known}")
-    return found

@@ -1,0 +1,1 @@
+"""Predicted times of single steps and of whole runs."""

@@ -1,0 +1,111 @@
+"""Predicts the times of a run by simulating it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from cluster_specs.loader import resolve
+from cost_model.architecture import ModelArchitecture
+from cost_model.base import CostModel
+from cost_model.calibrated import Calibrated
+from cost_model.errors import HexGen2Error, InputError
+from cost_model.lengths import RequestLengths
+from cost_model.registry import COST_MODELS, make_cost_model
+from hexgen2.cluster import Cluster
+from hexgen2.estimation.deployment import check_room, placement_of, workload_of
+from hexgen2.estimation.run import Run
+from hexgen2.placement import Placement
+from hexgen2.prediction.kv_capacity import kv_capacity_tokens
+from hexgen2.results import SimulationResult
+from hexgen2.simulator.batching import Batching
+from hexgen2.simulator.options import Options
+from hexgen2.simulator.run import simulate
+from hexgen2.workload.arrivals import LengthSource, offline
+
+REQUESTS_PER_CLIENT = 10
+SHORTEST_SHARE = 0.8
+"""Lengths are drawn uniformly from this share of the nominal one to all of it."""
+_SEED = 0
+
+
+class Prediction(NamedTuple):
+    """Mean times of a run in ms, or why there are none."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+    why_not: str = ""
+
+
+def predict(run: Run) -> Prediction:
+    """The times of a run, or the reason why they cannot be predicted."""
+    try:
+        found = simulated(run)
+        return Prediction(_ttft_ms(run, found), found.mean_tpot_ms)
+    except HexGen2Error as error:
+        return Prediction(None, None, str(error))
+    except Exception as error:  # One row is not worth losing all the others.
+        return Prediction(None, None, f"cannot be simulated: {type(error).__name__}: {error}"[:200])
+
+
+def simulated(run: Run) -> SimulationResult:
+    """The results of simulating a run.
+
+    Raises
+    ------
+    InputError : it does not fit into memory, or requests fail
+    """
+    costs = _cost_model(run.engine, run.model, workload_of(run).lengths)
+    placement = placement_of(run, costs)
+    cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+    check_room(run, placement, {r.id: kv_capacity_tokens(r, cluster, costs) for r in placement.replicas})
+    lengths = LengthSource.load(None, run.isl, run.osl, SHORTEST_SHARE)
+    requests = offline(lengths, REQUESTS_PER_CLIENT * run.concurrency, _SEED)
+    found = simulate(placement, requests, options_of(run, costs), costs=costs)
+    if found.failed:
+        reason, count = max(found.failures.items(), key=lambda item: item[1])
+        raise InputError("simulation", "", f"{count} requests failed ({reason})", "take more GPUs")
+    return found
+
+
+def placed(run: Run) -> Placement:
+    """The placement that a run is simulated with."""
+    return placement_of(run, _cost_model(run.engine, run.model, workload_of(run).lengths))
+
+
+def options_of(run: Run, costs: CostModel) -> Options:
+    """How a run is simulated: its engine's batching, in a closed loop."""
+    workers = run.colocated or run.prefill
+    assert workers is not None
+    attention_dp = workers.shape.attention_dp
+    batching = Batching.of_engine(run.engine, attention_dp, run.isl, _max_batch(run))
+    step_tokens = batching.step_tokens
+    if workers.batch is not None:
+        step_tokens = min(step_tokens, workers.batch * attention_dp * run.isl)
+    return Options(
+        policy=batching.policy,
+        front_end_s=float(getattr(costs, "first_token_s", 0.0)),
+        step_tokens=step_tokens,
+        max_batch=batching.max_batch,
+        max_concurrency=run.concurrency,
+    )
+
+
+def _max_batch(run: Run) -> int:
+    """Most requests of a worker that decodes."""
+    workers = run.colocated or run.decode
+    assert workers is not None
+    return min(workers.worker_batch or run.concurrency, run.concurrency)
+
+
+def _ttft_ms(run: Run, found: SimulationResult) -> float:
+    """With the wait for the tokens that are sent together with the first one."""
+    return found.mean_ttft_ms + (min(run.stream_interval, run.osl) - 1) * found.mean_tpot_ms
+
+
+@lru_cache(maxsize=256)
+def _cost_model(engine: str, model: ModelArchitecture, lengths: RequestLengths) -> CostModel:
+    """The engine's own cost model, or the general one."""
+    name = engine if engine in COST_MODELS else Calibrated.name
+    return make_cost_model(name, model, lengths)
