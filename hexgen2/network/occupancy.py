@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from cost_model.hardware import Link
 from hexgen2.cluster import Cluster
@@ -26,8 +26,22 @@ Resource = int | Port
 """A resource of SharedLinks by its index, or a port."""
 Sent = tuple[int, int, float]
 """(from node, to node, bytes)."""
-StageOnNode = tuple[int, int, int]
-"""A pipeline stage whose GPUs have no names yet: (node, GPUs of it, layers)."""
+
+
+class StageOnNode(Protocol):
+    """A pipeline stage whose GPUs have no names yet: `degree` GPUs of a node."""
+
+    @property
+    def node(self) -> int: ...
+
+    @property
+    def degree(self) -> int: ...
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def attention_dp(self) -> int: ...
 
 
 class KvPart(NamedTuple):
@@ -60,10 +74,11 @@ def parts_of_stages(
     node_links : [nodes][nodes] the slowest link between, or inside, nodes
     to_every_rank : as of gpu_parts
     """
-    for i, j, layers in layer_overlaps([s[2] for s in prefill], [s[2] for s in decode]):
-        (source, senders, _), (target, receivers, _) = prefill[i], decode[j]
+    for i, j, layers in layer_overlaps([s.layers for s in prefill], [s.layers for s in decode]):
+        source, senders = prefill[i].node, prefill[i].degree
+        target, receivers = decode[j].node, decode[j].degree
         link = node_links[source][target]
-        bytes_ = layers * layer_bytes * copies(receivers, to_every_rank)
+        bytes_ = layers * layer_bytes * copies(receivers // decode[j].attention_dp, to_every_rank)
         yield KvPart(i, j, source, target, bytes_, link.bandwidth_bytes_s, link.latency_s, senders, receivers)
 
 

@@ -105,7 +105,7 @@ class Migrator:
         for k, replica in enumerate(replicas):
             if k in continued:
                 continue
-            shards = shards_of([(stage.degree, stage.layers) for stage in replica.stages])
+            shards = shards_of([stage[1:] for stage in replica.stages])
             for s, stage in enumerate(replica.stages):
                 slots.setdefault(stage.node, []).extend((k, s, shard) for shard in shards[s])
         named: dict[tuple[int, int], list[int]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from hexgen2.placement import Placement
+from hexgen2.placement import Placement, Stage
 from hexgen2.placement import Replica as PlacedReplica
 from hexgen2.search.planning.plan import PlannedStage
 from hexgen2.search.planning.shards import Shard, shards_of
@@ -18,8 +18,7 @@ class OldReplica:
 
     Attributes
     ----------
-    stages : None if the replica is broken, or has what the planner never makes: a stage across nodes,
-        attention groups, or expert parallelism
+    stages : None if the replica is broken, or has a stage across nodes, which the planner never makes
     gpus : indices by stage and rank; None for a lost GPU
     shards : the weights that each GPU holds, by stage and rank
     drain_s : mean time that a request stays in the replica; 0 if it is broken
@@ -88,7 +87,7 @@ class Previous:
             batch=replica.max_batch,
             stages=self._stages(replica, gpus) if alive else None,
             gpus=gpus,
-            shards=shards_of([(stage.tensor_parallel, stage.layer_count) for stage in replica.stages]),
+            shards=shards_of([_degrees(stage) for stage in replica.stages]),
             drain_s=drain_s(replica, self.placement.cost_model.pipeline) if alive else 0.0,
             alive=alive,
         )
@@ -98,13 +97,17 @@ class Previous:
     ) -> tuple[PlannedStage, ...] | None:
         node_of = self._problem.cluster.node_of
         nodes = [{int(node_of[g]) for g in stage} for stage in gpus]
-        degrees = ((stage.attention_data_parallel, stage.expert_parallel) for stage in replica.stages)
-        if any(len(names) > 1 for names in nodes) or any(max(both) > 1 for both in degrees):
+        if any(len(names) > 1 for names in nodes):
             return None
         return tuple(
-            PlannedStage(min(names), stage.tensor_parallel, stage.layer_count)
+            PlannedStage(min(names), *_degrees(stage))
             for names, stage in zip(nodes, replica.stages, strict=True)
         )
+
+
+def _degrees(stage: Stage) -> tuple[int, int, int, int]:
+    """GPUs, layers, attention groups and parts of the experts of a stage."""
+    return stage.tensor_parallel, stage.layer_count, stage.attention_data_parallel, stage.expert_parallel
 
 
 def drain_s(replica: PlacedReplica, pipeline: str) -> float:

@@ -63,7 +63,7 @@ class ReplanEvaluator(Evaluator):
                     yield plan, 0.0 if same else old.drain_s / 2 + terms.restart_s
         plan = planner.plan(group.role, group.counts)
         if plan:
-            shards = shards_of([(stage.degree, stage.layers) for stage in plan.stages])
+            shards = shards_of([stage[1:] for stage in plan.stages])
             largest = max(shard_bytes(self.problem.model, rank) for stage in shards for rank in stage)
             yield plan, drain_s / 2 + terms.restart_s + largest / terms.load_bytes_s
 

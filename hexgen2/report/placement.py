@@ -201,7 +201,8 @@ def _replica_table(placement: Placement) -> Table:
 def stages_text(replica: Replica, accelerators: dict[str, str]) -> str:
     """For example "2xH100 pod-a/0-1: 0-53 | 1xA100 pod-b/3: 54-79"."""
     return " | ".join(
-        f"{len(stage.gpus)}x{accelerators[stage.gpus[0].split('/')[0]]} {compact(stage.gpus)}: "
+        f"{len(stage.gpus)}x{accelerators[stage.gpus[0].split('/')[0]]} {compact(stage.gpus)}"
+        f"{'' if stage.shape == f'tp{len(stage.gpus)}' else f' {stage.shape}'}: "
         f"{stage.layers[0]}-{stage.layers[1] - 1}"
         for stage in replica.stages
     )

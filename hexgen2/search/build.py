@@ -103,7 +103,14 @@ def _replica(problem: Problem, replica: PlannedReplica, name: Name, load: float)
     stages, layer = [], 0
     for stage, gpus in zip(replica.stages, name.gpus, strict=True):
         ids = [problem.cluster.gpu_ids[gpu] for gpu in gpus]
-        stages.append(Stage(gpus=ids, layers=(layer, layer + stage.layers)))
+        stages.append(
+            Stage(
+                gpus=ids,
+                layers=(layer, layer + stage.layers),
+                attention_data_parallel=stage.attention_dp,
+                expert_parallel=stage.expert_parallel,
+            )
+        )
         layer += stage.layers
     capacity = replica.plan.capacity_req_s
     return Replica(

@@ -336,7 +336,7 @@ class Evaluator:
         """The replica's plan under other orders of its stages that keep its capacity; the layers are split
         anew for each. A gain in capacity is not counted (below 1 %: another stage has the LM head), for the
         bounds rest on the planner's best."""
-        shape = tuple((s.node, s.degree) for s in replica.stages)
+        shape = tuple(s.shape for s in replica.stages)
         key = (replica.group.role, shape)
         if key not in self._ordered:
             orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), self.params.stage_orders))

@@ -22,6 +22,7 @@ from cost_model.pipeline import (
     under_way,
 )
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
+from hexgen2.search.planning.shapes import StageShape
 from hexgen2.search.problem import Problem
 
 
@@ -41,13 +42,13 @@ class Pipeline:
 
     Attributes
     ----------
-    shape : (node, tensor-parallel degree) of each stage
+    shape : node and degrees of each stage
     batch : the largest that fits; for prefill, the one to run
     limit_req_s : an upper limit on the capacity, however the layers are divided
     """
 
     role: str
-    shape: tuple[tuple[int, int], ...]
+    shape: tuple[StageShape, ...]
     kinds: list[StageKind]
     hops: list[Link]
     memory: list[StageMemory]
@@ -85,17 +86,17 @@ class Pipelines:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.prefill_batches = dict.fromkeys((problem.costs.prefill_batch(), 1))
-        self._stage_kinds: dict[tuple[int, int], StageKind] = {}
+        self._stage_kinds: dict[tuple[int, ...], StageKind] = {}
 
-    def of(self, role: str, shape: Sequence[tuple[int, int]]) -> Pipeline | None:
-        """The pipeline of this shape, stages of (node, degree); None if the model does not fit."""
+    def of(self, role: str, shape: Sequence[StageShape]) -> Pipeline | None:
+        """The pipeline of this shape; None if the model does not fit."""
         problem, costs = self.problem, self.problem.costs
         layers, last = problem.model.layers, len(shape) - 1
         if len(shape) > layers:
             return None
         phase: Phase = "prefill" if role == "prefill" else "decode"
-        kinds = [self._stage_kind(node, degree) for node, degree in shape]
-        hops = [problem.node_links[a][b] for (a, _), (b, _) in itertools.pairwise(shape)]
+        kinds = [self._stage_kind(stage) for stage in shape]
+        hops = [problem.node_links[a][b] for (a, *_), (b, *_) in itertools.pairwise(shape)]
         memory = [kind.memory[phase, j == 0, j == last] for j, kind in enumerate(kinds)]
         if phase == "prefill":
             held = prefill_batches_held(problem.pipeline, len(shape))
@@ -112,12 +113,17 @@ class Pipelines:
         rate = math.fsum(running / layer_s for layer_s in timing.layer_s)
         return replace(pipeline, limit_req_s=rate / (layers * outputs))
 
-    def _stage_kind(self, node: int, degree: int) -> StageKind:
-        """The kind of a stage of `degree` GPUs of a node, remembered by kind of node."""
-        key = (self.problem.node_kind[node], degree)
+    def _stage_kind(self, stage: StageShape) -> StageKind:
+        """The kind of a stage, remembered by kind of node."""
+        node, *degrees = stage
+        key = (self.problem.node_kind[node], *degrees)
         if key not in self._stage_kinds:
             group = TensorGroup(
-                self.problem.node_accelerator[node], degree, self.problem.node_links[node][node]
+                self.problem.node_accelerator[node],
+                stage.degree,
+                self.problem.node_links[node][node],
+                stage.attention_dp,
+                stage.expert_parallel,
             )
             ends = itertools.product(("prefill", "decode"), (True, False), (True, False))
             memory = {end: self.problem.costs.stage_memory(end[0], group, *end[1:]) for end in ends}  # type: ignore[arg-type]

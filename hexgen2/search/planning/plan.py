@@ -16,7 +16,7 @@ from cost_model.pipeline import Pace, prefill_batches_held, prefill_pace
 from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines, Timing
-from hexgen2.search.planning.shapes import Shapes, vllm_runs
+from hexgen2.search.planning.shapes import Shapes, StageShape, vllm_runs, with_experts_divided
 from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds, greatest, greatest_first
 
@@ -25,11 +25,18 @@ BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 
 
 class PlannedStage(NamedTuple):
-    """`degree` GPUs of `node` hold `layers` layers."""
+    """`degree` GPUs of `node` hold `layers` layers; the other degrees are those of TensorGroup."""
 
     node: int
     degree: int
     layers: int
+    attention_dp: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def shape(self) -> StageShape:
+        """The stage without its layers."""
+        return StageShape(self.node, self.degree, self.attention_dp, self.expert_parallel)
 
 
 @dataclass(frozen=True)
@@ -115,12 +122,13 @@ class Planner:
             return plan
         # Planned for equal nodes: each stage moves to the node that corresponds.
         at = dict(zip(planned_on, nodes, strict=True))
-        stages = tuple(PlannedStage(at[s.node], s.degree, s.layers) for s in plan.stages)
+        stages = tuple(s._replace(node=at[s.node]) for s in plan.stages)
         return replace(plan, stages=stages)
 
-    def _shapes_of(self, role: str, counts: NodeCounts) -> Iterator[list[tuple[int, int]]]:
+    def _shapes_of(self, role: str, counts: NodeCounts) -> Iterator[list[StageShape]]:
         """The shapes that the engine can run."""
-        shapes = self._shapes.of(counts)
+        divided = (with_experts_divided(self.problem, shape) for shape in self._shapes.of(counts))
+        shapes = itertools.chain.from_iterable(divided)
         if self.problem.engine == "vllm":
             return (shape for shape in shapes if vllm_runs(role, shape))
         return shapes
@@ -139,9 +147,10 @@ class Planner:
                 best = plan
         return best
 
-    def plan_shape(self, role: str, shape: Sequence[tuple[int, int]]) -> GroupPlan | None:
-        """The best layers and batch for stages (node, degree) in this order; None if nothing fits."""
-        pipeline = self._pipelines.of(role, shape)
+    def plan_shape(self, role: str, shape: Sequence[tuple[int, ...]]) -> GroupPlan | None:
+        """The best layers and batch for stages (node, degree, and the degrees of StageShape that are not 1)
+        in this order; None if nothing fits."""
+        pipeline = self._pipelines.of(role, [StageShape(*stage) for stage in shape])
         return self._plan(pipeline) if pipeline else None
 
     def quickest_s(self, role: str, counts: NodeCounts) -> float:
@@ -168,7 +177,7 @@ class Planner:
     ) -> GroupPlan | None:
         """The plan with exactly these stages and layers, for `batch` requests or as many as a plan would
         hold; None if that does not fit or misses the targets."""
-        pipeline = self._pipelines.of(role, [(s.node, s.degree) for s in stages])
+        pipeline = self._pipelines.of(role, [s.shape for s in stages])
         if pipeline is None:
             return None
         split = [s.layers for s in stages]
@@ -195,8 +204,8 @@ class Planner:
         if best is None or best.req_s <= 0:
             return None
         stages = tuple(
-            PlannedStage(node, degree, n)
-            for (node, degree), n in zip(pipeline.shape, best.split, strict=True)
+            PlannedStage(node, degree, n, *degrees)
+            for (node, degree, *degrees), n in zip(pipeline.shape, best.split, strict=True)
         )
         return _plan_of(stages, best)
 
@@ -271,7 +280,7 @@ class Planner:
 
     def _planned_pipeline(self, role: str, plan: GroupPlan) -> tuple[Pipeline, list[int]]:
         """The pipeline of a plan, and the layers of its stages."""
-        pipeline = self._pipelines.of(role, [(s.node, s.degree) for s in plan.stages])
+        pipeline = self._pipelines.of(role, [s.shape for s in plan.stages])
         assert pipeline is not None, "a plan fits in its own stages"
         return pipeline, [s.layers for s in plan.stages]
 

@@ -11,12 +11,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import least
 
 MAX_SHAPES = 64
 """The most combinations of tensor degrees tried per group; beyond it, one degree per node."""
+
+
+class StageShape(NamedTuple):
+    """`degree` GPUs of `node`; attention_dp and expert_parallel are those of TensorGroup."""
+
+    node: int
+    degree: int
+    attention_dp: int = 1
+    expert_parallel: int = 1
 
 
 @lru_cache(maxsize=4096)
@@ -36,13 +46,29 @@ def _even(choices: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(p for p in choices if len(set(p[:-1])) <= 1)
 
 
-def vllm_runs(role: str, shape: Sequence[tuple[int, int]]) -> bool:
-    """Whether vLLM can run a replica of these stages (node, degree): they need the same tensor-parallel
-    degree and equal shares of every node. Where KV caches come or go its NixlConnector allows only one
+def vllm_runs(role: str, shape: Sequence[StageShape]) -> bool:
+    """Whether vLLM can run a replica of these stages: they need the same degrees and equal shares of every
+    node, and attention groups a single node. Where KV caches come or go its NixlConnector allows only one
     stage."""
-    stages = Counter(node for node, _ in shape)
-    uniform = len({degree for _, degree in shape}) == 1 and len(set(stages.values())) == 1
-    return uniform and (role == "colocated" or len(shape) == 1)
+    stages = Counter(stage.node for stage in shape)
+    uniform = len({stage[1:] for stage in shape}) == 1 and len(set(stages.values())) == 1
+    on_one_node = len(stages) == 1 or shape[0].attention_dp == 1
+    return uniform and on_one_node and (role == "colocated" or len(shape) == 1)
+
+
+def with_experts_divided(problem: Problem, shape: Sequence[tuple[int, int]]) -> Iterator[list[StageShape]]:
+    """The shape as it is. Of a mixture of experts, under a cost model that times it, also with whole experts
+    on each GPU of a stage, and then with attention by requests besides (the same number of groups in every
+    stage, or a request could not stay in one)."""
+    plain = [StageShape(*stage) for stage in shape]
+    yield plain
+    experts, widest = problem.model.experts, max(stage.degree for stage in plain)
+    divides = all(experts % stage.degree == 0 for stage in plain)
+    if experts == 1 or widest == 1 or not divides or not problem.costs.times_expert_parallel:
+        return
+    yield [stage._replace(expert_parallel=stage.degree) for stage in plain]
+    if len({stage.degree for stage in plain}) == 1:
+        yield [stage._replace(attention_dp=widest, expert_parallel=widest) for stage in plain]
 
 
 class Shapes:

@@ -13,7 +13,9 @@ class Shard:
     """Rank `rank` of `degree` tensor-parallel ranks over layers [first, end) of a model.
 
     It holds the share [rank / degree, (rank + 1) / degree) of each layer, and of the token table or the LM
-    head if it is at that end of the pipeline. A KV head that several ranks copy counts once."""
+    head if it is at that end of the pipeline. A KV head that several ranks copy counts once. With
+    attention groups it holds the whole share of its group's attention; a rank of other degrees has nothing
+    that this one could keep."""
 
     first: int
     end: int
@@ -21,14 +23,18 @@ class Shard:
     degree: int
     at_start: bool
     at_end: bool
+    attention_dp: int = 1
+    expert_parallel: int = 1
 
 
-def shards_of(stages: Sequence[tuple[int, int]]) -> list[list[Shard]]:
-    """The shards of a replica's stages (tensor degree, layers), by stage and rank."""
+def shards_of(stages: Sequence[tuple[int, ...]]) -> list[list[Shard]]:
+    """The shards of a replica's stages (tensor degree, layers, and the degrees of attention and experts if
+    they are not 1), by stage and rank."""
     shards, first, last = [], 0, len(stages) - 1
-    for s, (degree, layers) in enumerate(stages):
+    for s, (degree, layers, *rest) in enumerate(stages):
         end = first + layers
-        shards.append([Shard(first, end, rank, degree, s == 0, s == last) for rank in range(degree)])
+        ends = (s == 0, s == last)
+        shards.append([Shard(first, end, rank, degree, *ends, *rest) for rank in range(degree)])
         first = end
     return shards
 
@@ -40,6 +46,11 @@ def shard_bytes(model: ModelArchitecture, shard: Shard) -> float:
 
 def shared_bytes(model: ModelArchitecture, wanted: Shard, held: Shard) -> float:
     """Bytes of weights that a GPU with one shard does not have to load for another."""
+    degrees = (wanted.attention_dp, wanted.expert_parallel)
+    if degrees != (held.attention_dp, held.expert_parallel):
+        return 0.0
+    if max(degrees) > 1 and (wanted.degree, wanted.rank) != (held.degree, held.rank):
+        return 0.0
     low = max(wanted.rank / wanted.degree, held.rank / held.degree)
     high = min((wanted.rank + 1) / wanted.degree, (held.rank + 1) / held.degree)
     if high - low <= 1e-12:
@@ -53,4 +64,5 @@ def shared_bytes(model: ModelArchitecture, wanted: Shard, held: Shard) -> float:
     # A tied head is the token table, which both ends of the pipeline hold.
     if model.tied_embeddings and (wanted.at_start or wanted.at_end) and (held.at_start or held.at_end):
         params += model.head_params
-    return (high - low) * (layers * model.layer_bytes + params * model.activation_bytes)
+    layer_bytes = model.layer_bytes + (wanted.attention_dp - 1) * model.attention_bytes
+    return (high - low) * (layers * layer_bytes + params * model.activation_bytes)
