@@ -182,6 +182,12 @@ class ModelArchitecture(BaseModel):
         return weights + biases + (2 * self.head_dim if self.qk_norm else 0)
 
     @cached_property
+    def attention_bytes(self) -> float:
+        """Bytes of one layer's q, k, v and output projections."""
+        quantised = 0 if self.only_experts_quantised else self._attention_matrices_params
+        return self.attention_params * self.activation_bytes + self._saved(quantised)
+
+    @cached_property
     def expert_params(self) -> int:
         """Parameters of one expert of a mixture, or of the only feed-forward block."""
         return self._ffn_params(self.expert_ffn or self.ffn)
@@ -319,12 +325,15 @@ class ModelArchitecture(BaseModel):
         experts = self.experts * self._matrices_params(self.expert_ffn or self.ffn) if mixture else 0
         if self.only_experts_quantised:
             return experts
+        others = self._matrices_params(self.shared_ffn if mixture else self.ffn)
+        return experts + self._attention_matrices_params + others
+
+    @cached_property
+    def _attention_matrices_params(self) -> int:
+        """Parameters of one layer's attention without biases and norms."""
         if self.latent is not None:
-            norms = self.latent.latent_rank + (self.latent.query_rank or 0)
-            attention = self.attention_params - norms
-        else:
-            attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        return experts + attention + self._matrices_params(self.shared_ffn if mixture else self.ffn)
+            return self.attention_params - self.latent.latent_rank - (self.latent.query_rank or 0)
+        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
     def _saved(self, params: int) -> float:
         """Bytes (negative) that quantisation saves on so many parameters of matrices."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.hardware import Accelerator, Link
@@ -103,6 +103,8 @@ class CostModel(ABC):
 
     name: str
     calibration: str
+    times_expert_parallel: ClassVar[bool] = False
+    """Whether its times depend on attention_dp and expert_parallel of a group. Memory may in any case."""
 
     def __init__(self, model: ModelArchitecture, lengths: RequestLengths, batch_cap: int = 256) -> None:
         self.model, self.lengths, self.batch_cap = model, lengths, batch_cap

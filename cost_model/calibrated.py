@@ -104,6 +104,7 @@ class Calibrated(CostModel):
 
     def stage_memory(self, phase: Phase, group: TensorGroup, first: bool, last: bool) -> StageMemory:
         model, n, k = self.model, group.degree, self._of(group.accelerator)
+        groups = group.attention_dp
         embedding = model.embedding_params if first else 0
         # A single stage holds a tied head once.
         head = model.head_params if last and not (first and model.tied_embeddings) else 0
@@ -112,14 +113,17 @@ class Calibrated(CostModel):
         held = (embedding + head) * model.activation_bytes / n
         whole = first and last
         layer = model.layer_bytes if whole else model.largest_layer_bytes
+        # Each attention group holds attention weights of its own, and the KV cache of its share of requests.
+        layer += (groups - 1) * model.attention_bytes
+        kv_bytes, kv_share = model.kv_bytes_per_token_layer, self._kv_share(n // groups)
         kv_tokens = self._kv_tokens[phase] + k.kv_slack_tokens
         beyond = 0.0 if whole else self._kv_tokens_beyond[phase]
         return StageMemory(
             limit=group.accelerator.memory_bytes * k.memory_utilisation,
             fixed=held + workspace + k.engine_bytes,
             per_layer=layer / n,
-            per_layer_request=kv_tokens * model.kv_bytes_per_token_layer * self._kv_share(n),
-            per_request=beyond * model.kv_bytes_per_token_layer * self._kv_share(n),
+            per_layer_request=kv_tokens * kv_bytes * kv_share / groups,
+            per_request=beyond * kv_bytes * kv_share / groups,
         )
 
     @property

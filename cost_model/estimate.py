@@ -15,16 +15,19 @@ from cost_model.lengths import RequestLengths
 
 @dataclass(frozen=True)
 class Shape:
-    """`pp` stages of `tp` devices each, all alike and joined by `link`."""
+    """`pp` stages of `tp` devices each, all alike and joined by `link`. attention_dp and expert_parallel are
+    those of TensorGroup."""
 
     accelerator: Accelerator
     link: Link
     tp: int
     pp: int = 1
+    attention_dp: int = 1
+    expert_parallel: int = 1
 
     @property
     def group(self) -> TensorGroup:
-        return TensorGroup(self.accelerator, self.tp, self.link)
+        return TensorGroup(self.accelerator, self.tp, self.link, self.attention_dp, self.expert_parallel)
 
     def layers(self, model: ModelArchitecture) -> list[int]:
         """Layers of each stage: as even as can be, the first stages take what is over."""

@@ -406,6 +406,8 @@ def estimate(
     interconnect: str | None = None,
     engine: str | None = None,
     cost_model: str | Path | None = None,
+    attention_dp: int = 1,
+    expert_parallel: int = 1,
 ) -> StepEstimate:
     """Predict prefill time, decode step time, memory and the largest batch.
 
@@ -419,6 +421,8 @@ def estimate(
     weights, kv : number formats; the model's own if not given
     interconnect : class of the links between the GPUs; the usual one for these cards if not given
     engine : one that has coefficients; an average engine if not given
+    attention_dp : groups of each stage's GPUs that run attention for requests of their own
+    expert_parallel : groups of each stage's GPUs that divide the experts among them
     cost_model : file that `hexgen2 calibrate` wrote, or "zero-fit"; the shipped coefficients if not given
 
     Raises
@@ -439,11 +443,13 @@ def estimate(
         ("--osl", osl, 0),
         ("--batch", batch, 1),
         ("--pp", pp, 1),
+        ("--attention-dp", attention_dp, 1),
+        ("--expert-parallel", expert_parallel, 1),
     ):
         _in_range(option, value, least, 10**7)
     return estimate_step(
         *(gpu, model, isl, osl, tp, pp, batch),
-        *(weights, kv, interconnect, engine, cost_model),
+        *(weights, kv, interconnect, engine, cost_model, attention_dp, expert_parallel),
     )
 
 

@@ -71,10 +71,10 @@ class Route(_Strict):
         Parameters
         ----------
         layer_bytes : KV cache of one request in one layer
-        to_every_rank : each GPU of a target's stage takes all of it (latent attention)
+        to_every_rank : each GPU of a target's attention group takes all of it (latent attention)
         """
         parts = gpu_parts(source.stages, target.stages, layer_bytes, to_every_rank)
-        layers = sum(s.layer_count * copies(s.tensor_parallel, to_every_rank) for s in target.stages)
+        layers = sum(s.layer_count * copies(s.attention_degree, to_every_rank) for s in target.stages)
         links = [
             {"from": sender, "to": receiver, "bytes_per_req": moved} for sender, receiver, moved in parts
         ]

@@ -20,7 +20,7 @@ GPU_DTYPES = ("bfloat16", "float16")
 
 
 def check_family(placement: Placement, engine: str, source: str) -> None:
-    """Refuse a model that can be planned, but that the torch engine has no code for.
+    """Refuse a model or a stage that can be planned, but that the engine has no code for.
 
     Raises
     ------
@@ -30,6 +30,15 @@ def check_family(placement: Placement, engine: str, source: str) -> None:
     if engine == TORCH and family not in TORCH_FAMILIES:
         problem = f"the torch engine does not run {family} models"
         raise InputError(source, "model.family", problem, f"launch it with --engine {VLLM}")
+    for r, replica in enumerate(placement.replicas):
+        for s, stage in enumerate(replica.stages):
+            groups, parts = stage.attention_data_parallel > 1, stage.expert_parallel > 1
+            # The emulated engine divides KV caches by heads alone; where experts are makes no difference.
+            if engine != VLLM and (groups or (parts and engine == TORCH)):
+                key = "attention_data_parallel" if groups else "expert_parallel"
+                problem = f"the {engine} engine does not run it"
+                remedy = f"launch it with --engine {VLLM}, or set it to 1"
+                raise InputError(source, f"replicas[{r}].stages[{s}].{key}", problem, remedy)
 
 
 def checkpoint_folder(placement: Placement, model_path: Path | None, source: str) -> Path:

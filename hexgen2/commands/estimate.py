@@ -46,6 +46,22 @@ _output = options("Output")
 @_asked("--model", metavar="NAME|DIR", help="Shipped model, or folder with a Hugging Face config.json.")
 @_asked("--tp", metavar="N", type=_COUNT, help="Tensor-parallel degree.  [default: all GPUs of a stage]")
 @_asked("--pp", metavar="N", type=_COUNT, default=1, show_default=True, help="Number of pipeline stages.")
+@_asked(
+    "--attention-dp",
+    metavar="N",
+    type=_COUNT,
+    default=1,
+    show_default=True,
+    help="Groups of a stage's GPUs that run attention for requests of their own.",
+)
+@_asked(
+    "--expert-parallel",
+    metavar="N",
+    type=_COUNT,
+    default=1,
+    show_default=True,
+    help="Groups of a stage's GPUs that divide the experts among them.",
+)
 @_asked("--batch", metavar="N", type=_COUNT, default=1, show_default=True, help="Requests in a step.")
 @_asked("--isl", metavar="N", type=_COUNT, help="Prompt tokens of each request.")
 @_asked(
@@ -132,6 +148,11 @@ def _check_columns(option: str, names: tuple[str, ...], as_json: bool, asked: di
     for name in names:
         if asked[name] is not None:
             raise InputError(f"--{name.replace('_', '-')}", "", f"is a column with {option}", "leave it out")
+    for name in ("attention_dp", "expert_parallel"):
+        if asked[name] > 1:
+            raise InputError(
+                f"--{name.replace('_', '-')}", "", f"does not go with {option}", "leave one of them out"
+            )
     if as_json:
         raise InputError("--json", "", f"does not go with {option}", "leave one of them out")
 
@@ -162,6 +183,8 @@ def _text(found: StepEstimate) -> str:
     requests = "1 request" if found.batch == 1 else f"{found.batch} requests"
     error = f"+- {found.error:.0%}"
     stages = f", {found.pp} stages of tp {found.tp}" if found.pp > 1 else ""
+    stages += f", {found.attention_dp} attention groups" if found.attention_dp > 1 else ""
+    stages += f", experts in {found.expert_parallel} parts" if found.expert_parallel > 1 else ""
     rest = found.memory_bytes - found.kv_bytes
     largest = f"{found.largest_batch} requests of {tokens} tokens"
     if not found.largest_batch:

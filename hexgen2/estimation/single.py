@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cluster_specs.loader import parse_accelerators
 from cost_model.architecture import ModelArchitecture
+from cost_model.calibrated import Calibrated
 from cost_model.dtypes import SIXTEEN_BIT, check_kernels, in_formats
 from cost_model.errors import InputError
 from cost_model.estimate import Shape, estimate
@@ -23,7 +24,8 @@ class StepEstimate(Record):
 
     Attributes
     ----------
-    model, weights, kv, gpu, interconnect, tp, pp, batch, isl, osl : the question, with defaults filled in
+    model, weights, kv, gpu, interconnect, tp, pp, attention_dp, expert_parallel, batch, isl, osl : the
+        question, with defaults filled in
     prefill_ms : of the whole batch of prompts, through all stages
     decode_ms : of one decode step of the batch, at the mean context (prompt and half the output)
     error : mean relative error to expect of these times
@@ -42,6 +44,8 @@ class StepEstimate(Record):
     interconnect: str
     tp: int
     pp: int
+    attention_dp: int
+    expert_parallel: int
     batch: int
     isl: int
     osl: int
@@ -70,6 +74,8 @@ def estimate_step(
     interconnect: str | None,
     engine: str | None,
     cost_model: str | Path | None,
+    attention_dp: int = 1,
+    expert_parallel: int = 1,
 ) -> StepEstimate:
     """The estimate for one batch; `hexgen2.estimate` describes the parameters.
 
@@ -87,17 +93,19 @@ def estimate_step(
         remedy = f"use one of {', '.join(INTERCONNECT_CLASSES)}"
         raise InputError("--interconnect", "", f"is {joined[:60]!r}", remedy)
     link, assumption = interconnect_link(joined, accelerator)
-    shape = Shape(accelerator, link, tp or max(1, count // pp), pp)
+    shape = Shape(accelerator, link, tp or max(1, count // pp), pp, attention_dp, expert_parallel)
     if shape.tp * pp > count:
         problem = f"{shape.tp} x {pp} stages are more than {count} GPUs"
         raise InputError("--tp", "", problem, f"give --gpu {name}:{shape.tp * pp} or smaller degrees")
-    if shape.tp not in architecture.tensor_degrees(shape.tp):
-        problem = f"{shape.tp} does not split the {architecture.heads} heads of {architecture.name} evenly"
-        raise InputError("--tp", "", problem, f"use one of {architecture.tensor_degrees(count)}")
+    _check_degrees(architecture, shape, count)
     if pp > architecture.layers:
         raise InputError("--pp", "", f"{pp} stages for {architecture.layers} layers", "use fewer stages")
     found = estimate(architecture, shape, RequestLengths.fixed(isl, osl), batch, coefficients, engine)
     assumptions = [] if assumption is None or shape.tp * pp == 1 else [assumption]
+    if max(attention_dp, expert_parallel) > 1 and not Calibrated.times_expert_parallel:
+        assumptions.append(
+            "times are those without --attention-dp and --expert-parallel; memory is with them"
+        )
     if accelerator.name not in coefficients.gpus:
         taken = "the priors" if accelerator.kind == "cpu" or not coefficients.gpus else "those of a mean GPU"
         assumptions.append(f"no step of {accelerator.name} was measured: its coefficients are {taken}")
@@ -109,6 +117,8 @@ def estimate_step(
         interconnect=joined,
         tp=shape.tp,
         pp=pp,
+        attention_dp=attention_dp,
+        expert_parallel=expert_parallel,
         batch=batch,
         isl=isl,
         osl=osl,
@@ -123,3 +133,22 @@ def estimate_step(
         cost_model={"name": coefficients.name, "engine": engine, "source": coefficients.source},
         assumptions=assumptions,
     )
+
+
+def _check_degrees(model: ModelArchitecture, shape: Shape, count: int) -> None:
+    """Refuse degrees of a stage that do not divide its GPUs, or the model's heads or experts (InputError)."""
+    for option, parts in (
+        ("--attention-dp", shape.attention_dp),
+        ("--expert-parallel", shape.expert_parallel),
+    ):
+        if shape.tp % parts:
+            problem = f"{parts} does not divide the {shape.tp} GPUs of a stage"
+            raise InputError(option, "", problem, "use one of its divisors")
+    attention = shape.tp // shape.attention_dp
+    if attention not in model.tensor_degrees(attention):
+        problem = f"{attention} does not split the {model.heads} heads of {model.name} evenly"
+        degrees = [n * shape.attention_dp for n in model.tensor_degrees(count // shape.attention_dp)]
+        raise InputError("--tp", "", problem, f"use one of {degrees}")
+    if model.experts % shape.expert_parallel:
+        problem = f"{shape.expert_parallel} does not divide the experts of {model.name}: {model.experts}"
+        raise InputError("--expert-parallel", "", problem, "use a degree that does, or leave it out")

@@ -2,7 +2,10 @@
 
 Everything about vLLM was read in the source of version 0.32 and tried with it on CPUs. A replica has one
 tensor-parallel degree, VLLM_PP_LAYER_PARTITION divides its pipeline, and KV caches are moved by
-NixlConnector, which supports one pipeline stage on either side.
+NixlConnector, which supports one pipeline stage on either side. Attention groups are data-parallel ranks of
+one server (read, but not tried): of a mixture of experts they share every layer's experts, of other models
+they would be whole copies. Each rank takes devices of its own in order, and the next port of the side
+channel. Expert parallelism is over all ranks, or off.
 """
 
 from __future__ import annotations
@@ -67,14 +70,14 @@ class Surroundings:
     model : the checkpoint, as vLLM finds it on the machines
     address : node -> address
     device : GPU id -> device number on its machine
-    port : default port -> port to use instead
+    port : (default port, number of ports in a row) -> the first port to use instead
     checkpoint_weights : format of the checkpoint's weights; None: that of the placement's model
     """
 
     model: str
     address: Callable[[str], str]
     device: Callable[[str], int] = lambda gpu: split(gpu)[1]
-    port: Callable[[int], int] = lambda wanted: wanted
+    port: Callable[[int, int], int] = lambda wanted, _: wanted
     checkpoint_weights: WeightType | None = None
 
 
@@ -91,8 +94,8 @@ def check_vllm(placement: Placement, source: str) -> None:
     if placement.attention_workers:
         raise InputError(source, "attention_workers", "vLLM does not support them", "choose another strategy")
     for k, replica in enumerate(placement.replicas):
-        degrees = {stage.tensor_parallel for stage in replica.stages}
-        problem = ""
+        degrees = {stage.shape for stage in replica.stages}
+        problem, remedy = "", TORCH
         if len(degrees) > 1:
             problem = f"{replica.shape} differ by stage, and vLLM has one tensor-parallel degree in a replica"
         elif replica.role != "colocated" and len(replica.stages) > 1:
@@ -100,14 +103,16 @@ def check_vllm(placement: Placement, source: str) -> None:
             problem = f"{len(replica.stages)} pipeline stages, and vLLM's NixlConnector {does} one only"
         elif is_cpu(placement, replica.gpus[0]) and len(replica.stages) > 1:
             problem = "pipelines on CPUs are not known to work with vLLM 0.32"
+        elif wrong := _degrees_problem(placement, replica):
+            problem, remedy = f"{replica.shape}: {wrong}", "change the degrees of its stages"
         elif not _blocks_of_nodes(replica):
             problem = "its nodes hold unequal numbers of its GPUs, which vLLM does not support"
         if problem:
-            raise InputError(source, f"replicas[{k}] ({replica.id})", problem, TORCH)
+            raise InputError(source, f"replicas[{k}] ({replica.id})", problem, remedy)
     for k, route in enumerate(placement.routes):
         sender, receiver = (placement.replica(end).stages[0] for end in (route.from_, route.to))
-        wide, heads = sender.tensor_parallel, placement.model.kv_heads
-        if wide > receiver.tensor_parallel and wide > heads:
+        wide, heads = sender.attention_degree, placement.model.kv_heads
+        if wide > receiver.attention_degree and wide > heads:
             problem = f"{route.from_} has each of {heads} KV heads several times, which the fewer GPUs of"
             problem += f" {route.to} cannot read with vLLM's NixlConnector"
             raise InputError(source, f"routes[{k}]", problem, TORCH)
@@ -115,19 +120,21 @@ def check_vllm(placement: Placement, source: str) -> None:
 
 def vllm_processes(placement: Placement, around: Surroundings) -> list[VllmProcess]:
     """The processes of all replicas, in the placement's order; the placement must pass `check_vllm`."""
-    longest = longest_context(placement)
-    return [
-        process
-        for k, replica in enumerate(placement.replicas)
-        for process in _of_replica(placement, replica, k, longest, around)
-    ]
+    longest, processes, side_channel = longest_context(placement), list[VllmProcess](), SIDE_CHANNEL_PORT
+    for k, replica in enumerate(placement.replicas):
+        processes += _of_replica(placement, replica, k, side_channel, longest, around)
+        side_channel += replica.attention_data_parallel
+    return processes
 
 
 def longest_context(placement: Placement) -> int:
     """Length in tokens of the longest request that fits into the memory of every replica."""
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
-    room = min(kv_capacity_tokens(replica, cluster, costs) for replica in placement.replicas)
+    room = min(
+        kv_capacity_tokens(replica, cluster, costs) // replica.attention_data_parallel
+        for replica in placement.replicas
+    )
     return max(min(placement.model.max_position, room), 1)
 
 
@@ -152,20 +159,51 @@ def _blocks_of_nodes(replica: Replica) -> bool:
     return blocks == in_order and len({len(indices) for indices in nodes.values()}) == 1
 
 
+def _degrees_problem(placement: Placement, replica: Replica) -> str:
+    """Why vLLM cannot run the attention groups or the expert parallelism of a replica; "" if it can."""
+    stage = replica.stages[0]
+    if stage.expert_parallel not in (1, stage.tensor_parallel):
+        return "vLLM divides the experts over all GPUs of a stage, or not at all"
+    if stage.attention_data_parallel == 1:
+        return ""
+    if placement.model.experts == 1:
+        return "vLLM runs attention groups of mixtures of experts only"
+    if len(gpus_by_node(replica.gpus)) > 1:
+        return "attention groups are started on a single node only"
+    if is_cpu(placement, replica.gpus[0]):
+        return "attention groups on CPUs are not known to work with vLLM 0.32"
+    return ""
+
+
+def _in_rank_order(replica: Replica) -> list[str]:
+    """The GPUs of a replica as vLLM counts them: attention group by group, and in each stage by stage."""
+    return [
+        gpu
+        for group in range(replica.attention_data_parallel)
+        for stage in replica.stages
+        for gpu in stage.gpus[group * stage.attention_degree : (group + 1) * stage.attention_degree]
+    ]
+
+
 def _of_replica(
-    placement: Placement, replica: Replica, k: int, longest: int, around: Surroundings
+    placement: Placement, replica: Replica, k: int, side: int, longest: int, around: Surroundings
 ) -> list[VllmProcess]:
+    groups = replica.attention_data_parallel
     cpu, nodes = is_cpu(placement, replica.gpus[0]), gpus_by_node(replica.gpus)
     head = around.address(next(iter(nodes)))
-    port = around.port(API_PORT + k)
+    port, requests = around.port(API_PORT + k, 1), math.ceil(replica.max_batch / groups)
     arguments = [
         *("serve", around.model, "--served-model-name", placement.model.name),
-        *("--tensor-parallel-size", str(replica.stages[0].tensor_parallel)),
+        *("--tensor-parallel-size", str(replica.stages[0].attention_degree)),
         *("--pipeline-parallel-size", str(len(replica.stages))),
-        *("--max-num-seqs", str(replica.max_batch), "--max-model-len", str(longest)),
+        *("--max-num-seqs", str(requests), "--max-model-len", str(longest)),
     ]
+    if groups > 1:
+        arguments += ["--data-parallel-size", str(groups), "--api-server-count", "1"]
+    if replica.stages[0].expert_parallel > 1:
+        arguments += ["--enable-expert-parallel"]
     if replica.role == "prefill":
-        arguments += ["--max-num-batched-tokens", str(max(PREFILL_TOKENS, replica.max_batch))]
+        arguments += ["--max-num-batched-tokens", str(max(PREFILL_TOKENS, requests))]
     weights = placement.model.weight_type
     if weights not in SIXTEEN_BIT and around.checkpoint_weights not in (None, weights):
         arguments += ["--quantization", weights]
@@ -177,7 +215,7 @@ def _of_replica(
         arguments += ["--gpu-memory-utilization", f"{memory_share(placement, replica):.3f}"]
     if replica.role != "colocated":
         arguments += ["--kv-transfer-config", _kv_transfer(replica.role, cpu)]
-    side_channel, master = around.port(SIDE_CHANNEL_PORT + k), around.port(MASTER_PORT + k)
+    side_channel, master = around.port(side, groups), around.port(MASTER_PORT + k, 1)
     processes = []
     for rank, node in enumerate(nodes):
         where = ["--host", around.address(node), "--port", str(port)]
@@ -193,7 +231,7 @@ def _of_replica(
             # Otherwise the sampler is compiled with g++ during the first steps.
             environment["TORCHDYNAMO_DISABLE"] = "1"
         else:
-            own = [gpu for gpu in replica.gpus if node_of(gpu) == node]
+            own = [gpu for gpu in _in_rank_order(replica) if node_of(gpu) == node]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(around.device(gpu)) for gpu in own)
         if len(replica.stages) > 1:
             layers = ",".join(str(stage.layer_count) for stage in replica.stages)

@@ -14,10 +14,15 @@ GpuPart = tuple[str, str, float]
 
 
 class StageGpus(Protocol):
-    """A pipeline stage: the GPUs that split its layers by heads, in the order of their ranks."""
+    """A pipeline stage: the GPUs that split its layers by heads, in the order of their ranks. With attention
+    data parallelism they form that many groups of neighbours, and each group splits them for requests of its
+    own."""
 
     @property
     def gpus(self) -> Sequence[str]: ...
+
+    @property
+    def attention_data_parallel(self) -> int: ...
 
     @property
     def layer_count(self) -> int: ...
@@ -45,7 +50,8 @@ def gpu_parts(
     prefill: Sequence[StageGpus], decode: Sequence[StageGpus], layer_bytes: float, to_every_rank: bool = False
 ) -> Iterator[GpuPart]:
     """The GPU pairs between which a request's KV cache moves: the layers that both stages hold, and of
-    these the share of heads that both ranks hold.
+    these the share of heads that both ranks hold. Of attention groups, each two carry an equal share of the
+    requests: the bytes are means over requests.
 
     Parameters
     ----------
@@ -56,15 +62,19 @@ def gpu_parts(
     layers = ([stage.layer_count for stage in stages] for stages in (prefill, decode))
     for i, j, count in layer_overlaps(*layers):
         senders, receivers = prefill[i].gpus, decode[j].gpus
-        moved = count * layer_bytes * copies(len(receivers), to_every_rank)
+        pairs = prefill[i].attention_data_parallel * decode[j].attention_data_parallel
+        sending = len(senders) // prefill[i].attention_data_parallel
+        receiving = len(receivers) // decode[j].attention_data_parallel
+        moved = count * layer_bytes * copies(receiving, to_every_rank) / pairs
         for a, sender in enumerate(senders):
             for b, receiver in enumerate(receivers):
-                low = max(a / len(senders), b / len(receivers))
-                high = min((a + 1) / len(senders), (b + 1) / len(receivers))
+                p, d = a % sending, b % receiving
+                low = max(p / sending, d / receiving)
+                high = min((p + 1) / sending, (d + 1) / receiving)
                 if high - low > 1e-12:
                     yield sender, receiver, moved * (high - low)
 
 
 def copies(receivers: int, to_every_rank: bool) -> int:
-    """How often a layer's KV cache moves to a stage of so many ranks."""
+    """How often a layer's KV cache moves to so many ranks that share the attention of a request."""
     return receivers if to_every_rank else 1

@@ -18,7 +18,8 @@ class OldReplica:
 
     Attributes
     ----------
-    stages : None if the replica is broken, or has a stage across nodes, which the planner never makes
+    stages : None if the replica is broken, or has what the planner never makes: a stage across nodes,
+        attention groups, or expert parallelism
     gpus : indices by stage and rank; None for a lost GPU
     shards : the weights that each GPU holds, by stage and rank
     drain_s : mean time that a request stays in the replica; 0 if it is broken
@@ -97,7 +98,8 @@ class Previous:
     ) -> tuple[PlannedStage, ...] | None:
         node_of = self._problem.cluster.node_of
         nodes = [{int(node_of[g]) for g in stage} for stage in gpus]
-        if any(len(names) > 1 for names in nodes):
+        degrees = ((stage.attention_data_parallel, stage.expert_parallel) for stage in replica.stages)
+        if any(len(names) > 1 for names in nodes) or any(max(both) > 1 for both in degrees):
             return None
         return tuple(
             PlannedStage(min(names), stage.tensor_parallel, stage.layer_count)

@@ -39,16 +39,18 @@ class Fleet:
     def kv_budget(self, replica: Replica) -> KvBudget:
         """An empty KV budget with the replica's KV capacity and batch size."""
         places = replica.max_batch * self._in_flight_per_place(replica)
+        groups = replica.attention_data_parallel
         if replica.role != "prefill":
             places = self._batching.max_batch or places
         if replica.role == "colocated" and self._batching.policy != "mixed":
             # Such a replica queues every request and does its own accounting; only a request that it could
             # never hold is rejected.
-            return _AcceptsAll(kv_capacity_tokens(replica, self._cluster, self.costs), places)
+            room = kv_capacity_tokens(replica, self._cluster, self.costs)
+            return _AcceptsAll(room, places, groups=groups)
         budget = self._budgets[replica.id] * self._in_flight_per_place(replica)
         if replica.role == "prefill":
-            return KvBudget(budget, places)
-        return LiveKvBudget(budget, places, growth_tokens(self.placement))
+            return KvBudget(budget, places, groups=groups)
+        return LiveKvBudget(budget, places, growth_tokens(self.placement), groups=groups)
 
     def times(self, replica: Replica) -> StepTimes:
         """The step times of a replica."""
@@ -95,4 +97,4 @@ class _AcceptsAll(KvBudget):
     __slots__ = ()
 
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
-        return tokens <= self.kv_budget_tokens
+        return tokens <= self.largest_request_tokens

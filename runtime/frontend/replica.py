@@ -34,8 +34,9 @@ class Replica(KvBudget):
         max_batch: int,
         growth_tokens: int = 0,
         high_water: float = 1.0,
+        groups: int = 1,
     ) -> None:
-        super().__init__(kv_budget_tokens, max_batch, growth_tokens, high_water)
+        super().__init__(kv_budget_tokens, max_batch, growth_tokens, high_water, groups=groups)
         self.replica_id, self.role, self.driver, self.links = replica_id, role, driver, links
         self.free_blocks: int | None = None
         self.load: Load | None = None
@@ -87,6 +88,7 @@ def make_replicas(
             max_batch=replica.max_batch,
             growth_tokens=growth_tokens(placement),
             high_water=high_water,
+            groups=replica.attention_data_parallel,
         )
         for replica in placement.replicas
     }

@@ -64,7 +64,9 @@ class Admission(Generic[Request]):
     @property
     def context_tokens(self) -> int:
         """Prompt and output tokens that the route with the most KV cache can hold; 0 without routes."""
-        return max((self._replicas[route.decode].kv_budget_tokens for route in self._in_sight), default=0)
+        return max(
+            (self._replicas[route.decode].largest_request_tokens for route in self._in_sight), default=0
+        )
 
     def check_serving(self) -> None:
         """Raise Unavailable if there is no route, and starting replicas will not provide one either."""
@@ -174,10 +176,10 @@ class Admission(Generic[Request]):
         """Whether the route could hold the request if it served nothing else."""
         prefill, decode = self._replicas[route.prefill], self._replicas[route.decode]
         if request.one_token:
-            return request.capacity_tokens <= prefill.kv_budget_tokens
+            return request.capacity_tokens <= prefill.largest_request_tokens
         return (
-            request.prompt_tokens <= prefill.kv_budget_tokens
-            and request.capacity_tokens <= decode.kv_budget_tokens
+            request.prompt_tokens <= prefill.largest_request_tokens
+            and request.capacity_tokens <= decode.largest_request_tokens
         )
 
     def _has_room(self, request: Request) -> Callable[[Route], bool]:
@@ -188,7 +190,7 @@ class Admission(Generic[Request]):
 
         def fits(replica: str, at_most: int, prefill_only: bool) -> bool:
             room = self._replicas[replica]
-            return at_most <= room.kv_budget_tokens and room.has_room(prompt, prefill_only)
+            return at_most <= room.largest_request_tokens and room.has_room(prompt, prefill_only)
 
         def has_room(route: Route) -> bool:
             prefill, decode = route.prefill, route.decode

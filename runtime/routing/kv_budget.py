@@ -55,7 +55,8 @@ class KvBudget:
     only if all of them can still grow by `growth_tokens`; if they grow further, the replica preempts. Their
     total may reach `high_water` of the budget; a request that is alone may use all of it. `refused` is set
     when the replica had no room although the account showed some, until something is released. `crowded` is
-    set while the engine reports so; it is ignored for an idle replica, whose report may be stale.
+    set while the engine reports so; it is ignored for an idle replica, whose report may be stale. The cache
+    is in `groups` equal parts (attention data parallelism), and a request has to fit into one of them.
     """
 
     kv_budget_tokens: int
@@ -66,6 +67,12 @@ class KvBudget:
     held_tokens: int = 0
     refused: bool = False
     crowded: bool = False
+    groups: int = 1
+
+    @property
+    def largest_request_tokens(self) -> int:
+        """Tokens of the longest request that an idle replica can hold."""
+        return self.kv_budget_tokens // self.groups
 
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
         """Whether a request of that many KV tokens, which fits an idle replica, may be sent now.

@@ -147,12 +147,13 @@ class Health:
 def load_of(text: str) -> tuple[Load, tuple[float, ...]]:
     """The load in the text of /metrics (vLLM 0.32), and figures that change whenever the engine works."""
     sums: dict[str, float] = {}
-    blocks = 0
+    blocks = engines = 0  # one engine per data-parallel rank
     for name, labels, value in _SAMPLE.findall(text):
         if name == "cache_config_info" and (found := re.search(r'num_gpu_blocks="(\d+)"', labels)):
-            blocks = int(found[1])
+            blocks += int(found[1])
+        engines += name == "kv_cache_usage_perc"
         sums[name] = sums.get(name, 0.0) + float(value)
-    use = sums.get("kv_cache_usage_perc", 0.0)
+    use = sums.get("kv_cache_usage_perc", 0.0) / max(engines, 1)
     load = Load(
         running=int(sums.get("num_requests_running", 0)),
         waiting=int(sums.get("num_requests_waiting", 0)),

@@ -35,6 +35,7 @@ STOP_GRACE_S = 10.0
 ASK_EVERY_S = 0.5
 COMMAND = "vllm"
 HERE = "127.0.0.1"
+PORT_ATTEMPTS = 100
 TORCH_ONLY = ("chunk_tokens", "kv_transport", "emulate_links")
 
 
@@ -114,7 +115,7 @@ class VllmLauncher(Launcher):
             self._folder,
             lambda _: HERE,
             lambda gpu: _number(placement, gpu),
-            lambda _: _free_port(),
+            lambda _, count: _free_ports(count),
             architecture_from_folder(Path(self._folder)).weight_type,
         )
         processes = {each.replica: each for each in vllm_processes(placement, around)}
@@ -205,10 +206,17 @@ def _number(placement: Placement, gpu: str) -> int:
     return 0 if device == "cpu" else int(device.partition(":")[2])
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        return probe.getsockname()[1]
+def _free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    for _ in range(PORT_ATTEMPTS):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+            first = 0
+            for k in range(count):
+                probe = held.enter_context(socket.socket())
+                probe.bind((HERE, first + k if first else 0))
+                first = first or probe.getsockname()[1]
+            return first
+    raise HexGen2Error(f"{count} free ports in a row were not found")
 
 
 async def _watch(process: subprocess.Popen[bytes], ended: asyncio.Event) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import LLAMA_70B, WINDOWED, alone, fixed, group_of, like, phases, priced_groups
+from shapes import LLAMA_70B, MODELS, WINDOWED, alone, fixed, group_of, like, phases, priced_groups
 
 from cost_model.calibrated import ZeroFit
 from cost_model.lengths import Window
@@ -15,6 +15,7 @@ from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 
 ROUNDING = 1e-10
+MIXTURES = [model for model in MODELS if model.experts > 1]
 layers = st.integers(1, 200)
 requests = st.integers(1, 100_000)
 
@@ -62,6 +63,38 @@ def test_a_group_never_holds_less_than_its_weights_and_kv_cache(priced, phase, f
     whole = costs.stage_memory(phase, alone(group), first, last)
     for part in ("per_layer", "per_layer_request", "per_request", "fixed"):
         assert getattr(split, part) * group.degree >= getattr(whole, part) * (1 - 1e-12)
+
+
+@given(st.sampled_from(MIXTURES), st.sampled_from([2, 4, 8]), phases, st.booleans(), st.booleans(), layers)
+def test_every_attention_group_holds_attention_weights_and_its_share_of_the_requests(
+    model, degree, phase, first, last, n
+):
+    """With one GPU per group: all of attention on each, 1/n of everything else, and the whole KV cache of
+    1/n of the requests."""
+    costs = ZeroFit(model, fixed(1000, 100))
+    whole = costs.stage_memory(phase, group_of("H200", 1), first, last)
+    split = costs.stage_memory(phase, group_of("H200", degree), first, last)
+    grouped = replace(group_of("H200", degree), attention_dp=degree, expert_parallel=degree)
+    own = costs.stage_memory(phase, grouped, first, last)
+    assert own.per_layer_request * degree == pytest.approx(whole.per_layer_request)
+    assert own.per_request * degree == pytest.approx(whole.per_request)
+    rest = whole.per_layer - model.attention_bytes
+    assert own.per_layer == pytest.approx(model.attention_bytes + rest / degree)
+    assert (own.fixed, own.limit) == (split.fixed, split.limit)
+    assert own.per_layer_request <= split.per_layer_request * (1 + 1e-12)
+    assert own.needed(n, 64) == pytest.approx(
+        own.fixed + n * (own.per_layer + 64 * own.per_layer_request) + 64 * own.per_request
+    )
+
+
+def test_attention_weights_of_known_models():
+    """By hand: DeepSeek-V3 in fp8 blocks; gpt-oss, whose attention stays in 16 bits; Llama-2 70B."""
+    deepseek, gpt_oss = find_model("deepseek-v3"), find_model("gpt-oss-120b")
+    norms = 1536 + 512
+    matrices = deepseek.attention_params - norms
+    assert deepseek.attention_bytes == pytest.approx(matrices * deepseek.weight_bytes + norms * 2)
+    assert gpt_oss.attention_bytes == gpt_oss.attention_params * 2
+    assert LLAMA_70B.attention_bytes == 8192 * (2 * 8192 + 2 * 1024) * 2
 
 
 def test_llama_70b_on_two_80_gib_cards():

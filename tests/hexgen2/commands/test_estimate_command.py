@@ -73,6 +73,32 @@ def test_an_engine_that_was_measured_is_surer_than_a_mean_one():
     assert mean["assumptions"] == []
 
 
+def test_attention_groups_hold_the_latent_cache_once():
+    """Tensor parallelism keeps a copy of the latent on each GPU; groups of one GPU divide the requests."""
+    eight = ["estimate", "--gpu", "H200:8", "--model", "deepseek-v3", "--isl", "4000", "--osl", "500"]
+    copies = estimated(*eight, "--batch", "64")
+    groups = estimated(*eight, "--batch", "64", "--attention-dp", "8", "--expert-parallel", "8")
+    assert groups["kv_bytes"] == pytest.approx(copies["kv_bytes"] / 8)
+    assert groups["memory_bytes"] - groups["kv_bytes"] > copies["memory_bytes"] - copies["kv_bytes"]
+    assert (groups["attention_dp"], groups["expert_parallel"]) == (8, 8)
+    text = hexgen2(*eight, "--attention-dp", "8", "--expert-parallel", "8").stdout
+    assert "8 attention groups, experts in 8 parts" in text
+
+
+@pytest.mark.parametrize(
+    "arguments,named",
+    [
+        (["--attention-dp", "3"], "--attention-dp"),
+        (["--expert-parallel", "3"], "--expert-parallel"),
+        (["--expert-parallel", "8"], "--expert-parallel"),
+        (["--csv", "steps.csv", "--attention-dp", "2"], "--attention-dp"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_refused(arguments, named):
+    on_h100 = [] if "--csv" in arguments else ON_H100[1:]
+    assert named in refused(hexgen2("estimate", *on_h100, *arguments))
+
+
 def test_many_steps_from_a_csv(tmp_path):
     path, out = tmp_path / "steps.csv", tmp_path / "out.csv"
     path.write_text(

@@ -19,6 +19,7 @@ def by_hand(
     routes: tuple[tuple[str, str], ...] = (),
     model: str = "llama-2-7b",
     addresses: dict[str, str] | None = None,
+    degrees: dict[str, tuple[int, int]] | None = None,
 ) -> Placement:
     """An unverified placement.
 
@@ -26,13 +27,14 @@ def by_hand(
     ----------
     nodes : "NAME:COUNT" of accelerators by node
     replicas : by id, which begins with the role: each stage's GPUs ("a/0 a/1") and number of layers
+    degrees : (attention data parallelism, expert parallelism) of every stage, by replica
     """
     cpu = {"Core": CORE} if any(text.startswith("Core") for text in nodes.values()) else {}
     specs = [
         NodeSpec(name=name, accelerators=text, address=(addresses or {}).get(name))
         for name, text in nodes.items()
     ]
-    return placement_of(
+    placement = placement_of(
         resolve(ClusterSpec(name="test", nodes=specs, accelerators=cpu), "test", Path()),
         find_model(model),
         Workload(name="short", classes=(RequestClass(name="short", isl=512, osl=128),)),
@@ -42,3 +44,7 @@ def by_hand(
             for sender, receiver in routes
         ],
     )
+    for name, (attention, experts) in (degrees or {}).items():
+        for stage in placement.replica(name).stages:
+            stage.attention_data_parallel, stage.expert_parallel = attention, experts
+    return placement

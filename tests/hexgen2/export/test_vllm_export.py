@@ -119,6 +119,50 @@ def test_what_vllm_cannot_run_is_refused_with_the_replica_and_the_reason(shapes,
     assert "replicas[" in text and "--engine torch" in text and "\n" not in text
 
 
+MIXTURE = {"prefill-0": [("a/0 a/1 a/2 a/3", 48)], "decode-0": [("a/4 a/5 a/6 a/7", 48)]}
+
+
+def test_attention_groups_are_data_parallel_ranks(tmp_path):
+    degrees = {"prefill-0": (4, 4), "decode-0": (2, 1)}
+    placement = by_hand(
+        NODES, MIXTURE, (("prefill-0", "decode-0"),), "qwen3-30b-a3b", {"a": "10.0.0.1"}, degrees
+    )
+    write_folder(tmp_path / "out", vllm_files(placement, "m", "test"), force=False)
+    words, environment = run(tmp_path / "out", "prefill-0.sh")
+    other, others = run(tmp_path / "out", "decode-0.sh")
+    assert [value(each, "--data-parallel-size") for each in (words, other)] == ["4", "2"]
+    assert [value(each, "--tensor-parallel-size") for each in (words, other)] == ["1", "2"]
+    assert [value(each, "--max-num-seqs") for each in (words, other)] == ["2", "4"]  # of 8, on each rank
+    assert "--enable-expert-parallel" in words and "--enable-expert-parallel" not in other
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    ports = [int(each["VLLM_NIXL_SIDE_CHANNEL_PORT"]) for each in (environment, others)]
+    assert ports[1] - ports[0] == 4  # each rank takes the next port
+
+
+def test_devices_are_in_the_order_of_data_parallel_ranks(tmp_path):
+    shapes = {"colocated-0": [("a/0 a/1", 24), ("a/2 a/3", 24)]}
+    placement = by_hand(NODES, shapes, (), "qwen3-30b-a3b", {"a": "10.0.0.1"}, {"colocated-0": (2, 2)})
+    write_folder(tmp_path / "out", vllm_files(placement, "m", "test"), force=False)
+    words, environment = run(tmp_path / "out", "colocated-0.sh")
+    assert value(words, "--pipeline-parallel-size") == value(words, "--data-parallel-size") == "2"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,2,1,3"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "degrees", "model", "says"),
+    [
+        (MIXTURE, (1, 2), "qwen3-30b-a3b", "all GPUs of a stage"),
+        (MIXTURE, (2, 1), "llama-2-7b", "mixtures of experts only"),
+        ({"colocated-0": [("b/0 b/1", 24), ("c/0 c/1", 24)]}, (2, 2), "qwen3-30b-a3b", "single node"),
+    ],
+)
+def test_degrees_that_vllm_cannot_run_are_refused(shapes, degrees, model, says):
+    placement = by_hand(NODES, shapes, (), model, degrees=dict.fromkeys(shapes, degrees))
+    with pytest.raises(InputError, match=says) as refusal:
+        vllm_files(placement, "m", "test")
+    assert "change the degrees" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
 def test_a_producer_that_repeats_heads_cannot_feed_a_narrower_consumer():
     shapes = {"prefill-0": [("a/0 a/1 a/2 a/3 a/4 a/5 a/6 a/7", 80)], "decode-0": [("b/0 b/1 b/2 b/3", 80)]}
     routes = (("prefill-0", "decode-0"),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -36,6 +37,36 @@ def test_every_rank_receives_what_it_holds(p, q, d, e, cut, decode_cut, latent):
     for stage in decode:
         own = stage.layer_count * 12.0 / (1 if latent else len(stage.gpus))
         assert [received[gpu] for gpu in stage.gpus] == pytest.approx([own] * len(stage.gpus))
+
+
+@given(degrees, degrees, st.data(), st.booleans())
+def test_attention_groups_each_carry_a_share_of_the_requests(p, d, data, latent):
+    """As if a request went from each sending group to each receiving group equally often."""
+    sending, receiving = pipeline("p", [(p, 6)])[0], pipeline("d", [(d, 6)])[0]
+    for stage in (sending, receiving):
+        divisors = [n for n in range(1, len(stage.gpus) + 1) if len(stage.gpus) % n == 0]
+        stage.attention_data_parallel = data.draw(st.sampled_from(divisors))
+    expected: Counter[tuple[str, str]] = Counter()
+    groups = [
+        [
+            stage.gpus[k : k + stage.attention_degree]
+            for k in range(0, len(stage.gpus), stage.attention_degree)
+        ]
+        for stage in (sending, receiving)
+    ]
+    pairs = list(itertools.product(*groups))
+    for one, other in pairs:
+        alone = [Stage(gpus=gpus, layers=(0, 6)) for gpus in (one, other)]
+        for sender, receiver, moved in gpu_parts(alone[:1], alone[1:], 12.0, latent):
+            expected[sender, receiver] += moved / len(pairs)
+    found = {(a, b): moved for a, b, moved in gpu_parts([sending], [receiving], 12.0, latent)}
+    assert found == pytest.approx(dict(expected))
+    source, target = (
+        replica_of(name, [("a", 6)]).model_copy(update={"stages": [stage]})
+        for name, stage in (("prefill-0", sending), ("decode-0", receiving))
+    )
+    route = Route.between(source, target, 12.0, to_every_rank=latent)
+    assert math.fsum(found.values()) == pytest.approx(route.kv_bytes_per_req)
 
 
 def test_a_route_counts_every_copy_of_a_latent_cache():

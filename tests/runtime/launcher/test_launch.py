@@ -186,6 +186,19 @@ def test_models_that_only_vllm_runs_are_refused_by_the_torch_engine(model_folder
         check_family(mixture, engine, "p.json")
 
 
+@pytest.mark.parametrize(
+    ("degree", "runs"), [("attention_data_parallel", ["vllm"]), ("expert_parallel", ["vllm", "emulated"])]
+)
+def test_stages_that_an_engine_does_not_run_are_refused(model_folder, degree, runs):
+    placement = make_placement(model_folder)
+    setattr(placement.replicas[0].stages[0], degree, 2)
+    for engine in runs:
+        check_family(placement, engine, "p.json")
+    for engine in {"torch", "emulated"} - set(runs):
+        with pytest.raises(InputError, match=rf"stages\[0\]\.{degree}.*{engine} engine.*--engine vllm"):
+            check_family(placement, engine, "p.json")
+
+
 def test_the_torch_engine_has_code_for_the_families_that_are_said_to_run():
     models = pytest.importorskip("runtime.engine.torch.models")
     assert {READERS[kind].family for kind in models.FAMILIES} == set(TORCH_FAMILIES)

@@ -57,3 +57,8 @@ def test_the_sum_is_that_of_the_parts(seed):
             [budget.grow, budget.release, lambda n: n in budget.held or budget.hold(n, rng.randrange(9))]
         )(name)
         assert budget.held_tokens == sum(budget.held.values())
+
+
+def test_a_request_has_to_fit_into_one_attention_group():
+    assert KvBudget(kv_budget_tokens=100, max_batch=4).largest_request_tokens == 100
+    assert KvBudget(kv_budget_tokens=100, max_batch=4, groups=4).largest_request_tokens == 25

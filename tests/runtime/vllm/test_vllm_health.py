@@ -34,6 +34,13 @@ vllm:num_preemptions_total{{engine="0",model_name="m"}} 7.0
 """
 
 
+def test_the_load_is_that_of_all_data_parallel_ranks():
+    one, other = (FIGURES.format(waiting=2.0, use=use) for use in (0.2, 0.6))
+    load, _ = health.load_of(one + other.replace('engine="0"', 'engine="1"'))
+    assert (load.running, load.waiting, load.preemptions) == (6, 4, 14)
+    assert load.kv_use == pytest.approx(0.4) and load.free_blocks == 240
+
+
 @pytest.mark.parametrize("silence_s", [0.5, 30.0])
 def test_a_server_that_answers_nobody_is_lost_once_patience_ends(monkeypatch, silence_s):
     monkeypatch.setattr(health, "SILENCE_S", silence_s)
