@@ -102,7 +102,7 @@ def attended_tokens(tokens: float, window: Window | None = None, past: float = 0
     """Sum over the next `tokens` tokens of a prompt, `past` of which came before, of the tokens that each
     attends to: the integral of min(x, window) from past to past + tokens, as a mean over the layers."""
     end = past + tokens
-    unlimited = _area(end, end) - _area(past, end)
+    unlimited = end * end / 2 - past * past / 2
     if window is None:
         return unlimited
     return window.mean(_area(end, window.tokens) - _area(past, window.tokens), unlimited)

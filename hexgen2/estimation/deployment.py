@@ -172,6 +172,6 @@ def check_room(run: Run, placement: Placement, rooms: dict[str, int]) -> None:
         if rooms[replica.id] <= 0:
             problem = f"the weights of {run.model.name} do not fit into {gpus}"
             raise InputError("memory", "", problem, remedy)
-        if rooms[replica.id] < longest:
+        if rooms[replica.id] // replica.attention_data_parallel < longest:
             problem = f"a request of {longest} tokens does not fit into {gpus} beside the weights"
             raise InputError("memory", "", problem, remedy)

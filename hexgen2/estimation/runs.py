@@ -45,7 +45,7 @@ def estimate_runs(path: Path, jobs: int | None = None, progress: Progress | None
     ------
     InputError : unreadable, or a needed column is missing
     """
-    header, rows = _read(path)
+    header, rows = read_runs(path)
     found = predictions(rows, jobs, progress)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -110,8 +110,13 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Column names, and rows with a cell for each of them."""
+def read_runs(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Column names, and rows with a cell for each of them.
+
+    Raises
+    ------
+    InputError : as `estimate_runs`
+    """
     source = str(path)
     table = csv.reader(io.StringIO(_text(path), newline=""))
     try:

@@ -115,10 +115,10 @@ class StepTimes:
 
 
 def _slowest(cluster: Cluster, left: np.ndarray, right: np.ndarray) -> Link:
-    """The slowest link between two sets of devices, each set in one node."""
-    pairs, a, b = np.ix_(left, right), int(cluster.node_of[left[0]]), int(cluster.node_of[right[0]])
+    """The slowest link between two sets of devices."""
+    pairs, nodes = np.ix_(left, right), {*cluster.node_of[left].tolist(), *cluster.node_of[right].tolist()}
     bandwidth, latency = cluster.bandwidth_bytes_s[pairs].min(), cluster.latency_s[pairs].max()
-    return Link(float(bandwidth), float(latency), cluster.fabrics[a] if a == b else "")
+    return Link(float(bandwidth), float(latency), cluster.fabrics[nodes.pop()] if len(nodes) == 1 else "")
 
 
 def _upper(lines: list[Line]) -> tuple[Line, ...]:

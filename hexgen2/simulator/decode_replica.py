@@ -193,8 +193,9 @@ class DecodeReplica:
             chunks = self._prompts.take(limit, batching.whole, batching.any_length(own))
             if not chunks:
                 break
-            decodes += sum(chunk.last for chunk in chunks)
             steps.append(chunks)
+            if len(steps) < in_flight:
+                decodes += sum(chunk.last for chunk in chunks)
         return steps
 
     def _run(self, steps: list[list[Chunk]], now: float) -> None:
@@ -208,22 +209,21 @@ class DecodeReplica:
             decodes = running.count
         count = max(len(steps), min(self._times.in_flight, decodes))
         own, context = decodes / count, running.context / count if decodes else 0.0
-        works = [
-            Work(
-                sum(chunk.tokens for chunk in chunks),
-                attended(chunks, self._window),
-                own,
-                context,
-                own + sum(chunk.last for chunk in chunks),
-            )
-            for chunks in steps
-        ]
-        works += [Work(0.0, 0.0, own, context, own)] * (count - len(steps))
+        works = []
+        for chunks in steps:
+            tokens = ends = 0
+            for chunk in chunks:
+                tokens += chunk.tokens
+                ends += chunk.last
+            works.append(Work(tokens, attended(chunks, self._window), own, context, own + ends))
+        if count > len(steps):
+            works += [Work(0.0, 0.0, own, context, own)] * (count - len(steps))
         seconds = self._times.turn_s(works)
         self._record.busy_s += seconds
         self._record.running_s += seconds * running.count
         self._busy = True
-        self._schedule(now + seconds, self._ran, (list(chain(*steps)), decodes, self._version))
+        chunks = steps[0] if len(steps) == 1 else list(chain(*steps))
+        self._schedule(now + seconds, self._ran, (chunks, decodes, self._version))
 
     def _ran(self, now: float, turn: tuple[list[Chunk], int, int]) -> None:
         chunks, decodes, version = turn
@@ -302,7 +302,7 @@ class DecodeReplica:
         """Reserve room for a prompt if it fits together with one more token of every other request, or, where
         none may be preempted, with all of their answers."""
         occupied = self.running.count + len(self._computing)
-        if not self._has_place() or prompt.tokens + occupied > self._free_tokens:
+        if occupied >= self._kv_budget.max_batch or prompt.tokens + occupied > self._free_tokens:
             return False
         promise = self._promise(prompt.request)
         if self._promised_tokens + promise > self._kv_budget.kv_budget_tokens:

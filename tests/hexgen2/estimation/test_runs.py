@@ -146,7 +146,8 @@ def test_workers_larger_than_a_node_span_nodes():
     assert len(replica.gpus) == 16 and len({gpu.partition("/")[0] for gpu in replica.gpus}) == 2
     cluster = Cluster.from_spec(hexgen2.load_cluster(placement.cluster))
     costs = prediction._cost_model("trtllm", placement.model, placement.workload.lengths)
-    assert StepTimes(replica, cluster, costs, "pipelined").groups[0].degree == 16
+    group = StepTimes(replica, cluster, costs, "pipelined").groups[0]
+    assert (group.degree, group.link.fabric, group.link.bandwidth_bytes_s) == (16, "", 8 * 400e9 / 8)
 
 
 def test_experts_over_more_gpus_than_attention_mean_attention_data_parallelism():
