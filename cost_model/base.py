@@ -148,6 +148,10 @@ class CostModel(ABC):
         """Whether the coefficients rest on steps measured on such devices."""
         return False
 
+    def first_token_s(self, accelerator: Accelerator) -> float:
+        """Seconds that a server with such devices adds to a request's first token outside its steps."""
+        return 0.0
+
     @abstractmethod
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         """Seconds of one layer for a step of this work, tensor-parallel communication included."""

@@ -70,7 +70,7 @@ def checkpoint(model_path: str, weights: str, kv: str) -> ModelArchitecture:
     """The model of a checkpoint, with weights and KV cache in the formats of a run.
 
     gpt-oss keeps its own mxfp4 whatever the run's label says, unless that is a 16-bit format. The KV cache is
-    assumed to have 8 bits (fp8) where weights are quantised, and 16 bits otherwise and for gpt-oss.
+    assumed to have 8 bits (fp8) where weights are quantised, and 16 bits otherwise.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def checkpoint(model_path: str, weights: str, kv: str) -> ModelArchitecture:
         wanted = "mxfp4"
     if wanted == "fp8" and model.family in _BLOCKWISE:
         wanted = "fp8_block"
-    assumed = "bf16" if wanted in SIXTEEN_BIT or model.family == "gpt_oss" else "fp8"
+    assumed = "bf16" if wanted in SIXTEEN_BIT else "fp8"
     found = in_formats(model, wanted, _format("KV cache", kv, _KV, assumed))
     if wanted in ("int4", "nvfp4") and model.family in _ATTENTION_IN_16_BITS:
         found = found.model_copy(update={"only_experts_quantised": True})

@@ -85,7 +85,7 @@ def options_of(run: Run, costs: CostModel) -> Options:
         step_tokens = min(step_tokens, workers.batch * attention_dp * run.isl)
     return Options(
         policy=batching.policy,
-        front_end_s=float(getattr(costs, "first_token_s", 0.0)),
+        front_end_s=costs.first_token_s(run.gpu),
         step_tokens=step_tokens,
         max_batch=batching.max_batch,
         max_concurrency=run.concurrency,

@@ -22,7 +22,6 @@ _MOST_GPUS = 4096
 _MOST_WORKERS = 64
 _MOST_SIMULATED_TOKENS = 4e9
 _CARDS = {"a100": "A100-80GB", "a100_sxm": "A100-80GB", "a100_pcie": "A100-80GB-PCIe"}
-_GROUPED_TOKENS = 20
 
 
 @dataclass(frozen=True)
@@ -127,9 +126,8 @@ def run_of(cells: Mapping[str, str]) -> Run:
         kinds = {role: _workers(cells, role, model) for role in ("prefill", "decode")}
     if sum(kind.count * kind.shape.gpus for kind in kinds.values()) > _MOST_GPUS:
         raise InputError("tp_size", "", f"needs more than {_MOST_GPUS} GPUs", "take fewer")
-    interval = _count(cells, "stream_interval", _MOST_TOKENS, default=0)
-    run = Run(engine, model, gpu, isl, osl, concurrency, interval, **kinds)
-    return run if interval else Run(**{**vars(run), "stream_interval": _usual_interval(run)})
+    interval = _count(cells, "stream_interval", _MOST_TOKENS, default=1)
+    return Run(engine, model, gpu, isl, osl, concurrency, interval, **kinds)
 
 
 def _card(system: str) -> Accelerator:
@@ -138,24 +136,6 @@ def _card(system: str) -> Accelerator:
         return find_accelerator(_CARDS.get(system.lower(), system))
     except InputError as error:
         raise InputError("system", "", error.problem, "name one of `hexgen2 list gpus`") from None
-
-
-def _usual_interval(run: Run) -> int:
-    """Tokens that are sent at a time where a row does not say: one.
-
-    The exception is what published runs of TensorRT-LLM with Llama 3.1 70B on H200 show: with 1,024 tokens in
-    and out and a TP degree up to 4, their times to the first token exceed those with 1,024 in and 8,192 out
-    by 17 to 19 times the time per token, at every number of clients: 20 tokens are sent at a time.
-    """
-    grouped = (
-        run.engine == "trtllm"
-        and run.model.name == "llama-3.1-70b"
-        and run.gpu.name == "H200"
-        and (run.isl, run.osl) == (1024, 1024)
-        and run.colocated is not None
-        and run.colocated.shape.tp <= 4
-    )
-    return _GROUPED_TOKENS if grouped else 1
 
 
 def _workers(cells: Mapping[str, str], role: str, model: ModelArchitecture) -> Workers:

@@ -34,7 +34,10 @@ ENGINE_POLICIES: dict[str, Policy] = {
 }
 """The policy of each engine in its usual configuration."""
 ENGINE_STEP_TOKENS = 8192
-"""Most tokens in a step with prompts: vLLM's default on large GPUs for servers, SGLang's, TensorRT-LLM's."""
+"""Most tokens in a step with prompts that are divided: the default of vLLM and of SGLang on large GPUs."""
+_WHOLE_PROMPT_SPARE = 64
+"""Tokens of a step beside the longest prompt and the decodes where prompts are not divided, as in the public
+benchmark recipes for TensorRT-LLM (InferenceMAX: concurrency + isl + 64)."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Batching:
 
         vLLM and TensorRT-LLM limit the tokens of each part of the replica that runs attention for requests of
         its own, SGLang those of all parts together. Where prompts are not divided, the limit has room for
-        the longest one beside a token of each other request: the engine would not accept it otherwise.
+        the longest one beside a token of each other request.
 
         Parameters
         ----------
@@ -73,7 +76,7 @@ class Batching:
         policy = ENGINE_POLICIES[name]
         tokens = ENGINE_STEP_TOKENS
         if policy == "inflight":
-            tokens = max(tokens, longest_prompt + (max_batch or 0))
+            tokens = longest_prompt + (max_batch or 0) + _WHOLE_PROMPT_SPARE
         return cls(policy, tokens * (1 if name == "sglang" else attention_dp), max_batch)
 
     @property

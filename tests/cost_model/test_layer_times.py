@@ -182,5 +182,5 @@ def test_prefill_batches_fill_2048_tokens():
 
 
 def test_an_unknown_cost_model_names_the_known_ones():
-    with pytest.raises(InputError, match="use one of calibrated, zero-fit, table1"):
+    with pytest.raises(InputError, match="use one of vllm, sglang, trtllm, calibrated, zero-fit, table1"):
         make_cost_model("oracle", LLAMA_70B, fixed(512, 128))

@@ -95,8 +95,8 @@ def test_any_text_is_a_model_or_refused(name):
         ("nvidia/DeepSeek-R1-NVFP4", "nvfp4", "nvfp4", 1.0, True),
         ("meta-llama/Llama-3.1-70B", "nvfp4", "nvfp4", 1.0, False),
         ("moonshotai/Kimi-K2.5", "int4_wo", "int4", 1.0, True),
-        ("openai/gpt-oss-120b", "nvfp4", "mxfp4", 2.0, True),
-        ("openai/gpt-oss-120b", "w4a16_mxfp4", "mxfp4", 2.0, True),
+        ("openai/gpt-oss-120b", "nvfp4", "mxfp4", 1.0, True),
+        ("openai/gpt-oss-120b", "w4a16_mxfp4", "mxfp4", 1.0, True),
         ("openai/gpt-oss-120b", "bf16", "bf16", 2.0, False),
     ],
 )

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hexgen2
+from cost_model.engines.model import EngineSteps
 from cost_model.errors import InputError
 from hexgen2.checks import check_degrees, check_flow, check_gpus, check_layers, check_names
 from hexgen2.cluster import Cluster
@@ -69,17 +70,16 @@ def read(text):
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "trtllm"])
 @pytest.mark.parametrize("shape", [{}, {"pp_size": "2"}])
-def test_a_run_is_what_simulate_makes_of_its_placement(backend, shape, tmp_path):
+def test_a_run_is_what_simulate_makes_of_its_placement(backend, shape, tmp_path, monkeypatch):
+    monkeypatch.setattr(EngineSteps, "first_token_s", lambda costs, gpu: 0.0)
     run = run_of(AGG | shape | {"backend": backend})
     policy = {"vllm": "chunked", "sglang": "chunked-prefill-first", "trtllm": "inflight"}[backend]
     placed(run).save(tmp_path / "run.json")
     closed_loop = {"length_range": 0.8, "max_concurrency": 4, "num_requests": 40}
-    batching = {"policy": policy, "step_tokens": 8192, "max_batch": 4}
+    step_tokens = 512 + 4 + 64 if backend == "trtllm" else 8192
+    batching = {"policy": policy, "step_tokens": step_tokens, "max_batch": 4}
     found = hexgen2.simulate(tmp_path / "run.json", isl=512, osl=64, **closed_loop, **batching)
-    costs = prediction._cost_model(run.engine, run.model, prediction.workload_of(run).lengths)
-    front_end_ms = 1e3 * getattr(costs, "first_token_s", 0.0)
-    if not front_end_ms:
-        assert predict(run) == (found.mean_ttft_ms, found.mean_tpot_ms, "")
+    assert predict(run) == (found.mean_ttft_ms, found.mean_tpot_ms, "")
 
 
 def test_the_first_token_waits_for_the_front_end_and_for_those_sent_with_it(monkeypatch):
@@ -94,11 +94,8 @@ def test_the_first_token_waits_for_the_front_end_and_for_those_sent_with_it(monk
         lambda *asked: type(options_of(*asked))(**vars(options_of(*asked)) | {"front_end_s": 0.5}),
     )
     later = predict(run)
-    without_s = getattr(
-        prediction._cost_model(run.engine, run.model, prediction.workload_of(run).lengths),
-        "first_token_s",
-        0.0,
-    )
+    costs = prediction._cost_model(run.engine, run.model, prediction.workload_of(run).lengths)
+    without_s = costs.first_token_s(run.gpu)
     assert later.ttft_ms == pytest.approx(plain.ttft_ms + 500 - 1e3 * without_s)
     assert later.tpot_ms == pytest.approx(plain.tpot_ms)
 
@@ -156,13 +153,9 @@ def test_experts_over_more_gpus_than_attention_mean_attention_data_parallelism()
     assert run_of(row | {"moe_tp_size": "0", "moe_ep_size": "0.0"}).colocated.shape == Shape(2)
 
 
-def test_published_recipes_send_twenty_tokens_at_a_time():
-    recipe = AGG | {"backend": "trtllm", "model_path": "meta-llama/Llama-3.1-70B", "system": "h200_sxm"}
-    recipe |= {"isl": "1024", "osl": "1024"}
-    assert run_of(recipe).stream_interval == 20
-    for other in ({"osl": "8192"}, {"tp_size": "8"}, {"backend": "vllm"}, {"system": "b200_sxm"}):
-        assert run_of(recipe | other).stream_interval == 1
-    assert run_of(recipe | {"stream_interval": "1"}).stream_interval == 1
+def test_tokens_are_sent_one_at_a_time_unless_a_row_says_otherwise():
+    assert run_of(AGG).stream_interval == 1
+    assert run_of(AGG | {"stream_interval": "20"}).stream_interval == 20
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""Cost models of today's engines: a step is a sum of operators, and of what the engine adds.
+
+    layer = products + prompts + decodes + experts + exchange + elementwise, each times the engine's factor,
+            + layer_us, with experts mixture_us, with prompts prompt_layer_us
+    stage = layers * layer + step_us, on the last stage + head + request_us * requests
+
+Operators are fitted to measured kernels (cost_model/operators), the engine's numbers to runs of whole
+servers.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from cost_model.architecture import ModelArchitecture
+from cost_model.base import TensorGroup, Work
+from cost_model.calibrated import Calibrated
+from cost_model.coefficients import PRIORS, ZERO_FIT_ERROR
+from cost_model.engines.layers import StepOperators
+from cost_model.engines.numbers import FittedEngine, HostNumbers, shipped
+from cost_model.hardware import NO_LINK, Accelerator
+from cost_model.lengths import RequestLengths
+
+_US = 1e-6
+_KEPT = 1 << 16
+
+
+class EngineSteps(Calibrated):
+    """The steps of one engine. On CPUs, which no engine was measured on, it is the general roofline.
+
+    Parameters
+    ----------
+    fitted : the engine's numbers; None: those that ship
+    """
+
+    engine_name: ClassVar[str]
+    times_expert_parallel = True
+
+    def __init__(
+        self,
+        model: ModelArchitecture,
+        lengths: RequestLengths,
+        batch_cap: int = 256,
+        fitted: FittedEngine | None = None,
+    ) -> None:
+        super().__init__(model, lengths, batch_cap, PRIORS)
+        self.fitted = shipped().engines[self.engine_name] if fitted is None else fitted
+        self.calibration = f"{self.engine_name} {self.fitted.versions}".strip()
+        self._layers: dict[TensorGroup, StepOperators] = {}
+        self._by_tokens: dict[tuple[TensorGroup, float, float], float] = {}
+
+    def first_token_s(self, accelerator: Accelerator) -> float:
+        if accelerator.kind == "cpu":
+            return 0.0
+        return self.fitted.numbers.first_token_us * self.host(accelerator).first_token * _US
+
+    def host(self, accelerator: Accelerator) -> HostNumbers:
+        """How hosts of such GPUs differ."""
+        return self.fitted.hosts.get(accelerator.name, HostNumbers())
+
+    def error(self, accelerator: Accelerator) -> float:
+        if accelerator.kind == "cpu":
+            return ZERO_FIT_ERROR
+        held_out, here = self.fitted.held_out, self.fitted.hosts.get(accelerator.name)
+        known = (
+            [held_out.model, held_out.gpu] if here is None else [held_out.rows, here.error, held_out.model]
+        )
+        return max((error for error in known if error is not None), default=ZERO_FIT_ERROR)
+
+    def measured(self, accelerator: Accelerator) -> bool:
+        return accelerator.name in self.fitted.hosts
+
+    def layer_work_s(self, group: TensorGroup, work: Work) -> float:
+        if group.accelerator.kind == "cpu":
+            return super().layer_work_s(group, work)
+        layers, numbers, dp = self._operators(group), self.fitted.numbers, group.attention_dp
+        prompts = max(1.0, work.sampled - work.decodes) if work.prompt_tokens else 0.0
+        own = work.tokens / dp
+        if dp > 1 and prompts:
+            own = max(own, work.prompt_tokens / prompts)
+        taken = self._of_tokens_s(group, layers, own, work.tokens)
+        if prompts:
+            share = 1.0 if dp == 1 else max(1 / dp, 1 / prompts)
+            sizes = (max(1.0, prompts * share), work.prompt_tokens * share, work.prompt_attended * share)
+            taken += numbers.prompts * layers.prompts_s(*sizes) + numbers.prompt_layer_us * _US
+        if work.decodes:
+            decodes = work.decodes if dp == 1 else max(1.0, work.decodes / dp)
+            taken += numbers.decodes * layers.decodes_s(decodes, work.context / dp)
+        return float(taken)
+
+    def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
+        if group.accelerator.kind == "cpu":
+            return super().edge_work_s(group, sampled, last)
+        numbers, host = self.fitted.numbers, self.host(group.accelerator)
+        taken = numbers.step_us * host.steps * _US
+        if last:
+            head = self._operators(group).head_s(max(1.0, sampled))
+            taken += numbers.products * head + numbers.request_us * host.steps * _US * sampled
+        return float(taken)
+
+    def _of_tokens_s(self, group: TensorGroup, layers: StepOperators, own: float, tokens: float) -> float:
+        """What depends on the tokens of a step only, which many steps have in common."""
+        key = (group, own, tokens)
+        known = self._by_tokens.get(key)
+        if known is not None:
+            return known
+        numbers, model = self.fitted.numbers, self.model
+        over_nvlink = group.link.fabric == "nvlink"
+        taken = (
+            numbers.products * layers.products_s(own, tokens)
+            + numbers.elementwise * layers.elementwise_s(own, tokens)
+            + numbers.layer_us * _US
+        )
+        if model.experts > 1:
+            taken += (
+                numbers.experts * layers.experts_s(tokens) + model.mixture_share * numbers.mixture_us * _US
+            )
+        if group.degree > 1 and group.link != NO_LINK:
+            factor = numbers.exchange if over_nvlink else 1.0
+            taken += factor * layers.exchange_s(own, tokens)
+        if len(self._by_tokens) >= _KEPT:
+            self._by_tokens.clear()
+        self._by_tokens[key] = taken
+        return taken
+
+    def _operators(self, group: TensorGroup) -> StepOperators:
+        known = self._layers.get(group)
+        if known is None:
+            known = self._layers[group] = StepOperators(self.model, group)
+        return known
+
+
+class VllmSteps(EngineSteps):
+    """vLLM."""
+
+    name = engine_name = "vllm"
+
+
+class SglangSteps(EngineSteps):
+    """SGLang."""
+
+    name = engine_name = "sglang"
+
+
+class TrtllmSteps(EngineSteps):
+    """TensorRT-LLM."""
+
+    name = engine_name = "trtllm"

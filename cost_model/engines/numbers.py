@@ -1,0 +1,135 @@
+"""Numbers of serving engines: what their steps cost beside operators, fitted to runs of whole servers.
+
+A set is a file: engines.json ships, `hexgen2 calibrate --runs` writes others.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cost_model.fields import Name, Prose, between, schema_error
+from cost_model.files import read_text
+from cost_model.operators.numbers import OperatorFits
+
+_SHIPPED = Path(__file__).parent / "engines.json"
+_MAX_BYTES = 1 << 20
+
+Error = Annotated[float, Field(ge=0, allow_inf_nan=False), between(0, 1e9)]
+Rows = Annotated[int, Field(ge=0), between(0, 10**9)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _factor() -> Any:
+    return Field(default=1.0, ge=0.05, le=20.0, allow_inf_nan=False)
+
+
+def _microseconds(start: float) -> Any:
+    return Field(default=start, ge=0.0, le=1e7, allow_inf_nan=False)
+
+
+class EngineNumbers(_Strict):
+    """What an engine makes of operators (cost_model/operators), and what it adds to them.
+
+    products, prompts, decodes, experts, exchange : factors on the measured times of matrix products, of
+        attention over prompts and of decodes (with latent attention, of the whole module), of routed experts
+        and of all-reduces over NVLink
+    elementwise : how many times as long as reading and writing activations once, norms, rotations and
+        activation functions take
+    layer_us, mixture_us : of each layer, and of each layer with experts besides
+    prompt_layer_us : of each layer in steps with prompts, whose kernels the host starts one by one
+    step_us : of each step on each stage
+    request_us : of each request that gets a token in a step
+    first_token_us : until a request's first token, outside steps: parsing, tokenising, queues, the network
+    """
+
+    products: float = _factor()
+    prompts: float = _factor()
+    decodes: float = _factor()
+    experts: float = _factor()
+    exchange: float = _factor()
+    elementwise: float = _factor()
+    layer_us: float = _microseconds(5.0)
+    mixture_us: float = _microseconds(10.0)
+    prompt_layer_us: float = _microseconds(30.0)
+    step_us: float = _microseconds(500.0)
+    request_us: float = _microseconds(5.0)
+    first_token_us: float = _microseconds(50000.0)
+
+
+class HostNumbers(_Strict):
+    """How the hosts of one GPU's servers differ: factors on step_us and request_us, and on first_token_us.
+
+    rows : runs on such servers that they were fitted to
+    error : mean |predicted - measured| / measured TPOT of these runs, by fits without them
+    """
+
+    steps: float = _factor()
+    first_token: float = _factor()
+    rows: Rows = 0
+    error: Error | None = None
+
+
+class HeldOut(_Strict):
+    """Mean |predicted - measured| / measured TPOT of runs that a fit had not seen: a quarter of them at
+    random, or all of one model or GPU."""
+
+    rows: Error | None = None
+    model: Error | None = None
+    gpu: Error | None = None
+
+
+class FittedEngine(_Strict):
+    """One engine: its numbers, and its hosts by GPU.
+
+    versions : of the engine, that the runs were measured with
+    rows : how many runs
+    """
+
+    versions: Prose = ""
+    numbers: EngineNumbers = EngineNumbers()
+    hosts: dict[Name, HostNumbers] = {}
+    rows: Rows = 0
+    held_out: HeldOut = HeldOut()
+
+
+class EngineFits(_Strict):
+    """Engines, and where their runs come from.
+
+    operators : numbers of operators that replace those that ship, by operator, GPU and format
+    """
+
+    name: Name = "engines"
+    source: Prose
+    engines: dict[Name, FittedEngine]
+    operators: OperatorFits | None = None
+
+    def to_json(self) -> str:
+        """Canonical text."""
+        text: str = self.model_dump_json(indent=1, exclude_defaults=True)
+        return text + "\n"
+
+
+@cache
+def shipped() -> EngineFits:
+    """The engines that ship."""
+    return load_engines(_SHIPPED)
+
+
+def load_engines(path: Path) -> EngineFits:
+    """Engines from a file.
+
+    Raises
+    ------
+    InputError : unreadable, or not such a file
+    """
+    try:
+        return EngineFits.model_validate_json(read_text(path, _MAX_BYTES))
+    except ValidationError as error:
+        raise schema_error(error, str(path), "make one with `hexgen2 calibrate --runs`") from None
