@@ -10,6 +10,8 @@ from cluster_specs.loader import resolve
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel
 from cost_model.calibrated import Calibrated
+from cost_model.engines.model import ENGINES
+from cost_model.engines.numbers import FittedEngine
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.lengths import RequestLengths
 from cost_model.registry import COST_MODELS, make_cost_model
@@ -41,22 +43,29 @@ class Prediction(NamedTuple):
 def predict(run: Run) -> Prediction:
     """The times of a run, or the reason why they cannot be predicted."""
     try:
-        found = simulated(run)
-        return Prediction(_ttft_ms(run, found), found.mean_tpot_ms)
+        return times_of(run, simulated(run))
     except HexGen2Error as error:
         return Prediction(None, None, str(error))
     except Exception as error:  # One row is not worth losing all the others.
         return Prediction(None, None, f"cannot be simulated: {type(error).__name__}: {error}"[:200])
 
 
-def simulated(run: Run) -> SimulationResult:
+def simulated(run: Run, fitted: FittedEngine | None = None) -> SimulationResult:
     """The results of simulating a run.
+
+    Parameters
+    ----------
+    fitted : numbers of its engine; None: those that ship
 
     Raises
     ------
     InputError : it does not fit into memory, or requests fail
     """
-    costs = _cost_model(run.engine, run.model, workload_of(run).lengths)
+    lengths_of_run = workload_of(run).lengths
+    if fitted is None:
+        costs = _cost_model(run.engine, run.model, lengths_of_run)
+    else:
+        costs = ENGINES[run.engine](run.model, lengths_of_run, fitted=fitted)
     placement = placement_of(run, costs)
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     check_room(run, placement, {r.id: kv_capacity_tokens(r, cluster, costs) for r in placement.replicas})
@@ -99,9 +108,10 @@ def _max_batch(run: Run) -> int:
     return min(workers.worker_batch or run.concurrency, run.concurrency)
 
 
-def _ttft_ms(run: Run, found: SimulationResult) -> float:
-    """With the wait for the tokens that are sent together with the first one."""
-    return found.mean_ttft_ms + (min(run.stream_interval, run.osl) - 1) * found.mean_tpot_ms
+def times_of(run: Run, found: SimulationResult) -> Prediction:
+    """Mean times of a simulated run; TTFT with the wait for the tokens that are sent with the first one."""
+    grouped = min(run.stream_interval, run.osl) - 1
+    return Prediction(found.mean_ttft_ms + grouped * found.mean_tpot_ms, found.mean_tpot_ms)
 
 
 @lru_cache(maxsize=256)

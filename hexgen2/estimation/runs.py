@@ -8,11 +8,12 @@ import io
 import os
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.printable import one_line
@@ -26,6 +27,7 @@ _FEW_RUNS = 8
 """So few runs take less time than starting processes."""
 
 Progress = Callable[[int, int], None]
+Found = TypeVar("Found")
 
 
 def estimate_runs(path: Path, jobs: int | None = None, progress: Progress | None = None) -> str:
@@ -69,30 +71,35 @@ def predictions(
         except InputError as error:
             runs.append(Prediction(None, None, str(error)))
     # Long ones first, so that no process is left with one at the end.
-    distinct = sorted({run: None for run in runs if isinstance(run, Run)}, key=_effort, reverse=True)
+    distinct = sorted({run: None for run in runs if isinstance(run, Run)}, key=effort, reverse=True)
     known: dict[Run, Prediction] = {}
-    for run, prediction in zip(distinct, _predicted(distinct, jobs), strict=True):
+    for run, prediction in zip(distinct, in_processes(predict, distinct, jobs), strict=True):
         known[run] = prediction
         if progress is not None:
             progress(len(known), len(distinct))
     return [known[run] if isinstance(run, Run) else run for run in runs]
 
 
-def _effort(run: Run) -> float:
+def effort(run: Run) -> float:
     """Grows with the time that a simulation takes."""
     return run.concurrency * (20 + run.isl / 1024)
 
 
-def _predicted(runs: list[Run], jobs: int | None) -> Iterator[Prediction]:
-    """The predictions in the order of the runs, by several processes if there are many."""
+def in_processes(work: Callable[[Run], Found], runs: Sequence[Run], jobs: int | None) -> Iterator[Found]:
+    """What `work` makes of each run, in their order; by several processes if there are many.
+
+    Raises
+    ------
+    HexGen2Error : a process has ended
+    """
     jobs = min(jobs or os.cpu_count() or 1, len(runs))
     if jobs <= 1 or len(runs) <= _FEW_RUNS:
-        yield from map(predict, runs)
+        yield from map(work, runs)
         return
     # Spawned processes start without the threads and locks of this one.
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), _end_at_interrupts)
     try:
-        yield from pool.map(predict, runs)
+        yield from pool.map(work, runs)
     except BrokenProcessPool:
         raise HexGen2Error(
             "a process that simulates has ended; is there enough memory? Use --jobs 1"
