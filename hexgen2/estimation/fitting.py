@@ -19,9 +19,10 @@ from scipy.optimize import least_squares
 
 from cost_model.architecture import WeightType
 from cost_model.calibration import five_digits
-from cost_model.engines.numbers import EngineNumbers, FittedEngine, HeldOut, HostNumbers
+from cost_model.engines.numbers import EngineFits, EngineNumbers, FittedEngine, HeldOut, HostNumbers
 from cost_model.errors import HexGen2Error
-from hexgen2.estimation.prediction import simulated, times_of
+from cost_model.registry import CostSource
+from hexgen2.estimation.prediction import Prediction, simulated, times_of
 from hexgen2.estimation.run import Run
 from hexgen2.estimation.runs import effort, in_processes
 
@@ -109,8 +110,19 @@ def all_linear_times(
     return [known[run] for run in runs]
 
 
+def times_with(run: Run, fitted: FittedEngine) -> Prediction:
+    """The times of a run, if its engine has these numbers.
+
+    Raises
+    ------
+    InputError : it cannot be simulated
+    """
+    fits = EngineFits(source="", engines={run.engine: fitted})
+    return times_of(run, simulated(run, {run.engine: CostSource(run.engine, engines=fits)}))
+
+
 def _seconds(run: Run, fitted: FittedEngine) -> np.ndarray:
-    found = times_of(run, simulated(run, fitted))
+    found = times_with(run, fitted)
     assert found.ttft_ms is not None
     assert found.tpot_ms is not None
     return np.array([found.ttft_ms, found.tpot_ms]) / 1e3

@@ -8,16 +8,18 @@ import io
 import os
 import signal
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.printable import one_line
-from hexgen2.estimation.prediction import Prediction, predict
+from cost_model.registry import CostSource, cost_models_of_runs
+from hexgen2.estimation.prediction import SHIPPED, Prediction, predict
 from hexgen2.estimation.run import COLUMNS, Run, run_of
 
 ADDED = ("predicted_ttft_ms", "predicted_tpot_ms", "why_not")
@@ -30,7 +32,12 @@ Progress = Callable[[int, int], None]
 Found = TypeVar("Found")
 
 
-def estimate_runs(path: Path, jobs: int | None = None, progress: Progress | None = None) -> str:
+def estimate_runs(
+    path: Path,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    cost_model: str | Path | None = None,
+) -> str:
     """The rows of a CSV file of runs with predicted_ttft_ms, predicted_tpot_ms and why_not added, as CSV.
 
     Columns are those of hexgen2/estimation/run.py; others are passed on. Each run is simulated in a closed
@@ -42,13 +49,15 @@ def estimate_runs(path: Path, jobs: int | None = None, progress: Progress | None
     path : CSV, or CSV compressed with gzip (.gz)
     jobs : processes; None: one per processor
     progress : called with (runs predicted, runs in all)
+    cost_model : NAME, FILE or FILE:ENGINE; each engine's own if not given, or the file's
 
     Raises
     ------
-    InputError : unreadable, or a needed column is missing
+    InputError : unreadable, a needed column is missing, or no such cost model
     """
+    sources = cost_models_of_runs(cost_model)
     header, rows = read_runs(path)
-    found = predictions(rows, jobs, progress)
+    found = predictions(rows, jobs, progress, sources)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     kept = [k for k, name in enumerate(header) if name.strip() not in ADDED]
@@ -61,9 +70,12 @@ def estimate_runs(path: Path, jobs: int | None = None, progress: Progress | None
 
 
 def predictions(
-    rows: list[dict[str, str]], jobs: int | None = None, progress: Progress | None = None
+    rows: list[dict[str, str]],
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    sources: Mapping[str, CostSource] = SHIPPED,
 ) -> list[Prediction]:
-    """The prediction for each row of cells by column name."""
+    """The prediction for each row of cells by column name; sources are cost models by engine."""
     runs: list[Run | Prediction] = []
     for row in rows:
         try:
@@ -73,7 +85,8 @@ def predictions(
     # Long ones first, so that no process is left with one at the end.
     distinct = sorted({run: None for run in runs if isinstance(run, Run)}, key=effort, reverse=True)
     known: dict[Run, Prediction] = {}
-    for run, prediction in zip(distinct, in_processes(predict, distinct, jobs), strict=True):
+    found = in_processes(partial(predict, sources=sources), distinct, jobs)
+    for run, prediction in zip(distinct, found, strict=True):
         known[run] = prediction
         if progress is not None:
             progress(len(known), len(distinct))
@@ -97,9 +110,9 @@ def in_processes(work: Callable[[Run], Found], runs: Sequence[Run], jobs: int | 
         yield from map(work, runs)
         return
     # Spawned processes start without the threads and locks of this one.
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _end_at_interrupts)
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start, (work,))
     try:
-        yield from pool.map(work, runs)
+        yield from pool.map(_work_here, runs)
     except BrokenProcessPool:
         raise HexGen2Error(
             "a process that simulates has ended; is there enough memory? Use --jobs 1"
@@ -108,9 +121,18 @@ def in_processes(work: Callable[[Run], Found], runs: Sequence[Run], jobs: int | 
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _end_at_interrupts() -> None:
+_here: list[Callable[[Run], Any]] = []
+"""In a process that simulates, its work: sent once, so that what its cost models compute is kept."""
+
+
+def _start(work: Callable[[Run], Any]) -> None:
     """Ctrl-C ends a process at once, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _here.append(work)
+
+
+def _work_here(run: Run) -> Any:
+    return _here[0](run)
 
 
 def _number(value: float | None) -> str:

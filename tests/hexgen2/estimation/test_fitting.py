@@ -10,8 +10,7 @@ import pytest
 from cost_model.engines.numbers import EngineFits, EngineNumbers, FittedEngine, HostNumbers, shipped
 from cost_model.errors import InputError
 from hexgen2.estimation.calibrating import calibrate_runs, measured_runs
-from hexgen2.estimation.fitting import linear_times
-from hexgen2.estimation.prediction import simulated, times_of
+from hexgen2.estimation.fitting import linear_times, times_with
 from hexgen2.estimation.run import run_of
 
 TRUE = FittedEngine(
@@ -39,7 +38,7 @@ def rows_of(fitted, noise=0.02, seed=3):
                 }
                 row = {key: str(cell) for key, cell in row.items()}
                 run = run_of(row)
-                times = np.array(times_of(run, simulated(run, fitted))[:2]) * rng.normal(1, noise, 2)
+                times = np.array(times_with(run, fitted)[:2]) * rng.normal(1, noise, 2)
                 rows.append(row | dict(zip(("measured_ttft_ms", "measured_tpot_ms"), times, strict=True)))
     return rows
 
@@ -64,7 +63,7 @@ def test_runs_are_predicted_well_after_the_fit(rows, tmp_path):
     assert (found.name, fitted.rows) == ("mine", len(rows))
     off = []
     for measured in measured_runs(rows):
-        times = np.array(times_of(measured.run, simulated(measured.run, fitted))[:2]) / 1e3
+        times = np.array(times_with(measured.run, fitted)[:2]) / 1e3
         off.append(np.abs(times / (measured.ttft_s, measured.tpot_s) - 1))
     assert np.mean(off) < 0.06
     assert np.max(off) < 0.2
@@ -82,7 +81,7 @@ def test_times_are_linear_in_the_numbers(rows):
     numbers = {name: getattr(start.numbers, name) * ratio for name, ratio in ratios.items()}
     changed = start.model_copy(update={"numbers": start.numbers.model_copy(update=numbers)})
     change = sum(times.slopes[:, names.index(name)] * (ratio - 1) for name, ratio in ratios.items())
-    exact = np.array(times_of(run, simulated(run, changed))[:2]) / 1e3
+    exact = np.array(times_with(run, changed)[:2]) / 1e3
     assert times.seconds + change == pytest.approx(exact, rel=0.01)
 
 
