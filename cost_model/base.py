@@ -105,6 +105,8 @@ class CostModel(ABC):
     calibration: str
     times_expert_parallel: ClassVar[bool] = False
     """Whether its times depend on attention_dp and expert_parallel of a group. Memory may in any case."""
+    context_costs_alike: ClassVar[bool] = True
+    """Whether a token of context takes as long in a step of few decodes as in one of many."""
 
     def __init__(self, model: ModelArchitecture, lengths: RequestLengths, batch_cap: int = 256) -> None:
         self.model, self.lengths, self.batch_cap = model, lengths, batch_cap
@@ -122,6 +124,11 @@ class CostModel(ABC):
     def hop_s(self, phase: Phase, link: Link, batch: float) -> float:
         """Seconds to pass the activations of one prefill or one decode step to the next stage."""
         return self.hop_work_s(link, batch * self.isl if phase == "prefill" else batch)
+
+    def fastest_batch(self, phase: Phase, group: TensorGroup, most: float) -> float:
+        """The requests of a step, up to `most`, at which a layer passes most requests/s: `most`, where more
+        requests never take more than in proportion. The search's bounds rest on it."""
+        return most
 
     def work(self, phase: Phase, batch: float) -> Work:
         """The mean work of a prefill of `batch` prompts, or of a decode step of `batch` requests."""
