@@ -105,8 +105,9 @@ class CostModel(ABC):
     calibration: str
     times_expert_parallel: ClassVar[bool] = False
     """Whether its times depend on attention_dp and expert_parallel of a group. Memory may in any case."""
-    context_costs_alike: ClassVar[bool] = True
-    """Whether a token of context takes as long in a step of few decodes as in one of many."""
+    tiled: ClassVar[bool] = False
+    """Whether GPUs work in whole tiles: a step of one more request may then pass fewer requests/s, and a
+    token of context takes longer in a step of few decodes."""
 
     def __init__(self, model: ModelArchitecture, lengths: RequestLengths, batch_cap: int = 256) -> None:
         self.model, self.lengths, self.batch_cap = model, lengths, batch_cap

@@ -39,7 +39,7 @@ class EngineSteps(Calibrated):
 
     engine_name: ClassVar[str]
     times_expert_parallel = True
-    context_costs_alike = False
+    tiled = True
 
     def __init__(
         self,

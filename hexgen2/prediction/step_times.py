@@ -99,7 +99,7 @@ class StepTimes:
         turns = min(self._micro_batches, requests)
         size = requests / turns
         stage_s, hop_s = self.step(Work(0.0, 0.0, size, 0.0, size))
-        context_s = self._alike_context_s if self.costs.context_costs_alike else self._context_s(size)
+        context_s = self._context_s(size) if self.costs.tiled else self._alike_context_s
         walk = math.fsum((*stage_s, *hop_s)), math.fsum(context_s) / turns
         stages = ((turns * a, b) for a, b in zip(stage_s, context_s, strict=True))
         return _upper([walk, *stages, *((turns * a, 0.0) for a in hop_s)])
