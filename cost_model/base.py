@@ -9,11 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from cost_model.architecture import ModelArchitecture
 from cost_model.hardware import Accelerator, Link
 from cost_model.lengths import RequestLengths
+
+if TYPE_CHECKING:
+    from cost_model.registry import CostSource
 
 Phase = Literal["prefill", "decode"]
 
@@ -91,6 +94,17 @@ class StageMemory:
         return max(0, int(room // (layers * self.per_layer_request + self.per_request)))
 
 
+class Origin(NamedTuple):
+    """Where a cost model's numbers come from.
+
+    name : of the set of numbers; engine : that they are for (None: a mean one); source : who measured what
+    """
+
+    name: str
+    engine: str | None
+    source: str
+
+
 class CostModel(ABC):
     """Predicts times in seconds and memory in bytes for one model under one mixture of requests.
 
@@ -103,6 +117,8 @@ class CostModel(ABC):
 
     name: str
     calibration: str
+    source: CostSource | None = None
+    """What it was made from (cost_model/registry.py); None if by hand."""
     times_expert_parallel: ClassVar[bool] = False
     """Whether its times depend on attention_dp and expert_parallel of a group. Memory may in any case."""
     tiled: ClassVar[bool] = False
@@ -151,6 +167,11 @@ class CostModel(ABC):
     @abstractmethod
     def error(self, accelerator: Accelerator) -> float:
         """The mean relative error to expect of times on such devices."""
+
+    @property
+    def origin(self) -> Origin:
+        """Where its numbers come from."""
+        return Origin(self.name, None, self.calibration)
 
     def measured(self, accelerator: Accelerator) -> bool:
         """Whether the coefficients rest on steps measured on such devices."""

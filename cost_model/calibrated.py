@@ -11,7 +11,7 @@ import math
 from functools import cache
 
 from cost_model.architecture import ModelArchitecture
-from cost_model.base import PREFILL_TOKENS, CostModel, Phase, StageMemory, TensorGroup, Work
+from cost_model.base import PREFILL_TOKENS, CostModel, Origin, Phase, StageMemory, TensorGroup, Work
 from cost_model.coefficients import ZERO_FIT, Coefficients, CoefficientSet, fitted
 from cost_model.collectives import all_reduce_s
 from cost_model.dtypes import matrix_flops_s
@@ -55,6 +55,10 @@ class Calibrated(CostModel):
     def default() -> CoefficientSet:
         """The coefficients where none are given: those that ship, under a mean engine."""
         return fitted()
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.coefficients.name, self.engine, self.coefficients.source)
 
     def error(self, accelerator: Accelerator) -> float:
         return self.coefficients.error(accelerator, self.engine)

@@ -6,11 +6,8 @@ import math
 from dataclasses import dataclass
 
 from cost_model.architecture import ModelArchitecture
-from cost_model.base import Phase, TensorGroup
-from cost_model.calibrated import Calibrated
-from cost_model.coefficients import CoefficientSet
+from cost_model.base import CostModel, Phase, TensorGroup
 from cost_model.hardware import Accelerator, Link
-from cost_model.lengths import RequestLengths
 
 
 @dataclass(frozen=True)
@@ -61,15 +58,12 @@ class Estimate:
 
 
 def estimate(
-    model: ModelArchitecture,
+    costs: CostModel,
     shape: Shape,
-    lengths: RequestLengths,
     batch: int,
-    coefficients: CoefficientSet,
-    engine: str | None = None,
 ) -> Estimate:
-    """What a batch of such requests takes on that shape (KeyError: the set does not know the engine)."""
-    costs, group = Calibrated(model, lengths, coefficients=coefficients, engine=engine), shape.group
+    """What a batch takes on that shape, of requests of the cost model's model and lengths."""
+    model, group = costs.model, shape.group
     split, last = shape.layers(model), shape.pp - 1
 
     def walk_s(phase: Phase) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cost_model.architecture import ModelArchitecture
-from cost_model.base import Phase, TensorGroup, Work
+from cost_model.base import CostModel, Phase, TensorGroup, Work
 from cost_model.calibrated import Calibrated
 from cost_model.coefficients import CoefficientSet
 from cost_model.errors import InputError
@@ -87,7 +87,10 @@ class Step:
 
     def seconds_by(self, coefficients: CoefficientSet, engine: str | None = None) -> float:
         """Seconds predicted with these coefficients, for that engine (None: a mean one)."""
-        costs = Calibrated(self.model, self.lengths, coefficients=coefficients, engine=engine)
+        return self.seconds_of(Calibrated(self.model, self.lengths, coefficients=coefficients, engine=engine))
+
+    def seconds_of(self, costs: CostModel) -> float:
+        """Seconds predicted by a cost model for its model and lengths."""
         whole = self.model.layers * costs.layer_work_s(self.group, self._work(costs))
         return whole + (costs.edge_work_s(self.group, self.batch, last=True) if self.has_attention else 0.0)
 
@@ -102,7 +105,7 @@ class Step:
         """Requests of which this is the prefill, or a mean decode step."""
         return RequestLengths.fixed(self.tokens, 0)
 
-    def _work(self, costs: Calibrated) -> Work:
+    def _work(self, costs: CostModel) -> Work:
         """The work of the step, without attention if its time lacks it."""
         work = costs.work(self.phase, self.batch)
         return work if self.has_attention else work._replace(prompt_attended=0.0, context=0.0)

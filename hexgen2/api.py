@@ -53,7 +53,7 @@ def search(
     budget_per_hour: float | None = None,
     frontier: int | None = None,
     strategy: str = "hexgen2",
-    cost_model: str = "calibrated",
+    cost_model: str | Path = "calibrated",
     pipeline: PipelineSemantics = "pipelined",
     links: Links = "shared",
     engine: Engine = "any",
@@ -82,7 +82,8 @@ def search(
     budget_per_hour : US dollars per hour that the GPUs in use may cost
     frontier : number of prices up to the budget for which to list the best rental
     strategy : see `hexgen2 list strategies`
-    cost_model : "calibrated", "zero-fit" or "table1"
+    cost_model : how times are predicted: a name ("vllm", "sglang", "trtllm", "calibrated", "zero-fit" or
+        "table1"), a file that `hexgen2 calibrate` wrote, or FILE:ENGINE
     pipeline : how the times of pipeline stages add up
     links : "shared" or "pairwise": whether KV routes compete for links, network cards and uplinks
     engine : "vllm" limits the search to replicas that vLLM can run
@@ -147,7 +148,7 @@ def replan(
     osl: float | None = None,
     weights: str | None = None,
     kv: str | None = None,
-    cost_model: str | None = None,
+    cost_model: str | Path | None = None,
     pipeline: PipelineSemantics | None = None,
     links: Links | None = None,
     horizon_s: float | None = None,
@@ -337,7 +338,7 @@ def compare(
     kv: str | None = None,
     share: float = 0.75,
     seconds: float = 300.0,
-    cost_model: str = "calibrated",
+    cost_model: str | Path = "calibrated",
     pipeline: PipelineSemantics = "pipelined",
     links: Links = "shared",
     time_limit_s: float | None = None,
@@ -372,6 +373,7 @@ def compare(
     """
     from cost_model.dtypes import in_formats
     from cost_model.models import find_model
+    from cost_model.registry import find_cost_model
     from hexgen2.comparison.contenders import parse_contenders
     from hexgen2.comparison.run import Settings
     from hexgen2.comparison.run import compare as run
@@ -388,7 +390,7 @@ def compare(
     limit_s = _search_options(seed, time_limit_s).time_limit_s
     if weights is not None or kv is not None:
         model = in_formats(find_model(model), weights, kv)
-    settings = Settings(model, seed, share, seconds, cost_model, pipeline, links, limit_s)
+    settings = Settings(model, seed, share, seconds, find_cost_model(cost_model), pipeline, links, limit_s)
     return run(contenders, workloads, settings, progress or (lambda text: None))
 
 
@@ -420,10 +422,11 @@ def estimate(
     batch : requests in a step
     weights, kv : number formats; the model's own if not given
     interconnect : class of the links between the GPUs; the usual one for these cards if not given
-    engine : one that has coefficients; an average engine if not given
+    engine : one that the cost model's coefficients, or its file, know; an average engine if not given, or the
+        file's vllm or only one
     attention_dp : groups of each stage's GPUs that run attention for requests of their own
     expert_parallel : groups of each stage's GPUs that divide the experts among them
-    cost_model : file that `hexgen2 calibrate` wrote, or "zero-fit"; the shipped coefficients if not given
+    cost_model : as in `search`; "calibrated" if not given
 
     Raises
     ------

@@ -15,7 +15,7 @@ from cost_model.base import CostModel
 from cost_model.errors import InputError
 from cost_model.hardware import Accelerator
 from cost_model.pipeline import PIPELINE_SEMANTICS, PipelineSemantics, prefill_batches_held
-from cost_model.registry import COST_MODELS, make_cost_model
+from cost_model.registry import COST_MODELS
 from hexgen2.cluster import Cluster
 from hexgen2.network.occupancy import KvTransfer, activations, parts_of_gpus
 from hexgen2.network.traffic import Traffic
@@ -167,7 +167,7 @@ def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
     if placement.cost_model.name not in COST_MODELS:
         yield "cost_model.name", f"unknown '{placement.cost_model.name}'"
         return
-    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+    costs = placement.costs()
     for r, replica in enumerate(placement.replicas):
         phase = "prefill" if replica.role == "prefill" else "decode"
         semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
@@ -232,9 +232,7 @@ def check_links(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
         moved = math.fsum(link.bytes_per_req for link in route.links)
         if abs(moved - route.kv_bytes_per_req) > TOLERANCE * route.kv_bytes_per_req:
             yield f"routes[{k}].links", f"move {moved:.6g} bytes of {route.kv_bytes_per_req:.6g} per request"
-    workload = placement.workload
-    costs = make_cost_model(placement.cost_model.name, placement.model, workload.lengths)
-    traffic = traffic_of(cluster, costs, placement.replicas, placement.routes)
+    traffic = traffic_of(cluster, placement.costs(), placement.replicas, placement.routes)
     for name, share in traffic.at_least(1 + TOLERANCE):
         yield "routes", f"{name} would carry {share:.6g} times what it can"
 

@@ -13,20 +13,21 @@ from pydantic_core import PydanticCustomError
 from cluster_specs.loader import resolve
 from cluster_specs.schema import ClusterSpec
 from cost_model.architecture import ModelArchitecture
+from cost_model.base import CostModel
 from cost_model.errors import InputError
 from cost_model.fields import Name, Prose, between, schema_error
 from cost_model.files import read_text, write_text
+from hexgen2.costs import CostModelName
 from hexgen2.goal import Goal
 from hexgen2.moves import LARGEST, Figure, Migration, Move
 from hexgen2.network.kv_parts import GpuPart, copies, gpu_parts
-from hexgen2.network.shared_links import Links
 from hexgen2.replica import Count, Replica, Stage
 from hexgen2.workload.lengths import Workload
 
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["Placement", "Replica", "Route", "Stage"]
+__all__ = ["CostModelName", "Placement", "Replica", "Route", "Stage"]
 
 OPTIMAL = 1e-4
 """Relative gap to the bound up to which a placement counts as optimal; also the integer program's."""
@@ -93,18 +94,6 @@ class Route(_Strict):
     def parts(self) -> Iterator[GpuPart]:
         """(from GPU, to GPU, bytes per request) of each link."""
         return ((link.from_, link.to, link.bytes_per_req) for link in self.links)
-
-
-class CostModelName(_Strict):
-    """error is the mean relative error to expect of times on the placement's devices; unmeasured are those
-    types of them of which no step was measured."""
-
-    name: Name
-    calibration: Name
-    error: Figure | None = None
-    unmeasured: list[Name] = []
-    pipeline: Name
-    links: Links = "pairwise"
 
 
 class Throughput(_Strict):
@@ -233,6 +222,15 @@ class Placement(_Strict):
             if replica.id == replica_id:
                 return replica
         raise KeyError(replica_id)
+
+    def costs(self) -> CostModel:
+        """The cost model that it was planned with, for its requests.
+
+        Raises
+        ------
+        InputError : there is none of that name
+        """
+        return self.cost_model.costs(self.model, self.workload.lengths)
 
     def to_json(self) -> str:
         """The placement as text: the same placement always gives the same bytes."""

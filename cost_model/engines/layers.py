@@ -30,13 +30,14 @@ class StepOperators:
     Parameters
     ----------
     group : the stage's GPUs; model : with the formats of its weights and KV cache
+    operators : of the group's GPUs
 
     All amounts of work may be floats, or numpy arrays of them.
     """
 
-    def __init__(self, model: ModelArchitecture, group: TensorGroup) -> None:
+    def __init__(self, model: ModelArchitecture, group: TensorGroup, operators: Operators) -> None:
         self.model, self.group = model, group
-        self.operators = Operators.of(group.accelerator)
+        self.operators = operators
         self.attention_degree = group.degree // group.attention_dp
         self.heads = model.heads / self.attention_degree
         self.kv_heads = max(1.0, model.kv_heads / self.attention_degree)

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from cost_model.architecture import ModelArchitecture
-from cost_model.base import Phase, TensorGroup, Work
+from cost_model.base import Origin, Phase, TensorGroup, Work
 from cost_model.calibrated import Calibrated
 from cost_model.coefficients import PRIORS, ZERO_FIT_ERROR
 from cost_model.engines.layers import StepOperators
-from cost_model.engines.numbers import FittedEngine, HostNumbers, shipped
+from cost_model.engines.numbers import EngineFits, FittedEngine, HostNumbers, shipped
 from cost_model.hardware import NO_LINK, Accelerator
 from cost_model.lengths import RequestLengths
+from cost_model.operators import Operators
+from cost_model.operators.numbers import OperatorFits
 
 _US = 1e-6
 _KEPT = 1 << 16
@@ -35,6 +37,7 @@ class EngineSteps(Calibrated):
     Parameters
     ----------
     fitted : the engine's numbers; None: those that ship
+    operators : the numbers of operators; None: those that ship
     """
 
     engine_name: ClassVar[str]
@@ -47,13 +50,28 @@ class EngineSteps(Calibrated):
         lengths: RequestLengths,
         batch_cap: int = 256,
         fitted: FittedEngine | None = None,
+        operators: OperatorFits | None = None,
     ) -> None:
         super().__init__(model, lengths, batch_cap, PRIORS)
         self.fitted = shipped().engines[self.engine_name] if fitted is None else fitted
         self.calibration = f"{self.engine_name} {self.fitted.versions}".strip()
+        self._source = shipped().source
+        self._fits = shipped().all_operators if operators is None else operators
+        self._cards: dict[Accelerator, Operators] = {}
         self._layers: dict[TensorGroup, StepOperators] = {}
         self._by_tokens: dict[tuple[TensorGroup, float, float], float] = {}
         self._best: dict[tuple[Phase, TensorGroup], tuple[list[float], list[float]]] = {}
+
+    @classmethod
+    def of(cls, model: ModelArchitecture, lengths: RequestLengths, fits: EngineFits) -> Self:
+        """With the numbers of a calibration (KeyError: it lacks the engine)."""
+        made = cls(model, lengths, fitted=fits.engines[cls.engine_name], operators=fits.all_operators)
+        made.calibration, made._source = f"{fits.name}: {made.calibration}", fits.source
+        return made
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.calibration, self.engine_name, self._source)
 
     def first_token_s(self, accelerator: Accelerator) -> float:
         if accelerator.kind == "cpu":
@@ -166,7 +184,10 @@ class EngineSteps(Calibrated):
     def _operators(self, group: TensorGroup) -> StepOperators:
         known = self._layers.get(group)
         if known is None:
-            known = self._layers[group] = StepOperators(self.model, group)
+            card = group.accelerator
+            if card not in self._cards:
+                self._cards[card] = Operators(card, self._fits)
+            known = self._layers[group] = StepOperators(self.model, group, self._cards[card])
         return known
 
 
@@ -186,3 +207,9 @@ class TrtllmSteps(EngineSteps):
     """TensorRT-LLM."""
 
     name = engine_name = "trtllm"
+
+
+ENGINES: dict[str, type[EngineSteps]] = {
+    engine.engine_name: engine for engine in (VllmSteps, SglangSteps, TrtllmSteps)
+}
+"""The cost models of engines by name."""

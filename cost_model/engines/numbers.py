@@ -5,7 +5,7 @@ A set is a file: engines.json ships, `hexgen2 calibrate --runs` writes others.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cost_model.fields import Name, Prose, between, schema_error
 from cost_model.files import read_text
-from cost_model.operators.numbers import OperatorFits
+from cost_model.operators.numbers import OperatorFits, merged
+from cost_model.operators.numbers import shipped as shipped_operators
 
 _SHIPPED = Path(__file__).parent / "engines.json"
 _MAX_BYTES = 1 << 20
@@ -109,6 +110,12 @@ class EngineFits(_Strict):
     source: Prose
     engines: dict[Name, FittedEngine]
     operators: OperatorFits | None = None
+
+    @cached_property
+    def all_operators(self) -> OperatorFits:
+        """The numbers of operators: its own, and those that ship where it has none."""
+        own = shipped_operators()
+        return own if self.operators is None else merged(own, self.operators)
 
     def to_json(self) -> str:
         """Canonical text."""

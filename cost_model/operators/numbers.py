@@ -182,10 +182,24 @@ class OperatorFits(_Strict):
     all_reduce: dict[Name, dict[Name, Fitted[AllReduceNumbers]]] = {}
     elsewhere: dict[Name, Error] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Goes to other processes as text: pickle does not find the types of `Fitted`."""
+        return type(self).model_validate_json, (self.model_dump_json(),)
+
     def to_json(self) -> str:
         """Canonical text."""
         text: str = self.model_dump_json(indent=1, exclude_defaults=True)
         return text + "\n"
+
+
+def merged(base: OperatorFits, own: OperatorFits) -> OperatorFits:
+    """Numbers of `own` where it has an operator, GPU and format, and those of `base` elsewhere."""
+    tables: dict[str, Any] = {}
+    for operator in OperatorFits.model_fields.keys() - {"source", "elsewhere"}:
+        before, after = getattr(base, operator), getattr(own, operator)
+        tables[operator] = before | {gpu: before.get(gpu, {}) | formats for gpu, formats in after.items()}
+    elsewhere = base.elsewhere | own.elsewhere
+    return OperatorFits.model_construct(source=own.source, elsewhere=elsewhere, **tables)
 
 
 @cache

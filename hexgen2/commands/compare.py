@@ -11,7 +11,6 @@ import click
 import hexgen2
 from cost_model.errors import InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
-from cost_model.registry import COST_MODELS
 from hexgen2.api import STRATEGIES
 from hexgen2.commands.options import (
     PATH,
@@ -19,6 +18,7 @@ from hexgen2.commands.options import (
     SEED,
     Command,
     Number,
+    cost_model_option,
     format_options,
     json_option,
     options,
@@ -80,13 +80,7 @@ _detail = options("Modelling details")
 )
 @json_option("comparison")
 @format_options
-@_detail(
-    "--cost-model",
-    type=click.Choice(list(COST_MODELS)),
-    default="calibrated",
-    show_default=True,
-    help="How times are predicted.",
-)
+@cost_model_option("Modelling details", "calibrated")
 @_detail(
     "--pipeline",
     type=click.Choice(PIPELINE_SEMANTICS),
@@ -108,7 +102,8 @@ def compare(output: Path | None, as_json: bool, **asked: Any) -> None:
 
     if output is not None and output.exists() and not output.is_dir():
         raise InputError(str(output), "", "is a file", "name a folder")
-    found = hexgen2.compare(**asked, progress=note)
+    given = {name: value for name, value in asked.items() if value is not None}
+    found = hexgen2.compare(**given, progress=note)
     if output is not None:
         for path in write_comparison(found, output):
             note(f"wrote {path}")

@@ -15,9 +15,9 @@ import hexgen2
 from cost_model.errors import InputError
 from cost_model.hardware import INTERCONNECT_CLASSES
 from hexgen2.commands.options import (
-    COST_MODEL_FILE,
     Command,
     check_folder,
+    cost_model_option,
     format_options,
     json_option,
     options,
@@ -98,9 +98,13 @@ _output = options("Output")
     type=click.Choice(INTERCONNECT_CLASSES),
     help="Links between the GPUs.  [default: the usual ones of such GPUs]",
 )
-@_detail("--engine", metavar="NAME", help="Engine known to the coefficients.  [default: a mean engine]")
+@_detail(
+    "--engine",
+    metavar="NAME",
+    help="Engine that the cost model's coefficients or file know.  [default: a mean engine]",
+)
 @_detail("--jobs", metavar="N", type=_COUNT, help="Processes for --runs.  [default: one per processor]")
-@_detail("--cost-model", metavar="FILE|zero-fit", help=COST_MODEL_FILE)
+@cost_model_option("Details", "calibrated; with --runs: each engine's own")
 def estimate(
     table: Path | None,
     runs: Path | None,
@@ -138,9 +142,9 @@ def _table(path: Path, as_json: bool, asked: dict[str, Any]) -> str:
 def _runs(path: Path, jobs: int | None, as_json: bool, asked: dict[str, Any]) -> str:
     from hexgen2.estimation.runs import estimate_runs
 
-    names = ("gpu", "model", "tp", "isl", "weights", "kv", "engine", "interconnect", "cost_model")
+    names = ("gpu", "model", "tp", "isl", "weights", "kv", "engine", "interconnect")
     _check_columns("--runs", names, as_json, asked)
-    return estimate_runs(path, jobs, _progress())
+    return estimate_runs(path, jobs, _progress(), asked["cost_model"])
 
 
 def _check_columns(option: str, names: tuple[str, ...], as_json: bool, asked: dict[str, Any]) -> None:

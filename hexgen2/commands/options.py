@@ -13,6 +13,7 @@ import click
 
 from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES
 from cost_model.errors import InputError
+from cost_model.registry import COST_MODELS
 from hexgen2.goal import LARGEST, SMALLEST
 from hexgen2.terminal import QUIET
 
@@ -23,10 +24,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
 PATH = click.Path(path_type=Path)
-COST_MODEL_FILE = (
-    'Coefficients: a file written by `hexgen2 calibrate`, or "zero-fit" for none fitted.  '
-    "[default: those that ship]"
-)
 
 
 class Number(click.FloatRange):
@@ -126,6 +123,16 @@ def format_options(function: Function) -> Function:
     weights = detail("--weights", type=click.Choice(list(WEIGHT_BYTES)), help=f"Format of weights.  {own}")
     return weights(
         detail("--kv", type=click.Choice(list(KV_BYTES)), help=f"Format of KV caches.  {own}")(function)
+    )
+
+
+def cost_model_option(group: str, default: str) -> Callable[[Function], Function]:
+    """--cost-model; `default` says what it is if not given."""
+    return options(group)(
+        "--cost-model",
+        metavar="NAME|FILE",
+        help=f"How times are predicted: {', '.join(COST_MODELS)}, or a file written by `hexgen2 calibrate` "
+        f"(of several engines FILE:ENGINE, or vllm).  [default: {default}]",
     )
 
 

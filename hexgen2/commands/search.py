@@ -12,13 +12,13 @@ import click
 import hexgen2
 from cost_model.errors import InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
-from cost_model.registry import COST_MODELS
 from hexgen2.commands.options import (
     PATH,
     POSITIVE,
     SEED,
     Command,
     check_folder,
+    cost_model_option,
     format_options,
     json_option,
     options,
@@ -126,11 +126,7 @@ _detail = options("Modelling details")
     help="Speed at which each GPU loads weights.  [default: 2, assumed]",
 )
 @format_options
-@_detail(
-    "--cost-model",
-    type=click.Choice(list(COST_MODELS)),
-    help="How times are predicted.  [default: calibrated; with --from: the placement's]",
-)
+@cost_model_option("Modelling details", "calibrated; with --from: the placement's")
 @_detail(
     "--pipeline",
     type=click.Choice(PIPELINE_SEMANTICS),

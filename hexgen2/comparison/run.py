@@ -17,7 +17,7 @@ import numpy as np
 from cluster_specs.loader import resolve
 from cost_model.architecture import ModelArchitecture
 from cost_model.errors import InfeasibleError
-from cost_model.registry import make_cost_model
+from cost_model.registry import CostSource
 from hexgen2.cluster import Cluster
 from hexgen2.comparison.contenders import Contender
 from hexgen2.comparison.reference import Reference
@@ -58,7 +58,7 @@ class Settings:
     seed: int = 0
     share: float = 0.75
     seconds: float = 300.0
-    cost_model: str = "calibrated"
+    cost_model: str | CostSource = "calibrated"
     pipeline: str = "pipelined"
     links: str = "shared"
     time_limit_s: float | None = None
@@ -203,8 +203,7 @@ def _online(entry: Entry, lengths: LengthSource, settings: Settings, common_rate
     entry.same_rate, records = _simulate(entry, requests)
     placement = entry.placement
     assert placement is not None
-    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
-    reference = Reference.of(costs)
+    reference = Reference.of(placement.costs())
     if reference is None:
         return
     e2el_s = records.end_s - requests.arrival_s

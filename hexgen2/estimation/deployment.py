@@ -76,9 +76,7 @@ def placement_of(run: Run, costs: CostModel) -> Placement:
         cluster=_cluster(nodes),
         model=run.model,
         workload=workload,
-        cost_model=CostModelName(
-            name=costs.name, calibration=costs.calibration, pipeline="pipelined", links="shared"
-        ),
+        cost_model=CostModelName.of(costs, pipeline="pipelined", links="shared"),
         replicas=replicas,
         routes=routes,
         throughput=Throughput(req_s=1.0, output_tok_s=workload.osl),

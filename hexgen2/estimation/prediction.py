@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -9,10 +10,9 @@ from typing import NamedTuple
 from cluster_specs.loader import resolve
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import CostModel
-from cost_model.calibrated import Calibrated
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.lengths import RequestLengths
-from cost_model.registry import COST_MODELS, make_cost_model
+from cost_model.registry import CostSource, cost_models_of_runs
 from hexgen2.cluster import Cluster
 from hexgen2.estimation.deployment import check_room, placement_of, workload_of
 from hexgen2.estimation.run import Run
@@ -27,6 +27,8 @@ from hexgen2.workload.arrivals import LengthSource, offline
 REQUESTS_PER_CLIENT = 10
 SHORTEST_SHARE = 0.8
 """Lengths are drawn uniformly from this share of the nominal one to all of it."""
+SHIPPED = cost_models_of_runs(None)
+"""The cost models of runs by engine, where none is asked for."""
 _SEED = 0
 
 
@@ -38,10 +40,10 @@ class Prediction(NamedTuple):
     why_not: str = ""
 
 
-def predict(run: Run) -> Prediction:
-    """The times of a run, or the reason why they cannot be predicted."""
+def predict(run: Run, sources: Mapping[str, CostSource] | None = None) -> Prediction:
+    """The times of a run, or the reason why they cannot be predicted; sources are cost models by engine."""
     try:
-        found = simulated(run)
+        found = simulated(run, sources)
         return Prediction(_ttft_ms(run, found), found.mean_tpot_ms)
     except HexGen2Error as error:
         return Prediction(None, None, str(error))
@@ -49,14 +51,18 @@ def predict(run: Run) -> Prediction:
         return Prediction(None, None, f"cannot be simulated: {type(error).__name__}: {error}"[:200])
 
 
-def simulated(run: Run) -> SimulationResult:
+def simulated(run: Run, sources: Mapping[str, CostSource] | None = None) -> SimulationResult:
     """The results of simulating a run.
+
+    Parameters
+    ----------
+    sources : cost models by engine; None: those that ship
 
     Raises
     ------
-    InputError : it does not fit into memory, or requests fail
+    InputError : it does not fit into memory, requests fail, or there is no cost model of its engine
     """
-    costs = _cost_model(run.engine, run.model, workload_of(run).lengths)
+    costs = _cost_model(_source(run.engine, sources), run.model, workload_of(run).lengths)
     placement = placement_of(run, costs)
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     check_room(run, placement, {r.id: kv_capacity_tokens(r, cluster, costs) for r in placement.replicas})
@@ -71,7 +77,7 @@ def simulated(run: Run) -> SimulationResult:
 
 def placed(run: Run) -> Placement:
     """The placement that a run is simulated with."""
-    return placement_of(run, _cost_model(run.engine, run.model, workload_of(run).lengths))
+    return placement_of(run, _cost_model(_source(run.engine), run.model, workload_of(run).lengths))
 
 
 def options_of(run: Run, costs: CostModel) -> Options:
@@ -104,8 +110,16 @@ def _ttft_ms(run: Run, found: SimulationResult) -> float:
     return found.mean_ttft_ms + (min(run.stream_interval, run.osl) - 1) * found.mean_tpot_ms
 
 
+def _source(engine: str, sources: Mapping[str, CostSource] | None = None) -> CostSource:
+    """The cost model of an engine's runs."""
+    known = SHIPPED if sources is None else sources
+    if engine not in known:
+        remedy = f"give one of {', '.join(known)}, or another --cost-model"
+        raise InputError("backend", "", f"the cost model has no numbers of {engine}", remedy)
+    return known[engine]
+
+
 @lru_cache(maxsize=256)
-def _cost_model(engine: str, model: ModelArchitecture, lengths: RequestLengths) -> CostModel:
-    """The engine's own cost model, or the general one."""
-    name = engine if engine in COST_MODELS else Calibrated.name
-    return make_cost_model(name, model, lengths)
+def _cost_model(source: CostSource, model: ModelArchitecture, lengths: RequestLengths) -> CostModel:
+    """The cost model; runs that are alike share what it has computed."""
+    return source.costs(model, lengths)

@@ -8,7 +8,7 @@ import io
 import os
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -16,7 +16,8 @@ from pathlib import Path
 
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.printable import one_line
-from hexgen2.estimation.prediction import Prediction, predict
+from cost_model.registry import CostSource, cost_models_of_runs
+from hexgen2.estimation.prediction import SHIPPED, Prediction, predict
 from hexgen2.estimation.run import COLUMNS, Run, run_of
 
 ADDED = ("predicted_ttft_ms", "predicted_tpot_ms", "why_not")
@@ -28,7 +29,12 @@ _FEW_RUNS = 8
 Progress = Callable[[int, int], None]
 
 
-def estimate_runs(path: Path, jobs: int | None = None, progress: Progress | None = None) -> str:
+def estimate_runs(
+    path: Path,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    cost_model: str | Path | None = None,
+) -> str:
     """The rows of a CSV file of runs with predicted_ttft_ms, predicted_tpot_ms and why_not added, as CSV.
 
     Columns are those of hexgen2/estimation/run.py; others are passed on. Each run is simulated in a closed
@@ -40,13 +46,15 @@ def estimate_runs(path: Path, jobs: int | None = None, progress: Progress | None
     path : CSV, or CSV compressed with gzip (.gz)
     jobs : processes; None: one per processor
     progress : called with (runs predicted, runs in all)
+    cost_model : NAME, FILE or FILE:ENGINE; each engine's own if not given, or the file's
 
     Raises
     ------
-    InputError : unreadable, or a needed column is missing
+    InputError : unreadable, a needed column is missing, or no such cost model
     """
+    sources = cost_models_of_runs(cost_model)
     header, rows = read_runs(path)
-    found = predictions(rows, jobs, progress)
+    found = predictions(rows, jobs, progress, sources)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     kept = [k for k, name in enumerate(header) if name.strip() not in ADDED]
@@ -59,9 +67,12 @@ def estimate_runs(path: Path, jobs: int | None = None, progress: Progress | None
 
 
 def predictions(
-    rows: list[dict[str, str]], jobs: int | None = None, progress: Progress | None = None
+    rows: list[dict[str, str]],
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    sources: Mapping[str, CostSource] = SHIPPED,
 ) -> list[Prediction]:
-    """The prediction for each row of cells by column name."""
+    """The prediction for each row of cells by column name; sources are cost models by engine."""
     runs: list[Run | Prediction] = []
     for row in rows:
         try:
@@ -71,7 +82,7 @@ def predictions(
     # Long ones first, so that no process is left with one at the end.
     distinct = sorted({run: None for run in runs if isinstance(run, Run)}, key=_effort, reverse=True)
     known: dict[Run, Prediction] = {}
-    for run, prediction in zip(distinct, _predicted(distinct, jobs), strict=True):
+    for run, prediction in zip(distinct, _predicted(distinct, jobs, sources), strict=True):
         known[run] = prediction
         if progress is not None:
             progress(len(known), len(distinct))
@@ -83,16 +94,16 @@ def _effort(run: Run) -> float:
     return run.concurrency * (20 + run.isl / 1024)
 
 
-def _predicted(runs: list[Run], jobs: int | None) -> Iterator[Prediction]:
+def _predicted(runs: list[Run], jobs: int | None, sources: Mapping[str, CostSource]) -> Iterator[Prediction]:
     """The predictions in the order of the runs, by several processes if there are many."""
     jobs = min(jobs or os.cpu_count() or 1, len(runs))
     if jobs <= 1 or len(runs) <= _FEW_RUNS:
-        yield from map(predict, runs)
+        yield from (predict(run, sources) for run in runs)
         return
     # Spawned processes start without the threads and locks of this one.
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _end_at_interrupts)
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start, (sources,))
     try:
-        yield from pool.map(predict, runs)
+        yield from pool.map(_predict_here, runs)
     except BrokenProcessPool:
         raise HexGen2Error(
             "a process that simulates has ended; is there enough memory? Use --jobs 1"
@@ -101,9 +112,18 @@ def _predicted(runs: list[Run], jobs: int | None) -> Iterator[Prediction]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _end_at_interrupts() -> None:
+_here: dict[str, CostSource] = {}
+"""In a process that simulates, the cost models by engine: sent once, so that what they compute is kept."""
+
+
+def _start(sources: Mapping[str, CostSource]) -> None:
     """Ctrl-C ends a process at once, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _here.update(sources)
+
+
+def _predict_here(run: Run) -> Prediction:
+    return predict(run, _here)
 
 
 def _number(value: float | None) -> str:

@@ -7,14 +7,22 @@ from pathlib import Path
 
 from cluster_specs.loader import parse_accelerators
 from cost_model.architecture import ModelArchitecture
+from cost_model.base import CostModel
 from cost_model.calibrated import Calibrated
 from cost_model.dtypes import SIXTEEN_BIT, check_kernels, in_formats
+from cost_model.engines.model import EngineSteps
 from cost_model.errors import InputError
 from cost_model.estimate import Shape, estimate
-from cost_model.hardware import INTERCONNECT_CLASSES, find_accelerator, interconnect_link, usual_interconnect
+from cost_model.hardware import (
+    INTERCONNECT_CLASSES,
+    Accelerator,
+    find_accelerator,
+    interconnect_link,
+    usual_interconnect,
+)
 from cost_model.lengths import RequestLengths
 from cost_model.models import find_model
-from hexgen2.estimation.coefficients import named_coefficients
+from cost_model.registry import find_cost_model
 from hexgen2.results import Record
 
 
@@ -83,7 +91,7 @@ def estimate_step(
     ------
     InputError
     """
-    coefficients = named_coefficients(cost_model, engine)
+    source = find_cost_model(cost_model or Calibrated.name, engine)
     name, count = parse_accelerators(gpu, "--gpu", "")
     accelerator = find_accelerator(name, source="--gpu")
     architecture = in_formats(find_model(model), weights, kv)
@@ -100,15 +108,15 @@ def estimate_step(
     _check_degrees(architecture, shape, count)
     if pp > architecture.layers:
         raise InputError("--pp", "", f"{pp} stages for {architecture.layers} layers", "use fewer stages")
-    found = estimate(architecture, shape, RequestLengths.fixed(isl, osl), batch, coefficients, engine)
+    costs = source.costs(architecture, RequestLengths.fixed(isl, osl))
+    found = estimate(costs, shape, batch)
     assumptions = [] if assumption is None or shape.tp * pp == 1 else [assumption]
-    if max(attention_dp, expert_parallel) > 1 and not Calibrated.times_expert_parallel:
+    if max(attention_dp, expert_parallel) > 1 and not costs.times_expert_parallel:
         assumptions.append(
             "times are those without --attention-dp and --expert-parallel; memory is with them"
         )
-    if accelerator.name not in coefficients.gpus:
-        taken = "the priors" if accelerator.kind == "cpu" or not coefficients.gpus else "those of a mean GPU"
-        assumptions.append(f"no step of {accelerator.name} was measured: its coefficients are {taken}")
+    if not costs.measured(accelerator):
+        assumptions.append(_unmeasured(costs, accelerator))
     return StepEstimate(
         model=architecture.name,
         weights=architecture.weight_type,
@@ -130,9 +138,19 @@ def estimate_step(
         memory_limit_bytes=found.limit_bytes,
         fits=found.fits,
         largest_batch=found.largest_batch,
-        cost_model={"name": coefficients.name, "engine": engine, "source": coefficients.source},
+        cost_model=costs.origin._asdict(),
         assumptions=assumptions,
     )
+
+
+def _unmeasured(costs: CostModel, accelerator: Accelerator) -> str:
+    """What is assumed of a device that the cost model's numbers do not rest on."""
+    if isinstance(costs, EngineSteps) and accelerator.kind != "cpu":
+        return f"no server with {accelerator.name} was measured: its host is a usual one"
+    taken = "those of a mean GPU"
+    if accelerator.kind == "cpu" or not isinstance(costs, Calibrated) or not costs.coefficients.gpus:
+        taken = "the priors"
+    return f"no step of {accelerator.name} was measured: its coefficients are {taken}"
 
 
 def _check_degrees(model: ModelArchitecture, shape: Shape, count: int) -> None:

@@ -7,9 +7,10 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+from cost_model.calibrated import Calibrated
 from cost_model.dtypes import in_formats
 from cost_model.measurements import read_rows, step_of
-from hexgen2.estimation.coefficients import named_coefficients
+from cost_model.registry import cost_models_of_engines, find_cost_model
 
 
 def estimate_table(
@@ -21,13 +22,14 @@ def estimate_table(
 ) -> str:
     """The CSV file's rows with predicted_ms added, as CSV.
 
-    Without `engine`, a row's own engine (or source) counts if the coefficients know it.
+    Without `engine`, a row's own engine (or source) counts if the coefficients or the file know it.
 
     Raises
     ------
     InputError
     """
-    coefficients = named_coefficients(cost_model, engine)
+    asked = cost_model or Calibrated.name
+    usual, sources = find_cost_model(asked, engine), cost_models_of_engines(asked, engine)
     header, rows = read_rows(path)
     written = io.StringIO()
     columns = [*header, *(["predicted_ms"] if "predicted_ms" not in header else [])]
@@ -36,7 +38,7 @@ def estimate_table(
     for row in rows:
         step = step_of(row)
         step = replace(step, model=in_formats(step.model, weights, kv))
-        known = step.engine if step.engine in coefficients.engines else None
-        milliseconds = 1e3 * step.seconds_by(coefficients, engine or known)
+        costs = sources.get(step.engine, usual).costs(step.model, step.lengths)
+        milliseconds = 1e3 * step.seconds_of(costs)
         writer.writerow({**row.cells, "predicted_ms": f"{milliseconds:.6g}"})
     return written.getvalue()

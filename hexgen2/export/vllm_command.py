@@ -21,7 +21,6 @@ from cost_model.architecture import WeightType
 from cost_model.base import PREFILL_TOKENS, Phase
 from cost_model.dtypes import SIXTEEN_BIT
 from cost_model.errors import InputError
-from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.devices import gpus_by_node, is_cpu, node_of, split
 from hexgen2.placement import Placement, Replica
@@ -130,7 +129,7 @@ def vllm_processes(placement: Placement, around: Surroundings) -> list[VllmProce
 def longest_context(placement: Placement) -> int:
     """Length in tokens of the longest request that fits into the memory of every replica."""
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
-    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+    costs = placement.costs()
     room = min(
         kv_capacity_tokens(replica, cluster, costs) // replica.attention_data_parallel
         for replica in placement.replicas
@@ -141,7 +140,7 @@ def longest_context(placement: Placement) -> int:
 def memory_share(placement: Placement, replica: Replica) -> float:
     """The share of a GPU's memory that the placement's cost model plans for an engine."""
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
-    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+    costs = placement.costs()
     shares = []
     for stage in replica.stages:
         device = cluster.accelerators[cluster.index(stage.gpus[0])]

@@ -12,7 +12,7 @@ from cost_model.architecture import ModelArchitecture
 from cost_model.dtypes import check_kernels, in_formats
 from cost_model.errors import InputError
 from cost_model.models import find_model
-from cost_model.registry import make_cost_model
+from cost_model.registry import find_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement
@@ -28,7 +28,7 @@ def replan_problem(
     workload: str | Path | Workload | None = None,
     isl: float | None = None,
     osl: float | None = None,
-    cost_model: str | None = None,
+    cost_model: str | Path | None = None,
     pipeline: str | None = None,
     links: str | None = None,
     lost: str = "",
@@ -66,13 +66,13 @@ def replan_problem(
     fixed = workload is None and isl is None and osl is None
     load = previous.workload if fixed else load_workload(workload, isl, osl)
     check_kernels(now.accelerators, previous.model.weight_type, "--model")
-    costs = make_cost_model(cost_model or previous.cost_model.name, previous.model, load.lengths)
+    source = previous.cost_model.source if cost_model is None else find_cost_model(cost_model)
     return Problem(
         now.spec,
         now,
         previous.model,
         load,
-        costs,
+        source.costs(previous.model, load.lengths),
         pipeline or previous.cost_model.pipeline,  # type: ignore[arg-type]
         Goal(),
         frozenset((out | leaving) - back),

@@ -77,13 +77,12 @@ def build_placement(
         cluster=problem.spec,
         model=problem.model,
         workload=problem.workload,
-        cost_model=CostModelName(
-            name=problem.costs.name,
-            calibration=problem.costs.calibration,
+        cost_model=CostModelName.of(
+            problem.costs,
+            problem.pipeline,
+            problem.links,
             error=max(problem.costs.error(card) for card in cards),
             unmeasured=sorted(card.name for card in cards if not problem.costs.measured(card)),
-            pipeline=problem.pipeline,
-            links=problem.links,
         ),
         goal=problem.goal,
         lost=sorted(problem.lost, key=problem.cluster.index),

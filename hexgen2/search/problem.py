@@ -19,7 +19,7 @@ from cost_model.errors import InputError
 from cost_model.hardware import Accelerator, Link
 from cost_model.models import find_model
 from cost_model.pipeline import PipelineSemantics
-from cost_model.registry import make_cost_model
+from cost_model.registry import CostSource, find_cost_model
 from hexgen2.cluster import Cluster, between_nodes
 from hexgen2.goal import Goal
 from hexgen2.network.shared_links import Links, SharedLinks
@@ -159,7 +159,7 @@ def make_problem(
     workload: str | Path | Workload | None,
     isl: float | None = None,
     osl: float | None = None,
-    cost_model: str = "calibrated",
+    cost_model: str | Path | CostSource = "calibrated",
     pipeline: str = "pipelined",
     goal: Goal | None = None,
     links: str = "shared",
@@ -186,7 +186,7 @@ def make_problem(
         )
     architecture = in_formats(find_model(model), weights, kv)
     load = load_workload(workload, isl, osl)
-    costs = make_cost_model(cost_model, architecture, load.lengths)
+    costs = find_cost_model(cost_model).costs(architecture, load.lengths)
     arrays = Cluster.from_spec(spec)
     check_kernels(arrays.accelerators, architecture.weight_type, "--weights" if weights else "--model")
     options: dict[str, Any] = {"pipeline": pipeline, "goal": goal, "links": links, "engine": engine}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from cost_model.base import CostModel
 from cost_model.pipeline import PipelineSemantics, under_way
-from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.network.shared_links import SharedLinks
 from hexgen2.placement import Placement, Replica, Route
@@ -31,9 +30,7 @@ class Fleet:
         self, placement: Placement, cluster: Cluster, batching: Batching, costs: CostModel | None = None
     ) -> None:
         self.placement, self._cluster, self._batching = placement, cluster, batching
-        self.costs = costs or make_cost_model(
-            placement.cost_model.name, placement.model, placement.workload.lengths
-        )
+        self.costs = costs or placement.costs()
         self._budgets = kv_budgets(placement)
 
     def kv_budget(self, replica: Replica) -> KvBudget:

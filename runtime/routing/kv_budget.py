@@ -9,7 +9,6 @@ from typing import Any
 
 from cluster_specs.loader import resolve
 from cost_model.pipeline import PipelineSemantics, prefill_batches_held
-from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
@@ -25,7 +24,7 @@ def kv_budgets(placement: Placement) -> dict[str, int]:
     BATCHES_PER_REPLICA times the prompts that it computes and sends, or the longest prompt if that is more.
     """
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
-    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+    costs = placement.costs()
     return {
         replica.id: min(_useful_tokens(replica, placement), kv_capacity_tokens(replica, cluster, costs))
         for replica in placement.replicas

@@ -20,7 +20,6 @@ from scipy.sparse import coo_array, csr_array, hstack, vstack
 
 from cluster_specs.loader import resolve
 from cost_model.pipeline import PipelineSemantics
-from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.network.occupancy import KvTransfer, Resource, Sent, activations, occupied_s, parts_of_gpus
 from hexgen2.network.shared_links import SharedLinks
@@ -58,7 +57,7 @@ class Reflow:
         self._planned = routes_of(placement)
         self._cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
         self._links = SharedLinks(self._cluster)
-        self._costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+        self._costs = placement.costs()
         self._semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
         self._known: dict[Pair, PlacedRoute] = {(r.from_, r.to): r for r in placement.routes}
         self._busy: dict[Pair, dict[Resource, float]] = {}

@@ -15,7 +15,6 @@ from cluster_specs.loader import resolve
 from cost_model.base import Work
 from cost_model.lengths import Window, attended_tokens, context_tokens
 from cost_model.pipeline import PipelineSemantics
-from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.prediction.step_times import StepTimes
@@ -160,7 +159,7 @@ def work_of(step: Step, window: Window | None) -> Work:
 
 
 def _times(placement: Placement, replica: str) -> StepTimes:
-    costs = make_cost_model(placement.cost_model.name, placement.model, placement.workload.lengths)
+    costs = placement.costs()
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
     return StepTimes(placement.replica(replica), cluster, costs, semantics)

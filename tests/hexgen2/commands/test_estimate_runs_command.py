@@ -38,7 +38,8 @@ def test_predictions_are_added_to_the_rows(runs, tmp_path):
     [
         (["--csv", "steps.csv"], "--runs: does not go with --csv"),
         (["--gpu", "H100:8"], "--gpu: is a column with --runs"),
-        (["--cost-model", "mine.json"], "--cost-model: is a column with --runs"),
+        (["--engine", "vllm"], "--engine: is a column with --runs"),
+        (["--cost-model", "mine.json"], "mine.json: cannot be read"),
         (["--json"], "--json: does not go with --runs"),
         (["-o", "no/such/folder/out.csv"], "no/such/folder"),
     ],

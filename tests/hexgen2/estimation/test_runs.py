@@ -94,7 +94,9 @@ def test_the_first_token_waits_for_the_front_end_and_for_those_sent_with_it(monk
         lambda *asked: type(options_of(*asked))(**vars(options_of(*asked)) | {"front_end_s": 0.5}),
     )
     later = predict(run)
-    costs = prediction._cost_model(run.engine, run.model, prediction.workload_of(run).lengths)
+    costs = prediction._cost_model(
+        prediction.SHIPPED[run.engine], run.model, prediction.workload_of(run).lengths
+    )
     without_s = costs.first_token_s(run.gpu)
     assert later.ttft_ms == pytest.approx(plain.ttft_ms + 500 - 1e3 * without_s)
     assert later.tpot_ms == pytest.approx(plain.tpot_ms)
@@ -142,7 +144,7 @@ def test_workers_larger_than_a_node_span_nodes():
     replica = placement.replicas[-1]
     assert len(replica.gpus) == 16 and len({gpu.partition("/")[0] for gpu in replica.gpus}) == 2
     cluster = Cluster.from_spec(hexgen2.load_cluster(placement.cluster))
-    costs = prediction._cost_model("trtllm", placement.model, placement.workload.lengths)
+    costs = placement.costs()
     group = StepTimes(replica, cluster, costs, "pipelined").groups[0]
     assert (group.degree, group.link.fabric, group.link.latency_s) == (16, "", pytest.approx(1e-5))
 
