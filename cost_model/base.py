@@ -121,6 +121,9 @@ class CostModel(ABC):
     """What it was made from (cost_model/registry.py); None if by hand."""
     times_expert_parallel: ClassVar[bool] = False
     """Whether its times depend on attention_dp and expert_parallel of a group. Memory may in any case."""
+    tiled: ClassVar[bool] = False
+    """Whether GPUs work in whole tiles: a step of one more request may then pass fewer requests/s, and a
+    token of context takes longer in a step of few decodes."""
 
     def __init__(self, model: ModelArchitecture, lengths: RequestLengths, batch_cap: int = 256) -> None:
         self.model, self.lengths, self.batch_cap = model, lengths, batch_cap
@@ -138,6 +141,11 @@ class CostModel(ABC):
     def hop_s(self, phase: Phase, link: Link, batch: float) -> float:
         """Seconds to pass the activations of one prefill or one decode step to the next stage."""
         return self.hop_work_s(link, batch * self.isl if phase == "prefill" else batch)
+
+    def fastest_batch(self, phase: Phase, group: TensorGroup, most: float) -> float:
+        """The requests of a step, up to `most`, at which a layer passes most requests/s: `most`, where more
+        requests never take more than in proportion. The search's bounds rest on it."""
+        return most
 
     def work(self, phase: Phase, batch: float) -> Work:
         """The mean work of a prefill of `batch` prompts, or of a decode step of `batch` requests."""

@@ -21,6 +21,8 @@ from cost_model.lengths import RequestLengths
 from cost_model.portable import exp, twelve_digits
 
 _STEPS = 60
+_BEYOND = 1 + 1e-9
+"""Just beyond a number of requests that fills whole tiles."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,14 @@ class DecodeQueue:
     many are under way, and the mean outputs of a request.
 
     A request that finds all places taken waits, which counts as a miss.
+
+    tiled : whether more requests at a time may be fewer requests/s, where tpot_s jumps
     """
 
     places: int
     tpot_s: Callable[[float], float]
     osl: float
+    tiled: bool = False
 
     def places_within(self, tpot_s: float | None) -> int:
         """The most requests at a time whose tokens take at most tpot_s each, 0 if none; without a target all
@@ -183,7 +188,13 @@ class DecodeQueue:
     def largest_rate(self, share: float) -> float:
         """Most requests/s at which that share of them find a place at once."""
         others = twelve_digits(float(gammainccinv(self.places, share)))
-        return others / (self.osl * self.mean_tpot_s(others))
+        rate = others / (self.osl * self.mean_tpot_s(others))
+        if not self.tiled:
+            return rate
+        # Beyond a jump, more requests under way may balance the same rate: stay below what these serve.
+        jumps = (n * _BEYOND for n in range(math.ceil(1 + others), self.places))
+        slowest = min(((n - 1) / (self.osl * self.tpot_s(n)) for n in jumps), default=rate)
+        return min(rate, slowest, self.capacity_req_s)
 
 
 def largest(holds: Callable[[float], bool], limit: float) -> float:

@@ -22,7 +22,7 @@ from cost_model.coefficients import PRIORS
 from cost_model.engines.numbers import shipped as shipped_engines
 from cost_model.held_out import left_out_predictions, random_folds
 from cost_model.operators.numbers import shipped as shipped_operators
-from hexgen2.estimation.calibrating import measured_runs
+from hexgen2.calibration.runs import measured_runs
 from hexgen2.estimation.runs import read_runs
 
 DOCS = Path(__file__).parents[2] / "docs"

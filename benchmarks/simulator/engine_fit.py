@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.simulator.serving_runs import for_fitting
 from cost_model.engines.model import ENGINES
 from cost_model.engines.numbers import EngineFits, FittedEngine
-from hexgen2.estimation.calibrating import measured_runs
-from hexgen2.estimation.fitting import all_linear_times, fit_engine
+from hexgen2.calibration.engines import all_linear_times, fit_engine
+from hexgen2.calibration.runs import measured_runs
 from hexgen2.estimation.runs import read_runs
 
 SOURCE = (

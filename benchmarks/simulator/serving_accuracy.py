@@ -32,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.simulator.serving_runs import for_fitting
 from cost_model.errors import InputError
-from hexgen2.estimation.calibrating import measured_runs, seconds
+from hexgen2.calibration.runs import measured_runs, seconds
 from hexgen2.estimation.prediction import Prediction
 from hexgen2.estimation.run import Run, run_of
 from hexgen2.estimation.runs import predictions, read_runs

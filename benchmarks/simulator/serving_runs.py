@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from hexgen2.estimation.fitting import MeasuredRun
+from hexgen2.calibration.engines import MeasuredRun
 
 _PARTS = 3
 

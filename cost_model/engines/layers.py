@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from cost_model.architecture import ModelArchitecture, WeightType
 from cost_model.base import TensorGroup
 from cost_model.collectives import all_reduce_s
 from cost_model.hardware import NO_LINK
 from cost_model.operators import MlaShape, Operators
 from cost_model.operators.arithmetic import Amount
+from cost_model.operators.cards import units
 
 _STREAMED = 0.7
 """Share of the memory bandwidth that kernels without products reach, assumed."""
+
+_ROWS = 64
+"""Rows of the smallest tile of a product (cost_model/operators/gemm.py); all larger ones are multiples."""
 
 _KV_FORMATS = {4.0: "fp32", 2.0: "bf16", 1.0: "fp8", 0.5: "int4"}
 
@@ -49,6 +55,15 @@ class StepOperators:
                 latent.rope_dim,
                 latent.value_dim,
             )
+
+    @cached_property
+    def tile_batches(self) -> tuple[float, ...]:
+        """Decodes per step that fill one tile of products, and one wave of attention: beyond a multiple of
+        either, a step takes longer by a jump."""
+        products = float(_ROWS)
+        if self._latent is not None:
+            return (products,)
+        return products, self.group.attention_dp * units(self.group.accelerator) / self.kv_heads
 
     def products_s(self, own: Amount) -> Amount:
         """Products of a part's `own` tokens with weights that every token uses: projections of attention,

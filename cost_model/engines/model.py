@@ -11,10 +11,12 @@ servers.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from typing import ClassVar, Self
 
 from cost_model.architecture import ModelArchitecture
-from cost_model.base import Origin, TensorGroup, Work
+from cost_model.base import Origin, Phase, TensorGroup, Work
 from cost_model.calibrated import Calibrated
 from cost_model.coefficients import PRIORS, ZERO_FIT_ERROR
 from cost_model.engines.layers import StepOperators
@@ -26,6 +28,8 @@ from cost_model.operators.numbers import OperatorFits
 
 _US = 1e-6
 _KEPT = 1 << 16
+_BELOW = 1 - 1e-12
+"""Just below a size at which a tile more begins, whatever rounding makes of that size."""
 
 
 class EngineSteps(Calibrated):
@@ -39,6 +43,7 @@ class EngineSteps(Calibrated):
 
     engine_name: ClassVar[str]
     times_expert_parallel = True
+    tiled = True
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class EngineSteps(Calibrated):
         self._cards: dict[Accelerator, Operators] = {}
         self._layers: dict[TensorGroup, StepOperators] = {}
         self._by_tokens: dict[tuple[TensorGroup, float, float], float] = {}
+        self._best: dict[tuple[Phase, TensorGroup], tuple[list[float], list[float]]] = {}
 
     @classmethod
     def of(cls, model: ModelArchitecture, lengths: RequestLengths, fits: EngineFits) -> Self:
@@ -106,6 +112,40 @@ class EngineSteps(Calibrated):
             decodes = work.decodes if dp == 1 else max(1.0, work.decodes / dp)
             taken += numbers.decodes * layers.decodes_s(decodes, work.context / dp)
         return float(taken if dp == 1 else numbers.groups * taken)
+
+    def fastest_batch(self, phase: Phase, group: TensorGroup, most: float) -> float:
+        """Steps take longer by whole tiles, so that full tiles may pass more requests/s than one request more
+        does. Between two such sizes the requests/s of a layer rise."""
+        if group.accelerator.kind == "cpu":
+            return most
+        key = (phase, group)
+        if key not in self._best or self._best[key][0][-1] < most:
+            self._best[key] = self._fastest_up_to(phase, group, most)
+        sizes, best = self._best[key]
+        known = bisect_right(sizes, most)
+        candidates = (*best[known - 1 : known], most)
+        return max(candidates, key=lambda batch: batch / self.layer_s(phase, group, batch))
+
+    def _fastest_up_to(
+        self, phase: Phase, group: TensorGroup, most: float
+    ) -> tuple[list[float], list[float]]:
+        """The batches that fill their last tiles, rising, to `most` or beyond, and the fastest up to each.
+        Prefills are of whole prompts, so theirs are simply all batches."""
+        if phase == "prefill":
+            sizes = [float(batch) for batch in range(1, math.ceil(most) + 1)]
+        else:
+            highest = float(max(most, self.batch_cap))
+            steps = self._operators(group).tile_batches
+            count = {step: math.ceil(highest / step) for step in steps}
+            full = {k * step * _BELOW for step in steps for k in range(1, count[step] + 1)}
+            sizes = sorted({*full, highest})
+        fastest, best, most_s = 0.0, [], 0.0
+        for size in sizes:
+            rate = size / self.layer_s(phase, group, size)
+            if rate > most_s:
+                fastest, most_s = size, rate
+            best.append(fastest)
+        return sizes, best
 
     def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
         if group.accelerator.kind == "cpu":

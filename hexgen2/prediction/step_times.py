@@ -88,7 +88,7 @@ class StepTimes:
     def decode_turn(self, requests: int) -> tuple[Line, ...]:
         """Seconds until each of `requests` requests has one more token: the maximum of these lines.
 
-        Only the total context matters, since context costs the same in any micro-batch.
+        Only the total context matters, since the micro-batches are of one size.
         """
         found = self._turns.get(requests)
         if found is None:
@@ -99,8 +99,9 @@ class StepTimes:
         turns = min(self._micro_batches, requests)
         size = requests / turns
         stage_s, hop_s = self.step(Work(0.0, 0.0, size, 0.0, size))
-        walk = math.fsum((*stage_s, *hop_s)), math.fsum(self._context_s) / turns
-        stages = ((turns * a, b) for a, b in zip(stage_s, self._context_s, strict=True))
+        context_s = self._context_s(size) if self.costs.tiled else self._alike_context_s
+        walk = math.fsum((*stage_s, *hop_s)), math.fsum(context_s) / turns
+        stages = ((turns * a, b) for a, b in zip(stage_s, context_s, strict=True))
         return _upper([walk, *stages, *((turns * a, 0.0) for a in hop_s)])
 
     @property
@@ -108,9 +109,14 @@ class StepTimes:
         return 1 if self.semantics == "literal" else self.stages
 
     @cached_property
-    def _context_s(self) -> list[float]:
-        """Seconds per context token in each stage: reading and attending are proportional to the context."""
-        none, far = (self.step(Work(0.0, 0.0, 1.0, context, 1.0))[0] for context in (0.0, _FAR))
+    def _alike_context_s(self) -> list[float]:
+        """Seconds per context token in each stage where the number of decodes makes no difference."""
+        return self._context_s(1.0)
+
+    def _context_s(self, decodes: float) -> list[float]:
+        """Seconds per context token in each stage, in steps of so many decodes: reading and attending are
+        proportional to the context."""
+        none, far = (self.step(Work(0.0, 0.0, decodes, context, decodes))[0] for context in (0.0, _FAR))
         return [(b - a) / _FAR for a, b in zip(none, far, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -59,4 +60,10 @@ def priced_groups(draw: st.DrawFn) -> tuple[CostModel, TensorGroup]:
         costs = Calibrated(model, fixed(isl, osl), engine=kind)
     degree = draw(st.sampled_from(model.tensor_degrees(DEGREES_TO)))
     card, interconnect = draw(st.sampled_from(sorted(CATALOGUE))), draw(st.sampled_from(INTERCONNECT_CLASSES))
-    return costs, group_of(card, degree, interconnect)
+    group = group_of(card, degree, interconnect)
+    if costs.times_expert_parallel and draw(st.booleans()):
+        divisors = [n for n in (1, 2, 4, 8) if degree % n == 0]
+        experts = [n for n in divisors if model.experts % n == 0]
+        dp, ep = draw(st.sampled_from(divisors)), draw(st.sampled_from(experts))
+        group = replace(group, attention_dp=dp, expert_parallel=ep)
+    return costs, group

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from shapes import (
     FP32,
@@ -24,6 +24,7 @@ from shapes import (
 
 from cost_model.calibrated import Calibrated, ZeroFit
 from cost_model.coefficients import Base, CoefficientSet
+from cost_model.engines.model import EngineSteps
 from cost_model.errors import InputError
 from cost_model.hardware import CATALOGUE, NO_LINK, Link
 from cost_model.models import find_model
@@ -48,10 +49,22 @@ def test_a_group_is_never_faster_than_its_devices_together(priced, phase, batch)
     )
 
 
+@settings(deadline=None)
+@given(priced_groups(), phases, batches, batches)
+def test_no_smaller_batch_passes_more_requests_than_the_fastest(priced, phase, a, b):
+    """Decode steps may have any number of requests: micro-batches divide them."""
+    costs, group = priced
+    small, large = sorted((a, b) if phase == "decode" else (math.ceil(a), math.ceil(b)))
+    best = costs.fastest_batch(phase, group, large)
+    assert best <= large
+    assert best / costs.layer_s(phase, group, best) >= WHOLE * small / costs.layer_s(phase, group, small)
+
+
 @given(priced_groups(), phases, batches, batches)
 def test_a_larger_batch_never_lowers_the_rate(priced, phase, a, b):
     """Requests/s of a layer, of a stage with embedding or head, and of a hop rise with the batch."""
     costs, group = priced
+    assume(not isinstance(costs, EngineSteps))  # Their rates fall where a tile begins.
     small, large = sorted((a, b))
     for time_s in (
         lambda batch: costs.layer_s(phase, group, batch),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -110,6 +112,15 @@ def test_decode_takes_what_leaves_a_place_free(places, share):
     assert stats.poisson.cdf(places - 1, others) == pytest.approx(share, rel=1e-6)
     assert queue.attained(rate * (1 - 1e-6)) >= share - 1e-4
     assert 0 < rate <= queue.capacity_req_s
+
+
+@given(st.integers(1, 300), shares, st.floats(0, 0.1), st.integers(1, 64))
+def test_where_more_requests_are_served_more_slowly_the_share_still_finds_a_place(places, share, rise, tile):
+    """A step takes `rise` longer for each whole tile of requests."""
+    queue = DecodeQueue(places, lambda n: 0.02 * (1 + rise * math.ceil(n / tile)) + 1e-4 * n, 100, tiled=True)
+    rate = queue.largest_rate(share)
+    assert 0 < rate <= queue.capacity_req_s
+    assert queue.attained(rate * (1 - 1e-6)) >= share - 1e-4
 
 
 @given(st.integers(1, 300), st.floats(0.001, 0.06))

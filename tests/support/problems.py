@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cluster_specs.loader import parse_cluster
+from cost_model.architecture import ModelArchitecture
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 from hexgen2.cluster import Cluster
@@ -16,6 +17,8 @@ from hexgen2.workload.classes import load_workload
 
 TYPES = ("H100", "A100-80GB", "L40", "A6000", "L4")
 WORKLOADS = ("HPLD", "HPHD", "LPHD", "LPLD")
+LATENT = ModelArchitecture(**{**find_model("deepseek-v3").model_dump(), "name": "latent", "layers": 4})
+"""A mixture with latent attention that fits on a few GPUs."""
 SETTINGS = ("hexgen2-homogeneous", *(f"hexgen2-setting-{k}" for k in range(1, 6)))
 MODELS = ("llama-2-70b", "opt-30b")
 ON_SETTING_1 = ["--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--workload", "HPHD"]
@@ -23,7 +26,11 @@ ON_SETTING_1 = ["--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--w
 
 
 def problem_from(
-    spec: dict, model: str, workload: str, cost_model: str = "calibrated", pipeline: str = "pipelined"
+    spec: dict,
+    model: str | ModelArchitecture,
+    workload: str,
+    cost_model: str = "calibrated",
+    pipeline: str = "pipelined",
 ) -> Problem:
     """A problem on a cluster that is given as a dictionary."""
     cluster, architecture, load = (
@@ -66,9 +73,9 @@ def problems(draw: st.DrawFn, max_gpus: int = 6) -> Problem:
     """A random cluster with a model that often fits, and any workload, cost model and pipeline semantics."""
     return problem_from(
         draw(clusters(max_gpus)),
-        draw(st.sampled_from(["opt-13b", "opt-30b", "llama-2-13b", "llama-2-70b"])),
+        draw(st.sampled_from(["opt-13b", "opt-30b", "llama-2-13b", "llama-2-70b", "mixtral-8x7b", LATENT])),
         draw(st.sampled_from(WORKLOADS)),
-        draw(st.sampled_from(["calibrated", "table1"])),
+        draw(st.sampled_from(["vllm", "calibrated", "table1"])),
         draw(st.sampled_from(["pipelined", "literal", "paper_optimistic"])),
     )
 

@@ -1,8 +1,9 @@
 """Upper bounds on the throughput of any placement, each with what it assumes.
 
 The bound by rates: every GPU works alone at its best, and nothing is ever sent. Let p_d and q_d be the
-requests/s that GPU d can prefill and decode. A stage of n GPUs is never faster than n times its slowest
-GPU alone, and all layers pass every request; so the throughput F of any placement satisfies
+requests/s that GPU d can prefill and decode, at the batch that suits it best. A stage of n GPUs is never
+faster than n times its slowest GPU alone, and all layers pass every request; so the throughput F of any
+placement satisfies
 
     F <= sum_d x_d p_d   and   F <= sum_d (1 - x_d) q_d   for some 0 <= x_d <= 1.
 
@@ -73,10 +74,12 @@ def node_rates(problem: Problem) -> list[tuple[float, float]]:
     """For each node, requests/s that one of its GPUs can prefill, and decode, if it worked alone at its best.
     The capacity of a group never exceeds the sum over its GPUs."""
     costs, layers = problem.costs, problem.model.layers
-    prefill_batch, decode_batch = costs.prefill_batch(), max(1, decode_batch_limit(problem))
+    most_prompts, most_decodes = costs.prefill_batch(), max(1, decode_batch_limit(problem))
     rates = []
     for accelerator in problem.node_accelerator:
         alone = TensorGroup(accelerator, 1, NO_LINK)
+        prefill_batch = costs.fastest_batch("prefill", alone, most_prompts)
+        decode_batch = costs.fastest_batch("decode", alone, most_decodes)
         prefill = prefill_batch / costs.layer_s("prefill", alone, prefill_batch)
         decode = decode_batch / (costs.layer_s("decode", alone, decode_batch) * costs.osl)
         rates.append((prefill / layers, decode / layers))

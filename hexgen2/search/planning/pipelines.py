@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from cost_model.base import Phase, StageMemory, TensorGroup
 from cost_model.hardware import Link
@@ -34,6 +35,7 @@ class StageKind:
     memory: dict[tuple[Phase, bool, bool], StageMemory]
     layer_s: dict[tuple[Phase, float], float]
     edge_s: dict[tuple[Phase, float, bool], float]
+    layers_s: dict[tuple[str, float, int], float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +111,22 @@ class Pipelines:
             return None
         pipeline = Pipeline(role, tuple(shape), kinds, hops, memory, batch, 0.0)
         # Every request passes all L layers, so L times the requests/s is at most the layers/s of all stages.
-        timing = self.timing(pipeline, phase, running) if role == "prefill" else self.turn(pipeline, batch)
-        rate = math.fsum(running / layer_s for layer_s in timing.layer_s)
+        rate = math.fsum(self._layers_s(role, kind, running, batch) for kind in kinds)
         return replace(pipeline, limit_req_s=rate / (layers * outputs))
+
+    def _layers_s(self, role: str, kind: StageKind, running: float, batch: int) -> float:
+        """The most layers/s, times requests, of a stage whose steps have up to `running` requests; in a
+        colocated replica that holds `batch` requests, beside the prefills between two decode steps."""
+        key = (role, running, batch)
+        if key not in kind.layers_s:
+            costs, phase = self.problem.costs, cast(Phase, "prefill" if role == "prefill" else "decode")
+            best = costs.fastest_batch(phase, kind.group, running)
+            layer_s = self._layer_s(kind, phase, best)
+            if role == "colocated":
+                prompts = costs.fastest_batch("prefill", kind.group, self._prompts(batch))
+                layer_s += best / (costs.osl * prompts) * self._layer_s(kind, "prefill", prompts)
+            kind.layers_s[key] = best / layer_s
+        return kind.layers_s[key]
 
     def _stage_kind(self, stage: StageShape) -> StageKind:
         """The kind of a stage, remembered by kind of node."""
@@ -127,7 +142,7 @@ class Pipelines:
             )
             ends = itertools.product(("prefill", "decode"), (True, False), (True, False))
             memory = {end: self.problem.costs.stage_memory(end[0], group, *end[1:]) for end in ends}  # type: ignore[arg-type]
-            self._stage_kinds[key] = StageKind(group, memory, {}, {})  # type: ignore[arg-type]
+            self._stage_kinds[key] = StageKind(group, memory, {}, {}, {})  # type: ignore[arg-type]
         return self._stage_kinds[key]
 
     def at_once(self, split: list[int]) -> int:
@@ -185,17 +200,21 @@ class Pipelines:
     def timing(self, pipeline: Pipeline, phase: Phase, batch: float) -> Timing:
         """Seconds of each stage and hop for a step of `batch` requests."""
         costs, kinds = self.problem.costs, pipeline.kinds
-        key = (phase, batch)
         layer_s, edge_s = [], []
         for j, kind in enumerate(kinds):
-            if key not in kind.layer_s:
-                kind.layer_s[key] = costs.layer_s(phase, kind.group, batch)
-            layer_s.append(kind.layer_s[key])
+            layer_s.append(self._layer_s(kind, phase, batch))
             edge = (phase, batch, j == len(kinds) - 1)
             if edge not in kind.edge_s:
                 kind.edge_s[edge] = costs.edge_s(phase, kind.group, batch, edge[2])
             edge_s.append(kind.edge_s[edge])
         return Timing(layer_s, edge_s, [costs.hop_s(phase, hop, batch) for hop in pipeline.hops])
+
+    def _layer_s(self, kind: StageKind, phase: Phase, batch: float) -> float:
+        """Seconds of one layer for a step of `batch` requests, remembered."""
+        key = (phase, batch)
+        if key not in kind.layer_s:
+            kind.layer_s[key] = self.problem.costs.layer_s(phase, kind.group, batch)
+        return kind.layer_s[key]
 
     def split(self, timing: Timing, limits: list[int], by_sum: bool) -> list[int] | None:
         """Layers of each stage, at most `limits`: with the least total time (by_sum), or the least time of

@@ -291,4 +291,5 @@ class Planner:
             batch * at_once,
             lambda requests: self._pipelines.decode_pace(pipeline, split, requests / at_once).latency_s,
             self.problem.costs.osl,
+            self.problem.costs.tiled,
         )

@@ -81,10 +81,14 @@ def test_partitions_are_all_and_each_once():
 
 
 def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | None:
-    """Capacity of a fully specified plan, from the cost model alone; None if it exceeds a GPU's memory."""
+    """Capacity of a fully specified plan, from the cost model alone; None if it exceeds a GPU's memory. A
+    stage is (node, degree), and the degrees of attention and experts if they are not 1."""
     costs, last = problem.costs, len(shape) - 1
     phase = "prefill" if role == "prefill" else "decode"
-    groups = [TensorGroup(problem.node_accelerator[n], d, problem.node_links[n][n]) for n, d in shape]
+    groups = [
+        TensorGroup(problem.node_accelerator[n], d, problem.node_links[n][n], *parts)
+        for n, d, *parts in shape
+    ]
     held = 1
     if phase == "prefill":
         held = len(shape) + 1 if problem.pipeline == "pipelined" else 2
@@ -99,7 +103,7 @@ def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | N
             costs.layer_s(phase, g, running) * n + costs.edge_s(phase, g, running, j == last)
             for j, (g, n) in enumerate(zip(groups, split, strict=True))
         ]
-        hops = (problem.node_links[a][b] for (a, _), (b, _) in itertools.pairwise(shape))
+        hops = (problem.node_links[a][b] for (a, *_), (b, *_) in itertools.pairwise(shape))
         return stage_s, [costs.hop_s(phase, hop, running) for hop in hops]
 
     if phase == "prefill":
@@ -119,10 +123,10 @@ def test_plans_fit_and_have_the_capacity_they_claim(problem, role):
     plan = Planner(problem).plan(role, counts)
     if plan is None:
         return
-    shape = [(s.node, s.degree) for s in plan.stages]
+    shape = [s.shape for s in plan.stages]
     split = [s.layers for s in plan.stages]
     assert sum(split) == problem.model.layers
-    used = counts_of({n: sum(d for m, d in shape if m == n) for n, _ in counts})
+    used = counts_of({n: sum(s.degree for s in shape if s.node == n) for n, _ in counts})
     assert used == counts
     assert capacity(problem, role, shape, split, plan.batch) == pytest.approx(plan.capacity_req_s)
 

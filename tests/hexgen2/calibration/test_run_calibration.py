@@ -6,11 +6,13 @@ import csv
 
 import numpy as np
 import pytest
+from commands import hexgen2 as run
+from commands import refused
 
 from cost_model.engines.numbers import EngineFits, EngineNumbers, FittedEngine, HostNumbers, shipped
 from cost_model.errors import InputError
-from hexgen2.estimation.calibrating import calibrate_runs, measured_runs
-from hexgen2.estimation.fitting import linear_times, times_with
+from hexgen2.calibration.engines import linear_times, times_with
+from hexgen2.calibration.runs import calibrate_runs, measured_runs
 from hexgen2.estimation.run import run_of
 
 TRUE = FittedEngine(
@@ -24,8 +26,14 @@ def rows_of(fitted, noise=0.02, seed=3):
     rng = np.random.default_rng(seed)
     rows = []
     for model in ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B"):
-        for tp in (1, 2):
-            for isl, osl, clients in ((512, 32, 1), (2048, 16, 4), (256, 64, 16), (1024, 32, 8)):
+        for tp in (1, 2, 4):
+            for isl, osl, clients in (
+                (512, 32, 1),
+                (2048, 16, 4),
+                (256, 64, 16),
+                (1024, 32, 8),
+                (128, 32, 2),
+            ):
                 row = {
                     "backend": "vllm",
                     "model_path": model,
@@ -68,8 +76,9 @@ def test_runs_are_predicted_well_after_the_fit(rows, tmp_path):
     assert np.mean(off) < 0.06
     assert np.max(off) < 0.2
     (held_back,) = improved
-    assert (held_back.engine, held_back.gpu) == ("vllm", "H100")
+    assert (held_back.engine, held_back.gpu, held_back.runs) == ("vllm", "H100", len(rows) // 3)
     assert held_back.after[1] < 0.6 * held_back.before[1]
+    assert held_back.after[0] < held_back.before[0]
 
 
 def test_times_are_linear_in_the_numbers(rows):
@@ -87,7 +96,7 @@ def test_times_are_linear_in_the_numbers(rows):
 
 def test_runs_that_contradict_each_other_are_named(rows, tmp_path):
     twice = [*rows, rows[2] | {"measured_tpot_ms": 2 * rows[2]["measured_tpot_ms"]}]
-    with pytest.raises(InputError, match=r"line 4: the same run as line 18 .*leave out the wrong one"):
+    with pytest.raises(InputError, match=r"line 4: the same run as line 32 .*leave out the wrong one"):
         calibrate_runs(written(tmp_path / "runs.csv", twice), shipped(), "mine", jobs=1)
 
 
@@ -97,3 +106,20 @@ def test_files_without_measured_runs_are_refused(rows, tmp_path):
         calibrate_runs(written(tmp_path / "runs.csv", plain), shipped(), "mine")
     with pytest.raises(InputError, match="has 2 measured runs"):
         calibrate_runs(written(tmp_path / "runs.csv", rows[:2]), shipped(), "mine")
+
+
+def test_the_command_writes_engines_that_estimate_takes(rows, tmp_path):
+    path, mine = written(tmp_path / "runs.csv", rows), tmp_path / "mine.json"
+    done = run("calibrate", "--runs", path, "-o", mine)
+    assert done.returncode == 0, done.stderr
+    assert "vllm on H100: mean error of 10 held-back runs: TPOT" in done.stderr
+    by_mine = run("estimate", "--runs", path, "--cost-model", mine).stdout
+    assert by_mine != run("estimate", "--runs", path).stdout
+    first = next(csv.DictReader(by_mine.splitlines()))
+    assert float(first["predicted_tpot_ms"]) == pytest.approx(float(first["measured_tpot_ms"]), rel=0.2)
+
+
+def test_one_source_of_measurements_at_a_time(rows, tmp_path):
+    path = written(tmp_path / "runs.csv", rows)
+    assert "does not go with --operators and --runs" in refused(run("calibrate", path, "--runs", path))
+    assert "CSV|URL: is missing" in refused(run("calibrate"))

@@ -12,7 +12,7 @@ import numpy as np
 
 from cost_model.engines.numbers import EngineFits, FittedEngine
 from cost_model.errors import InputError
-from hexgen2.estimation.fitting import EngineFit, LinearTimes, MeasuredRun, all_linear_times, fit_engine
+from hexgen2.calibration.engines import EngineFit, LinearTimes, MeasuredRun, all_linear_times, fit_engine
 from hexgen2.estimation.run import Run, run_of
 from hexgen2.estimation.runs import read_runs
 
