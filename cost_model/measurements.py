@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,10 @@ from cost_model.roofline import EdgeWork, LayerWork
 COLUMNS = ("gpu", "model", "tp", "phase", "batch", "input_len_or_context")
 _MAX_BYTES = 64 << 20
 _LARGEST = 10**7
+MOST_APART = 1.5
+"""The factor by which times of the same work may differ,"""
+ALIKE_BELOW_S = 50e-6
+"""unless both are shorter than this."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,36 @@ def measurements(rows: list[Row]) -> Iterator[Measurement]:
             problem = f"is {row.text('measured_ms')[:40]!r}"
             raise row.error("measured_ms", problem, "give a time above 0, in ms")
         yield Measurement(step_of(row), milliseconds / 1e3)
+
+
+def disagree(one_s: float, other_s: float) -> bool:
+    """Whether two times of the same work contradict each other: they differ by more than MOST_APART, and not
+    only by the noise of very short ones."""
+    return max(one_s, other_s) > max(ALIKE_BELOW_S, MOST_APART * min(one_s, other_s))
+
+
+def check_repeats(rows: Sequence[Row], measured: Sequence[Measurement]) -> None:
+    """Refuse rows of the same step whose times contradict each other.
+
+    Raises
+    ------
+    InputError : names the two lines
+    """
+    lowest: dict[Step, tuple[float, Row]] = {}
+    highest: dict[Step, tuple[float, Row]] = {}
+    for row, measurement in zip(rows, measured, strict=True):
+        timed = measurement.seconds, row
+        low, high = lowest.get(measurement.step, timed), highest.get(measurement.step, timed)
+        lowest[measurement.step] = low = min(low, timed, key=lambda pair: pair[0])
+        highest[measurement.step] = high = max(high, timed, key=lambda pair: pair[0])
+        if disagree(low[0], high[0]):
+            first, second = sorted((low, high), key=lambda pair: pair[1].line)
+            problem = f"the same step took {1e3 * first[0]:g} and {1e3 * second[0]:g} ms"
+            key, remedy = (
+                f"lines {first[1].line} and {second[1].line}",
+                "measure again, and leave the wrong row out",
+            )
+            raise InputError(row.source, key, problem, remedy)
 
 
 def _link(row: Row, accelerator: Accelerator, degree: int) -> Link:

@@ -19,22 +19,21 @@ import numpy as np
 from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
-from scipy.optimize import least_squares
 
-from benchmarks.simulator.operator_tables import GPUS, OperatorTable
-from benchmarks.simulator.operator_tasks import TASKS, Task, groups
 from cost_model.errors import InputError
 from cost_model.files import write_text
 from cost_model.hardware import CATALOGUE, Accelerator
 from cost_model.operators import choose
 from cost_model.operators.numbers import Fitted, OperatorFits
+from hexgen2.calibration.fit import COUNTED_S, error_of, fit, held_back
+from hexgen2.calibration.tables import OperatorTable
+from hexgen2.calibration.tasks import Task, find_tables, groups
 
 SOURCE = "AIConfigurator 0.12 operator tables (Apache-2.0), vLLM 0.24 (A100: 0.14)"
 BANDS_S = ((0.0, 30e-6), (30e-6, 300e-6), (300e-6, np.inf))
 """Small, medium and large times."""
-FIT_ROWS = 4000
-COUNTED_S = 10e-6
-"""Errors are means over times of at least this."""
+PARTS = 5
+"""One in so many shapes is held back."""
 
 
 class Result(NamedTuple):
@@ -49,60 +48,6 @@ class Result(NamedTuple):
     predicted: np.ndarray
 
 
-def held_back(task: Task, rows: OperatorTable) -> np.ndarray:
-    """A mask of the rows of every fifth shape, in random order."""
-    columns = [rows[name] for name in task.shape if name in rows.columns]
-    _, shape = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    count = shape.max() + 1
-    return np.random.default_rng(0).permutation(count)[shape.reshape(-1)] < max(1, count // 5)
-
-
-def free_fields(task: Task, form: str) -> list[str]:
-    """The numbers that a format's rows can tell: launches of the host's hide those of blocks of fp8."""
-    names = list(task.numbers.model_fields)
-    if task.operator != "gemm":
-        return [name for name in names if (task.operator, name) != ("mla_prefill", "few")]
-    fixed = {"bf16": {"row_ns", "host_us"}, "fp8_block": {"launch_us", "row_ns"}}
-    return [name for name in names if name not in fixed.get(form, {"host_us"})]
-
-
-def fit(task: Task, card: Accelerator, form: str, rows: OperatorTable, start: BaseModel) -> BaseModel:
-    """Numbers fitted to rows: least squares of log errors, with little weight on outliers."""
-    if len(rows.seconds) > FIT_ROWS:
-        rows = rows.where(np.random.default_rng(1).choice(len(rows.seconds), FIT_ROWS, replace=False))
-    names = free_fields(task, form)
-    limits = [_limits(task.numbers, name) for name in names]
-    low, high = (np.log([max(limit[side], 1e-6) for limit in limits]) for side in (0, 1))
-    fixed = {name: getattr(start, name) for name in task.numbers.model_fields}
-    target = np.log(rows.seconds)
-
-    def numbers(vector: np.ndarray) -> BaseModel:
-        return task.numbers.model_construct(
-            **{**fixed, **dict(zip(names, np.exp(vector).tolist(), strict=True))}
-        )
-
-    def residuals(vector: np.ndarray) -> np.ndarray:
-        return np.asarray(np.log(task.predict(numbers(vector), card, form, rows)) - target)
-
-    first = np.clip(np.log([max(getattr(start, name), 1e-6) for name in names]), low + 1e-6, high - 1e-6)
-    found = least_squares(residuals, first, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-4)
-    values = {**fixed, **dict(zip(names, np.exp(found.x).tolist(), strict=True))}
-    return task.numbers(**{name: _rounded(task.numbers, name, value) for name, value in values.items()})
-
-
-def _limits(numbers: type[BaseModel], name: str) -> tuple[float, float]:
-    bounds = numbers.model_fields[name].metadata
-    least = next(bound.ge for bound in bounds if hasattr(bound, "ge"))
-    most = next(bound.le for bound in bounds if hasattr(bound, "le"))
-    return float(least), float(most)
-
-
-def _rounded(numbers: type[BaseModel], name: str, value: float) -> float:
-    """Four digits, within the limits."""
-    least, most = _limits(numbers, name)
-    return min(max(float(f"{value:.4g}"), least), most)
-
-
 def starting(task: Task, form: str, fitted: dict[str, Fitted[Any]]) -> BaseModel:
     """Where a fit starts. Blocks of fp8 were timed from the host, which hides what the GPU takes for small
     ones: that is taken from fp8."""
@@ -113,28 +58,21 @@ def starting(task: Task, form: str, fitted: dict[str, Fitted[Any]]) -> BaseModel
     return task.numbers().model_copy(update={"row_ns": 3.0})
 
 
-def error_of(predicted: np.ndarray, seconds: np.ndarray) -> float:
-    """Mean relative error of times of at least COUNTED_S."""
-    counted = seconds >= COUNTED_S
-    return float(np.abs(predicted / seconds - 1)[counted].mean()) if counted.any() else 0.0
-
-
 def results(folder: Path) -> list[Result]:
     """Fits to all tables of a folder."""
     found = []
-    for task in TASKS:
-        for gpu in GPUS:
-            card = CATALOGUE[gpu]
-            fitted: dict[str, Fitted[Any]] = {}
-            for form, rows in groups(task, gpu, folder):
-                mask = held_back(task, rows)
-                held = rows.where(mask)
-                tried = fit(task, card, form, rows.where(~mask), starting(task, form, fitted))
-                predicted = task.predict(tried, card, form, held)
-                error = round(error_of(predicted, held.seconds), 4)
-                numbers = fit(task, card, form, rows, tried)
-                fitted[form] = Fitted(numbers=numbers, rows=len(rows.seconds), error=error)
-                found.append(Result(task, gpu, form, rows, fitted[form], held, predicted))
+    for table in find_tables(folder)[0]:
+        task, card = table.task, CATALOGUE[table.gpu]
+        fitted: dict[str, Fitted[Any]] = {}
+        for form, rows in groups(table):
+            mask = held_back(task, rows, PARTS)
+            held = rows.where(mask)
+            tried = fit(task, card, form, rows.where(~mask), starting(task, form, fitted))
+            predicted = task.predict(tried, card, form, held)
+            error = round(error_of(predicted, held.seconds), 4)
+            numbers = fit(task, card, form, rows, tried)
+            fitted[form] = Fitted(numbers=numbers, rows=len(rows.seconds), error=error)
+            found.append(Result(task, table.gpu, form, rows, fitted[form], held, predicted))
     return found
 
 

@@ -1,6 +1,6 @@
 """Compare predicted times of published runs of serving engines with what was measured.
 
-    python -m benchmarks.simulator.serving_accuracy --runs runs.csv.gz [--rank] [--jobs N]
+    python -m benchmarks.simulator.serving_accuracy --runs runs.csv.gz [--rank] [--held-out] [--jobs N]
 
 The file has the columns of `hexgen2 estimate --runs` (docs/simulate.md) with measured_ttft_ms and
 measured_tpot_ms. The error is |predicted - measured| / measured, the bias is the same with its sign; both are
@@ -30,7 +30,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.simulator.serving_runs import for_fitting
 from cost_model.errors import InputError
+from hexgen2.calibration.runs import measured_runs, seconds
 from hexgen2.estimation.prediction import Prediction
 from hexgen2.estimation.run import Run, run_of
 from hexgen2.estimation.runs import predictions, read_runs
@@ -77,17 +79,9 @@ GROUPS: dict[str, Callable[[Compared], str]] = {
 def compared(rows: list[dict[str, str]], jobs: int | None) -> Iterator[Compared]:
     """The rows that were measured and can be predicted."""
     for cells, predicted in zip(rows, predictions(rows, jobs), strict=True):
-        times = [_ms(cells.get(f"measured_{kind}_ms", "")) for kind in ("ttft", "tpot")]
+        times = [1e3 * seconds(cells.get(f"measured_{kind}_ms", "")) for kind in ("ttft", "tpot")]
         if predicted.ttft_ms is not None and all(times):
             yield Compared(cells, run_of(cells), predicted, *times)
-
-
-def _ms(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if 0 < value < math.inf else 0.0
 
 
 def errors_of(rows: list[Compared]) -> list[str]:
@@ -107,7 +101,7 @@ def accuracy(rows: list[Compared]) -> Table:
         table.add_column(heading, justify="right" if heading else "left")
     table.add_row("all", "", *errors_of(rows))
     for kind, label in GROUPS.items():
-        for name, own in sorted(_grouped(rows, label).items(), key=_order):
+        for name, own in sorted(grouped(rows, label).items(), key=_order):
             table.add_row(kind, name, *errors_of(own))
     return table
 
@@ -125,7 +119,7 @@ def worst(rows: list[Compared], count: int = 25) -> Table:
         run = row.run
         return f"{run.engine} {run.model.name} {run.model.weight_type} {run.gpu.name} {run.isl}/{run.osl}"
 
-    for name, own in sorted(_grouped(rows, label).items(), key=weight)[:count]:
+    for name, own in sorted(grouped(rows, label).items(), key=weight)[:count]:
         table.add_row(name, *errors_of(own))
     return table
 
@@ -136,7 +130,7 @@ def _order(group: tuple[str, list[Compared]]) -> tuple[int, str]:
     return int(re.match(r"\d*", name)[0] or 0), name  # type: ignore[index]
 
 
-def _grouped(rows: Iterable[Compared], label: Callable[[Compared], str]) -> dict[str, list[Compared]]:
+def grouped(rows: Iterable[Compared], label: Callable[[Compared], str]) -> dict[str, list[Compared]]:
     groups: dict[str, list[Compared]] = defaultdict(list)
     for row in rows:
         groups[label(row)].append(row)
@@ -158,8 +152,8 @@ class Pair:
 
 def pairs(rows: list[Compared]) -> Iterator[Pair]:
     """All pairs of deployments that can be compared."""
-    for alike in _grouped(rows, _question).values():
-        shapes = _grouped(alike, _shape)
+    for alike in grouped(rows, _question).values():
+        shapes = grouped(alike, _shape)
         curves = {name: [_curve(own, measured) for measured in (True, False)] for name, own in shapes.items()}
         for a, b in combinations(sorted(curves), 2):
             measured = _ratios(curves[a][0], curves[b][0])
@@ -230,6 +224,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="CSV file with measured runs")
+    parser.add_argument("--held-out", action="store_true", help="only runs that engines were not fitted to")
     parser.add_argument("--rank", action="store_true", help="rank pairs of deployments")
     parser.add_argument("--jobs", type=int, help="processes; one per processor if not given")
     arguments = parser.parse_args()
@@ -237,6 +232,8 @@ def main() -> None:
         _, rows = read_runs(arguments.runs)
     except InputError as error:
         parser.error(str(error))
+    if arguments.held_out:
+        rows = [row for row in rows if not any(map(for_fitting, measured_runs([row])))]
     known = list(compared(rows, arguments.jobs))
     console = Console(width=150)
     if not known:

@@ -24,8 +24,8 @@ _KV_FORMATS = {4.0: "fp32", 2.0: "bf16", 1.0: "fp8", 0.5: "int4"}
 class StepOperators:
     """Seconds of a layer's operators, as a mean over the model's layers.
 
-    Where the stage's GPUs run attention for requests of their own (attention data parallelism), each such
-    part does the attention of its own tokens; experts compute the tokens of all.
+    Where parts of the stage's GPUs run attention for requests of their own (attention data parallelism), each
+    part does everything but routed experts for its own tokens only.
 
     Parameters
     ----------
@@ -82,10 +82,10 @@ class StepOperators:
             return (products,)
         return products, self.group.attention_dp * units(self.group.accelerator) / self.kv_heads
 
-    def products_s(self, own: Amount, tokens: Amount) -> Amount:
-        """Products with weights that every token uses: projections of attention, for the GPU's `own` tokens,
-        and feed-forward blocks, shared experts and routers, for all `tokens`."""
-        model, n, weights = self.model, self.group.degree, self.dense_type
+    def products_s(self, own: Amount) -> Amount:
+        """Products of a part's `own` tokens with weights that every token uses: projections of attention,
+        feed-forward blocks, shared experts and routers."""
+        model, n, weights = self.model, self.attention_degree, self.dense_type
         gemm, h, mixture = self.operators.gemm_s, model.hidden, model.mixture_share
         taken = 0.0
         if self._latent is None:
@@ -93,12 +93,12 @@ class StepOperators:
             taken = gemm(own, width + 2 * self.kv_heads * model.head_dim, h, weights)
             taken = taken + gemm(own, h, width, weights)
         if model.experts == 1 or mixture < 1:
-            dense = self._block_s(tokens, model.ffn / n)
+            dense = self._block_s(own, model.ffn / n)
             taken = taken + (dense if model.experts == 1 else (1 - mixture) * dense)
         if model.experts > 1:
             taken = taken + mixture * gemm(own, model.experts, h, "bf16")
             if model.shared_ffn:
-                taken = taken + mixture * self._block_s(tokens, model.shared_ffn / n)
+                taken = taken + mixture * self._block_s(own, model.shared_ffn / n)
         return taken
 
     def _block_s(self, tokens: Amount, width: float) -> Amount:
@@ -166,20 +166,19 @@ class StepOperators:
             return self.operators.all_reduce_s(degree, message_bytes, link)
         return all_reduce_s(link, degree, message_bytes)
 
-    def elementwise_s(self, own: Amount, tokens: Amount) -> Amount:
+    def elementwise_s(self, own: Amount) -> Amount:
         """Norms with residuals (two, each reading and writing two vectors), rotation of queries and keys,
         and activation functions."""
-        model, n = self.model, self.group.degree
+        model = self.model
         width = (self.heads + self.kv_heads) * model.head_dim
-        ffn = 0.0 if model.experts > 1 else model.ffn / n
-        vectors = own * (8.0 * model.hidden + 2.0 * width) + tokens * 3.0 * ffn
-        return vectors * model.activation_bytes / self._bandwidth
+        ffn = 0.0 if model.experts > 1 else model.ffn / self.attention_degree
+        elements = own * (8.0 * model.hidden + 2.0 * width + 3.0 * ffn)
+        return elements * model.activation_bytes / self._bandwidth
 
     def head_s(self, sampled: Amount) -> Amount:
-        """The LM head of so many tokens."""
-        return self.operators.gemm_s(
-            sampled, self.model.vocab / self.group.degree, self.model.hidden, plain_type(self.model)
-        )
+        """The LM head of so many tokens of a part."""
+        columns = self.model.vocab / self.attention_degree
+        return self.operators.gemm_s(sampled, columns, self.model.hidden, plain_type(self.model))
 
 
 def plain_type(model: ModelArchitecture) -> WeightType:

@@ -1,7 +1,8 @@
 """Cost models of today's engines: a step is a sum of operators, and of what the engine adds.
 
     layer = products + prompts + decodes + experts + exchange + elementwise, each times the engine's factor,
-            + layer_us, with experts mixture_us, with prompts prompt_layer_us
+            + layer_us, with experts mixture_us, with latent attention latent_us,
+            with prompts prompt_layer_us
     stage = layers * layer + step_us, on the last stage + head + request_us * requests
 
 Operators are fitted to measured kernels (cost_model/operators), the engine's numbers to runs of whole
@@ -118,7 +119,7 @@ class EngineSteps(Calibrated):
         if work.decodes:
             decodes = work.decodes if dp == 1 else max(1.0, work.decodes / dp)
             taken += numbers.decodes * layers.decodes_s(decodes, work.context / dp)
-        return float(taken)
+        return float(taken if dp == 1 else numbers.groups * taken)
 
     def fastest_batch(self, phase: Phase, group: TensorGroup, most: float) -> float:
         """Steps take longer by whole tiles, so that full tiles may pass more requests/s than one request more
@@ -160,7 +161,7 @@ class EngineSteps(Calibrated):
         numbers, host = self.fitted.numbers, self.host(group.accelerator)
         taken = numbers.step_us * host.steps * _US
         if last:
-            head = self._operators(group).head_s(max(1.0, sampled))
+            head = self._operators(group).head_s(max(1.0, sampled / group.attention_dp))
             taken += numbers.products * head + numbers.request_us * host.steps * _US * sampled
         return float(taken)
 
@@ -173,14 +174,15 @@ class EngineSteps(Calibrated):
         numbers, model = self.fitted.numbers, self.model
         over_nvlink = group.link.fabric == "nvlink"
         taken = (
-            numbers.products * layers.products_s(own, tokens)
-            + numbers.elementwise * layers.elementwise_s(own, tokens)
+            numbers.products * layers.products_s(own)
+            + numbers.elementwise * layers.elementwise_s(own)
             + numbers.layer_us * _US
         )
+        if model.latent is not None:
+            taken += numbers.latent_us * _US
         if model.experts > 1:
-            taken += (
-                numbers.experts * layers.experts_s(tokens) + model.mixture_share * numbers.mixture_us * _US
-            )
+            factor = numbers.experts * self.fitted.experts.get(model.weight_type, 1.0)
+            taken += factor * layers.experts_s(tokens) + model.mixture_share * numbers.mixture_us * _US
         if group.degree > 1 and group.link != NO_LINK:
             factor = numbers.exchange if over_nvlink else 1.0
             taken += factor * layers.exchange_s(own, tokens)

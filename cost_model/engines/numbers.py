@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cost_model.architecture import WeightType
 from cost_model.fields import Name, Prose, between, schema_error
 from cost_model.files import read_text
 from cost_model.operators.numbers import OperatorFits, merged
@@ -27,6 +28,9 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+Factor = Annotated[float, Field(ge=0.05, le=20.0, allow_inf_nan=False)]
+
+
 def _factor() -> Any:
     return Field(default=1.0, ge=0.05, le=20.0, allow_inf_nan=False)
 
@@ -41,9 +45,12 @@ class EngineNumbers(_Strict):
     products, prompts, decodes, experts, exchange : factors on the measured times of matrix products, of
         attention over prompts and of decodes (with latent attention, of the whole module), of routed experts
         and of all-reduces over NVLink
+    groups : factor on whole layers where parts of a stage run attention for requests of their own (attention
+        data parallelism) and wait for the slowest part
     elementwise : how many times as long as reading and writing activations once, norms, rotations and
         activation functions take
-    layer_us, mixture_us : of each layer, and of each layer with experts besides
+    layer_us, mixture_us, latent_us : of each layer, and of each layer with experts and of each with latent
+        attention besides
     prompt_layer_us : of each layer in steps with prompts, whose kernels the host starts one by one
     step_us : of each step on each stage
     request_us : of each request that gets a token in a step
@@ -55,9 +62,11 @@ class EngineNumbers(_Strict):
     decodes: float = _factor()
     experts: float = _factor()
     exchange: float = _factor()
+    groups: float = Field(default=1.2, ge=0.05, le=20.0, allow_inf_nan=False)
     elementwise: float = _factor()
     layer_us: float = _microseconds(5.0)
     mixture_us: float = _microseconds(10.0)
+    latent_us: float = _microseconds(5.0)
     prompt_layer_us: float = _microseconds(30.0)
     step_us: float = _microseconds(500.0)
     request_us: float = _microseconds(5.0)
@@ -89,12 +98,14 @@ class HeldOut(_Strict):
 class FittedEngine(_Strict):
     """One engine: its numbers, and its hosts by GPU.
 
+    experts : factors on routed experts by format of their weights, for which engines have different kernels
     versions : of the engine, that the runs were measured with
     rows : how many runs
     """
 
     versions: Prose = ""
     numbers: EngineNumbers = EngineNumbers()
+    experts: dict[WeightType, Factor] = {}
     hosts: dict[Name, HostNumbers] = {}
     rows: Rows = 0
     held_out: HeldOut = HeldOut()

@@ -43,8 +43,7 @@ class Prediction(NamedTuple):
 def predict(run: Run, sources: Mapping[str, CostSource] | None = None) -> Prediction:
     """The times of a run, or the reason why they cannot be predicted; sources are cost models by engine."""
     try:
-        found = simulated(run, sources)
-        return Prediction(_ttft_ms(run, found), found.mean_tpot_ms)
+        return times_of(run, simulated(run, sources))
     except HexGen2Error as error:
         return Prediction(None, None, str(error))
     except Exception as error:  # One row is not worth losing all the others.
@@ -105,9 +104,10 @@ def _max_batch(run: Run) -> int:
     return min(workers.worker_batch or run.concurrency, run.concurrency)
 
 
-def _ttft_ms(run: Run, found: SimulationResult) -> float:
-    """With the wait for the tokens that are sent together with the first one."""
-    return found.mean_ttft_ms + (min(run.stream_interval, run.osl) - 1) * found.mean_tpot_ms
+def times_of(run: Run, found: SimulationResult) -> Prediction:
+    """Mean times of a simulated run; TTFT with the wait for the tokens that are sent with the first one."""
+    grouped = min(run.stream_interval, run.osl) - 1
+    return Prediction(found.mean_ttft_ms + grouped * found.mean_tpot_ms, found.mean_tpot_ms)
 
 
 def _source(engine: str, sources: Mapping[str, CostSource] | None = None) -> CostSource:

@@ -8,11 +8,13 @@ import io
 import os
 import signal
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, TypeVar
 
 from cost_model.errors import HexGen2Error, InputError
 from cost_model.printable import one_line
@@ -27,6 +29,7 @@ _FEW_RUNS = 8
 """So few runs take less time than starting processes."""
 
 Progress = Callable[[int, int], None]
+Found = TypeVar("Found")
 
 
 def estimate_runs(
@@ -80,30 +83,36 @@ def predictions(
         except InputError as error:
             runs.append(Prediction(None, None, str(error)))
     # Long ones first, so that no process is left with one at the end.
-    distinct = sorted({run: None for run in runs if isinstance(run, Run)}, key=_effort, reverse=True)
+    distinct = sorted({run: None for run in runs if isinstance(run, Run)}, key=effort, reverse=True)
     known: dict[Run, Prediction] = {}
-    for run, prediction in zip(distinct, _predicted(distinct, jobs, sources), strict=True):
+    found = in_processes(partial(predict, sources=sources), distinct, jobs)
+    for run, prediction in zip(distinct, found, strict=True):
         known[run] = prediction
         if progress is not None:
             progress(len(known), len(distinct))
     return [known[run] if isinstance(run, Run) else run for run in runs]
 
 
-def _effort(run: Run) -> float:
+def effort(run: Run) -> float:
     """Grows with the time that a simulation takes."""
     return run.concurrency * (20 + run.isl / 1024)
 
 
-def _predicted(runs: list[Run], jobs: int | None, sources: Mapping[str, CostSource]) -> Iterator[Prediction]:
-    """The predictions in the order of the runs, by several processes if there are many."""
+def in_processes(work: Callable[[Run], Found], runs: Sequence[Run], jobs: int | None) -> Iterator[Found]:
+    """What `work` makes of each run, in their order; by several processes if there are many.
+
+    Raises
+    ------
+    HexGen2Error : a process has ended
+    """
     jobs = min(jobs or os.cpu_count() or 1, len(runs))
     if jobs <= 1 or len(runs) <= _FEW_RUNS:
-        yield from (predict(run, sources) for run in runs)
+        yield from map(work, runs)
         return
     # Spawned processes start without the threads and locks of this one.
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start, (sources,))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start, (work,))
     try:
-        yield from pool.map(_predict_here, runs)
+        yield from pool.map(_work_here, runs)
     except BrokenProcessPool:
         raise HexGen2Error(
             "a process that simulates has ended; is there enough memory? Use --jobs 1"
@@ -112,18 +121,18 @@ def _predicted(runs: list[Run], jobs: int | None, sources: Mapping[str, CostSour
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-_here: dict[str, CostSource] = {}
-"""In a process that simulates, the cost models by engine: sent once, so that what they compute is kept."""
+_here: list[Callable[[Run], Any]] = []
+"""In a process that simulates, its work: sent once, so that what its cost models compute is kept."""
 
 
-def _start(sources: Mapping[str, CostSource]) -> None:
+def _start(work: Callable[[Run], Any]) -> None:
     """Ctrl-C ends a process at once, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _here.update(sources)
+    _here.append(work)
 
 
-def _predict_here(run: Run) -> Prediction:
-    return predict(run, _here)
+def _work_here(run: Run) -> Any:
+    return _here[0](run)
 
 
 def _number(value: float | None) -> str:

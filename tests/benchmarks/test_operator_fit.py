@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from benchmarks.simulator import operator_fit
-from benchmarks.simulator.operator_tables import read_table
-from benchmarks.simulator.operator_tasks import TASKS
 from cost_model.errors import InputError
 from cost_model.hardware import CATALOGUE
 from cost_model.operators.attention import decode_attention_s
 from cost_model.operators.cards import card_of
 from cost_model.operators.gemm import gemm_s
 from cost_model.operators.numbers import DecodeNumbers, GemmNumbers, load_fits
+from hexgen2.calibration.tables import read_table
+from hexgen2.calibration.tasks import TASKS
 
 H100 = card_of(CATALOGUE["H100"], "bf16")
 GEMM = GemmNumbers(
@@ -100,7 +100,7 @@ def test_other_files_are_refused(tmp_path, content):
 def test_whole_shapes_are_held_back(tmp_path):
     gemm_table(tmp_path)
     table = read_table(tmp_path / "H100_gemm.csv.gz")
-    held = operator_fit.held_back(TASKS[0], table)
+    held = operator_fit.held_back(TASKS[0], table, 5)
     shapes = np.stack([table["n"], table["k"]], axis=1)
     out, kept = ({tuple(shape) for shape in shapes[mask]} for mask in (held, ~held))
     assert len(out) == 4

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import BaseModel
 
-from benchmarks.simulator.operator_tables import OperatorTable, read_table
 from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES
-from cost_model.hardware import Accelerator, interconnect_link, usual_interconnect
+from cost_model.errors import InputError
+from cost_model.hardware import Accelerator, find_accelerator, interconnect_link, usual_interconnect
 from cost_model.operators.all_reduce import all_reduce_s
 from cost_model.operators.attention import decode_attention_s, prefill_attention_s
 from cost_model.operators.cards import card_of
@@ -26,6 +26,7 @@ from cost_model.operators.numbers import (
     MlaNumbers,
     PrefillNumbers,
 )
+from hexgen2.calibration.tables import ENDINGS, OperatorTable, read_table
 
 FORMATS: dict[str, Any] = {
     "bfloat16": "bf16",
@@ -49,12 +50,18 @@ Predict = Callable[[Any, Accelerator, Any, OperatorTable], np.ndarray]
 
 
 class Task(NamedTuple):
-    """How one operator is fitted: the file's ending, the columns that make its format and its shape, its
-    numbers, its formula, and the rows that are used."""
+    """How one operator is fitted.
+
+    ending : of the names of its files; formats : columns that make its format; sizes : columns of numbers
+    shape : columns by which rows are held back together
+    numbers, predict : what is fitted, and the formula
+    used : a mask of a GPU's rows that count
+    """
 
     operator: str
     ending: str
     formats: tuple[str, ...]
+    sizes: tuple[str, ...]
     shape: tuple[str, ...]
     numbers: type[BaseModel]
     predict: Predict
@@ -163,15 +170,27 @@ def _all(gpu: str, rows: OperatorTable) -> np.ndarray:
     return np.ones(len(rows.seconds), bool)
 
 
-HEADS = ("num_heads", "num_key_value_heads", "head_dim", "window_size")
+class Found(NamedTuple):
+    """A file of a folder that has an operator's times on a GPU."""
+
+    task: Task
+    gpu: str
+    path: Path
+
+
+HEADS = ("num_heads", "num_key_value_heads", "head_dim")
+LATENT = ("num_heads", "tp_size", "batch_size")
 EXPERTS = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
+MESSAGE = ("num_gpus", "message_size")
+MAY_BE_ZERO = ("step", "window_size")
 TASKS = (
-    Task("gemm", "gemm", ("gemm_dtype",), ("n", "k"), GemmNumbers, _gemm, _gemm_used),
+    Task("gemm", "gemm", ("gemm_dtype",), ("m", "n", "k"), ("n", "k"), GemmNumbers, _gemm, _gemm_used),
     Task(
         "prefill_attention",
         "prefill_attention",
         ("kv_cache_dtype",),
-        HEADS,
+        ("batch_size", "isl", *HEADS),
+        (*HEADS, "window_size"),
         PrefillNumbers,
         _prefill,
         _prefill_used,
@@ -180,7 +199,8 @@ TASKS = (
         "decode_attention",
         "decode_attention",
         ("kv_cache_dtype",),
-        HEADS,
+        ("batch_size", "step", *HEADS),
+        (*HEADS, "window_size"),
         DecodeNumbers,
         _decode,
         _decode_used,
@@ -189,6 +209,7 @@ TASKS = (
         "mla_prefill",
         "mla_prefill",
         ("gemm_type", "kv_cache_dtype"),
+        (*LATENT, "isl"),
         ("num_heads", "batch_size"),
         MlaNumbers,
         _mla_prefill,
@@ -198,16 +219,27 @@ TASKS = (
         "mla_decode",
         "mla_decode",
         ("gemm_type", "kv_cache_dtype"),
+        (*LATENT, "step"),
         ("num_heads", "batch_size"),
         MlaNumbers,
         _mla_decode,
         _all,
     ),
-    Task("experts", "moe", ("moe_dtype",), EXPERTS, ExpertNumbers, _experts, _experts_used),
+    Task(
+        "experts",
+        "moe",
+        ("moe_dtype",),
+        ("num_tokens", *EXPERTS),
+        EXPERTS,
+        ExpertNumbers,
+        _experts,
+        _experts_used,
+    ),
     Task(
         "all_reduce",
         "all_reduce_engine",
         ("backend",),
+        MESSAGE,
         ("message_size",),
         AllReduceNumbers,
         _all_reduce,
@@ -217,6 +249,7 @@ TASKS = (
         "all_reduce",
         "nccl",
         ("op_name", "nccl_dtype"),
+        MESSAGE,
         ("message_size",),
         AllReduceNumbers,
         _all_reduce,
@@ -225,15 +258,49 @@ TASKS = (
 )
 
 
-def groups(task: Task, gpu: str, folder: Path) -> Iterator[tuple[str, OperatorTable]]:
-    """The formats of a GPU's table that the formulas know, with their rows."""
-    path = folder / f"{gpu}_{task.ending}.csv.gz"
-    if not path.exists():
-        return
-    table = read_table(path)
-    labels = np.array(["/".join(key) for key in zip(*(table[name] for name in task.formats), strict=True)])
+def find_tables(folder: Path) -> tuple[list[Found], list[str]]:
+    """The tables in a folder, by operator and GPU, and its other CSV files.
+
+    Raises
+    ------
+    InputError : no folder, a GPU that the catalogue lacks, or two files for one table
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.name.endswith(ENDINGS))
+    except OSError as error:
+        raise InputError(str(folder), "", f"cannot be read ({error.strerror})", "name a folder") from None
+    found: dict[tuple[int, str], Found] = {}
+    others = []
+    for name in names:
+        stem = name.removesuffix(".gz").removesuffix(".csv")
+        place = next((k for k, task in enumerate(TASKS) if stem.endswith(f"_{task.ending}")), None)
+        if place is None:
+            others.append(name)
+            continue
+        path, task = folder / name, TASKS[place]
+        gpu = find_accelerator(stem.removesuffix(f"_{task.ending}"), source=str(path), key="GPU").name
+        if (place, gpu) in found:
+            problem = f"is a second table of {task.ending} on {gpu}"
+            raise InputError(str(path), "", problem, f"leave it or {found[place, gpu].path.name} out")
+        found[place, gpu] = Found(task, gpu, path)
+    return [found[key] for key in sorted(found)], others
+
+
+def groups(table: Found) -> Iterator[tuple[str, OperatorTable]]:
+    """The formats of a table that the formulas know, with their rows that are used: at least one.
+
+    Raises
+    ------
+    InputError : as `read_table`
+    """
+    task, gpu, path = table
+    also = ("distribution",) if task.operator == "experts" else ()
+    rows = read_table(path, task.sizes, (*task.formats, *also), MAY_BE_ZERO)
+    labels = np.array(["/".join(key) for key in zip(*(rows[name] for name in task.formats), strict=True)])
     for label in sorted(set(labels)):
         name = WAYS.get(label) or "/".join(FORMATS.get(part, "") for part in label.split("/"))
         if all(name.split("/")) and (gpu, label) not in OTHER_KERNELS:
-            rows = table.where(labels == label)
-            yield name, rows.where(task.used(gpu, rows))
+            of_label = rows.where(labels == label)
+            used = of_label.where(task.used(gpu, of_label))
+            if len(used.seconds):
+                yield name, used

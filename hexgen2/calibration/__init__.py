@@ -1,0 +1,1 @@
+"""Numbers of operators from measured times: reading tables, fitting, errors."""
