@@ -177,6 +177,11 @@ class CostModel(ABC):
         """Whether the coefficients rest on steps measured on such devices."""
         return False
 
+    def fitted_or_not(self, group: TensorGroup) -> list[str]:
+        """What the times of such a stage rest on, a line for each kind of source; empty if there is only
+        one."""
+        return []
+
     def first_token_s(self, accelerator: Accelerator) -> float:
         """Seconds that a server with such devices adds to a request's first token outside its steps."""
         return 0.0

@@ -1,4 +1,4 @@
-"""The default cost model: a roofline over true parameter, KV and attention counts.
+"""The cost model of the engines of 2023: a roofline over true parameter, KV and attention counts.
 
 FLOPs are two per parameter and token, and four per attended token and element of a head (scores and
 weighted values). Which share of the peaks an engine reaches, and what its steps cost besides, is in a set

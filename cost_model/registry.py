@@ -23,6 +23,9 @@ from cost_model.table1 import Table1
 _KINDS: tuple[type[CostModel], ...] = (*ENGINES.values(), Calibrated, ZeroFit, Table1)
 COST_MODELS: dict[str, type[CostModel]] = {kind.name: kind for kind in _KINDS}
 
+DEFAULT = VllmSteps.name
+"""The cost model where none is asked for."""
+
 _MAX_BYTES = 1 << 20
 _REMEDY = "make one with `hexgen2 calibrate ... -o FILE`"
 
@@ -73,8 +76,8 @@ def make_cost_model(name: str, model: ModelArchitecture, lengths: RequestLengths
     return CostSource(name).costs(model, lengths)
 
 
-def find_cost_model(asked: str | Path | CostSource, engine: str | None = None) -> CostSource:
-    """The cost model that NAME, FILE or FILE:ENGINE stands for.
+def find_cost_model(asked: str | Path | CostSource | None, engine: str | None = None) -> CostSource:
+    """The cost model that NAME, FILE or FILE:ENGINE stands for; None: that of the engine, or the default.
 
     A file is one that `hexgen2 calibrate` wrote: coefficients, or engines. Of engines, it is the one that is
     named; else vllm, or the only one.
@@ -89,6 +92,8 @@ def find_cost_model(asked: str | Path | CostSource, engine: str | None = None) -
     """
     if isinstance(asked, CostSource):
         return asked
+    if asked is None:
+        return _of_today(engine)
     if str(asked) in COST_MODELS:
         return _named(str(asked), engine)
     path, also = _split(str(asked))
@@ -101,7 +106,7 @@ def find_cost_model(asked: str | Path | CostSource, engine: str | None = None) -
     return _of_engine(found, str(path), named)
 
 
-def cost_models_of_engines(asked: str | Path, engine: str | None = None) -> dict[str, CostSource]:
+def cost_models_of_engines(asked: str | Path | None, engine: str | None = None) -> dict[str, CostSource]:
     """The cost models that NAME, FILE or FILE:ENGINE has for engines by name, if no engine was asked for.
 
     Raises
@@ -111,6 +116,8 @@ def cost_models_of_engines(asked: str | Path, engine: str | None = None) -> dict
     text = str(asked)
     if engine is not None:
         return {}
+    if asked is None:
+        return {name: CostSource(name) for name in ENGINES}
     if text in COST_MODELS:
         kind = COST_MODELS[text]
         found: CoefficientSet | EngineFits | None = None
@@ -171,6 +178,13 @@ def _with_engines(found: EngineFits, source: str) -> EngineFits:
         if name not in ENGINES:
             raise InputError(source, f"engines.{name[:60]}", "is not known", f"use {', '.join(ENGINES)}")
     return found if found.engines else found.model_copy(update={"engines": shipped().engines})
+
+
+def _of_today(engine: str | None) -> CostSource:
+    if engine is not None and engine not in ENGINES:
+        remedy = f"use {', '.join(ENGINES)}; or name a --cost-model whose coefficients know it"
+        raise InputError("--engine", "", f"{engine[:60]!r} is not known", remedy)
+    return CostSource(DEFAULT if engine is None else engine)
 
 
 def _named(name: str, engine: str | None) -> CostSource:

@@ -53,7 +53,7 @@ def search(
     budget_per_hour: float | None = None,
     frontier: int | None = None,
     strategy: str = "hexgen2",
-    cost_model: str | Path = "calibrated",
+    cost_model: str | Path | None = None,
     pipeline: PipelineSemantics = "pipelined",
     links: Links = "shared",
     engine: Engine = "any",
@@ -82,8 +82,8 @@ def search(
     budget_per_hour : US dollars per hour that the GPUs in use may cost
     frontier : number of prices up to the budget for which to list the best rental
     strategy : see `hexgen2 list strategies`
-    cost_model : how times are predicted: a name ("vllm", "sglang", "trtllm", "calibrated", "zero-fit" or
-        "table1"), a file that `hexgen2 calibrate` wrote, or FILE:ENGINE
+    cost_model : how times are predicted: a name ("vllm", the default, "sglang", "trtllm", "calibrated",
+        "zero-fit" or "table1"), a file that `hexgen2 calibrate` wrote, or FILE:ENGINE
     pipeline : how the times of pipeline stages add up
     links : "shared" or "pairwise": whether KV routes compete for links, network cards and uplinks
     engine : "vllm" limits the search to replicas that vLLM can run
@@ -338,7 +338,7 @@ def compare(
     kv: str | None = None,
     share: float = 0.75,
     seconds: float = 300.0,
-    cost_model: str | Path = "calibrated",
+    cost_model: str | Path | None = None,
     pipeline: PipelineSemantics = "pipelined",
     links: Links = "shared",
     time_limit_s: float | None = None,
@@ -422,11 +422,11 @@ def estimate(
     batch : requests in a step
     weights, kv : number formats; the model's own if not given
     interconnect : class of the links between the GPUs; the usual one for these cards if not given
-    engine : one that the cost model's coefficients, or its file, know; an average engine if not given, or the
-        file's vllm or only one
+    engine : "vllm", "sglang" or "trtllm"; with a cost model, one that its coefficients, or its file, know (an
+        average engine if not given, or the file's vllm or only one)
     attention_dp : groups of each stage's GPUs that run attention for requests of their own
     expert_parallel : groups of each stage's GPUs that divide the experts among them
-    cost_model : as in `search`; "calibrated" if not given
+    cost_model : as in `search`; that of `engine` if not given
 
     Raises
     ------

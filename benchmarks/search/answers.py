@@ -82,7 +82,10 @@ def answer(arguments: list[str]) -> dict[str, Any]:
 def disturb(seed: int) -> None:
     """Change the last bits of costs and the bases of eigenspaces."""
     from cost_model import base, calibrated
+    from cost_model.engines.model import EngineSteps
 
+    EngineSteps.layer_work_s = _with_other_bits(EngineSteps.layer_work_s, seed)  # type: ignore[method-assign]
+    EngineSteps.edge_work_s = _with_other_bits(EngineSteps.edge_work_s, seed)  # type: ignore[method-assign]
     calibrated.layer_s = _with_other_bits(calibrated.layer_s, seed)
     calibrated.edge_s = _with_other_bits(calibrated.edge_s, seed)
     base.CostModel.hop_work_s = _with_other_bits(base.CostModel.hop_work_s, seed)  # type: ignore[method-assign]

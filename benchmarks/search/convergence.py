@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.search.csv_file import write_csv
+from cost_model.calibrated import Calibrated
 from cost_model.errors import InfeasibleError
 from hexgen2.search.problem import Problem, make_problem
 from hexgen2.search.state import SearchState
@@ -54,7 +55,7 @@ Run = list[Point]
 
 def measure(model: str, workload: str, strategy: str, seed: int, time_limit_s: float | None) -> Run:
     """Run one search and record the time of every improvement. Memoised plans are not shared between runs."""
-    problem: Problem = make_problem(CLUSTER, model, workload)
+    problem: Problem = make_problem(CLUSTER, model, workload, cost_model=Calibrated.name)
     points: Run = []
 
     def add(evaluations: int, seconds: float, req_s: float) -> None:

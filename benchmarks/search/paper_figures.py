@@ -73,7 +73,7 @@ class Grid:
         self, name: str, model: str, cluster: str, strategies: str, workloads: Sequence[str]
     ) -> list[Entry]:
         """Run a comparison, and keep its files if a folder is given."""
-        settings = Settings(model, seconds=self.arguments.seconds)
+        settings = Settings(model, seconds=self.arguments.seconds, cost_model=Calibrated.name)
         contenders = parse_contenders(strategies, cluster)
 
         def progress(text: str) -> None:
@@ -220,7 +220,8 @@ def predicted(
     **options: str,
 ) -> float:
     """Requests/s of a strategy's placement of Llama-2 70B, on setting 1 by default."""
-    problem = make_problem(cluster or "hexgen2-setting-1", MODELS[0], workload, **options)  # type: ignore[arg-type]
+    asked: dict[str, Any] = {"cost_model": Calibrated.name, **options}
+    problem = make_problem(cluster or "hexgen2-setting-1", MODELS[0], workload, **asked)
     if spec is not None and cluster is None:
         problem = replace(problem, spec=spec, cluster=Cluster.from_spec(spec))
     if batch_cap is not None:

@@ -56,6 +56,7 @@ def measure(cluster: Path, model: str, workload: str, runs: int) -> tuple[float,
     command = [
         COMMAND,
         "search",
+        *("--cost-model", "calibrated"),
         "--cluster",
         str(cluster),
         "--model",

@@ -49,6 +49,7 @@ from benchmarks.simulator.distserve_command import DistServe
 from benchmarks.simulator.distserve_profile import DistServeProfile, read_fits
 from cluster_specs.loader import resolve
 from cost_model.base import CostModel
+from cost_model.calibrated import Calibrated
 from cost_model.errors import HexGen2Error, InputError
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal, make_goal
@@ -105,7 +106,7 @@ def place(backend: str, gpus: int, requests: Requests) -> Placement:
         lengths = float(requests.isl.mean()), float(requests.osl.mean())
         targets = None, TARGETS_MS["ttft"], TARGETS_MS["tpot"]
         goal = make_goal("goodput", *targets) if backend == "distserve" else Goal()
-        problem = make_problem(str(cluster), MODEL, None, *lengths, goal=goal)
+        problem = make_problem(str(cluster), MODEL, None, *lengths, Calibrated.name, goal=goal)
     return find_strategy(backend)(problem, SearchOptions())
 
 

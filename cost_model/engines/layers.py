@@ -8,7 +8,7 @@ from cost_model.architecture import ModelArchitecture, WeightType
 from cost_model.base import TensorGroup
 from cost_model.collectives import all_reduce_s
 from cost_model.hardware import NO_LINK
-from cost_model.operators import MlaShape, Operators
+from cost_model.operators import KV_STAND_INS, MlaShape, Operators
 from cost_model.operators.arithmetic import Amount
 from cost_model.operators.cards import units
 
@@ -55,6 +55,23 @@ class StepOperators:
                 latent.rope_dim,
                 latent.value_dim,
             )
+
+    def sources(self) -> list[tuple[str, str, float]]:
+        """Name, origin and expected error of each operator that a stage's layers consist of."""
+        kv = KV_STAND_INS.get(self.kv, self.kv)
+        prompts, decodes = "attention of prompts", "of decodes"
+        found = [("matrix products", "gemm", str(self.dense_type))]
+        if self._latent is None:
+            found += [(prompts, "prefill_attention", kv), (decodes, "decode_attention", kv)]
+        else:
+            both = f"{self.dense_type}/{kv}"
+            found += [(prompts, "mla_prefill", both), (decodes, "mla_decode", both)]
+        if self.model.experts > 1:
+            found.append(("experts", "experts", self.model.weight_type))
+        if self.group.degree > 1 and self.group.link.fabric == "nvlink":
+            found.append(("all-reduces", "all_reduce", "graph"))
+        origin, error = self.operators.origin, self.operators.error
+        return [(name, origin(operator, key), error(operator, key)) for name, operator, key in found]
 
     @cached_property
     def tile_batches(self) -> tuple[float, ...]:

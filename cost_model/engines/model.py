@@ -95,6 +95,14 @@ class EngineSteps(Calibrated):
     def measured(self, accelerator: Accelerator) -> bool:
         return accelerator.name in self.fitted.hosts
 
+    def fitted_or_not(self, group: TensorGroup) -> list[str]:
+        if group.accelerator.kind == "cpu":
+            return []
+        names: dict[str, list[str]] = {}
+        for name, origin, error in self._operators(group).sources():
+            names.setdefault(origin, []).append(f"{name} +- {error:.0%}")
+        return [f"{origin}: {', '.join(operators)}" for origin, operators in names.items()]
+
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         if group.accelerator.kind == "cpu":
             return super().layer_work_s(group, work)

@@ -41,7 +41,8 @@ _LATENT_LAUNCH_US = 30.0
 the host takes as long to start its kernels; servers, which start them in a CUDA graph, show about 30."""
 
 _ALL_REDUCES = ("graph", "eager", "nccl")
-_KV_STAND_INS = {"fp32": "bf16", "fp16": "bf16", "int8": "fp8", "int4": "fp8"}
+KV_STAND_INS = {"fp32": "bf16", "fp16": "bf16", "int8": "fp8", "int4": "fp8"}
+"""The formats of KV caches whose numbers stand in for those that were not measured."""
 
 
 class Choice(NamedTuple):
@@ -92,7 +93,7 @@ class Operators:
         attended : sum over the tokens of the keys that each sees: n (n + 1) / 2 for a prompt of n tokens, at
             most the window each
         """
-        numbers = self._numbers("prefill_attention", _KV_STAND_INS.get(kv, kv))
+        numbers = self._numbers("prefill_attention", KV_STAND_INS.get(kv, kv))
         sizes = (batch, tokens, attended, heads, kv_heads, head_dim)
         return prefill_attention_s(numbers, self._cards["bf16"], KV_BYTES[kv], *sizes)
 
@@ -109,7 +110,7 @@ class Operators:
 
         context : sum over the requests of the cached tokens that each sees, at most the window each
         """
-        numbers = self._numbers("decode_attention", _KV_STAND_INS.get(kv, kv))
+        numbers = self._numbers("decode_attention", KV_STAND_INS.get(kv, kv))
         sizes = (batch, context, heads, kv_heads, head_dim)
         return decode_attention_s(numbers, self._cards["bf16"], KV_BYTES[kv], *sizes)
 
@@ -124,7 +125,7 @@ class Operators:
         shape: MlaShape = DEEPSEEK_V3,
     ) -> float:
         """Seconds of an MLA module with its projections, for prompts; sizes as in `prefill_attention_s`."""
-        numbers = self._numbers("mla_prefill", f"{weights}/{_KV_STAND_INS.get(kv, kv)}")
+        numbers = self._numbers("mla_prefill", f"{weights}/{KV_STAND_INS.get(kv, kv)}")
         cards = self._cards[weights], self._cards["bf16"]
         return mla_prefill_s(numbers, *cards, shape, tokens, attended, batch, heads)
 
@@ -138,7 +139,7 @@ class Operators:
         shape: MlaShape = DEEPSEEK_V3,
     ) -> float:
         """Seconds of an MLA module with its projections, for decodes; sizes as in `decode_attention_s`."""
-        numbers = self._numbers("mla_decode", f"{weights}/{_KV_STAND_INS.get(kv, kv)}")
+        numbers = self._numbers("mla_decode", f"{weights}/{KV_STAND_INS.get(kv, kv)}")
         cards = self._cards[weights], self._cards["bf16"]
         return mla_decode_s(numbers, *cards, KV_BYTES[kv], shape, batch, context, heads)
 

@@ -11,6 +11,7 @@ import click
 import hexgen2
 from cost_model.errors import InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
+from cost_model.registry import DEFAULT
 from hexgen2.api import STRATEGIES
 from hexgen2.commands.options import (
     PATH,
@@ -80,7 +81,7 @@ _detail = options("Modelling details")
 )
 @json_option("comparison")
 @format_options
-@cost_model_option("Modelling details", "calibrated")
+@cost_model_option("Modelling details", DEFAULT)
 @_detail(
     "--pipeline",
     type=click.Choice(PIPELINE_SEMANTICS),

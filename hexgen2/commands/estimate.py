@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import hexgen2
+from cost_model.engines.model import ENGINES
 from cost_model.errors import InputError
 from cost_model.hardware import INTERCONNECT_CLASSES
+from cost_model.registry import DEFAULT
 from hexgen2.commands.options import (
     Command,
     check_folder,
@@ -101,10 +103,11 @@ _output = options("Output")
 @_detail(
     "--engine",
     metavar="NAME",
-    help="Engine that the cost model's coefficients or file know.  [default: a mean engine]",
+    help=f"{', '.join(ENGINES)}; with --cost-model, one that it knows.  [default: {DEFAULT}; with "
+    "--cost-model calibrated, a mean engine]",
 )
 @_detail("--jobs", metavar="N", type=_COUNT, help="Processes for --runs.  [default: one per processor]")
-@cost_model_option("Details", "calibrated; with --runs: each engine's own")
+@cost_model_option("Details", f"that of --engine, or {DEFAULT}; with --runs: each engine's own")
 def estimate(
     table: Path | None,
     runs: Path | None,
@@ -206,6 +209,7 @@ def _text(found: StepEstimate) -> str:
         f"largest batch  {largest}",
         f"cost model     {origin['name']}, {origin['engine'] or 'a mean engine'}: all times are predicted; "
         f"{origin['source']}",
+        *(f"numbers        {line}" for line in found.numbers),
         *(f"assumed        {assumption}" for assumption in found.assumptions),
     ]
     return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ import click
 import hexgen2
 from cost_model.errors import InputError
 from cost_model.pipeline import PIPELINE_SEMANTICS
+from cost_model.registry import DEFAULT
 from hexgen2.commands.options import (
     PATH,
     POSITIVE,
@@ -126,7 +127,7 @@ _detail = options("Modelling details")
     help="Speed at which each GPU loads weights.  [default: 2, assumed]",
 )
 @format_options
-@cost_model_option("Modelling details", "calibrated; with --from: the placement's")
+@cost_model_option("Modelling details", f"{DEFAULT}; with --from: the placement's")
 @_detail(
     "--pipeline",
     type=click.Choice(PIPELINE_SEMANTICS),

@@ -58,7 +58,7 @@ class Settings:
     seed: int = 0
     share: float = 0.75
     seconds: float = 300.0
-    cost_model: str | CostSource = "calibrated"
+    cost_model: str | CostSource | None = None
     pipeline: str = "pipelined"
     links: str = "shared"
     time_limit_s: float | None = None

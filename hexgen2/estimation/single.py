@@ -41,6 +41,7 @@ class StepEstimate(Record):
     memory_limit_bytes : what the engine may use of a GPU
     fits : whether the batch fits
     largest_batch : most requests whose whole KV cache fits; 0 if not one does
+    numbers : which operators' times are fitted to this GPU, and which scaled from another, with errors
     cost_model : name, engine and source of the coefficients
     assumptions : figures that were not given or not measured
     """
@@ -65,6 +66,7 @@ class StepEstimate(Record):
     memory_limit_bytes: float
     fits: bool
     largest_batch: int
+    numbers: list[str]
     cost_model: dict[str, str | None]
     assumptions: list[str]
 
@@ -91,7 +93,7 @@ def estimate_step(
     ------
     InputError
     """
-    source = find_cost_model(cost_model or Calibrated.name, engine)
+    source = find_cost_model(cost_model, engine)
     name, count = parse_accelerators(gpu, "--gpu", "")
     accelerator = find_accelerator(name, source="--gpu")
     architecture = in_formats(find_model(model), weights, kv)
@@ -138,6 +140,7 @@ def estimate_step(
         memory_limit_bytes=found.limit_bytes,
         fits=found.fits,
         largest_batch=found.largest_batch,
+        numbers=costs.fitted_or_not(shape.group),
         cost_model=costs.origin._asdict(),
         assumptions=assumptions,
     )

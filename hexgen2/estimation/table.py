@@ -7,7 +7,6 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
-from cost_model.calibrated import Calibrated
 from cost_model.dtypes import in_formats
 from cost_model.measurements import read_rows, step_of
 from cost_model.registry import cost_models_of_engines, find_cost_model
@@ -28,8 +27,7 @@ def estimate_table(
     ------
     InputError
     """
-    asked = cost_model or Calibrated.name
-    usual, sources = find_cost_model(asked, engine), cost_models_of_engines(asked, engine)
+    usual, sources = find_cost_model(cost_model, engine), cost_models_of_engines(cost_model, engine)
     header, rows = read_rows(path)
     written = io.StringIO()
     columns = [*header, *(["predicted_ms"] if "predicted_ms" not in header else [])]

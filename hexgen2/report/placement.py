@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cost_model.calibrated import Calibrated
+from cost_model.engines.model import ENGINES
 from cost_model.printable import printable
 from hexgen2.goal import Goal
 from hexgen2.placement import OPTIMAL, BoundRecord, FrontierPoint, Goodput, Placement, Rented, Replica
@@ -78,12 +80,25 @@ def print_placement(placement: Placement, console: Console) -> None:
     )
     if placement.search.cut:
         console.print(f"search cut  {placement.search.cut}: a longer search may find a better placement")
-    if costs.unmeasured and costs.name == "calibrated":
-        cards = " or ".join(costs.unmeasured)
-        text = f"assumed     No step of {cards} was measured: general coefficients stand in."
-        console.print(text, style="dim")
+    for assumption in _unmeasured(placement):
+        console.print(f"assumed     {assumption}", style="dim")
     for assumption in placement.cluster.assumptions:
         console.print(f"assumed     {assumption}", style="dim")
+
+
+def _unmeasured(placement: Placement) -> list[str]:
+    """What stands in for measurements of the placement's GPUs, a line for each kind."""
+    costs, cards = placement.cost_model, " or ".join(placement.cost_model.unmeasured)
+    if not cards:
+        return []
+    if costs.name in ENGINES:
+        return [
+            f"No server with {cards} was measured: a usual host stands in, and where operators were not "
+            "measured, those of another card."
+        ]
+    if costs.name == Calibrated.name:
+        return [f"No step of {cards} was measured: general coefficients stand in."]
+    return []
 
 
 def _ranking_caution(placement: Placement) -> str | None:

@@ -159,7 +159,7 @@ def make_problem(
     workload: str | Path | Workload | None,
     isl: float | None = None,
     osl: float | None = None,
-    cost_model: str | Path | CostSource = "calibrated",
+    cost_model: str | Path | CostSource | None = None,
     pipeline: str = "pipelined",
     goal: Goal | None = None,
     links: str = "shared",

@@ -157,7 +157,7 @@ def test_a_calibration_of_another_kind_is_refused(tmp_path, wrong):
 
 def test_estimates_take_names_and_files(file, tmp_path):
     one = {"gpu": "H100:1", "model": "llama-3-8b", "isl": 500, "osl": 100, "batch": 4}
-    found, vllm, plain = (hexgen2.estimate(**one, cost_model=c) for c in (file, "vllm", None))
+    found, vllm, plain = (hexgen2.estimate(**one, cost_model=c) for c in (file, "vllm", "calibrated"))
     assert found.decode_ms > 1.2 * max(vllm.decode_ms, plain.decode_ms) or found.prefill_ms > plain.prefill_ms
     assert vllm.cost_model["engine"] == "vllm" and plain.cost_model["engine"] is None
     steps = tmp_path / "steps.csv"

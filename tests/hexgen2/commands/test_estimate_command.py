@@ -9,11 +9,12 @@ import pytest
 from commands import hexgen2, installed, refused
 
 from cost_model.base import TensorGroup
-from cost_model.calibrated import Calibrated
 from cost_model.coefficients import fitted
+from cost_model.engines.model import ENGINES
 from cost_model.hardware import CATALOGUE, NO_LINK, interconnect_link
 from cost_model.lengths import RequestLengths
 from cost_model.models import find_model
+from cost_model.registry import DEFAULT, make_cost_model
 
 ON_H100 = ["estimate", "--gpu", "H100:8", "--model", "llama-2-70b", "--isl", "1024"]
 
@@ -36,7 +37,8 @@ def test_pipelines_are_stages_one_after_the_other():
     """Two stages of 40 layers on 4 GPUs each take as long as 80 layers on 4 GPUs, plus one hop."""
     one = estimated(*ON_H100, "--tp", "4")
     two = estimated(*ON_H100, "--tp", "4", "--pp", "2")
-    step_s = fitted().base.step_overhead_s
+    costs = make_cost_model(DEFAULT, find_model("llama-2-70b"), RequestLengths.fixed(1024, 256))
+    step_s = costs.edge_work_s(TensorGroup(CATALOGUE["H100"], 4, NO_LINK), 1, last=False)
     link, _ = interconnect_link("nvlink", CATALOGUE["H100"])
     hop_s = link.latency_s + 1024 * 8192 * 2 / link.bandwidth_bytes_s
     assert two["prefill_ms"] - one["prefill_ms"] == pytest.approx(1e3 * (hop_s + step_s), rel=1e-6)
@@ -55,22 +57,51 @@ def test_memory_is_counted_to_the_byte():
     assert found["largest_batch"] == int((0.9 * 80 * 1024**3 - fixed) // kv) and found["fits"]
 
 
-def test_fewer_bits_fit_where_more_do_not():
+@pytest.mark.parametrize(("cost_model", "share"), [("calibrated", 0.4), (DEFAULT, 0.6)])
+def test_fewer_bits_fit_where_more_do_not(cost_model, share):
+    """Reading a quarter of the bytes, a step takes a little more than a quarter of the time; with whole
+    tiles, more, since these compute as long for one request as for many."""
     one = ["estimate", "--gpu", "A100-80GB", "--model", "llama-2-70b", "--isl", "512"]
+    one += ["--cost-model", cost_model]
     plain, packed = estimated(*one), estimated(*one, "--weights", "int4", "--kv", "fp8")
     assert not plain["fits"] and plain["largest_batch"] == 0
     assert packed["fits"] and packed["largest_batch"] > 30
-    assert packed["decode_ms"] < 0.4 * plain["decode_ms"]
+    assert packed["decode_ms"] < share * plain["decode_ms"]
     assert "does not fit" in hexgen2(*one).stdout
 
 
 def test_an_engine_that_was_measured_is_surer_than_a_mean_one():
-    mean, measured = estimated(*ON_H100), estimated(*ON_H100, "--engine", "splitwise")
+    of_2023 = ["--cost-model", "calibrated"]
+    mean, measured = estimated(*ON_H100, *of_2023), estimated(*ON_H100, *of_2023, "--engine", "splitwise")
     assert measured["error"] < mean["error"]
-    unknown = estimated("estimate", "--gpu", "RTX4090:4", "--model", "llama-3-8b", "--isl", "512")
+    rtx = ["estimate", "--gpu", "RTX4090:4", "--model", "llama-3-8b", "--isl", "512"]
+    unknown = estimated(*rtx, *of_2023)
     assert unknown["error"] >= fitted().held_out.gpu
     assert any("no step of RTX4090 was measured" in assumed for assumed in unknown["assumptions"])
-    assert mean["assumptions"] == []
+    assert mean["assumptions"] == [] and mean["numbers"] == []
+
+
+def test_an_estimate_says_what_is_fitted_and_what_is_scaled():
+    """Operators were measured on H100; those of an RTX4090 are scaled from a card of its generation."""
+    known = estimated(*ON_H100)["numbers"]
+    assert known[0].startswith("fitted: matrix products +- ") and "experts" not in known[0]
+    assert any("all-reduces" in line for line in known)
+    unknown = ["estimate", "--gpu", "RTX4090", "--model", "qwen3-30b-a3b", "--isl", "512"]
+    lines = estimated(*unknown)["numbers"]
+    assert all(line.startswith("scaled from L40S") for line in lines) and "experts +- " in "".join(lines)
+    assert lines[0] in hexgen2(*unknown).stdout
+    assert "no server with RTX4090 was measured" in hexgen2(*unknown).stdout
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_chooses_its_cost_model(engine):
+    chosen = estimated(*ON_H100, "--engine", engine)
+    assert chosen["cost_model"]["engine"] == engine
+    named = estimated(*ON_H100, "--cost-model", engine)
+    assert chosen == named
+    usual = estimated(*ON_H100)
+    assert (chosen == usual) == (engine == DEFAULT)
+    assert "use vllm, sglang, trtllm" in refused(hexgen2(*ON_H100, "--engine", "splitwise"))
 
 
 def test_attention_groups_hold_the_latent_cache_once():
@@ -109,7 +140,7 @@ def test_many_steps_from_a_csv(tmp_path):
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
     rows = list(csv.DictReader(out.open()))
     assert [row["mine"] for row in rows] == ["a, b", "c"]
-    costs = Calibrated(find_model("opt-13b"), RequestLengths.fixed(1000, 0), coefficients=fitted())
+    costs = make_cost_model(DEFAULT, find_model("opt-13b"), RequestLengths.fixed(1000, 0))
     lone = TensorGroup(CATALOGUE["H100"], 1, NO_LINK)
     expected = 40 * costs.layer_s("decode", lone, 8) + costs.edge_s("decode", lone, 8, True)
     assert float(rows[1]["predicted_ms"]) == pytest.approx(1e3 * expected, rel=1e-4)
@@ -126,7 +157,8 @@ def test_what_is_calibrated_is_used(tmp_path):
         for batch, tokens in ((1, 200), (1, 1000), (8, 500), (32, 800))
     ]
     steps.write_text("gpu,model,tp,phase,batch,input_len_or_context\n" + "\n".join(lines) + "\n")
-    predicted = list(csv.DictReader(hexgen2("estimate", "--csv", str(steps)).stdout.splitlines()))
+    usual = ["estimate", "--csv", str(steps), "--cost-model", "calibrated"]
+    predicted = list(csv.DictReader(hexgen2(*usual).stdout.splitlines()))
     measured.write_text(
         "gpu,model,tp,phase,batch,input_len_or_context,measured_ms\n"
         + "\n".join(
@@ -136,7 +168,7 @@ def test_what_is_calibrated_is_used(tmp_path):
     result = hexgen2("calibrate", str(measured), "-o", str(tmp_path / "mine.json"))
     assert result.returncode == 0 and "16 steps; mean error where left out" in result.stderr
     one = ["estimate", "--gpu", "L40S", "--model", "llama-3-8b", "--isl", "600", "--batch", "4"]
-    before, after = estimated(*one), estimated(*one, "--cost-model", str(tmp_path / "mine.json"))
+    before, after = (estimated(*one, "--cost-model", c) for c in ("calibrated", str(tmp_path / "mine.json")))
     assert after["prefill_ms"] / before["prefill_ms"] == pytest.approx(1.5, rel=0.1)
     assert after["decode_ms"] / before["decode_ms"] == pytest.approx(1.5, rel=0.1)
     assert after["error"] < before["error"] and after["cost_model"]["name"] == "measured"
