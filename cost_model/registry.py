@@ -117,7 +117,8 @@ def cost_models_of_engines(asked: str | Path | None, engine: str | None = None) 
     if engine is not None:
         return {}
     if asked is None:
-        return {name: CostSource(name) for name in ENGINES}
+        of_2023 = {name: CostSource(Calibrated.name, engine=name) for name in Calibrated.default().engines}
+        return of_2023 | {name: CostSource(name) for name in ENGINES}
     if text in COST_MODELS:
         kind = COST_MODELS[text]
         found: CoefficientSet | EngineFits | None = None

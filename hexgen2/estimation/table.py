@@ -21,7 +21,8 @@ def estimate_table(
 ) -> str:
     """The CSV file's rows with predicted_ms added, as CSV.
 
-    Without `engine`, a row's own engine (or source) counts if the coefficients or the file know it.
+    Without `engine`, a row's own engine (or source) counts if the cost model knows it; where none is asked
+    for, today's engines and those of 2023 are known.
 
     Raises
     ------
