@@ -109,7 +109,10 @@ def test_colocated_plans_for_vllm_may_be_pipelines_of_one_degree(strategy):
     assert found.throughput.req_s <= run(strategy, free).throughput.req_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("cost_model,pipeline", [("calibrated", "pipelined"), ("table1", "paper_optimistic")])
+@pytest.mark.parametrize(
+    "cost_model,pipeline",
+    [("vllm", "pipelined"), ("calibrated", "pipelined"), ("table1", "paper_optimistic")],
+)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_case_study_equals_exhaustive_search(model, workload, cost_model, pipeline):
@@ -123,7 +126,8 @@ def test_case_study_equals_exhaustive_search(model, workload, cost_model, pipeli
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_case_study_is_found_by_climbing_alone(model, workload):
     """The refinement finds the optimum before the enumeration does, which then only proves it."""
-    placement = run("hexgen2", make_problem("hexgen2-case-study", model, workload))
+    problem = make_problem("hexgen2-case-study", model, workload, cost_model="calibrated")
+    placement = run("hexgen2", problem)
     climbed = [entry for entry in placement.search.trace if entry["step"] != "enumerate"]
     assert climbed[-1]["req_s"] == pytest.approx(placement.bound.req_s, rel=1e-6)
     assert placement.bound.gap == 0

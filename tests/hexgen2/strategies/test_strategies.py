@@ -87,7 +87,7 @@ def test_order_on_the_case_study(model, workload):
     ["random-swap", *(pytest.param(each, marks=pytest.mark.slow) for each in ("genetic", "hexgen"))],
 )
 def test_another_seed_takes_another_way(strategy):
-    problem = make("hexgen2-setting-2", "llama-2-70b", "HPHD")
+    problem = make("hexgen2-setting-2", "llama-2-70b", "HPHD", cost_model="calibrated")
     one, two = (run(strategy, problem, SearchOptions(seed=seed)) for seed in (1, 2))
     assert one.search.trace != two.search.trace
 

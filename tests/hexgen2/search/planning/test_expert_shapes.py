@@ -44,7 +44,7 @@ def problem_of(tmp_path, monkeypatch):
 
     def make(costs: type[Calibrated], model: str):
         monkeypatch.setitem(registry.COST_MODELS, "calibrated", costs)
-        return make_problem(path, model, None, isl=16000, osl=1000, weights="fp8")
+        return make_problem(path, model, None, 16000, 1000, "calibrated", weights="fp8")
 
     return make
 
