@@ -62,7 +62,7 @@ class EngineNumbers(_Strict):
     decodes: float = _factor()
     experts: float = _factor()
     exchange: float = _factor()
-    groups: float = Field(default=1.2, ge=1.0, le=20.0, allow_inf_nan=False)
+    groups: float = Field(default=1.25, ge=1.0, le=20.0, allow_inf_nan=False)
     elementwise: float = _factor()
     layer_us: float = _microseconds(5.0)
     mixture_us: float = _microseconds(10.0)

@@ -36,7 +36,7 @@ _SPREAD = {
     "decodes": 0.2,
     "experts": 0.2,
     "exchange": 0.25,
-    "groups": 0.15,
+    "groups": 0.06,
     "elementwise": 0.3,
     "request_us": 1.0,
 }

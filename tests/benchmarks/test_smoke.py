@@ -19,6 +19,7 @@ SMALL = {
     "engine.sampler_speed": "--steps 1",
     "search.against_exact": "--clusters 2",
     "search.budget": "--workloads HPLD",
+    "search.cost_models": "--settings 1 --workloads HPLD --requests 100",
     "search.convergence": "--seeds 1 --workloads HPLD",
     "search.paper_figures": "--parts table4 --seconds 5",
     "search.replan": "--runs 1",
@@ -47,9 +48,12 @@ ELSEWHERE = {
     "serving.scripted_fleet": "serving.front_end_saturation runs it",
     "serving.vllm_bench": "needs vLLM: tests/runtime/vllm",
     "serving.web_stack": "serving.front_end_saturation runs it",
+    "simulator.accuracy_report": "test_serving_accuracy.py",
     "simulator.cost_model_accuracy": "test_accuracy_benchmark.py",
     "simulator.distserve_cross_check": "test_distserve_cross_check.py",
+    "simulator.engine_fit": "test_run_calibration.py",
     "simulator.operator_fit": "test_operator_fit.py",
+    "simulator.serving_accuracy": "test_serving_accuracy.py",
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from itertools import product
 
 import pytest
 
+from benchmarks.simulator.accuracy_report import picture, report
 from benchmarks.simulator.serving_accuracy import Compared, accuracy, errors_of, pairs, ranking
 from hexgen2.estimation.prediction import Prediction
 from hexgen2.estimation.run import run_of
@@ -57,3 +59,31 @@ def test_predictions_that_prefer_the_other_deployment_are_wrong():
 
 def test_one_deployment_has_nothing_to_be_ranked_with():
     assert ranking([row(1, n, (50, tpot(1, n)), (50, 9)) for n in (1, 2, 4)]).startswith("no pairs")
+
+
+STEPS = """\
+source,gpu,model,tp,phase,batch,input_len_or_context,measured_ms,kind,has_attention,comm,note
+lab,A100-80G,llama2-70b,2,prefill,1,1024,380,direct,1,nvlink,
+lab,A100-80G,llama2-70b,2,prefill,1,2048,690,direct,1,nvlink,
+lab,A100-80G,llama2-70b,2,decode,1,576,55,direct,1,nvlink,
+lab,A100-80G,llama2-70b,2,decode,4,576,57,direct,1,nvlink,
+lab,A40,opt-30b,2,decode,4,64,60,direct,1,pcie,
+"""
+
+
+def test_the_report_has_every_part(tmp_path):
+    cells = [row(tp, n, (50.0 + n, tpot(tp, n)), (1, 1)).cells for tp, n in product((1, 2), (1, 2, 4, 6))]
+    measured = [{"measured_ttft_ms": f"{50 + k}", "measured_tpot_ms": f"{9 + k}"} for k in range(len(cells))]
+    with (tmp_path / "runs.csv").open("w") as file:
+        writer = csv.DictWriter(file, [*cells[0], *measured[0]])
+        writer.writeheader()
+        writer.writerows(own | times for own, times in zip(cells, measured, strict=True))
+    (tmp_path / "steps.csv").write_text(STEPS)
+    text, known = report(tmp_path / "runs.csv", tmp_path / "steps.csv", jobs=1)
+    assert 0 < len(known) <= len(cells)
+    assert f"| vLLM, H100 | {len(known)} |" in text
+    for heading in ("Whole servers", "Where it is bad", "Does it rank?", "Operators", "engines of 2023"):
+        assert heading in text
+    assert "nan" not in text
+    picture(known, tmp_path / "accuracy.png")
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
