@@ -83,11 +83,14 @@ def test_the_same_seed_gives_the_same_results(setting):
     assert simulate(setting, asked[0]) == simulate(setting, asked[1])
 
 
-def test_at_full_load_it_serves_what_the_placement_promises(setting):
-    """As many as predicted; a little more, since prefill makes the first of each request's tokens."""
-    found = simulate(setting, offline(LengthSource(setting.workload), 12_000, seed=0))
-    share = found.steady_request_throughput / setting.throughput.req_s
-    assert 0.96 < share < 1.005
+@pytest.mark.parametrize(("cost_model", "least"), [("calibrated", 0.96), ("vllm", 0.9)])
+def test_at_full_load_it_serves_what_the_placement_promises(cost_model, least):
+    """As many as predicted; a little more, since prefill makes the first of each request's tokens. Less where
+    a step takes longer by jumps: the mean step of batches that vary is longer than that of their mean."""
+    problem = make_problem("hexgen2-setting-1", "llama-2-70b", "HPHD", cost_model=cost_model)
+    placement = find_strategy("hexgen2")(problem, SearchOptions())
+    found = simulate(placement, offline(LengthSource(placement.workload), 12_000, seed=0))
+    assert least < found.steady_request_throughput / placement.throughput.req_s < 1.005
 
 
 def test_traffic_follows_the_flows_of_the_placement(setting):
@@ -360,11 +363,13 @@ def test_requests_wait_while_no_replica_of_the_next_placement_stands(pair, coloc
 
 
 def test_steps_take_what_the_planner_reckoned_with(setting):
-    """A decode replica at its full batch serves the rate that the placement states."""
+    """A decode replica at its full batch serves the rate that the placement states; up to 1 % more where its
+    stages have another order than the planner's best (Evaluator.orders)."""
     for replica in setting.replicas:
         if replica.role == "decode":
             times = times_of(setting, replica.id)
             costs = times.costs
             context = replica.max_batch * (costs.isl + costs.osl / 2)
             turn_s = max(a + b * context for a, b in times.decode_turn(replica.max_batch))
-            assert replica.max_batch / (turn_s * costs.osl) == approx(replica.capacity_req_s)
+            reckoned = replica.max_batch / (turn_s * costs.osl) / replica.capacity_req_s
+            assert 1 - 1e-6 < reckoned < 1.01
