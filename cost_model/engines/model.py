@@ -2,7 +2,7 @@
 
     layer = products + prompts + decodes + experts + exchange + elementwise, each times the engine's factor,
             + layer_us, with experts mixture_us, with latent attention latent_us,
-            with prompts prompt_layer_us
+            with prompts prompt_layer_us; all times groups where attention is data-parallel
     stage = layers * layer + step_us, on the last stage + head + request_us * requests
 
 Operators are fitted to measured kernels (cost_model/operators), the engine's numbers to runs of whole
