@@ -85,8 +85,8 @@ def test_the_same_seed_gives_the_same_results(setting):
 
 @pytest.mark.parametrize(("cost_model", "least"), [("calibrated", 0.96), ("vllm", 0.9)])
 def test_at_full_load_it_serves_what_the_placement_promises(cost_model, least):
-    """As many as predicted; a little more, since prefill makes the first of each request's tokens. Less where
-    a step takes longer by jumps: the mean step of batches that vary is longer than that of their mean."""
+    """As many as predicted; a little more, since prefill makes the first of each request's tokens. Less,
+    since requests hold places of a decode replica from their prefill on: at more requests/s, more."""
     problem = make_problem("hexgen2-setting-1", "llama-2-70b", "HPHD", cost_model=cost_model)
     placement = find_strategy("hexgen2")(problem, SearchOptions())
     found = simulate(placement, offline(LengthSource(placement.workload), 12_000, seed=0))
