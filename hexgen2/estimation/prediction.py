@@ -16,7 +16,6 @@ from cost_model.registry import CostSource, cost_models_of_runs
 from hexgen2.cluster import Cluster
 from hexgen2.estimation.deployment import check_room, placement_of, workload_of
 from hexgen2.estimation.run import Run
-from hexgen2.placement import Placement
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 from hexgen2.results import SimulationResult
 from hexgen2.simulator.batching import Batching
@@ -72,11 +71,6 @@ def simulated(run: Run, sources: Mapping[str, CostSource] | None = None) -> Simu
         reason, count = max(found.failures.items(), key=lambda item: item[1])
         raise InputError("simulation", "", f"{count} requests failed ({reason})", "take more GPUs")
     return found
-
-
-def placed(run: Run) -> Placement:
-    """The placement that a run is simulated with."""
-    return placement_of(run, _cost_model(_source(run.engine), run.model, workload_of(run).lengths))
 
 
 def options_of(run: Run, costs: CostModel) -> Options:

@@ -16,7 +16,8 @@ from cost_model.errors import InputError
 from hexgen2.checks import check_degrees, check_flow, check_gpus, check_layers, check_names
 from hexgen2.cluster import Cluster
 from hexgen2.estimation import prediction
-from hexgen2.estimation.prediction import placed, predict
+from hexgen2.estimation.deployment import placement_of, workload_of
+from hexgen2.estimation.prediction import SHIPPED, predict
 from hexgen2.estimation.run import Run, Shape, run_of
 from hexgen2.estimation.runs import ADDED, estimate_runs, predictions
 from hexgen2.prediction.step_times import StepTimes
@@ -62,6 +63,11 @@ def written(path, rows):
         writer.writeheader()
         writer.writerows(rows)
     return path
+
+
+def placed(run):
+    """The placement that a run is simulated with."""
+    return placement_of(run, SHIPPED[run.engine].costs(run.model, workload_of(run).lengths))
 
 
 def read(text):
