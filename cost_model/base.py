@@ -186,6 +186,11 @@ class CostModel(ABC):
         """Seconds that a server with such devices adds to a request's first token outside its steps."""
         return 0.0
 
+    def tokens_per_step(self, version: str) -> float:
+        """Tokens that a decode step of this version of the engine gives each request: more than one where
+        several are predicted at a time."""
+        return 1.0
+
     @abstractmethod
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         """Seconds of one layer for a step of this work, tensor-parallel communication included."""

@@ -33,11 +33,12 @@ _FEW = 5
 
 REASONS = """
 - **Speculative decoding.** Some runs of DeepSeek-R1 predict several tokens at a time (the public recipes have an option for
-  it), which no column says. They are 1.3 to 1.6 times as fast as runs of the same shape without.
+  it), which no column says. They are up to 2 times as fast as runs of the same shape without. Where many runs of one version
+  are, its mean number of tokens per step is fitted (`speculative` in engines.json); single runs remain far off.
 - **Prefix caching.** The runs of Llama-3.1-8B under vLLM 0.12 and one of Qwen3-32B have times below what computing their
   prompts takes at the GPU's peak: their prompts must have been cached.
 - **Compiling while serving.** In runs of DeepSeek under SGLang on B200 with 4-bit weights, the first requests of a server
-  took about 70 s, which their mean TTFT contains.
+  took about 70 s, which their mean TTFT contains. Those of disaggregated TensorRT-LLM on H100 took about as long.
 - **Old kernels.** vLLM 0.12 ran Qwen3-235B's experts at about half the speed at which vLLM 0.16 to 0.19 runs those of MiniMax-M2.5.
 - **Full KV caches.** Where the cache holds almost as many requests as there are clients, a little memory more or less
   decides whether requests queue for seconds.

@@ -130,8 +130,8 @@ class StepOperators:
             decodes, context, self.heads, self.kv_heads, self.model.head_dim, self.kv
         )
 
-    def experts_s(self, tokens: Amount) -> Amount:
-        """Routed experts of all tokens of the stage."""
+    def experts_s(self, tokens: Amount, skew: float) -> Amount:
+        """Routed experts of all tokens of the stage; skew as in `Operators.experts_s`."""
         model, parts = self.model, self.group.expert_parallel
         if model.experts == 1:
             return 0.0
@@ -145,6 +145,7 @@ class StepOperators:
             parts,
             model.weight_type,
             gated=model.gated_ffn,
+            skew=skew,
         )
 
     def exchange_s(self, own: Amount, tokens: Amount) -> Amount:

@@ -21,7 +21,7 @@ from cost_model.calibrated import Calibrated
 from cost_model.coefficients import PRIORS, ZERO_FIT_ERROR
 from cost_model.engines.layers import StepOperators
 from cost_model.engines.numbers import EngineFits, FittedEngine, HostNumbers, shipped
-from cost_model.hardware import NO_LINK, Accelerator
+from cost_model.hardware import CATALOGUE, NO_LINK, Accelerator
 from cost_model.lengths import RequestLengths
 from cost_model.operators import Operators
 from cost_model.operators.numbers import OperatorFits
@@ -56,6 +56,9 @@ class EngineSteps(Calibrated):
         super().__init__(model, lengths, batch_cap, PRIORS)
         self.fitted = shipped().engines[self.engine_name] if fitted is None else fitted
         self.calibration = f"{self.engine_name} {self.fitted.versions}".strip()
+        numbers, latent = self.fitted.numbers, model.latent is not None
+        self._prompts = numbers.latent_prompts if latent else numbers.prompts
+        self._decodes = numbers.latent_decodes if latent else numbers.decodes
         self._source = shipped().source
         self._fits = shipped().all_operators if operators is None else operators
         self._cards: dict[Accelerator, Operators] = {}
@@ -79,9 +82,21 @@ class EngineSteps(Calibrated):
             return 0.0
         return self.fitted.numbers.first_token_us * self.host(accelerator).first_token * _US
 
+    def tokens_per_step(self, version: str) -> float:
+        return self.fitted.speculative.get(version, {}).get(self.model.name, 1.0)
+
     def host(self, accelerator: Accelerator) -> HostNumbers:
-        """How hosts of such GPUs differ."""
-        return self.fitted.hosts.get(accelerator.name, HostNumbers())
+        """How hosts of such GPUs differ; of those that were not measured, how those of a GPU of the same
+        generation do."""
+        known = self.fitted.hosts.get(accelerator.name)
+        if known is not None:
+            return known
+        relatives = [
+            numbers
+            for name, numbers in sorted(self.fitted.hosts.items())
+            if name in CATALOGUE and CATALOGUE[name].generation == accelerator.generation
+        ]
+        return relatives[0] if relatives else HostNumbers()
 
     def error(self, accelerator: Accelerator) -> float:
         if accelerator.kind == "cpu":
@@ -115,10 +130,10 @@ class EngineSteps(Calibrated):
         if prompts:
             share = 1.0 if dp == 1 else max(1 / dp, 1 / prompts)
             sizes = (max(1.0, prompts * share), work.prompt_tokens * share, work.prompt_attended * share)
-            taken += numbers.prompts * layers.prompts_s(*sizes) + numbers.prompt_layer_us * _US
+            taken += self._prompts * layers.prompts_s(*sizes) + numbers.prompt_layer_us * _US
         if work.decodes:
             decodes = work.decodes if dp == 1 else max(1.0, work.decodes / dp)
-            taken += numbers.decodes * layers.decodes_s(decodes, work.context / dp)
+            taken += self._decodes * layers.decodes_s(decodes, work.context / dp)
         return float(taken if dp == 1 else numbers.groups * taken)
 
     def fastest_batch(self, phase: Phase, group: TensorGroup, most: float) -> float:
@@ -182,7 +197,10 @@ class EngineSteps(Calibrated):
             taken += numbers.latent_us * _US
         if model.experts > 1:
             factor = numbers.experts * self.fitted.experts.get(model.weight_type, 1.0)
-            taken += factor * layers.experts_s(tokens) + model.mixture_share * numbers.mixture_us * _US
+            taken += (
+                factor * layers.experts_s(tokens, numbers.skew)
+                + model.mixture_share * numbers.mixture_us * _US
+            )
         if group.degree > 1 and group.link != NO_LINK:
             factor = numbers.exchange if over_nvlink else 1.0
             taken += factor * layers.exchange_s(own, tokens)

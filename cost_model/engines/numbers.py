@@ -29,6 +29,7 @@ class _Strict(BaseModel):
 
 
 Factor = Annotated[float, Field(ge=0.05, le=20.0, allow_inf_nan=False)]
+TokensPerStep = Annotated[float, Field(ge=1.0, le=20.0, allow_inf_nan=False)]
 
 
 def _factor() -> Any:
@@ -43,8 +44,10 @@ class EngineNumbers(_Strict):
     """What an engine makes of operators (cost_model/operators), and what it adds to them.
 
     products, prompts, decodes, experts, exchange : factors on the measured times of matrix products, of
-        attention over prompts and of decodes (with latent attention, of the whole module), of routed experts
-        and of all-reduces over NVLink
+        attention over prompts and of decodes, of routed experts and of all-reduces over NVLink
+    latent_prompts, latent_decodes : factors on modules of latent attention with their projections
+    skew : how many more tokens the busiest of many GPUs gets for its experts than the mean, in parts of that,
+        where experts are divided among GPUs (expert parallelism); tables have less even loads than servers
     groups : factor on whole layers where parts of a stage run attention for requests of their own (attention
         data parallelism) and wait for the slowest part
     elementwise : how many times as long as reading and writing activations once, norms, rotations and
@@ -60,8 +63,11 @@ class EngineNumbers(_Strict):
     products: float = _factor()
     prompts: float = _factor()
     decodes: float = _factor()
+    latent_prompts: float = _factor()
+    latent_decodes: float = _factor()
     experts: float = _factor()
     exchange: float = _factor()
+    skew: float = Field(default=0.3, ge=0.0, le=20.0, allow_inf_nan=False)
     groups: float = Field(default=1.25, ge=1.0, le=20.0, allow_inf_nan=False)
     elementwise: float = _factor()
     layer_us: float = _microseconds(5.0)
@@ -100,6 +106,8 @@ class FittedEngine(_Strict):
 
     experts : factors on routed experts by format of their weights, for which engines have different kernels
     versions : of the engine, that the runs were measured with
+    speculative : tokens that a decode step gives each request, by version of the engine and model, where runs
+        are so fast that many must have predicted several at a time (multi-token prediction): a mean over them
     rows : how many runs
     """
 
@@ -107,6 +115,7 @@ class FittedEngine(_Strict):
     numbers: EngineNumbers = EngineNumbers()
     experts: dict[WeightType, Factor] = {}
     hosts: dict[Name, HostNumbers] = {}
+    speculative: dict[Name, dict[Name, TokensPerStep]] = {}
     rows: Rows = 0
     held_out: HeldOut = HeldOut()
 

@@ -155,15 +155,18 @@ class Operators:
         weights: WeightType = "bf16",
         distribution: Distribution = "power_law",
         gated: bool = True,
+        skew: float | None = None,
     ) -> float:
         """Seconds of the routed experts of one layer on the busiest of tp * ep GPUs.
 
         tokens : of all GPUs together; inter : of a whole expert; gated : three matrices, or two
+        skew : how many more tokens than the mean the busiest of many GPUs gets, in parts of that; None: as in
+            the tables
         """
         numbers = self._numbers("experts", weights)
         sizes = (tokens, hidden, inter, topk, experts, tp, ep)
         balanced, matrices = float(distribution == "balanced"), 3.0 if gated else 2.0
-        return experts_s(numbers, self._cards[weights], *sizes, balanced, matrices)
+        return experts_s(numbers, self._cards[weights], *sizes, balanced, matrices, skew)
 
     def all_reduce_s(self, gpus: int, message_bytes: float, link: Link, way: str = "graph") -> float:
         """Seconds for `gpus` of a node to add up a message.

@@ -34,6 +34,7 @@ def experts_s(
     ep: Amount,
     balanced: Amount,
     matrices: Amount,
+    skew: float | None = None,
 ) -> Amount:
     """Seconds of the busiest GPU of one layer's experts.
 
@@ -50,10 +51,12 @@ def experts_s(
     tp, ep : each expert is divided among tp GPUs, the experts among ep
     balanced : 1 where all experts get equally many tokens, 0 under skewed routing
     matrices : 3 for gated experts, 2 for plain ones
+    skew : instead of the numbers' own
     """
     here, wide = experts / ep, inter / tp
     elsewhere = 1.0 - 1.0 / ep
-    rows = tokens * topk / ep * (1.0 + (1.0 - balanced) * numbers.skew * elsewhere * elsewhere)
+    uneven = (1.0 - balanced) * (numbers.skew if skew is None else skew)
+    rows = tokens * topk / ep * (1.0 + uneven * elsewhere * elsewhere)
     active = reached(numbers, here, rows, balanced)
     bandwidth = card.bandwidth_bytes_s * numbers.memory
     operations = 2.0 * matrices * hidden * (rows + numbers.pad * active) * (wide + numbers.narrow)

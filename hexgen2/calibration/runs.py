@@ -75,7 +75,7 @@ def calibrate_runs(
         own = [measured for measured in runs if measured.run.engine == engine]
         start = known.engines.get(engine, FittedEngine())
         linear = all_linear_times([measured.run for measured in own], start, jobs, progress)
-        improved += _improvements(engine, own, linear, seed)
+        improved += _improvements(engine, own, linear, start, seed)
         engines[engine] = fit_engine(own, linear, start, seed)
     text = f"{len(runs)} runs of {path.name}, starting from {known.name}"
     return known.model_copy(update={"name": name, "source": text, "engines": engines}), improved
@@ -91,7 +91,7 @@ def measured_runs(rows: Iterable[Mapping[str, str]]) -> list[MeasuredRun]:
         except InputError:
             continue
         if ttft_s and tpot_s:
-            found.append(MeasuredRun(run, ttft_s, tpot_s, f"line {line}", row.get("backend_version", "")))
+            found.append(MeasuredRun(run, ttft_s, tpot_s, f"line {line}"))
     return found
 
 
@@ -105,16 +105,16 @@ def seconds(milliseconds: str) -> float:
 
 
 def refuse_contradictions(runs: Sequence[MeasuredRun], source: str) -> None:
-    """Refuse runs of the same row and version, but for its times, whose times per output token differ by more
+    """Refuse runs of the same row, but for its times, whose times per output token differ by more
     than SAME_WITHIN.
 
     Raises
     ------
     InputError : names the rows
     """
-    alike: dict[tuple[Run, str], list[MeasuredRun]] = defaultdict(list)
+    alike: dict[Run, list[MeasuredRun]] = defaultdict(list)
     for measured in runs:
-        alike[measured.run, measured.version].append(measured)
+        alike[measured.run].append(measured)
     for group in alike.values():
         low, high = (choose(group, key=lambda measured: measured.tpot_s) for choose in (min, max))
         if high.tpot_s > SAME_WITHIN * low.tpot_s:
@@ -124,13 +124,17 @@ def refuse_contradictions(runs: Sequence[MeasuredRun], source: str) -> None:
 
 
 def _improvements(
-    engine: str, runs: Sequence[MeasuredRun], linear: Sequence[LinearTimes | None], seed: int
+    engine: str,
+    runs: Sequence[MeasuredRun],
+    linear: Sequence[LinearTimes | None],
+    start: FittedEngine,
+    seed: int,
 ) -> Iterator[Improvement]:
     """What a fit to two thirds of the runs makes of the last third."""
     pairs = [(run, times) for run, times in zip(runs, linear, strict=True) if times is not None]
     if len(pairs) < 3:
         return
-    fit = EngineFit([run for run, _ in pairs], [times for _, times in pairs])
+    fit = EngineFit([run for run, _ in pairs], [times for _, times in pairs], start)
     order = np.random.default_rng(seed).permutation(len(pairs))
     held_back, seen = order[: len(pairs) // 3], order[len(pairs) // 3 :]
     measured = np.exp(fit.log_measured[held_back])

@@ -18,7 +18,7 @@ from hexgen2.estimation.deployment import check_room, placement_of, workload_of
 from hexgen2.estimation.run import Run
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 from hexgen2.results import SimulationResult
-from hexgen2.simulator.batching import Batching
+from hexgen2.simulator.batching import ENGINE_STEP_TOKENS, Batching
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.run import simulate
 from hexgen2.workload.arrivals import LengthSource, offline
@@ -42,29 +42,35 @@ class Prediction(NamedTuple):
 def predict(run: Run, sources: Mapping[str, CostSource] | None = None) -> Prediction:
     """The times of a run, or the reason why they cannot be predicted; sources are cost models by engine."""
     try:
-        return times_of(run, simulated(run, sources))
+        return times_with(run, _source(run.engine, sources))
     except HexGen2Error as error:
         return Prediction(None, None, str(error))
     except Exception as error:  # One row is not worth losing all the others.
         return Prediction(None, None, f"cannot be simulated: {type(error).__name__}: {error}"[:200])
 
 
-def simulated(run: Run, sources: Mapping[str, CostSource] | None = None) -> SimulationResult:
-    """The results of simulating a run.
-
-    Parameters
-    ----------
-    sources : cost models by engine; None: those that ship
+def times_with(run: Run, source: CostSource) -> Prediction:
+    """The times of a run under a cost model: TTFT with the wait for the tokens that are sent with the first
+    one. A decode step that gives several tokens is simulated as one token of a shorter answer.
 
     Raises
     ------
-    InputError : it does not fit into memory, requests fail, or there is no cost model of its engine
+    InputError : it does not fit into memory, or requests fail
     """
-    costs = _cost_model(_source(run.engine, sources), run.model, workload_of(run).lengths)
+    costs = _cost_model(source, run.model, workload_of(run).lengths)
+    per_step = run.tokens_per_step or costs.tokens_per_step(run.version)
+    found = simulated(run, costs, max(1, round(run.osl / per_step)))
+    tpot_ms = found.mean_tpot_ms / per_step
+    together = min(run.stream_interval, run.osl) - 1
+    return Prediction(found.mean_ttft_ms + together * tpot_ms, tpot_ms)
+
+
+def simulated(run: Run, costs: CostModel, osl: int) -> SimulationResult:
+    """The results of simulating a run, with answers of this many steps."""
     placement = placement_of(run, costs)
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     check_room(run, placement, {r.id: kv_capacity_tokens(r, cluster, costs) for r in placement.replicas})
-    lengths = LengthSource.load(None, run.isl, run.osl, SHORTEST_SHARE)
+    lengths = LengthSource.load(None, run.isl, osl, SHORTEST_SHARE)
     requests = offline(lengths, REQUESTS_PER_CLIENT * run.concurrency, _SEED)
     found = simulate(placement, requests, options_of(run, costs), costs=costs)
     if found.failed:
@@ -80,14 +86,17 @@ def options_of(run: Run, costs: CostModel) -> Options:
     attention_dp = workers.shape.attention_dp
     batching = Batching.of_engine(run.engine, attention_dp, run.isl, _max_batch(run))
     step_tokens = batching.step_tokens
-    if workers.batch is not None:
-        step_tokens = min(step_tokens, workers.batch * attention_dp * run.isl)
+    if run.prefill is not None:
+        prompts = max(ENGINE_STEP_TOKENS, (run.prefill.batch or 1) * run.isl)
+        step_tokens = attention_dp * max(batching.step_tokens // attention_dp, prompts)
     return Options(
         policy=batching.policy,
         front_end_s=costs.first_token_s(run.gpu),
         step_tokens=step_tokens,
         max_batch=batching.max_batch,
         max_concurrency=run.concurrency,
+        gathered=batching.gathered,
+        look_steps=run.look_steps,
     )
 
 
@@ -96,12 +105,6 @@ def _max_batch(run: Run) -> int:
     workers = run.colocated or run.decode
     assert workers is not None
     return min(workers.worker_batch or run.concurrency, run.concurrency)
-
-
-def times_of(run: Run, found: SimulationResult) -> Prediction:
-    """Mean times of a simulated run; TTFT with the wait for the tokens that are sent with the first one."""
-    grouped = min(run.stream_interval, run.osl) - 1
-    return Prediction(found.mean_ttft_ms + grouped * found.mean_tpot_ms, found.mean_tpot_ms)
 
 
 def _source(engine: str, sources: Mapping[str, CostSource] | None = None) -> CostSource:

@@ -11,6 +11,7 @@ from cost_model.dtypes import check_kernels
 from cost_model.errors import InputError
 from cost_model.hardware import Accelerator, find_accelerator
 from hexgen2.estimation.checkpoints import checkpoint
+from hexgen2.estimation.recipes import look_steps, stream_interval
 from hexgen2.simulator.batching import ENGINE_POLICIES
 
 COLUMNS = ("backend", "model_path", "system", "isl", "osl", "tp_size", "concurrency")
@@ -21,6 +22,8 @@ _MOST_CLIENTS = 20_000
 _MOST_GPUS = 4096
 _MOST_WORKERS = 64
 _MOST_SIMULATED_TOKENS = 4e9
+_MOST_TOKENS_PER_STEP = 20
+_LONGEST_VERSION = 60
 _CARDS = {"a100": "A100-80GB", "a100_sxm": "A100-80GB", "a100_pcie": "A100-80GB-PCIe"}
 
 
@@ -72,6 +75,10 @@ class Run:
     colocated : the one worker of an aggregated run
     prefill, decode : the workers of a disaggregated run
     stream_interval : tokens that the engine sends at a time
+    look_steps : decode steps from one look for new requests to the next
+    tokens_per_step : mean tokens that a decode step gives each request (speculative decoding); None: what is
+        known of the engine's version
+    version : of the engine
     """
 
     engine: str
@@ -80,7 +87,10 @@ class Run:
     isl: int
     osl: int
     concurrency: int
-    stream_interval: int
+    stream_interval: int = 1
+    look_steps: int = 1
+    tokens_per_step: float | None = None
+    version: str = ""
     colocated: Workers | None = None
     prefill: Workers | None = None
     decode: Workers | None = None
@@ -126,8 +136,13 @@ def run_of(cells: Mapping[str, str]) -> Run:
         kinds = {role: _workers(cells, role, model) for role in ("prefill", "decode")}
     if sum(kind.count * kind.shape.gpus for kind in kinds.values()) > _MOST_GPUS:
         raise InputError("tp_size", "", f"needs more than {_MOST_GPUS} GPUs", "take fewer")
-    interval = _count(cells, "stream_interval", _MOST_TOKENS, default=1)
-    return Run(engine, model, gpu, isl, osl, concurrency, interval, **kinds)
+    usual = stream_interval(engine, model), look_steps(engine, model, gpu, concurrency)
+    streamed, look = (
+        _count(cells, column, _MOST_TOKENS, default)
+        for column, default in zip(("stream_interval", "scheduler_recv_interval"), usual, strict=True)
+    )
+    tokens, version = _tokens_per_step(cells), cells.get("backend_version", "").strip()[:_LONGEST_VERSION]
+    return Run(engine, model, gpu, isl, osl, concurrency, streamed, look, tokens, version, **kinds)
 
 
 def _card(system: str) -> Accelerator:
@@ -170,6 +185,22 @@ def _shape(cells: Mapping[str, str], model: ModelArchitecture, prefix: str = "")
         problem = f"{parts} parts of the experts do not divide {tp * attention_dp} GPUs evenly"
         raise InputError(f"{prefix}moe_ep_size", "", problem, "take a divisor")
     return Shape(tp, pp, attention_dp, parts)
+
+
+def _tokens_per_step(cells: Mapping[str, str]) -> float | None:
+    """The column of this name; None where it is empty."""
+    column = "tokens_per_step"
+    text = cells.get(column, "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= _MOST_TOKENS_PER_STEP:
+        problem = f"is {text[:40]!r}"
+        raise InputError(column, "", problem, f"it must be a number from 1 to {_MOST_TOKENS_PER_STEP}")
+    return value
 
 
 def _count(cells: Mapping[str, str], column: str, most: int, default: int | None = None) -> int:

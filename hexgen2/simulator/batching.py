@@ -39,6 +39,10 @@ _WHOLE_PROMPT_SPARE = 64
 """Tokens of a step beside the longest prompt and the decodes where prompts are not divided, as in the public
 benchmark recipes for TensorRT-LLM (InferenceMAX: concurrency + isl + 64)."""
 
+PATIENCE_STEPS = 60
+"""Steps with decodes only that a prompt waits for others to start with, as in the same recipes
+(attention_dp_config: timeout_iters)."""
+
 
 @dataclass(frozen=True)
 class Batching:
@@ -50,12 +54,19 @@ class Batching:
     max_batch : most requests of a replica that decodes, in all its steps in flight together (vLLM's
         max_num_seqs); None: as planned
     chunk_tokens : most prompt tokens in a step that also decodes, under "mixed"
+    gathered : prompts that replicas which decode start together, each on GPUs of its own (attention data
+        parallelism; enable_balance of TensorRT-LLM), unless nothing decodes or one has waited for
+        PATIENCE_STEPS
+    look_steps : steps with decodes only from one look for new prompts to the next (SGLang's
+        scheduler_recv_interval)
     """
 
     policy: Policy = "mixed"
     step_tokens: int = PREFILL_TOKENS
     max_batch: int | None = None
     chunk_tokens: int = CHUNK_TOKENS
+    gathered: int = 1
+    look_steps: int = 1
 
     @classmethod
     def of_engine(
@@ -63,9 +74,9 @@ class Batching:
     ) -> Batching:
         """How an engine fills its steps as it is usually configured.
 
-        vLLM and TensorRT-LLM limit the tokens of each part of the replica that runs attention for requests of
-        its own, SGLang those of all parts together. Where prompts are not divided, the limit has room for
-        the longest one beside a token of each other request.
+        The limit is of each part of the replica that runs attention for requests of its own. Where prompts
+        are not divided, it has room for the longest one beside a token of each other request, and they start
+        on all of these parts together.
 
         Parameters
         ----------
@@ -77,7 +88,8 @@ class Batching:
         tokens = ENGINE_STEP_TOKENS
         if policy == "inflight":
             tokens = longest_prompt + (max_batch or 0) + _WHOLE_PROMPT_SPARE
-        return cls(policy, tokens * (1 if name == "sglang" else attention_dp), max_batch)
+        gathered = attention_dp if policy == "inflight" else 1
+        return cls(policy, tokens * attention_dp, max_batch, gathered=gathered)
 
     @property
     def prefill_first(self) -> bool:

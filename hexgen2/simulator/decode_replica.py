@@ -19,6 +19,7 @@ from cost_model.base import Work
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.batching import Batching
 from hexgen2.simulator.decode_batch import DecodeBatch
+from hexgen2.simulator.prompt_gate import PromptGate
 from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
 from runtime.routing.kv_budget import KvBudget
@@ -54,6 +55,7 @@ class DecodeReplica:
         self._window = times.costs.model.window
         self.running = DecodeBatch(times.decode_turn, self._window)
         self._prompts = PromptQueue(self._take_room)
+        self._gate = PromptGate(batching, self._prompts)
         self._computing: dict[int, Prompt] = {}
         self._joining: deque[tuple[int, float]] = deque()
         # Tokens in the KV cache, without those generated since joining the batch.
@@ -91,10 +93,13 @@ class DecodeReplica:
     def submit(self, request: int, now: float, made: int = 0) -> None:
         """Queue a request to be prefilled here; `made` of its tokens were generated before a restart."""
         self._made[request] = made
-        first = not self._prompts.queue
+        first, gate = not self._prompts.queue, self._gate
+        if first and gate.counts:
+            self._interrupt(now)  # Steps until now do not count.
+            gate.arrived()
         self._prompts.add(Prompt(request, self._isl[request] + made, now))
-        if first:  # Otherwise the prompt ahead is being computed, or waits for room.
-            self._interrupt(now)
+        if first or gate.counts:
+            self._interrupt(now)  # Otherwise the prompt ahead is being computed, or waits for room.
 
     def lose(self, now: float) -> list[tuple[int, int]]:
         """The replica is lost; returns its requests with the number of tokens that each has."""
@@ -157,13 +162,17 @@ class DecodeReplica:
             self._make_room(now)
         if running.count > record.peak_running:
             record.peak_running = running.count
-        if self._prompts.queue and (steps := self._chunks()):
+        gate = self._gate
+        if self._prompts.queue and gate.open(running.count) and (steps := self._chunks()):
+            gate.ran_prompts()
             self._run(steps, now)
             return
         running.settle()
         if running.count:
             joins = self._joining and self._has_place()  # It takes the place of one preempted just now.
             self._planned = 1 if joins else min(running.regime_steps, self._steps_with_room())
+            if gate.counts and self._prompts.queue:
+                self._planned = int(min(self._planned, gate.steps_left()))
             self._schedule(now + running.span_s(self._planned), self._change, self._version)
 
     def _change(self, _: float, version: int) -> None:
@@ -177,6 +186,7 @@ class DecodeReplica:
             return
         running, record = self.running, self._record
         count, span_s = running.count, running.span_s(steps)
+        self._gate.decoded(steps)
         self._gaps.note(running.time_s + running.step_s, span_s / steps, count * steps)
         record.busy_s += span_s
         record.running_s += span_s * count

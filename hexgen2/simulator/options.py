@@ -43,6 +43,7 @@ class Options:
         max_num_batched_tokens)
     max_batch : most requests of a replica that decodes (vLLM's max_num_seqs); None: as planned
     max_concurrency : most requests in flight (see clients.py); None: no limit
+    gathered, look_steps : when replicas that decode turn to prompts (see batching.py)
     """
 
     policy: Policy = "mixed"
@@ -54,8 +55,16 @@ class Options:
     step_tokens: int = PREFILL_TOKENS
     max_batch: int | None = None
     max_concurrency: int | None = None
+    gathered: int = 1
+    look_steps: int = 1
 
     @property
     def batching(self) -> Batching:
         """How replicas fill their steps."""
-        return Batching(self.policy, self.step_tokens, self.max_batch)
+        return Batching(
+            self.policy,
+            self.step_tokens,
+            self.max_batch,
+            gathered=self.gathered,
+            look_steps=self.look_steps,
+        )

@@ -13,6 +13,7 @@ from mutations import mutated, mutated_bytes
 
 from cost_model.base import TensorGroup
 from cost_model.coefficients import CoefficientSet, fitted
+from cost_model.engines.model import VllmSteps
 from cost_model.engines.numbers import EngineFits, EngineNumbers, FittedEngine, HostNumbers, shipped
 from cost_model.errors import InputError
 from cost_model.hardware import CATALOGUE, NO_LINK
@@ -49,6 +50,14 @@ def decode_s(source: CostSource, gpu: str = "H100") -> float:
     """Seconds of a decode step of 8 requests on one GPU."""
     costs, group = source.costs(MODEL, LENGTHS), TensorGroup(CATALOGUE[gpu], 1, NO_LINK)
     return 32 * costs.layer_s("decode", group, 8) + costs.edge_s("decode", group, 8, True)
+
+
+def test_hosts_of_gpus_that_were_not_measured_are_those_of_their_generation():
+    hosts = {"H200": HostNumbers(steps=2.0), "B200": HostNumbers(steps=3.0)}
+    engine = ENGINE.model_copy(update={"hosts": hosts})
+    costs = VllmSteps(MODEL, LENGTHS, fitted=engine)
+    steps = {gpu: costs.host(CATALOGUE[gpu]).steps for gpu in ("H200", "H100", "B300", "A40")}
+    assert steps == {"H200": 2.0, "H100": 2.0, "B300": 3.0, "A40": 1.0}
 
 
 @pytest.mark.parametrize("name", COST_MODELS)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES
 from cost_model.errors import InputError
-from cost_model.hardware import CATALOGUE, Accelerator, Link
+from cost_model.hardware import CATALOGUE, Accelerator, Link, interconnect_link, usual_interconnect
 from cost_model.operators import Operators
 from cost_model.operators.all_reduce import all_reduce_s
 from cost_model.operators.attention import decode_attention_s, prefill_attention_s
@@ -98,6 +98,25 @@ def test_attention_is_affine_in_what_it_attends_to(card, kv_format, batch, a, b,
 def test_larger_messages_take_longer(card, way, gpus, size):
     operators = OPERATORS[card]
     assert rises(lambda size: operators.all_reduce_s(gpus, size, NVLINK, way), (size,), 0, 2)
+
+
+@pytest.mark.parametrize(("card", "measured_gb_s"), [("H200", 268), ("B200", 412)])
+def test_nvlink_is_as_fast_as_collectives_are_known_to_drive_it(card, measured_gb_s):
+    """1 GiB among 8 GPUs; bandwidth of messages as NCCL reaches it (4/7 of its 470 and 720 GB/s of bus),
+    within 35 %: the formula knows no reduction in switches."""
+    link = interconnect_link(usual_interconnect(CATALOGUE[card]), CATALOGUE[card])[0]
+    for way in ("graph", "nccl"):
+        seconds = OPERATORS[card].all_reduce_s(8, 2.0**30, link, way)
+        assert 2**30 / seconds / 1e9 == pytest.approx(measured_gb_s, rel=0.35)
+
+
+def test_an_even_load_of_experts_takes_no_longer_than_the_mean_one():
+    """Under expert parallelism the busiest GPU's load is the mean one without skew, and grows with it."""
+    operators, shape = OPERATORS["H200"], (16384, 7168, 2048, 8, 256)
+    times = [operators.experts_s(*shape, 1, 8, "fp8_block", skew=skew) for skew in (0.0, 0.3, 3.0)]
+    alone = operators.experts_s(*shape, 1, 1, "fp8_block", skew=0.0)
+    assert times[0] < times[1] < times[2]
+    assert times[0] == pytest.approx(alone / 8, rel=0.3)
 
 
 def test_alone_there_is_nothing_to_add_up():

@@ -11,7 +11,13 @@ from commands import refused
 
 from cost_model.engines.numbers import EngineFits, EngineNumbers, FittedEngine, HostNumbers, shipped
 from cost_model.errors import InputError
-from hexgen2.calibration.engines import linear_times, times_with
+from hexgen2.calibration.engines import (
+    MeasuredRun,
+    all_linear_times,
+    fit_engine,
+    linear_times,
+    seconds_with,
+)
 from hexgen2.calibration.runs import calibrate_runs, measured_runs
 from hexgen2.estimation.run import run_of
 
@@ -31,7 +37,7 @@ def rows_of(fitted, noise=0.02, seed=3):
                 (512, 32, 1),
                 (2048, 16, 4),
                 (256, 64, 16),
-                (1024, 32, 8),
+                (1024, 32, 6),
                 (128, 32, 2),
             ):
                 row = {
@@ -46,7 +52,7 @@ def rows_of(fitted, noise=0.02, seed=3):
                 }
                 row = {key: str(cell) for key, cell in row.items()}
                 run = run_of(row)
-                times = np.array(times_with(run, fitted)[:2]) * rng.normal(1, noise, 2)
+                times = 1e3 * seconds_with(run, fitted) * rng.normal(1, noise, 2)
                 rows.append(row | dict(zip(("measured_ttft_ms", "measured_tpot_ms"), times, strict=True)))
     return rows
 
@@ -71,7 +77,7 @@ def test_runs_are_predicted_well_after_the_fit(rows, tmp_path):
     assert (found.name, fitted.rows) == ("mine", len(rows))
     off = []
     for measured in measured_runs(rows):
-        times = np.array(times_with(measured.run, fitted)[:2]) / 1e3
+        times = seconds_with(measured.run, fitted)
         off.append(np.abs(times / (measured.ttft_s, measured.tpot_s) - 1))
     assert np.mean(off) < 0.06
     assert np.max(off) < 0.2
@@ -90,8 +96,25 @@ def test_times_are_linear_in_the_numbers(rows):
     numbers = {name: getattr(start.numbers, name) * ratio for name, ratio in ratios.items()}
     changed = start.model_copy(update={"numbers": start.numbers.model_copy(update=numbers)})
     change = sum(times.slopes[:, names.index(name)] * (ratio - 1) for name, ratio in ratios.items())
-    exact = np.array(times_with(run, changed)[:2]) / 1e3
+    exact = seconds_with(run, changed)
     assert times.seconds + change == pytest.approx(exact, rel=0.01)
+
+
+def test_versions_that_predict_several_tokens_at_a_time_are_found():
+    """Half of the runs are twice as fast per token as steps of that length can be, all of one version."""
+    row = {"backend": "trtllm", "model_path": "deepseek-ai/DeepSeek-R1", "system": "b200", "precision": "fp8"}
+    row |= {"tp_size": "8", "isl": "256", "stream_interval": "1"}
+    measured = []
+    for version, tokens in (("1.0", "1"), ("1.1", "2")):
+        for osl, clients in ((32, 1), (16, 2), (24, 4), (48, 2), (16, 8)):
+            cells = row | {"osl": str(osl), "concurrency": str(clients), "backend_version": version}
+            ttft_s, tpot_s = seconds_with(run_of(cells | {"tokens_per_step": tokens}), TRUE)
+            measured.append(MeasuredRun(run_of(cells), ttft_s, tpot_s))
+    linear = all_linear_times([one.run for one in measured], FittedEngine(), jobs=1)
+    found = fit_engine(measured, linear, FittedEngine())
+    assert found.speculative == {"1.1": {"deepseek-v3": pytest.approx(2.0, rel=0.25)}}
+    again = fit_engine(measured, all_linear_times([one.run for one in measured], found, jobs=1), found)
+    assert again.speculative == {"1.1": {"deepseek-v3": pytest.approx(2.0, rel=0.2)}}
 
 
 def test_runs_that_contradict_each_other_are_named(rows, tmp_path):

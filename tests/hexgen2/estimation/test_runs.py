@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 import hexgen2
 from cost_model.engines.model import EngineSteps
+from cost_model.engines.numbers import shipped
 from cost_model.errors import InputError
+from cost_model.registry import CostSource
 from hexgen2.checks import check_degrees, check_flow, check_gpus, check_layers, check_names
 from hexgen2.cluster import Cluster
 from hexgen2.estimation import prediction
@@ -67,7 +69,12 @@ def written(path, rows):
 
 def placed(run):
     """The placement that a run is simulated with."""
-    return placement_of(run, SHIPPED[run.engine].costs(run.model, workload_of(run).lengths))
+    return placement_of(run, costs_of(run))
+
+
+def costs_of(run):
+    """The cost model of a run."""
+    return SHIPPED[run.engine].costs(run.model, workload_of(run).lengths)
 
 
 def read(text):
@@ -128,7 +135,7 @@ def test_a_disaggregated_run_has_all_its_workers_and_routes():
     assert not [*check_flow(placement), *check_degrees(placement)]
     stage = placement.replicas[0].stages[0]
     assert (stage.attention_data_parallel, stage.expert_parallel) == (4, 4)
-    found = prediction.simulated(run)
+    found = prediction.simulated(run, costs_of(run), run.osl)
     assert found.completed == 120
     assert {row["requests"] for name, row in found.replicas.items() if "decode" in name} == {40}
     assert all(row["peak_running"] <= 2 for name, row in found.replicas.items() if "decode" in name)
@@ -161,9 +168,48 @@ def test_experts_over_more_gpus_than_attention_mean_attention_data_parallelism()
     assert run_of(row | {"moe_tp_size": "0", "moe_ep_size": "0.0"}).colocated.shape == Shape(2)
 
 
-def test_tokens_are_sent_one_at_a_time_unless_a_row_says_otherwise():
+def test_tokens_are_sent_one_at_a_time_unless_a_row_or_a_public_recipe_says_otherwise():
     assert run_of(AGG).stream_interval == 1
     assert run_of(AGG | {"stream_interval": "20"}).stream_interval == 20
+    assert run_of(DISAGG).stream_interval == 10
+    assert run_of(DISAGG | {"stream_interval": "1"}).stream_interval == 1
+
+
+def test_engines_look_for_requests_in_every_step_unless_a_row_or_a_public_recipe_says_otherwise():
+    column = "scheduler_recv_interval"
+    assert run_of(AGG | {"backend": "sglang"}).look_steps == 1
+    assert run_of(AGG | {"backend": "sglang", column: "7"}).look_steps == 7
+    deepseek = DISAGG | {"backend": "sglang"}
+    assert [run_of(deepseek | {"concurrency": clients}).look_steps for clients in ("8", "16")] == [10, 30]
+    assert (
+        run_of(deepseek | {"system": "h200", "gemm_quant_mode": "fp8", "moe_quant_mode": "fp8"}).look_steps
+        == 1
+    )
+
+
+def test_speculative_decoding_divides_the_time_per_token():
+    plain, twice = (predict(run_of(AGG | {"tokens_per_step": tokens})) for tokens in ("", "2"))
+    assert twice.tpot_ms == pytest.approx(plain.tpot_ms / 2, rel=0.1)
+    assert twice.ttft_ms == pytest.approx(plain.ttft_ms, rel=0.2)
+
+
+def test_versions_of_engines_that_predict_several_tokens_at_a_time():
+    engine = shipped().engines["vllm"].model_copy(update={"speculative": {"9.9": {"qwen3-32b": 2.0}}})
+    fits = shipped().model_copy(update={"engines": {"vllm": engine}})
+    sources = {"vllm": CostSource("vllm", engines=fits)}
+    plain, other, new = (
+        predict(run_of(AGG | {"backend_version": version}), sources) for version in ("", "9.8", "9.9")
+    )
+    assert plain == other
+    assert new == predict(run_of(AGG | {"tokens_per_step": "2"}), sources)
+    assert predict(run_of(AGG | {"backend_version": "9.9", "tokens_per_step": "1"}), sources) == plain
+
+
+def test_prefill_workers_have_room_for_the_prompts_of_their_batch_and_for_8192_tokens():
+    run = run_of(DISAGG)
+    assert prediction.options_of(run, costs_of(run)).step_tokens == 4 * 8192
+    large = run_of(DISAGG | {"prefill_batch_size": "16"})
+    assert prediction.options_of(large, costs_of(large)).step_tokens == 4 * 16 * 1024
 
 
 @pytest.mark.parametrize(
@@ -180,6 +226,9 @@ def test_tokens_are_sent_one_at_a_time_unless_a_row_says_otherwise():
         ({"osl": "1e99"}, "osl: is '1e99'"),
         ({"concurrency": "-4"}, "concurrency: is '-4'"),
         ({"concurrency": "1.5"}, "concurrency: is '1.5'"),
+        ({"tokens_per_step": "0.5"}, "tokens_per_step: is '0.5'"),
+        ({"tokens_per_step": "many"}, "tokens_per_step: is 'many'"),
+        ({"scheduler_recv_interval": "-1"}, "scheduler_recv_interval: is '-1'"),
         ({"concurrency": "20000", "isl": "40000"}, "more tokens than can be simulated"),
         ({"isl": "50000"}, "50000 + 64 tokens exceed the 40960 positions of qwen3-32b"),
         ({"tp_size": "3"}, "3 does not split the 64 heads"),
@@ -200,7 +249,9 @@ def test_what_cannot_be_predicted_has_a_reason(cells, why):
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from([*AGG, "pp_size", "attention_dp_size", "moe_ep_size", "stream_interval"]),
+        st.sampled_from(
+            [*AGG, "pp_size", "attention_dp_size", "moe_ep_size", "stream_interval", "tokens_per_step"]
+        ),
         st.one_of(st.text(max_size=8), st.integers(-3, 9).map(str), st.floats().map(str)),
         max_size=4,
     )

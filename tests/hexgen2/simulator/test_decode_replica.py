@@ -137,3 +137,48 @@ def test_decodes_that_fill_the_step_leave_no_room_for_prompts():
     # Steps of 2 tokens: two prompts of one token each decode, and the third waits until they have ended.
     found, _ = ends_of(Batching("chunked", step_tokens=2), (0, 1, 3), (0, 1, 3), (0, 1, 1))
     assert found == [[12, 12, 47], [36, 36, 47]]
+
+
+def test_an_engine_that_looks_for_prompts_now_and_then():
+    # The second comes at 30. The engine looks at 20, and after three more steps at 53.
+    rows = (0, 10, 8), (30, 5, 10)
+    found, _ = ends_of(Batching("chunked-prefill-first", look_steps=3), *rows)
+    assert found == [[20, 68], [116, 171]]
+    at_once, _ = ends_of(Batching("chunked-prefill-first"), *rows)
+    assert at_once[0] == [20, 46]
+
+
+def test_an_engine_looks_at_once_after_prompts_and_when_nothing_decodes():
+    # While the second's prompt runs, from 53 to 68, the third comes. The fourth comes when nothing decodes.
+    rows = (0, 10, 8), (30, 5, 1), (60, 5, 1), (300, 5, 1)
+    found, _ = ends_of(Batching("chunked-prefill-first", look_steps=3), *rows)
+    assert found[0] == [20, 68, 83, 315]
+
+
+def test_prompts_that_start_together():
+    # The second waits for the third, which comes at 60; the step after that begins at 64.
+    found, _ = ends_of(Batching("chunked", gathered=2), (0, 10, 8), (30, 5, 4), (60, 5, 4))
+    assert found == [[20, 85, 85], [111, 123, 123]]
+
+
+def test_prompts_wait_for_others_no_longer_than_60_steps_or_until_nothing_decodes():
+    # From 31 on it waits for 60 steps of 11 ms.
+    found, _ = ends_of(Batching("chunked", gathered=2), (0, 10, 100), (30, 5, 1))
+    assert found == [[20, 707], [1114, 707]]
+    found, _ = ends_of(Batching("chunked", gathered=2), (0, 10, 5), (30, 5, 1))
+    assert found == [[20, 79], [64, 79]]
+
+
+@pytest.mark.parametrize("waiting", [{"gathered": 3}, {"look_steps": 7}, {"gathered": 4, "look_steps": 5}])
+def test_tokens_and_times_add_up_where_prompts_wait(waiting):
+    rng = np.random.default_rng(1)
+    arrival_s = np.sort(rng.uniform(0, 20, size=60))
+    rows = [(at, int(rng.integers(1, 1200)), int(rng.integers(1, 200))) for at in arrival_s]
+    for policy in POLICIES:
+        engine, clock, records, record = engine_of(rows, 4000, 6, Batching(policy, **waiting))
+        for k, (at, *_) in enumerate(rows):
+            clock.schedule(at, lambda now, k, engine=engine: engine.submit(k, now), k)
+        clock.run()
+        assert sum(records.gaps) == records.requests.osl.sum() - len(rows)
+        assert np.dot(records.gap_s, records.gaps) == approx((records.end_s - records.first_s).sum())
+        assert record.requests == len(rows) and record.peak_running <= 6
