@@ -16,23 +16,40 @@ from cost_model.errors import InputError
 from cost_model.families import FAMILIES, FamilyReader
 from cost_model.fields import checked_name, schema_error
 from cost_model.files import read_text
-from cost_model.quantization import quantised_weights
+from cost_model.quantization import quantised_formats
 
 _MAX_CONFIG_BYTES = 1 << 20
 
 _DTYPES: dict[str, WeightType] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_FORMATS, _FORMATS_FILE = "quantization_config", "hf_quant_config.json"
 # Of a model that also sees or hears, the keys that its text part may leave to the whole.
-_OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", _FORMATS)
 
 
 def architecture_from_folder(path: Path) -> ModelArchitecture:
     """The shape of the model in a folder with a config.json (or of that file itself), named after the folder.
+    Where a config.json says nothing of formats, hf_quant_config.json beside it may (NVIDIA Model Optimizer).
 
     Raises
     ------
     InputError : no readable config.json, or one that `architecture_from_config` refuses
     """
     file = path / "config.json" if path.is_dir() else path
+    source = str(file)
+    config = _json_object(file)
+    name = checked_name(file.resolve().parent.name, source, remedy="rename the folder")
+    formats = file.parent / _FORMATS_FILE
+    if config.get(_FORMATS) is None and file.name == "config.json" and formats.is_file():
+        found = _json_object(formats).get("quantization")
+        if not isinstance(found, dict):
+            raise InputError(
+                str(formats), "quantization", "is not a JSON object", "take the model's own file"
+            )
+        config[_FORMATS] = {"quant_method": "modelopt", **found}
+    return architecture_from_config(config, name or "model", source)
+
+
+def _json_object(file: Path) -> dict[str, Any]:
     source = str(file)
     text = read_text(file, _MAX_CONFIG_BYTES)
     try:
@@ -43,8 +60,7 @@ def architecture_from_folder(path: Path) -> ModelArchitecture:
         raise InputError(source, "", "is not a model's config", "take the model's own config.json") from None
     if not isinstance(config, dict):
         raise InputError(source, "", "is not a JSON object", "take the model's own config.json")
-    name = checked_name(file.resolve().parent.name, source, remedy="rename the folder")
-    return architecture_from_config(config, name or "model", source)
+    return config
 
 
 def architecture_from_config(config: dict[str, Any], name: str, source: str) -> ModelArchitecture:
@@ -72,11 +88,9 @@ def architecture_from_config(config: dict[str, Any], name: str, source: str) -> 
         "activation_bytes": width,
         "kv_value_bytes": width,
     }
-    quantization = reader.raw.get("quantization_config")
+    quantization = reader.raw.get(_FORMATS)
     if quantization is not None:
-        formats |= quantised_weights(
-            quantization, shape["layers"], source, f"{reader.prefix}quantization_config"
-        )
+        formats |= quantised_formats(quantization, shape["layers"], source, f"{reader.prefix}{_FORMATS}")
     try:
         return ModelArchitecture(name=name, family=known.family, **shape, **formats)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The weight format of a checkpoint, from the `quantization_config` of its config.json."""
+"""The formats of a checkpoint's weights and KV cache, from the `quantization_config` of its config.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_model.architecture import WeightType
-from cost_model.dtypes import WEIGHT_BYTES
+from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES
 from cost_model.errors import InputError
 
 _KEY = "quantization_config"
@@ -56,8 +56,8 @@ class _Quantization:
         return _Quantization(value, self.source, f"{self.within}.{key}")
 
 
-def quantised_weights(quantization: object, layers: int, source: str, key: str = _KEY) -> dict[str, Any]:
-    """What a `quantization_config` says about the weights, as fields of ModelArchitecture.
+def quantised_formats(quantization: object, layers: int, source: str, key: str = _KEY) -> dict[str, Any]:
+    """What a `quantization_config` says about weights and KV cache, as fields of ModelArchitecture.
 
     Knows the methods fp8, fbgemm_fp8, awq, gptq, compressed-tensors, modelopt and mxfp4 as vLLM and
     transformers write them. Attention counts as not quantised where the config excludes it in every layer.
@@ -69,7 +69,7 @@ def quantised_weights(quantization: object, layers: int, source: str, key: str =
 
     Raises
     ------
-    InputError : another method, a number of bits without kernels, or several formats side by side
+    InputError : another method, a number of bits without kernels, or several formats of weights side by side
     """
     if not isinstance(quantization, dict):
         raise InputError(source, key, "is not a JSON object", "take the model's own config.json")
@@ -82,7 +82,24 @@ def quantised_weights(quantization: object, layers: int, source: str, key: str =
         "weight_type": weights,
         "weight_bytes": width,
         "only_experts_quantised": weights == "mxfp4" or _excludes_attention(config, layers),
+        **_kv_cache(config),
     }
+
+
+def _kv_cache(config: _Quantization) -> dict[str, Any]:
+    """The format of the KV cache, where the checkpoint has scales for one: with them, engines use it unless
+    told otherwise. Nothing where it says none."""
+    algorithm = config.raw.get("kv_cache_quant_algo")
+    if isinstance(algorithm, str):
+        if algorithm.upper() != "FP8":
+            raise config.unknown("kv_cache_quant_algo", "FP8")
+        return {"kv_value_bytes": KV_BYTES["fp8"]}
+    if config.raw.get("kv_cache_scheme") is None:
+        return {}
+    scheme = config.part("kv_cache_scheme")
+    if (scheme.integer("num_bits"), scheme.raw.get("type")) != (8, "float"):
+        raise scheme.unknown("num_bits", "8 bits of the type float")
+    return {"kv_value_bytes": KV_BYTES["fp8"]}
 
 
 def _fp8(config: _Quantization) -> Found:

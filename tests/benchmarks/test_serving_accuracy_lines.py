@@ -25,13 +25,13 @@ RUNS, STEPS = (Path(FOLDER, name) for name in ("serving_measured.csv.gz", "measu
 MOST_CLIENTS = 64
 EVERY = 6
 LINES = {
-    ("sglang", "B200"): (0.1, 0.575),
-    ("sglang", "H200"): (0.09, 0.495),
-    ("trtllm", "B200"): (0.095, 0.295),
-    ("trtllm", "H100"): (0.08, 0.23),
-    ("trtllm", "H200"): (0.2, 0.315),
-    ("vllm", "B200"): (0.055, 0.145),
-    ("vllm", "H200"): (0.08, 0.145),
+    ("sglang", "B200"): (0.045, 0.395),
+    ("sglang", "H200"): (0.065, 0.38),
+    ("trtllm", "B200"): (0.095, 0.08),
+    ("trtllm", "H100"): (0.055, 0.25),
+    ("trtllm", "H200"): (0.185, 0.275),
+    ("vllm", "B200"): (0.055, 0.115),
+    ("vllm", "H200"): (0.08, 0.175),
 }
 """Most that the median error of TPOT and of TTFT may be, for runs that no number was fitted to: a fifth above
 what they are."""

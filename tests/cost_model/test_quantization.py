@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.config import architecture_from_config
+from cost_model.config import architecture_from_config, architecture_from_folder
 from cost_model.errors import InputError
 from cost_model.models import SHIPPED
 
@@ -197,3 +199,54 @@ def test_gpt_oss_20b_takes_what_its_checkpoint_takes():
         "tie_word_embeddings": False,
     }
     assert model_of({"quant_method": "mxfp4"}, config).total_bytes == pytest.approx(13.76e9, rel=0.005)
+
+
+FP8_KV = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("said", "kv_value_bytes"),
+    [
+        ({}, 2.0),
+        ({"kv_cache_scheme": None}, 2.0),
+        ({"kv_cache_scheme": FP8_KV}, 1.0),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, 1.0),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": None}, 2.0),
+    ],
+)
+def test_kv_caches_have_the_format_that_the_checkpoint_has_scales_for(said, kv_value_bytes):
+    weights = compressed(num_bits=8, type="float")
+    assert model_of({**weights, **said}).kv_value_bytes == kv_value_bytes
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 4, "type": "int"}}, r"kv_cache_scheme\.num_bits: 4 is not known"),
+        ({"kv_cache_scheme": 8}, "kv_cache_scheme: is not a JSON object"),
+        ({"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo: 'NVFP4' is not known"),
+    ],
+)
+def test_kv_caches_of_other_formats_are_refused(said, why):
+    with pytest.raises(InputError, match=why):
+        model_of({**compressed(num_bits=8, type="float"), **said})
+
+
+def test_formats_beside_the_config(tmp_path):
+    """NVIDIA Model Optimizer writes a file of its own, in which names are patterns."""
+    folder = tmp_path / "small-nvfp4"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    formats = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    formats["exclude_modules"] = ["lm_head", "model.layers.*.self_attn*"]
+    beside = folder / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": formats}))
+    model = architecture_from_folder(folder)
+    assert (model.weight_type, model.kv_value_bytes, model.only_experts_quantised) == ("nvfp4", 1.0, True)
+    assert architecture_from_folder(folder / "config.json") == model
+    for text, why in (("[]", "is not a JSON object"), ('{"quantization": 4}', "quantization: is not a JSON")):
+        beside.write_text(text)
+        with pytest.raises(InputError, match=why):
+            architecture_from_folder(folder)
+    (folder / "config.json").write_text(json.dumps({**SHAPE, "quantization_config": {"quant_method": "fp8"}}))
+    assert architecture_from_folder(folder).weight_type == "fp8"
