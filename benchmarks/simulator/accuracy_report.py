@@ -212,8 +212,8 @@ same with its sign.
 
 ## Whole servers
 
-{len(known)} runs of serving engines in closed loops, which the numbers of the engines were not fitted to (two thirds of a
-collection of {len(rows)}; another third was seen by the fit). {len(others) - len(known)} further ones cannot be predicted,
+{len(known)} runs of serving engines in closed loops, which the numbers of the engines were not fitted to (a third of a
+collection of {len(rows)}, drawn by hash; the fit has seen the others). {len(others) - len(known)} further ones cannot be predicted,
 since no cost model knows the operators of their models. Each is predicted by `hexgen2 estimate --runs`, so simulated
 with queues and batches, at the lengths and numbers of clients that its row names.
 

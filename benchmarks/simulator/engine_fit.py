@@ -3,8 +3,8 @@
     python -m benchmarks.simulator.engine_fit --runs runs.csv.gz [-o engines.json]
 
 The file has the columns of `hexgen2 estimate --runs` (docs/simulate.md) with measured_ttft_ms,
-measured_tpot_ms and backend_version. The fit sees a third of the runs (benchmarks/simulator/serving_runs.py),
-so that the others can check it (serving_accuracy.py --held-out), and takes about 8 minutes on two cores.
+measured_tpot_ms and backend_version. The fit sees two thirds of the runs (serving_runs.py beside this file),
+so that the others can check it (serving_accuracy.py --held-out), and takes about 12 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class EngineFit:
         least = -most
         if len(self.releases):
             least[-len(self.releases) :] = -np.log(self.tokens) - 1e-9
-            most[-len(self.releases) :] = np.log(_MOST_TOKENS_PER_STEP / self.tokens)
+            most[-len(self.releases) :] = np.log(np.maximum(_MOST_TOKENS_PER_STEP / self.tokens, 1 + 1e-9))
         return np.asarray(least_squares(residuals, start, bounds=(least, most), max_nfev=60).x)
 
     def errors(self, labels: Sequence[str]) -> np.ndarray:
