@@ -80,7 +80,9 @@ class EngineSteps(Calibrated):
     def first_token_s(self, accelerator: Accelerator) -> float:
         if accelerator.kind == "cpu":
             return 0.0
-        return self.fitted.numbers.first_token_us * self.host(accelerator).first_token * _US
+        numbers = self.fitted.numbers
+        waits_us = numbers.first_token_us + numbers.first_layer_us * self.model.layers
+        return waits_us * self.host(accelerator).first_token * _US
 
     def tokens_per_step(self, version: str) -> float:
         return self.fitted.speculative.get(version, {}).get(self.model.name, 1.0)

@@ -58,6 +58,8 @@ class EngineNumbers(_Strict):
     step_us : of each step on each stage
     request_us : of each request that gets a token in a step
     first_token_us : until a request's first token, outside steps: parsing, tokenising, queues, the network
+    first_layer_us : of each layer until a request's first token, since the GPU waits for kernels of prompts
+        that the host starts one by one
     """
 
     products: float = _factor()
@@ -76,11 +78,13 @@ class EngineNumbers(_Strict):
     prompt_layer_us: float = _microseconds(30.0)
     step_us: float = _microseconds(500.0)
     request_us: float = _microseconds(5.0)
-    first_token_us: float = _microseconds(50000.0)
+    first_token_us: float = _microseconds(30000.0)
+    first_layer_us: float = _microseconds(300.0)
 
 
 class HostNumbers(_Strict):
-    """How the hosts of one GPU's servers differ: factors on step_us and request_us, and on first_token_us.
+    """How the hosts of one GPU's servers differ: factors on step_us and request_us, and on first_token_us and
+    first_layer_us.
 
     rows : runs on such servers that they were fitted to
     error : mean |predicted - measured| / measured TPOT of these runs, by fits without them

@@ -46,6 +46,8 @@ _SPREAD = {
 }
 _OTHER_SPREAD = 0.7
 _HOST_SPREAD = (0.3, 0.5)
+_OF_HOSTS = (("step_us", 0), ("request_us", 0), ("first_token_us", 1), ("first_layer_us", 1))
+"""The numbers that hosts change, and which of their two factors does."""
 _FORMAT_SPREAD = 0.12
 """Of the logarithms around their start, by judgement: kernels are as measured, hosts are not."""
 _TPOT_ERROR, _TTFT_ERROR = 0.1, 0.4
@@ -214,7 +216,7 @@ class EngineFit:
         changes = np.tile(numbers, (len(hosts), 1))
         if len(formats):
             changes[:, NUMBERS.index("experts")] += formats[self.format_of[at]]
-        for number, which in (("step_us", 0), ("request_us", 0), ("first_token_us", 1)):
+        for number, which in _OF_HOSTS:
             changes[:, NUMBERS.index(number)] += hosts[:, which]
         linear = self.seconds[at] + np.einsum("rtk,rk->rt", self.slopes[at], np.exp(changes) - 1)
         # Runs of no release have the place -1: that of the 1 at the end.
