@@ -23,15 +23,15 @@ from hexgen2.estimation.runs import read_runs
 FOLDER = os.environ.get("HEXGEN2_MEASUREMENTS", "")
 RUNS, STEPS = (Path(FOLDER, name) for name in ("serving_measured.csv.gz", "measured_times.csv"))
 MOST_CLIENTS = 64
-EVERY = 6
+EVERY = 3
 LINES = {
-    ("sglang", "B200"): (0.045, 0.395),
-    ("sglang", "H200"): (0.065, 0.38),
-    ("trtllm", "B200"): (0.095, 0.08),
-    ("trtllm", "H100"): (0.055, 0.25),
-    ("trtllm", "H200"): (0.185, 0.275),
-    ("vllm", "B200"): (0.055, 0.115),
-    ("vllm", "H200"): (0.08, 0.175),
+    ("sglang", "B200"): (0.025, 0.28),
+    ("sglang", "H200"): (0.11, 0.1),
+    ("trtllm", "B200"): (0.11, 0.135),
+    ("trtllm", "H100"): (0.055, 0.13),
+    ("trtllm", "H200"): (0.17, 0.325),
+    ("vllm", "B200"): (0.08, 0.165),
+    ("vllm", "H200"): (0.105, 0.145),
 }
 """Most that the median error of TPOT and of TTFT may be, for runs that no number was fitted to: a fifth above
 what they are."""
