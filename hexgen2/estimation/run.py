@@ -188,15 +188,15 @@ def _shape(cells: Mapping[str, str], model: ModelArchitecture, prefix: str = "")
 
 
 def _tokens_per_step(cells: Mapping[str, str]) -> float | None:
-    """The column of this name; None where it is empty."""
+    """The column of this name; None where it is empty or 0."""
     column = "tokens_per_step"
     text = cells.get(column, "").strip()
-    if not text:
-        return None
     try:
-        value = float(text)
+        value = float(text or "0")
     except ValueError:
         value = math.nan
+    if value == 0:
+        return None
     if not 1 <= value <= _MOST_TOKENS_PER_STEP:
         problem = f"is {text[:40]!r}"
         raise InputError(column, "", problem, f"it must be a number from 1 to {_MOST_TOKENS_PER_STEP}")
