@@ -38,15 +38,14 @@ def architecture_from_folder(path: Path) -> ModelArchitecture:
     source = str(file)
     config = _json_object(file)
     name = checked_name(file.resolve().parent.name, source, remedy="rename the folder")
-    formats = file.parent / _FORMATS_FILE
-    if config.get(_FORMATS) is None and file.name == "config.json" and formats.is_file():
-        found = _json_object(formats).get("quantization")
-        if not isinstance(found, dict):
-            raise InputError(
-                str(formats), "quantization", "is not a JSON object", "take the model's own file"
-            )
-        config[_FORMATS] = {"quant_method": "modelopt", **found}
-    return architecture_from_config(config, name or "model", source)
+    beside = file.parent / _FORMATS_FILE
+    found = architecture_from_config(config, name or "model", source)
+    if config.get(_FORMATS) is not None or file.name != "config.json" or not beside.is_file():
+        return found
+    formats = _json_object(beside).get("quantization")
+    if isinstance(formats, dict):
+        formats = {"quant_method": "modelopt", **formats}
+    return found.model_copy(update=quantised_formats(formats, found.layers, str(beside), "quantization"))
 
 
 def _json_object(file: Path) -> dict[str, Any]:

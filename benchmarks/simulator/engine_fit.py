@@ -21,8 +21,8 @@ from hexgen2.calibration.runs import measured_runs
 from hexgen2.estimation.runs import read_runs
 
 SOURCE = (
-    "runs of InferenceMAX and of AIConfigurator's validation: closed loops of 1 to 512 clients on H100, H200 "
-    "and B200"
+    "runs of InferenceMAX and of AIConfigurator's validation: closed loops of 1 to 1,152 clients on H100, "
+    "H200 and B200"
 )
 
 MOST_CLIENTS = 1200

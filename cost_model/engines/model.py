@@ -61,6 +61,7 @@ class EngineSteps(Calibrated):
         self._decodes = numbers.latent_decodes if latent else numbers.decodes
         self._source = shipped().source
         self._fits = shipped().all_operators if operators is None else operators
+        self._hosts = dict(self.fitted.hosts)
         self._cards: dict[Accelerator, Operators] = {}
         self._layers: dict[TensorGroup, StepOperators] = {}
         self._by_tokens: dict[tuple[TensorGroup, float, float], float] = {}
@@ -90,15 +91,15 @@ class EngineSteps(Calibrated):
     def host(self, accelerator: Accelerator) -> HostNumbers:
         """How hosts of such GPUs differ; of those that were not measured, how those of a GPU of the same
         generation do."""
-        known = self.fitted.hosts.get(accelerator.name)
-        if known is not None:
-            return known
-        relatives = [
-            numbers
-            for name, numbers in sorted(self.fitted.hosts.items())
-            if name in CATALOGUE and CATALOGUE[name].generation == accelerator.generation
-        ]
-        return relatives[0] if relatives else HostNumbers()
+        known = self._hosts.get(accelerator.name)
+        if known is None:
+            relatives = [
+                numbers
+                for name, numbers in sorted(self.fitted.hosts.items())
+                if name in CATALOGUE and CATALOGUE[name].generation == accelerator.generation
+            ]
+            known = self._hosts[accelerator.name] = relatives[0] if relatives else HostNumbers()
+        return known
 
     def error(self, accelerator: Accelerator) -> float:
         if accelerator.kind == "cpu":

@@ -93,8 +93,8 @@ def _unmeasured(placement: Placement) -> list[str]:
         return []
     if costs.name in ENGINES:
         return [
-            f"No server with {cards} was measured: a usual host stands in, and where operators were not "
-            "measured, those of another card."
+            f"No server with {cards} was measured: hosts of another card of its generation, or usual ones, "
+            "stand in, and where operators were not measured, those of another card."
         ]
     if costs.name == Calibrated.name:
         return [f"No step of {cards} was measured: general coefficients stand in."]

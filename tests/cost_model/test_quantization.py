@@ -244,7 +244,11 @@ def test_formats_beside_the_config(tmp_path):
     model = architecture_from_folder(folder)
     assert (model.weight_type, model.kv_value_bytes, model.only_experts_quantised) == ("nvfp4", 1.0, True)
     assert architecture_from_folder(folder / "config.json") == model
-    for text, why in (("[]", "is not a JSON object"), ('{"quantization": 4}', "quantization: is not a JSON")):
+    for text, why in (
+        ("[]", r"hf_quant_config\.json: is not a JSON object"),
+        ('{"quantization": 4}', r"hf_quant_config\.json: quantization: is not a JSON"),
+        ('{"quantization": {"quant_algo": "W1"}}', r"hf_quant_config\.json: quantization\.quant_algo: 'W1'"),
+    ):
         beside.write_text(text)
         with pytest.raises(InputError, match=why):
             architecture_from_folder(folder)

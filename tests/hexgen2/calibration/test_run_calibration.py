@@ -22,7 +22,9 @@ from hexgen2.calibration.runs import calibrate_runs, measured_runs
 from hexgen2.estimation.run import run_of
 
 TRUE = FittedEngine(
-    numbers=EngineNumbers(products=1.2, decodes=0.8, step_us=1500.0, first_token_us=90e3),
+    numbers=EngineNumbers(
+        products=1.2, decodes=0.8, step_us=1500.0, first_token_us=54e3, first_layer_us=540.0
+    ),
     hosts={"H100": HostNumbers(steps=1.3)},
 )
 
@@ -79,8 +81,8 @@ def test_runs_are_predicted_well_after_the_fit(rows, tmp_path):
     for measured in measured_runs(rows):
         times = seconds_with(measured.run, fitted)
         off.append(np.abs(times / (measured.ttft_s, measured.tpot_s) - 1))
-    assert np.mean(off) < 0.07
-    assert np.max(off) < 0.25
+    assert np.mean(off) < 0.06
+    assert np.max(off) < 0.2
     (held_back,) = improved
     assert (held_back.engine, held_back.gpu, held_back.runs) == ("vllm", "H100", len(rows) // 3)
     assert held_back.after[1] < 0.6 * held_back.before[1]

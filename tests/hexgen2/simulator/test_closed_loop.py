@@ -131,7 +131,7 @@ def test_the_batch_and_the_step_have_the_limits_that_are_asked_for():
     # A lone prompt of 300 tokens takes three steps of 128.
     alone = offline(LengthSource.load(None, 300, 200), 1, 0)
     short, long = (simulate(placement, alone, Options("chunked", step_tokens=n)) for n in (128, 8192))
-    assert short.mean_ttft_ms > 1.3 * long.mean_ttft_ms and short.mean_tpot_ms == long.mean_tpot_ms
+    assert short.mean_ttft_ms > 1.5 * long.mean_ttft_ms and short.mean_tpot_ms == long.mean_tpot_ms
     split, whole = (simulate(PLACED["hexgen2"], alone, Options(step_tokens=n)) for n in (128, 8192))
     assert split.mean_ttft_ms > whole.mean_ttft_ms
 
