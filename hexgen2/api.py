@@ -270,7 +270,8 @@ def simulate(
     policy : how colocated replicas mix the phases: "mixed" as the runtime, "chunked" as vLLM,
         "chunked-prefill-first" as SGLang, "inflight" as TensorRT-LLM, "prefill-first" as vLLM before chunked
         prefill (see hexgen2/simulator/batching.py)
-    step_tokens : most tokens in a step with prompts (vLLM's max_num_batched_tokens); 2048 if not given
+    step_tokens : most tokens in a step with prompts (vLLM's max_num_batched_tokens); the placement's if not
+        given
     max_batch : most requests that a replica decodes at a time (vLLM's max_num_seqs); the placement's if not
         given
     queue_limit : requests that may wait; further ones fail
@@ -297,7 +298,6 @@ def simulate(
     >>> list(r.to_dict())[:4]
     ['placement', 'cluster', 'model', 'requests']
     """
-    from cost_model.base import PREFILL_TOKENS
     from cost_model.files import written
     from hexgen2.simulator.options import Failure, Options, Replan
     from hexgen2.simulator.run import simulate as run
@@ -322,7 +322,7 @@ def simulate(
     placed = placed.model_copy(update={"goal": goal})
     lost = [Failure(at_s, replica) for replica, at_s in failures]
     following = [Replan(at_s, _following(each, placed)) for each, at_s in replans]
-    limits = step_tokens or PREFILL_TOKENS, max_batch, max_concurrency
+    limits = step_tokens, max_batch, max_concurrency
     options = Options(policy, queue_limit, lost, following, recover, 0.0, *limits)
     with written(Path(requests_out)) if requests_out else nullcontext() as stream:
         return run(placed, requests, options, stream, progress)

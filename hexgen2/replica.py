@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from cost_model.base import TensorGroup
+from cost_model.base import CHUNK_TOKENS, PREFILL_TOKENS, TensorGroup
 from cost_model.fields import Name, between
 from cost_model.hardware import NO_LINK, Accelerator, Link
+from cost_model.pipeline import PipelineSemantics
 from hexgen2.moves import Figure
 
 Role = Literal["prefill", "decode", "colocated"]
@@ -69,6 +70,24 @@ class Stage(_Strict):
         return TensorGroup(accelerator, self.tensor_parallel, link, *degrees)
 
 
+class EngineSettings(_Strict):
+    """How the engine of a replica fills its steps: chosen by the plan, obeyed by the simulator and the
+    runtime. Placements from before they were written down have these defaults.
+
+    step_tokens : most prompt tokens in a step
+    chunk_tokens : most prompt tokens in a step that also decodes
+    in_flight : most steps that are under way at the same time; None: one per pipeline stage
+    """
+
+    step_tokens: Count = PREFILL_TOKENS
+    chunk_tokens: Count = CHUNK_TOKENS
+    in_flight: Count | None = None
+
+    def steps_in_flight(self, semantics: PipelineSemantics, stages: int) -> int:
+        """Most steps under way at the same time in a replica of so many stages."""
+        return self.in_flight or (stages if semantics == "pipelined" else 1)
+
+
 class Replica(_Strict):
     """One copy of the model. capacity_req_s is what it can process alone (within the goal's targets, if the
     placement is to keep them), utilisation its share in use."""
@@ -79,6 +98,7 @@ class Replica(_Strict):
     max_batch: Count
     capacity_req_s: Figure
     utilisation: Figure = 0.0
+    engine: EngineSettings = EngineSettings()
 
     @property
     def gpus(self) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cost_model.base import CHUNK_TOKENS
 from runtime.routing.fair_queue import QUEUE_LIMIT
 
 BLOCK_TOKENS = 16
@@ -31,7 +30,7 @@ class EngineOptions:
     dtype : type of weights and KV cache on all workers; "auto": float32 as soon as one of them is a CPU, else
         that of the checkpoint
     block_tokens : tokens per block of the KV cache
-    chunk_tokens : most prompt tokens in a step that also decodes
+    chunk_tokens : most prompt tokens in a step that also decodes; None: the placement's
     reuse_prefixes : let prompts share the KV cache of a common prefix
     kv_transport : how workers send KV caches to each other; "auto": the fastest that both support
     emulate_links : move KV caches no faster than the placement's links would
@@ -40,7 +39,7 @@ class EngineOptions:
 
     dtype: str = "auto"
     block_tokens: int = BLOCK_TOKENS
-    chunk_tokens: int = CHUNK_TOKENS
+    chunk_tokens: int | None = None
     reuse_prefixes: bool = True
     kv_transport: str = "auto"
     emulate_links: bool = False

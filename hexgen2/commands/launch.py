@@ -146,7 +146,12 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
     click.Choice(DTYPES),
     "Data type of weights and KV caches. auto: float32 if any worker runs on a CPU, else the checkpoint's.",
 )
-@_engine("--chunk-tokens", click.IntRange(1), "Most prompt tokens in a step that also decodes.", metavar="N")
+@_engine(
+    "--chunk-tokens",
+    click.IntRange(1),
+    "Most prompt tokens in a step that also decodes.  [default: the placement's]",
+    metavar="N",
+)
 @_detail(
     "--prefix-caching/--no-prefix-caching",
     "reuse_prefixes",

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 import hexgen2
-from cost_model.base import PREFILL_TOKENS
 from cost_model.errors import InputError
 from hexgen2.commands.options import (
     PATH,
@@ -69,10 +68,8 @@ _fleet = options("What happens to the fleet")
 @_batching(
     "--step-tokens",
     type=click.IntRange(min=1),
-    default=PREFILL_TOKENS,
-    show_default=True,
     metavar="N",
-    help="Most tokens in a step with prompts (vLLM's max_num_batched_tokens).",
+    help="Most tokens in a step with prompts (vLLM's max_num_batched_tokens).  [default: the placement's]",
 )
 @_batching(
     "--max-batch",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cluster_specs.loader import resolve
 from cost_model.architecture import WeightType
-from cost_model.base import PREFILL_TOKENS, Phase
+from cost_model.base import Phase
 from cost_model.dtypes import SIXTEEN_BIT
 from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
@@ -202,7 +202,7 @@ def _of_replica(
     if replica.stages[0].expert_parallel > 1:
         arguments += ["--enable-expert-parallel"]
     if replica.role == "prefill":
-        arguments += ["--max-num-batched-tokens", str(max(PREFILL_TOKENS, requests))]
+        arguments += ["--max-num-batched-tokens", str(max(replica.engine.step_tokens, requests))]
     weights = placement.model.weight_type
     if weights not in SIXTEEN_BIT and around.checkpoint_weights not in (None, weights):
         arguments += ["--quantization", weights]

@@ -55,7 +55,9 @@ class StepTimes:
         self._kind_of = [self._kinds.index(group) for group in self.groups]
         self.hops = [_slowest(cluster, a, b) for a, b in itertools.pairwise(members)]
         self.costs, self.semantics, self.stages = costs, semantics, len(members)
-        self.in_flight = self.stages if semantics == "pipelined" else 1
+        self.in_flight = replica.engine.steps_in_flight(semantics, self.stages)
+        decodes = 1 if semantics == "literal" else self.stages
+        self._micro_batches = replica.engine.in_flight or decodes
         self._edges_s: dict[float, list[float]] = {}
         self._turns: dict[int, tuple[Line, ...]] = {}
         # Many steps are equal: requests of a workload have few lengths, and chunks of long prompts one size.
@@ -103,10 +105,6 @@ class StepTimes:
         walk = math.fsum((*stage_s, *hop_s)), math.fsum(context_s) / turns
         stages = ((turns * a, b) for a, b in zip(stage_s, context_s, strict=True))
         return _upper([walk, *stages, *((turns * a, 0.0) for a in hop_s)])
-
-    @property
-    def _micro_batches(self) -> int:
-        return 1 if self.semantics == "literal" else self.stages
 
     @cached_property
     def _alike_context_s(self) -> list[float]:

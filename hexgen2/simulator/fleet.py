@@ -12,7 +12,7 @@ from hexgen2.network.shared_links import SharedLinks
 from hexgen2.placement import Placement, Replica, Route
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 from hexgen2.prediction.step_times import StepTimes
-from hexgen2.simulator.batching import Batching
+from hexgen2.simulator.options import Options
 from hexgen2.simulator.transfers import RouteCost, binding, route_cost
 from runtime.routing.kv_budget import KvBudget, growth_tokens, kv_budgets
 
@@ -22,14 +22,14 @@ class Fleet:
 
     Parameters
     ----------
-    batching : how replicas fill their steps
+    options : of the simulation
     costs : the cost model; None: the one that the placement was planned with
     """
 
     def __init__(
-        self, placement: Placement, cluster: Cluster, batching: Batching, costs: CostModel | None = None
+        self, placement: Placement, cluster: Cluster, options: Options, costs: CostModel | None = None
     ) -> None:
-        self.placement, self._cluster, self._batching = placement, cluster, batching
+        self.placement, self._cluster, self._options = placement, cluster, options
         self.costs = costs or placement.costs()
         self._budgets = kv_budgets(placement)
 
@@ -38,8 +38,8 @@ class Fleet:
         places = replica.max_batch * self._in_flight_per_place(replica)
         groups = replica.attention_data_parallel
         if replica.role != "prefill":
-            places = self._batching.max_batch or places
-        if replica.role == "colocated" and self._batching.policy != "mixed":
+            places = self._options.max_batch or places
+        if replica.role == "colocated" and self._options.policy != "mixed":
             # Such a replica queues every request and does its own accounting; only a request that it could
             # never hold is rejected.
             room = kv_capacity_tokens(replica, self._cluster, self.costs)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model.base import PREFILL_TOKENS
-from hexgen2.placement import Placement
+from hexgen2.placement import Placement, Replica
 from hexgen2.simulator.batching import Batching, Policy
 
 
@@ -40,7 +39,7 @@ class Options:
         so far, as in the runtime; otherwise they fail
     front_end_s : seconds of overhead per request, from the client to the queue of a replica and back
     step_tokens : most tokens in a step with prompts, of prefill replicas as well (vLLM's
-        max_num_batched_tokens)
+        max_num_batched_tokens); None: as each replica's engine settings say
     max_batch : most requests of a replica that decodes (vLLM's max_num_seqs); None: as planned
     max_concurrency : most requests in flight (see clients.py); None: no limit
     gathered, look_steps : when replicas that decode turn to prompts (see batching.py)
@@ -52,19 +51,19 @@ class Options:
     replans: Sequence[Replan] = ()
     recover: bool = True
     front_end_s: float = 0.0
-    step_tokens: int = PREFILL_TOKENS
+    step_tokens: int | None = None
     max_batch: int | None = None
     max_concurrency: int | None = None
     gathered: int = 1
     look_steps: int = 1
 
-    @property
-    def batching(self) -> Batching:
-        """How replicas fill their steps."""
+    def batching(self, replica: Replica) -> Batching:
+        """How a replica fills its steps."""
         return Batching(
-            self.policy,
-            self.step_tokens,
+            "mixed" if replica.role == "decode" else self.policy,
+            self.step_tokens or replica.engine.step_tokens,
             self.max_batch,
+            replica.engine.chunk_tokens,
             gathered=self.gathered,
             look_steps=self.look_steps,
         )

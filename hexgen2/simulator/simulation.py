@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import chain, count
 from pathlib import Path
@@ -107,7 +107,7 @@ class Simulation:
         self._routes: dict[tuple[str, str], RouteCost] = {}
         self._changeover: Changeover | None = None
         self._held_back: list[_Request] = []
-        fleet = Fleet(placement, cluster, options.batching, costs)
+        fleet = Fleet(placement, cluster, options, costs)
         for replica in placement.replicas:
             self._add_replica(replica, replica.id, fleet)
         self._add_routes(fleet, {replica.id: replica.id for replica in placement.replicas})
@@ -163,17 +163,15 @@ class Simulation:
 
     def _add_replica(self, replica: Replica, name: str, fleet: Fleet) -> None:
         times, kv_budget = fleet.times(replica), fleet.kv_budget(replica)
+        batching = self.options.batching(replica)
         record = self.records.replicas[name]
         self.kv_budgets[name], self._running[name] = kv_budget, replica
         if replica.role == "prefill":
             calls = self.schedule, self._begun, self._computed
             self._prefill_replicas[name] = PrefillReplica(
-                self.options.step_tokens, times, kv_budget.kv_budget_tokens, record, *calls
+                batching.step_tokens, times, kv_budget.kv_budget_tokens, record, *calls
             )
             return
-        batching = self.options.batching
-        if replica.role == "decode":
-            batching = replace(batching, policy="mixed")
         lengths = self._isl, self._osl
         decoder = DecodeReplica(
             batching, times, *lengths, kv_budget, self.records, record, self.schedule, self._ended
@@ -372,7 +370,7 @@ class Simulation:
             placement, self._running, self.kv_budgets, lambda name: not self.kv_budgets[name].held
         )
         cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
-        self._next_fleet = Fleet(placement, cluster, self.options.batching)
+        self._next_fleet = Fleet(placement, cluster, self.options)
         self._add_routes(self._next_fleet, changeover.names)
         for name in changeover.retired:
             del self._running[name]

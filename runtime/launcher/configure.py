@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster_specs.loader import resolve
-from cost_model.base import PREFILL_TOKENS
 from cost_model.errors import InputError
+from cost_model.pipeline import PipelineSemantics
 from hexgen2.cluster import Cluster
 from hexgen2.devices import accelerators_of, is_cpu, split
 from hexgen2.placement import Placement, Replica
@@ -133,6 +133,7 @@ def configurations(
     budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}
     gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
     emulation, transport = None, options.kv_transport
+    semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
     if engine == EMULATED:
         emulation = Emulation(placement=placement.to_json().encode(), kv_scale=options.kv_scale)
         transport = _emulated_transport(transport)
@@ -156,8 +157,9 @@ def configurations(
             kv_budget_tokens=budgets[replica.id],
             block_tokens=block,
             max_batch=replica.max_batch,
-            max_prefill_tokens=PREFILL_TOKENS,
-            max_mixed_tokens=options.chunk_tokens,
+            max_prefill_tokens=replica.engine.step_tokens,
+            max_mixed_tokens=options.chunk_tokens or replica.engine.chunk_tokens,
+            steps_in_flight=replica.engine.steps_in_flight(semantics, len(replica.stages)),
             reuse_prefixes=options.reuse_prefixes,
             kv_transport=transport,
             kv_links=emulated.get(gpu, ()),

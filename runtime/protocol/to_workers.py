@@ -28,7 +28,8 @@ class Configure(Message, frozen=True):
     """First message to a new worker: who it is and what it holds. Workers are named by GPU id.
 
     The KV cache holds kv_budget_tokens, in whole blocks of block_tokens. A step runs at most
-    max_prefill_tokens prompt tokens, or max_mixed_tokens while requests decode. The worker computes with this
+    max_prefill_tokens prompt tokens, or max_mixed_tokens while requests decode, and up to steps_in_flight
+    steps are under way in the replica's pipeline at the same time. The worker computes with this
     many threads, on these CPU cores (none: any). kv_transport names how KV caches leave here ("auto": the
     best that both sides have); kv_links are the links of this worker to emulate. emulation is for the
     emulated engine only. Blocks reserved for a KV cache that never arrives are freed after kv_lease_s.
@@ -47,6 +48,7 @@ class Configure(Message, frozen=True):
     max_batch: int
     max_prefill_tokens: int
     max_mixed_tokens: int
+    steps_in_flight: int
     reuse_prefixes: bool
     host: str
     secret: str

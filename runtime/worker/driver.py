@@ -54,7 +54,7 @@ class Driver:
             max_batch=config.max_batch,
             max_prefill_tokens=config.max_prefill_tokens,
             max_mixed_tokens=config.max_mixed_tokens,
-            stages=len(config.stages),
+            in_flight=config.steps_in_flight,
             pool=self._pool,
         )
         self._unacknowledged: dict[str, tuple[set[str], int]] = {}

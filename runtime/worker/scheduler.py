@@ -46,8 +46,8 @@ class Scheduler:
     max_batch : requests that decode together, over all steps in flight
     max_prefill_tokens : prompt tokens in one step
     max_mixed_tokens : prompt tokens in one step while requests decode, which these delay
-    stages : pipeline depth, and so the number of steps in flight. A request decodes in one of them; chunks of
-        a prompt follow each other
+    in_flight : most steps under way at the same time, one per pipeline stage or more. A request decodes in
+        one of them; chunks of a prompt follow each other
     pool : blocks of the KV cache; expected requests hold theirs already
 
     Notes
@@ -57,11 +57,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, max_batch: int, max_prefill_tokens: int, max_mixed_tokens: int, stages: int, pool: BlockPool
+        self,
+        *,
+        max_batch: int,
+        max_prefill_tokens: int,
+        max_mixed_tokens: int,
+        in_flight: int,
+        pool: BlockPool,
     ) -> None:
         self._max_batch = max_batch
         self._max_prefill_tokens, self._max_mixed_tokens = max_prefill_tokens, max_mixed_tokens
-        self._stages, self._pool = stages, pool
+        self._most_in_flight, self._pool = in_flight, pool
         self._requests: dict[str, ScheduledRequest] = {}
         self._waiting: deque[ScheduledRequest] = deque()
         self._joining: deque[ScheduledRequest] = deque()
@@ -154,7 +160,7 @@ class Scheduler:
 
     def next_step(self) -> Step | None:
         """The next step to run; None while the pipeline is full or no request is ready."""
-        if len(self._in_flight) >= self._stages:
+        if len(self._in_flight) >= self._most_in_flight:
             return None
         self._admit_landed()
         batch = [(request, 1) for request in self._decodes()]
@@ -244,11 +250,11 @@ class Scheduler:
         return sum(not request.target for request in self._running.values())
 
     def _decodes(self) -> list[ScheduledRequest]:
-        """The requests that decode in this step, one stage's share of all; each has a slot for its token."""
+        """The requests that decode in this step, its share of all; each has a slot for its token."""
         ready = [
             r for r in self._running.values() if r.to_run == 1 and not (r.steps or r.target or r.cancelled)
         ]
-        share = -(-self._occupied() // self._stages)
+        share = -(-self._occupied() // self._most_in_flight)
         chosen: list[ScheduledRequest] = []
         for request in ready[:share]:
             if request.state is State.RUNNING and self._grow(request):

@@ -149,7 +149,7 @@ class Cluster:
                         replica=name,
                         stages=stages,
                         checkpoint=str(self.checkpoint),
-                        **self.settings,
+                        **{"steps_in_flight": len(stages), **self.settings},
                     )
                 )
         for worker in started:

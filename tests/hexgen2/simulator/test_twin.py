@@ -49,7 +49,7 @@ class Reference:
             max_batch=places,
             max_prefill_tokens=PREFILL,
             max_mixed_tokens=MIXED,
-            stages=times.stages,
+            in_flight=times.in_flight,
             pool=self.pool,
         )
         self.clock, self.token_s, self.steps, self.odd = Clock(), dict[int, list[float]](), [], False

@@ -35,6 +35,7 @@ CRAMPED: dict[str, Any] = {
     "block_tokens": 4,
     "max_prefill_tokens": 24,
     "max_mixed_tokens": 8,
+    "steps_in_flight": 3,
     "kv_budget_tokens": 480,
     "patient": True,
 }

@@ -33,6 +33,7 @@ class Side:
             max_mixed_tokens=16,
             reuse_prefixes=True,
             stages=("one",),
+            steps_in_flight=1,
             kv_lease_s=300.0,
         )
         executor = SimpleNamespace(

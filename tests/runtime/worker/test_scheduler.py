@@ -28,7 +28,7 @@ def make(
 ) -> tuple[Scheduler, BlockPool]:
     pool = BlockPool(blocks, SIZE, reuse)
     scheduler = Scheduler(
-        max_batch=max_batch, max_prefill_tokens=chunk, max_mixed_tokens=mixed, stages=stages, pool=pool
+        max_batch=max_batch, max_prefill_tokens=chunk, max_mixed_tokens=mixed, in_flight=stages, pool=pool
     )
     return scheduler, pool
 
