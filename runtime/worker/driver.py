@@ -1,4 +1,8 @@
-"""The driver of a replica: takes requests, makes steps of them for all executors, answers the front end."""
+"""The driver of a replica: takes requests, makes steps of them for all executors, answers the front end.
+
+In a pipeline it has a thread of its own: while this worker computes its stage of one step, results of earlier
+steps come back from the last stage, and their tokens are not to wait for this stage.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import queue
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 from runtime.engine.faults import describe, of_replica
@@ -25,17 +30,28 @@ from runtime.worker.scheduler import Completed, Scheduler
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class StageFree:
+    """This worker's own executor has run its stage of a step, and can take the next one."""
+
+
+Inbox = queue.SimpleQueue[Message | Reservation | StageFree]
+Own = queue.SimpleQueue[Step | Release]
+
+
 class Driver:
     """Handles the requests of one replica, in the first worker of its first stage.
 
     `reserve` and `acknowledge` run in reader threads, so that a reservation never waits for a step. All else
-    happens in `run`, in the main thread, in the order of the inbox.
+    happens in `run`, in one thread, in the order of the inbox.
 
     Parameters
     ----------
     executor : this worker's own
     others : connections to the replica's other workers, by name
     inbox : messages of the front end and the executors, and reservations
+    own : what the main thread is to run on this worker, where the driver has another thread; the answer to a
+        step is StageFree. None: steps run in `run`
     """
 
     def __init__(
@@ -43,9 +59,11 @@ class Driver:
         executor: Executor,
         front_end: Connection,
         others: dict[str, Connection],
-        inbox: queue.SimpleQueue[Message | Reservation],
+        inbox: Inbox,
+        own: Own | None = None,
     ) -> None:
         self._executor, self._front_end, self._others, self._inbox = executor, front_end, others, inbox
+        self._own, self._stage_free = own, True
         config = executor.config
         self._replica = config.replica
         self._workers = len(others) + 1
@@ -119,12 +137,12 @@ class Driver:
             del self._unacknowledged[request_id]
         self._front_end.send(Reserved(request_id=request_id, ok=True, cached_tokens=cached))
 
-    # -- main thread
+    # -- the driver's thread
 
     def run(self) -> NoReturn:
         """Run steps until the process ends."""
         while True:
-            step = self._scheduler.next_step()
+            step = self._scheduler.next_step() if self._stage_free else None
             faults = self._scheduler.take_faults()
             for request_id, why in faults.items():
                 self._fail(request_id, why, fault=False)
@@ -135,14 +153,21 @@ class Driver:
                     self._handle(self._inbox.get(timeout=self._leases.next_s()))
             else:
                 self._broadcast(step)
-                if result := self._executor.execute(step):
-                    self._complete(result)
+                self._execute(step)
             while not self._inbox.empty():
                 self._handle(self._inbox.get())
             for request_id in self._leases.over():
                 self._expire(request_id)
 
-    def _handle(self, message: Message | Reservation) -> None:
+    def _execute(self, step: Step) -> None:
+        """Run this worker's stage of a step, or let the main thread do so."""
+        if self._own is not None:
+            self._stage_free = False
+            self._own.put(step)
+        elif result := self._executor.execute(step):
+            self._complete(result)
+
+    def _handle(self, message: Message | Reservation | StageFree) -> None:
         """Handle a message; if that raises, only the request that the message is about fails."""
         try:
             self._dispatch(message)
@@ -153,8 +178,10 @@ class Driver:
             log.exception("handling %s failed", type(message).__name__, extra=about(attempt=request_id))
             self._fail(request_id, describe(error), fault=False)
 
-    def _dispatch(self, message: Message | Reservation) -> None:
+    def _dispatch(self, message: Message | Reservation | StageFree) -> None:
         match message:
+            case StageFree():
+                self._stage_free = True
             case Reservation():
                 self._scheduler.expect(message)
                 self._leases.begin(message.request_id)
@@ -302,9 +329,15 @@ class Driver:
         request_ids = tuple(request_ids)
         if not request_ids:
             return
-        self._broadcast(Release(request_ids=request_ids))
+        release = Release(request_ids=request_ids)
+        self._broadcast(release)
         for request_id in request_ids:
-            self._executor.release(request_id)
+            if self._own is None:
+                self._executor.release(request_id)
+            else:
+                self._executor.silence(request_id)
+        if self._own is not None:
+            self._own.put(release)
 
     def _released(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

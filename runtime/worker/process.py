@@ -1,7 +1,8 @@
 """The worker process of one GPU, from its first message to its last.
 
-Threads: the main thread computes, each socket has a reader, each KV destination a sender. The process ends at
-once on Shutdown, or when the parent's end of the control socket closes, whatever is running.
+Threads: the main thread computes, each socket has a reader, each KV destination a sender. A driver runs in
+the main thread too, but in a pipeline in one of its own. The process ends at once on Shutdown, or when the
+parent's end of the control socket closes, whatever is running.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from runtime.protocol.from_workers import Failed, Listening, Pong, Ready
 from runtime.protocol.handshake import PendingHandshakes, connect
 from runtime.protocol.message import PROTOCOL_VERSION, Message
 from runtime.protocol.to_workers import Configure, Connect, Ping, ReserveKv, Shutdown
-from runtime.worker.driver import Driver
+from runtime.worker.driver import Driver, Inbox, Own, StageFree
 from runtime.worker.executor import Executor, credentials
-from runtime.worker.scheduled_request import Reservation
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class _Worker:
     def __init__(self, config: Configure, control: Connection) -> None:
         self.config, self.control = config, control
         self.rank = Rank.find(config.stages, config.worker)
-        self.inbox: queue.SimpleQueue[Message | Reservation] = queue.SimpleQueue()
+        self.inbox: Inbox = queue.SimpleQueue()
+        self.own: Own = queue.SimpleQueue()
         self.engine: Engine | None = None
         self.executor: Executor | None = None
         self.driver: Driver | None = None
@@ -108,14 +109,17 @@ class _Worker:
         self._meet(addresses)
         engine.join(addresses)
         if rank.is_driver:
-            self.driver = Driver(self.executor, self.control, self.others, self.inbox)
+            own = self.own if len(config.stages) > 1 else None
+            self.driver = Driver(self.executor, self.control, self.others, self.inbox, own)
         else:
             self._start("driver", self._read_driver)
         gc.collect()
         gc.freeze()  # these objects stay; collecting them again would stop a step for a tenth of a second
         self.control.send(Ready(worker=config.worker, load_s=load_s, weight_bytes=engine.weight_bytes))
-        if self.driver is not None:
+        if self.driver is not None and len(config.stages) == 1:
             self.driver.run()
+        if self.driver is not None:
+            self._start("driver", self.driver.run)
         self._follow(self.executor)
 
     def die(self, error: Exception) -> NoReturn:
@@ -142,10 +146,14 @@ class _Worker:
             self._all_here.wait()
 
     def _follow(self, executor: Executor) -> NoReturn:
+        """Run the driver's steps."""
         while True:
-            match self.inbox.get():
+            match self.own.get():
                 case Step() as step:
-                    if result := executor.execute(step):
+                    result = executor.execute(step)
+                    if self.driver is not None:
+                        self.inbox.put(StageFree())
+                    elif result is not None:
                         self._report(result)
                 case Release(request_ids=request_ids):
                     for request_id in request_ids:
@@ -203,7 +211,8 @@ class _Worker:
             if isinstance(message, Release):
                 for request_id in message.request_ids:
                     self.executor.silence(request_id)
-            self.inbox.put(message)
+            if isinstance(message, Step | Release):
+                self.own.put(message)
         raise ConnectionError("the replica's driver is gone")
 
     def _read_executor(self, name: str, connection: Connection) -> None:

@@ -2,26 +2,30 @@
 
 import queue
 import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
 
-from runtime.protocol.between_workers import ExpectKv, Release
+from runtime.protocol.between_workers import ExpectKv, Release, StepResult
 from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import Released, Reserved
-from runtime.protocol.to_workers import Cancel, ReserveKv
-from runtime.worker.driver import Driver
+from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Cancel, Prefill, ReserveKv
+from runtime.worker.driver import Driver, StageFree
 
 BLOCKS, SIZE = 10, 4
+LIMIT_S = 30.0
 REQUEST = ReserveKv(request_id="r0", prompt=(1,) * 6, capacity_tokens=12)
 READY = Reserved(request_id="r0", ok=True)
 RELEASED = Released(request_id="r0", replica="d", free_blocks=BLOCKS)
 
 
 class Side:
-    """A driver with one other executor; the test plays their threads."""
+    """A driver with one other executor; the test plays their threads. With two stages, it plays the main
+    thread as well, which takes its steps from `own`."""
 
-    def __init__(self):
+    def __init__(self, stages=1):
         ours, theirs = socket.socketpair()
         self.front_end, self.sent, self.inbox = Connection(ours), [], queue.SimpleQueue()
         self.silenced = []
@@ -32,8 +36,8 @@ class Side:
             max_prefill_tokens=64,
             max_mixed_tokens=16,
             reuse_prefixes=True,
-            stages=("one",),
-            steps_in_flight=1,
+            stages=("stage",) * stages,
+            steps_in_flight=stages,
             kv_lease_s=300.0,
         )
         executor = SimpleNamespace(
@@ -42,9 +46,11 @@ class Side:
             spec=SimpleNamespace(position_limit=None, vocab=50),
             expect=lambda _: None,
             release=self.silenced.append,
+            silence=self.silenced.append,
         )
         other = SimpleNamespace(send=self.sent.append)
-        self.driver = Driver(executor, Connection(theirs), {"d/1": other}, self.inbox)
+        self.own = queue.SimpleQueue() if stages > 1 else None
+        self.driver = Driver(executor, Connection(theirs), {"d/1": other}, self.inbox, self.own)
 
     def handle_inbox(self):
         while not self.inbox.empty():
@@ -128,3 +134,35 @@ def test_without_free_blocks_a_reservation_is_refused_until_some_come_back():
         READY,
         RELEASED,
     ]
+
+
+def test_in_a_pipeline_tokens_go_out_while_the_first_stage_computes():
+    side = Side(stages=2)
+    side.front_end.stream.settimeout(LIMIT_S)
+    threading.Thread(target=side.driver.run, daemon=True).start()
+    steps = []
+
+    def takes_step() -> tuple[str, ...]:
+        steps.append(side.own.get(timeout=LIMIT_S))
+        return tuple(each.request_id for each in steps[-1].sequences)
+
+    for name in ("r0", "r1"):
+        sampling = Sampling(max_tokens=2, ignore_eos=True)
+        side.inbox.put(Prefill(request_id=name, prompt=(1,) * 6, sampling=sampling, target=""))
+        assert takes_step() == (name,)
+        if name == "r0":
+            side.inbox.put(StageFree())
+    # The first stage still computes the second step when the first one comes back from the last stage.
+    side.inbox.put(StepResult(step=steps[0].step, tokens=(7,)))
+    (output,) = side.front_end.receive().outputs
+    assert (output.request_id, output.token) == ("r0", 7)
+    # The next step waits for the first stage, so that it also has what arrives until then.
+    side.inbox.put(Prefill(request_id="r2", prompt=(1,) * 6, sampling=Sampling(max_tokens=2), target=""))
+    assert side.own.empty()
+    side.inbox.put(StageFree())
+    assert takes_step() == ("r0", "r2")
+    # What is released leaves this worker in order with its steps, and at once for KV caches that arrive.
+    side.inbox.put(StepResult(step=steps[2].step, tokens=(8, 9)))
+    assert side.own.get(timeout=LIMIT_S) == Release(request_ids=("r0",))
+    assert side.silenced == ["r0"]
+    assert side.sent == [*steps, Release(request_ids=("r0",))]
