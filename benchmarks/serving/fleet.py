@@ -88,9 +88,10 @@ def make_placement(
 
 
 @contextmanager
-def launched(placement: Path, model: Path, *options: str) -> Iterator[tuple[str, psutil.Process]]:
-    """The URL of a running `hexgen2 launch`, and its process."""
-    command = [COMMAND, "launch", str(placement), "--model-path", str(model), "--port", "0", *options]
+def launched(placement: Path, model: Path | None, *options: str) -> Iterator[tuple[str, psutil.Process]]:
+    """The URL of a running `hexgen2 launch`, and its process; without a model, its engine is emulated."""
+    engine = ["--model-path", str(model)] if model else ["--engine", "emulated"]
+    command = [COMMAND, "launch", str(placement), *engine, "--port", "0", *options]
     with tempfile.TemporaryFile("w+") as log:
         server = psutil.Popen(command, stderr=log, start_new_session=True)
         try:

@@ -21,7 +21,7 @@ from hexgen2.workload.requests import Requests
 
 ASSUMPTIONS = [
     "times are those of the cost model; the front end and the network's own delays take none",
-    "decode steps of a pipeline go round evenly, a request joins at the next turn",
+    "steps of a decode pipeline go round evenly, a request joins at the next turn",
     "transfers that share a link have equal shares of it",
     "KV cache is counted in tokens, not in blocks; prompts have no common beginnings",
 ]

@@ -25,6 +25,7 @@ from hexgen2.simulator.clients import Clients
 from hexgen2.simulator.decode_replica import DecodeReplica
 from hexgen2.simulator.fleet import Fleet, LiveKvBudget
 from hexgen2.simulator.options import Options
+from hexgen2.simulator.pipelined_replica import PipelinedReplica
 from hexgen2.simulator.prefill_replica import PrefillReplica
 from hexgen2.simulator.prompt_queue import Chunk
 from hexgen2.simulator.records import Records
@@ -103,6 +104,7 @@ class Simulation:
         self.kv_budgets: dict[str, KvBudget] = {}
         self._prefill_replicas: dict[str, PrefillReplica] = {}
         self._decode_replicas: dict[str, DecodeReplica] = {}
+        self._colocated_replicas: dict[str, DecodeReplica | PipelinedReplica] = {}
         self._running: dict[str, Replica] = {}
         self._routes: dict[tuple[str, str], RouteCost] = {}
         self._changeover: Changeover | None = None
@@ -167,16 +169,20 @@ class Simulation:
         record = self.records.replicas[name]
         self.kv_budgets[name], self._running[name] = kv_budget, replica
         if replica.role == "prefill":
-            calls = self.schedule, self._begun, self._computed
-            self._prefill_replicas[name] = PrefillReplica(
-                batching.step_tokens, times, kv_budget.kv_budget_tokens, record, *calls
+            budget, steps = kv_budget.kv_budget_tokens, (self.schedule, self._begun, self._computed)
+            self._prefill_replicas[name] = PrefillReplica(batching.step_tokens, times, budget, record, *steps)
+            return
+        lengths, calls = (self._isl, self._osl), (self.schedule, self._ended)
+        if replica.role == "colocated" and batching.policy == "mixed" and times.in_flight > 1:
+            self._colocated_replicas[name] = PipelinedReplica(
+                batching, times, *lengths, kv_budget, self.records, record, *calls
             )
             return
-        lengths = self._isl, self._osl
-        decoder = DecodeReplica(
-            batching, times, *lengths, kv_budget, self.records, record, self.schedule, self._ended
-        )
-        self._decode_replicas[name] = decoder
+        decoder = DecodeReplica(batching, times, *lengths, kv_budget, self.records, record, *calls)
+        if replica.role == "colocated":
+            self._colocated_replicas[name] = decoder
+        else:
+            self._decode_replicas[name] = decoder
         if isinstance(kv_budget, LiveKvBudget):
             kv_budget.grown, kv_budget.grown_at_most = lambda: decoder.grown(self.now), decoder.grown_at_most
 
@@ -220,7 +226,7 @@ class Simulation:
         self.kv_budgets[route.prefill].hold(index, tokens)
         if route.colocated:
             request.phase = "decode"
-            self._decode_replicas[route.decode].submit(index, self.now, request.made)
+            self._colocated_replicas[route.decode].submit(index, self.now, request.made)
             return
         if not request.one_token:
             self.kv_budgets[route.decode].hold(index, tokens)
@@ -298,11 +304,12 @@ class Simulation:
 
     def _lose(self, now: float, name: str) -> None:
         """Lose a replica: its requests restart or fail, and the router continues without it."""
-        made = {}
-        if name in self._decode_replicas:
-            made = dict(self._decode_replicas[name].lose(now))
-        else:
+        made = dict[int, int]()
+        if name in self._prefill_replicas:
             self._prefill_replicas[name].lose()
+        else:
+            decoder = self._decode_replicas.get(name) or self._colocated_replicas[name]
+            made = dict(decoder.lose(now))
         self._running.pop(name, None)
         stranded = self._admission.lose(name, f"{name} is lost")
         victims = [r for r in self._active.values() if self._needs(r, name)]

@@ -118,9 +118,11 @@ class StepResult(Message, frozen=True):
 
 
 class Passed(Message, frozen=True):
-    """Emulated pipeline stage to the next one: the activations of this step have left."""
+    """Emulated pipeline stage to the next one: the activations of this step have left, so many seconds later
+    than the stage's time says."""
 
     step: int
+    late_s: float = 0.0
 
 
 class KvLanded(Message, frozen=True):

@@ -2,6 +2,10 @@
 
 All else is real: scheduler, blocks, pipeline, KV transfers over links as fast as the placement's. Of the
 sampling rules only the seed has an effect, and no token ends the text by itself.
+
+A sleep ends late, by some tenths of a millisecond or by more where other programs have the processor. So that
+this does not add up over stages and steps, a stage begins as if the one before, and its own last step, had
+ended in time.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ from runtime.protocol.to_workers import Configure, Connect
 
 _SHORTEST_S = 0.001
 """The engine does not sleep for a single layer that takes less."""
+_NEXT_S = 0.005
+"""A step that begins so soon after the last one waited for it, and not for a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class EmulatedEngine(Engine):
         self._hops = Hops(config, rank)
         self._seeds: dict[str, tuple[int, bool]] = {}
         self._faults = Faults()
+        self._ended_s = self._late_s = 0.0
 
     def load(self) -> None:
         config, rank, emulation = self._config, self._rank, self._config.emulation
@@ -90,15 +97,19 @@ class EmulatedEngine(Engine):
         self._faults.forget(request_id)
 
     def run(self, step: Step, tables: Mapping[str, list[int]], on_layer: OnLayer | None) -> StepResult | None:
+        begun_s = time.monotonic()
+        if begun_s - self._ended_s < _NEXT_S:
+            begun_s -= self._late_s
         stage_s, hop_s = self._times.step(work_of(step, self._window))
         index = self._rank.stage_index
-        begun_s = time.monotonic()
         if not self._rank.is_first:
-            begun_s = max(self._hops.wait(step.step) + hop_s[index - 1], time.monotonic())
+            begun_s = max(self._hops.wait(step.step) + hop_s[index - 1], begun_s)
         last = [self._write(each.tokens, each.position, tables[each.request_id]) for each in step.sequences]
         self._pass_layers(begun_s, stage_s[index], on_layer)
+        self._ended_s = time.monotonic()
+        self._late_s = self._ended_s - begun_s - stage_s[index]
         if not self._rank.is_last:
-            self._hops.pass_on(step.step)
+            self._hops.pass_on(step.step, self._late_s)
             return None
         if not self._rank.samples:
             return None

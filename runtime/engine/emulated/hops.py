@@ -44,17 +44,17 @@ class Hops:
         ConnectionError : that stage is gone, which ends the replica
         """
         while isinstance(message := connection.receive(), Passed):
-            self._arrived.put((message.step, time.monotonic()))
+            self._arrived.put((message.step, time.monotonic() - message.late_s))
         raise ConnectionError("the previous pipeline stage is gone")
 
     def wait(self, step: int) -> float:
-        """Wait for a step's activations; returns when they came (time.monotonic)."""
+        """Wait for a step's activations; returns when they came (time.monotonic), had they left in time."""
         found, arrived_s = self._arrived.get()
         if found != step:
             raise ConnectionError(f"the previous pipeline stage sent step {found}, not {step}")
         return arrived_s
 
-    def pass_on(self, step: int) -> None:
-        """Send a step's activations to the next stage."""
+    def pass_on(self, step: int, late_s: float) -> None:
+        """Send a step's activations to the next stage, so much later than planned."""
         for connection in self._next:
-            connection.send(Passed(step=step))
+            connection.send(Passed(step=step, late_s=late_s))

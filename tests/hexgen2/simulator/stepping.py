@@ -11,6 +11,7 @@ import numpy as np
 from cost_model.base import Work
 from hexgen2.simulator.batching import Batching, Policy
 from hexgen2.simulator.decode_replica import DecodeReplica
+from hexgen2.simulator.pipelined_replica import PipelinedReplica
 from hexgen2.simulator.records import Records, ReplicaRecord
 from hexgen2.workload.requests import Requests
 from runtime.routing.kv_budget import KvBudget
@@ -66,8 +67,7 @@ def engine_of(
     budget, record = KvBudget(kv_tokens, places), ReplicaRecord()
     if isinstance(batching, str):
         batching = Batching(batching)
-    lengths = isl.tolist(), osl.tolist()
-    engine = DecodeReplica(
-        batching, times or Times(), *lengths, budget, records, record, clock.schedule, records.ended
-    )
+    lengths, times = (isl.tolist(), osl.tolist()), times or Times()
+    kind = DecodeReplica if times.in_flight == 1 else PipelinedReplica
+    engine = kind(batching, times, *lengths, budget, records, record, clock.schedule, records.ended)
     return engine, clock, records, record

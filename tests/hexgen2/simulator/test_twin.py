@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pytest import approx
@@ -130,6 +129,7 @@ ROWS = st.lists(LENGTHS, min_size=1, max_size=10).map(
 LANDS_AFTER_WHAT_IS_PREEMPTED = [
     (units * UNIT_S, 1, osl) for units, osl in ((0.25, 11), (0.5, 7), (59.5, 2), (59.75, 2))
 ]
+ONE_TOKEN_IS_LEFT_OF_A_PROMPT = [(UNIT_S / 4, 25, 3), (UNIT_S / 2, 4, 9), (UNIT_S, 17, 2)]
 SENT_AS_A_STEP_ENDS = [((k + 1) * UNIT_S / 4, isl, 2) for k, isl in enumerate((49, 1, 1, 22, 24, 25, 27))]
 MANY = settings(max_examples=70, deadline=None)
 
@@ -194,22 +194,23 @@ def test_a_prefill_replica_makes_every_step_that_the_runtime_makes(rows, stages,
     assert found == {k: approx(token_s[0]) for k, token_s in reference.token_s.items()}
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_a_pipeline_that_decodes_is_close_to_what_the_runtime_makes_of_it(stages):
-    """The simulator assumes that all in-flight steps advance together, which is only approximately right."""
-    rng = np.random.default_rng(0)
-    arrival_s = np.cumsum(rng.exponential(1.0, size=200))
-    rows = [(at, int(rng.integers(1, 61)), int(rng.integers(2, 41))) for at in arrival_s]
-    engine, clock, records, _ = engine_of(rows, 9999, 16, BATCHING, Times(stages, UNIT_S))
-    reference = Reference(Times(stages, UNIT_S), 9999, 16)
+@MANY
+@given(ROWS, st.integers(2, 4), st.integers(1, 6), st.integers(100, 250))
+@example(ONE_TOKEN_IS_LEFT_OF_A_PROMPT, 2, 3, 100)
+def test_a_colocated_pipeline_makes_every_step_that_the_runtime_makes(rows, stages, places, kv_tokens):
+    """Chunks of a prompt follow each other while others decode; each step has its share of the decodes."""
+    times = Times(stages, UNIT_S)
+    engine, clock, records, record = engine_of(rows, kv_tokens, places, BATCHING, times)
+    reference = Reference(times, kv_tokens, places)
     for k, (at, isl, osl) in enumerate(rows):
         clock.schedule(at, lambda now, k: engine.submit(k, now), k)
         reference.prefill(at, k, isl, osl)
     clock.run()
     reference.run()
-    first_s, end_s = (np.array([reference.token_s[k][i] for k in range(200)]) for i in (0, -1))
-    for ours, theirs in (
-        (records.first_s - arrival_s, first_s - arrival_s),
-        (records.end_s - arrival_s, end_s - arrival_s),
-    ):
-        assert ours.mean() == approx(theirs.mean(), rel=0.15)
+    token_s = [reference.token_s[k] for k in range(len(rows))]
+    assert records.first_s.tolist() == approx([times[0] for times in token_s])
+    assert records.end_s.tolist() == approx([times[-1] for times in token_s])
+    assert record.preemptions == reference.scheduler.preemptions
+    gaps = np.repeat(records.gap_s, records.gaps)
+    assert np.sort(gaps) == approx(np.sort(np.concatenate([np.diff(times) for times in token_s])))
+    assert record.requests == len(rows) and record.peak_running <= places
