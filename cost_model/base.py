@@ -77,13 +77,13 @@ class StageMemory:
     per_layer_request: float
     per_request: float
 
-    def needed(self, layers: int, batch: int) -> float:
+    def needed(self, layers: int, batch: float) -> float:
         """Bytes on each device for this many layers and concurrent requests."""
         return (
             self.fixed + layers * (self.per_layer + batch * self.per_layer_request) + batch * self.per_request
         )
 
-    def max_layers(self, batch: int) -> int:
+    def max_layers(self, batch: float) -> int:
         """The most layers that fit together with `batch` requests, 0 if none: the inverse of `needed`."""
         room = self.limit - self.fixed - batch * self.per_request
         return max(0, int(room // (self.per_layer + batch * self.per_layer_request)))
@@ -153,6 +153,11 @@ class CostModel(ABC):
             tokens = batch * self.isl
             return Work(tokens, tokens * self._prompt_attended, 0.0, 0.0, batch)
         return Work(0.0, 0.0, batch, batch * self._context, batch)
+
+    def mixed_work(self, chunk: float, decodes: float) -> Work:
+        """The mean work of a step with a chunk, `chunk` prompts' tokens long, beside so many decodes."""
+        prompt, rest = self.work("prefill", chunk), self.work("decode", decodes)
+        return Work(*(a + b for a, b in zip(prompt, rest, strict=True)))
 
     @cached_property
     def _prompt_attended(self) -> float:
@@ -224,5 +229,5 @@ class CostModel(ABC):
         """Bytes of one token's activations between two layers: what a pipeline hop carries."""
 
     @abstractmethod
-    def prefill_batch(self) -> int:
-        """Prompts per prefill step of a busy replica."""
+    def prefill_batch(self) -> float:
+        """Prompts per prefill step of a busy replica; below 1 where a prompt takes several steps."""

@@ -138,8 +138,8 @@ class Calibrated(CostModel):
     def kv_to_every_rank(self) -> bool:
         return self.model.latent is not None
 
-    def prefill_batch(self) -> int:
-        return max(1, int(PREFILL_TOKENS // self.isl))
+    def prefill_batch(self) -> float:
+        return PREFILL_TOKENS / self.isl
 
     @property
     def activation_bytes_per_token(self) -> float:

@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 PipelineSemantics = Literal["literal", "pipelined", "paper_optimistic"]
+CHUNKS = (512, 1024, 2048)
+"""Tokens of a prompt in a mixed step of a colocated replica that are worth trying."""
+_EXACT = 1 - 1e-9
+"""Sums of equal stage times may exceed a multiple by rounding."""
 PIPELINE_SEMANTICS: tuple[str, ...] = get_args(PipelineSemantics)
 
 
@@ -56,17 +60,43 @@ def prefill_batches_held(semantics: PipelineSemantics, stages: int) -> int:
     return (stages if semantics == "pipelined" else 1) + 1
 
 
-def prefill_pace(
-    semantics: PipelineSemantics, stage_s: Sequence[float], hop_s: Sequence[float], batch: float
-) -> Pace:
-    """Pace of a prefill replica whose stages take stage_s for `batch` prompts and whose hops hop_s.
+def prompts_held(batch: float, steps: int) -> float:
+    """Prompts whose KV caches a prefill replica holds for so many steps of `batch` prompts: one for each step
+    at least, since a prompt has all of its memory while parts of it are computed."""
+    return max(1.0, batch) * steps
 
-    Latency is the sum of all. Requests/s are batch / latency (Appendix A), but batch / slowest stage or hop
-    where stages work on batches of their own ("pipelined").
+
+def steps_to_fill(stage_s: Sequence[float], hop_s: Sequence[float]) -> int:
+    """How many steps must be in flight so that the slowest stage or hop never waits for one: at least one
+    for each stage, and more where hops take time."""
+    filling = math.fsum((*stage_s, *hop_s)) / max(*stage_s, *hop_s, 0.0)
+    return max(len(stage_s), math.ceil(filling * _EXACT))
+
+
+def prefill_pace(
+    semantics: PipelineSemantics,
+    stage_s: Sequence[float],
+    hop_s: Sequence[float],
+    batch: float,
+    in_flight: int | None = None,
+) -> Pace:
+    """Pace of a prefill replica whose stages take stage_s for a step of `batch` prompts and whose hops hop_s.
+
+    Requests/s are batch / sum of all (Appendix A), but batch / slowest stage or hop where stages work on
+    steps of their own ("pipelined"); with only so many steps in flight, at most that many per sum of all.
+    Latency is the sum of all.
     """
-    latency = math.fsum((*stage_s, *hop_s))
-    period = max(*stage_s, *hop_s, 0.0) if semantics == "pipelined" else latency
-    return Pace(batch / period, latency)
+    walk = math.fsum((*stage_s, *hop_s))
+    period = walk
+    if semantics == "pipelined":
+        period = max(*stage_s, *hop_s, 0.0, walk / in_flight if in_flight else 0.0)
+    return Pace(batch / period, walk)
+
+
+def prompt_s(pace: Pace, batch: float) -> float:
+    """Seconds of a mean prompt on a prefill replica of that pace, whose steps hold `batch` prompts: one step,
+    or several that follow each other."""
+    return pace.latency_s + max(0.0, 1 - batch) / pace.capacity_req_s
 
 
 def decode_pace(
@@ -91,6 +121,41 @@ def decode_pace(
     return Pace(under_way(semantics, batch, stages) / (cycle * osl), cycle)
 
 
+def mixed_request_s(mixed_s: float, decode_s: float, chunk: float, decodes: float, osl: float) -> float:
+    """Seconds that a request takes on a stage or hop of a colocated replica: 1 / chunk mixed steps in the
+    place of decode steps, and osl / decodes decode steps in all (see mixed_pace)."""
+    return (mixed_s - decode_s) / chunk + osl * decode_s / decodes
+
+
+def mixed_decodes(batch: float, stages: int, chunk: float, osl: float) -> float:
+    """Requests that decode in each stage of a colocated replica that holds `batch` requests, whose steps
+    have room for chunks of `chunk` prompts: at most so many that their prompts keep up with their ends."""
+    return min(batch / stages, osl * chunk)
+
+
+def mixed_pace(mixed: PhaseTimes, decode: PhaseTimes, decodes: float, osl: float) -> Pace:
+    """Pace of a colocated replica whose prompts are computed in chunks beside decodes (mixed steps).
+
+    The busiest stage or hop sets the pace (mixed_request_s); and a request's tokens follow one another no
+    faster than a step passes through all stages. At full load the batch stays full, so an output token takes
+    the batch's seconds per request over osl (Little's law). The first token takes as many turns of mixed
+    steps as the prompt has chunks per stage.
+
+    Parameters
+    ----------
+    mixed : times of a step with a chunk beside the decodes; its batch is the prompts in a chunk
+    decode : times of a step with the decodes only
+    decodes : requests that decode in each of the stages' steps (see mixed_decodes)
+    """
+    stages, chunk = len(decode.stage_s), mixed.batch
+    rest = decode_pace("pipelined", decode.stage_s, decode.hop_s, decodes * stages, osl)
+    both = zip((*mixed.stage_s, *mixed.hop_s), (*decode.stage_s, *decode.hop_s), strict=True)
+    busy = (mixed_request_s(m, d, chunk, decodes, osl) for m, d in both)
+    request_s = max(1 / rest.capacity_req_s, *busy)
+    turn = decode_pace("pipelined", mixed.stage_s, mixed.hop_s, 1.0, 1.0).latency_s
+    return Pace(1 / request_s, max(1.0, 1 / (chunk * stages)) * turn, decodes * stages * request_s / osl)
+
+
 def colocated_pace(semantics: PipelineSemantics, prefill: PhaseTimes, decode: PhaseTimes, osl: float) -> Pace:
     """Pace of a replica that runs both phases, on the same stages and the same split of the layers.
 
@@ -99,6 +164,7 @@ def colocated_pace(semantics: PipelineSemantics, prefill: PhaseTimes, decode: Ph
     1 / F = 1 / F_p + 1 / F_d. Under "pipelined" each stage and each hop divides its own, so the busiest sets
     the pace, and tokens still follow one another no faster than a micro-batch walks through all stages:
     1 / F = max(1 / F_d, max over stages and hops of prefill_s / prefill batch + osl decode_s / micro-batch).
+    That is for prefills in steps of their own; engines mix both phases in a step (see mixed_pace).
 
     The first token takes the prefill's latency. At full load the decode batch stays full, so by Little's
     law an output token takes the decode cycle times F_d / F; on one stage that is cycle / (1 - rho), with

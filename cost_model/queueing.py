@@ -53,16 +53,16 @@ class ServiceMix:
 
 @dataclass(frozen=True)
 class PrefillQueue:
-    """A prefill replica: requests/s at full load, seconds from the start of a full batch to its first
-    tokens, prompts in a batch, and the classes they come from.
+    """A prefill replica: requests/s at full load, seconds from the start of a full step to its end, mean
+    prompts in a step (below 1 where a prompt takes several), and the classes they come from.
 
-    The work that waits is what it is in an M/G/1 queue with one prompt at a time, whatever the batch; a
-    prompt's own batch is at most a full one. So times are rather too long than too short.
+    The work that waits is what it is in an M/G/1 queue with one prompt at a time, whatever the step; a
+    prompt's own step is at most a full one. So times are rather too long than too short.
     """
 
     capacity_req_s: float
     latency_s: float
-    batch: int
+    batch: float
     mix: ServiceMix
 
     def mean_wait_s(self, rate: float) -> float:
@@ -88,13 +88,14 @@ class PrefillQueue:
 
     @property
     def services(self) -> list[tuple[float, float]]:
-        """Share of each class, and seconds from the start of its batch to its first token: the batch holds
-        the prompt itself and others of mean length."""
-        others = self.batch - 1
-        return [
-            (share, self.latency_s * (own + others) / self.batch)
-            for share, own in zip(self.mix.shares, self.mix.relative, strict=True)
-        ]
+        """Share of each class, and seconds from the start of its step to its first token: the step holds the
+        prompt itself and others of mean length; a longer prompt takes further steps, one after the other."""
+        others, period_s = max(0.0, self.batch - 1), self.batch / self.capacity_req_s
+        found = []
+        for share, own in zip(self.mix.shares, self.mix.relative, strict=True):
+            steps = (own + others) / self.batch
+            found.append((share, self.latency_s * min(1.0, steps) + max(0.0, steps - 1) * period_s))
+        return found
 
     def attained(self, rate: float, ttft_s: float) -> float:
         """Share of requests whose first token comes within ttft_s, waiting included."""

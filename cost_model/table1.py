@@ -61,6 +61,6 @@ class Table1(CostModel):
         """Bytes: H B."""
         return self.model.hidden * self.model.weight_bytes
 
-    def prefill_batch(self) -> int:
+    def prefill_batch(self) -> float:
         """1, since prefill gains nothing from batching (Appendix A)."""
-        return 1
+        return 1.0

@@ -14,7 +14,7 @@ from cluster_specs.loader import resolve
 from cost_model.base import CostModel
 from cost_model.errors import InputError
 from cost_model.hardware import Accelerator
-from cost_model.pipeline import PIPELINE_SEMANTICS, PipelineSemantics, prefill_batches_held
+from cost_model.pipeline import PIPELINE_SEMANTICS, PipelineSemantics, prompts_held
 from cost_model.registry import COST_MODELS
 from hexgen2.cluster import Cluster
 from hexgen2.network.occupancy import KvTransfer, activations, parts_of_gpus
@@ -171,8 +171,11 @@ def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
     for r, replica in enumerate(placement.replicas):
         phase = "prefill" if replica.role == "prefill" else "decode"
         semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
-        batches = prefill_batches_held(semantics, len(replica.stages)) if phase == "prefill" else 1
-        held = replica.max_batch * batches
+        held: float = replica.max_batch
+        if phase == "prefill":
+            prompts = min(replica.max_batch, replica.engine.step_tokens / costs.isl)
+            steps = replica.engine.steps_in_flight(semantics, len(replica.stages))
+            held = prompts_held(prompts, steps + 1)
         last = len(replica.stages) - 1
         for s, stage in enumerate(replica.stages):
             group = stage.tensor_group(_accelerator(cluster, stage.gpus[0]))

@@ -114,10 +114,11 @@ class Latency(_Strict):
 class Goodput(_Strict):
     """What requests see when request_rate of them arrive each second, at random; waiting is included.
 
-    Predicted, under `assumptions`. goodput_req_s is the largest rate, at most that which arrives, at which
-    the goal's share of the requests meets its targets, and attainment the share at request_rate; both are
-    absent where the goal has no targets. Times are absent where the rate is more than can be carried: waits
-    then grow without limit.
+    Simulated, under `assumptions`. goodput_req_s is the largest rate, at most that which arrives, at which
+    the goal's share of the requests meets its targets, with its 95 % confidence interval, and attainment the
+    share at request_rate; all are absent where the goal has no targets. Times are absent where the rate is
+    more than can be carried: waits then grow without limit. Placements from before promises were simulated
+    have formulas' figures, and no interval.
     """
 
     request_rate: Figure
@@ -127,6 +128,7 @@ class Goodput(_Strict):
     p90_ttft_ms: Figure | None
     mean_tpot_ms: Figure | None
     mean_e2el_ms: Figure | None
+    interval_req_s: tuple[Figure, Figure] | None = None
     assumptions: list[Prose]
 
 

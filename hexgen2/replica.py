@@ -79,9 +79,15 @@ class EngineSettings(_Strict):
     in_flight : most steps that are under way at the same time; None: one per pipeline stage
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     step_tokens: Count = PREFILL_TOKENS
     chunk_tokens: Count = CHUNK_TOKENS
     in_flight: Count | None = None
+
+    def explicit(self, semantics: PipelineSemantics, stages: int) -> EngineSettings:
+        """The same with in_flight as a number, in a replica of so many stages."""
+        return self.model_copy(update={"in_flight": self.steps_in_flight(semantics, stages)})
 
     def steps_in_flight(self, semantics: PipelineSemantics, stages: int) -> int:
         """Most steps under way at the same time in a replica of so many stages."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from cost_model.base import CostModel, Phase
+from cost_model.base import CostModel, Phase, Work
 from cost_model.pipeline import (
     Pace,
     PhaseTimes,
@@ -12,7 +13,10 @@ from cost_model.pipeline import (
     colocated_pace,
     decode_pace,
     micro_batch,
+    mixed_decodes,
+    mixed_pace,
     prefill_pace,
+    prompt_s,
 )
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Latency, Replica
@@ -39,22 +43,29 @@ def latency_of(
 
 
 def _pace(replica: Replica, times: StepTimes) -> Pace:
-    batch, semantics, osl = replica.max_batch, times.semantics, times.costs.osl
+    costs, engine, stages = times.costs, replica.engine, times.stages
+    batch, semantics, osl = replica.max_batch, times.semantics, costs.osl
     if replica.role == "prefill":
-        prefill = _phase_times(times, "prefill", batch)
-        return prefill_pace(semantics, prefill.stage_s, prefill.hop_s, batch)
+        prompts = min(batch, engine.step_tokens / costs.isl)
+        prefill = _phase_times(times, "prefill", prompts)
+        pace = prefill_pace(semantics, prefill.stage_s, prefill.hop_s, prompts, times.in_flight)
+        return replace(pace, latency_s=prompt_s(pace, prompts))
     running = _phase_times(times, "decode", micro_batch(semantics, batch, times.stages))
     decode = PhaseTimes(running.stage_s, running.hop_s, batch)
     if replica.role == "decode":
         return decode_pace(semantics, decode.stage_s, decode.hop_s, batch, osl)
-    prompts = min(batch, times.costs.prefill_batch())
+    if semantics == "pipelined":
+        chunk = engine.chunk_tokens / costs.isl
+        decodes = mixed_decodes(batch, stages, chunk, osl)
+        mixed = _work_times(times, costs.mixed_work(chunk, decodes), chunk)
+        return mixed_pace(mixed, _phase_times(times, "decode", decodes), decodes, osl)
+    prompts = max(1, int(min(batch, costs.prefill_batch())))
     return colocated_pace(semantics, _phase_times(times, "prefill", prompts), decode, osl)
 
 
 def _phase_times(times: StepTimes, phase: Phase, batch: float) -> PhaseTimes:
-    costs, last = times.costs, times.stages - 1
-    stage_s = [
-        layers * costs.layer_s(phase, group, batch) + costs.edge_s(phase, group, batch, j == last)
-        for j, (layers, group) in enumerate(zip(times.layers, times.groups, strict=True))
-    ]
-    return PhaseTimes(stage_s, [costs.hop_s(phase, hop, batch) for hop in times.hops], batch)
+    return _work_times(times, times.costs.work(phase, batch), batch)
+
+
+def _work_times(times: StepTimes, work: Work, batch: float) -> PhaseTimes:
+    return PhaseTimes(*times.step(work), batch)

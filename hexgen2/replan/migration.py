@@ -18,6 +18,7 @@ from ortools.graph.python import linear_sum_assignment
 from hexgen2.moves import Action, Cost
 from hexgen2.replan.previous import OldReplica, Previous
 from hexgen2.search.evaluator import Evaluation, PlannedReplica
+from hexgen2.search.planning.plan import GroupPlan
 from hexgen2.search.planning.shards import Shard, shard_bytes, shards_of, shared_bytes
 from hexgen2.search.problem import Problem
 
@@ -132,7 +133,9 @@ class Migrator:
                 if k in found:
                     continue
                 for old in self._by_stages.get(replica.stages, ()):
-                    if old.id not in used and (not exact or _same_service(replica, old)):
+                    if old.id not in used and (
+                        not exact or same_service(replica.group.role, replica.plan, old)
+                    ):
                         found[k] = old
                         used.add(old.id)
                         break
@@ -164,7 +167,7 @@ class Migrator:
 
     def _unmoved(self, replica: PlannedReplica, old: OldReplica) -> Successor:
         gpus = tuple(tuple(gpu for gpu in stage if gpu is not None) for stage in old.gpus)
-        if _same_service(replica, old):
+        if same_service(replica.group.role, replica.plan, old):
             return Successor(replica, gpus, old, "keep", 0.0, 0.0, 0.0)
         return Successor(replica, gpus, old, "restart", 0.0, old.drain_s, self.terms.restart_s)
 
@@ -201,5 +204,7 @@ class Migrator:
         )
 
 
-def _same_service(replica: PlannedReplica, old: OldReplica) -> bool:
-    return replica.group.role == old.role and replica.plan.batch == old.batch
+def same_service(role: str, plan: GroupPlan, old: OldReplica) -> bool:
+    """Whether a replica of that role and plan serves as the old one did. The batch of a prefill replica is a
+    mean over its prompts."""
+    return role == old.role and plan.engine == old.engine and (role == "prefill" or plan.batch == old.batch)

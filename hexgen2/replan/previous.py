@@ -7,6 +7,7 @@ from functools import cached_property
 
 from hexgen2.placement import Placement, Stage
 from hexgen2.placement import Replica as PlacedReplica
+from hexgen2.replica import EngineSettings
 from hexgen2.search.planning.plan import PlannedStage
 from hexgen2.search.planning.shards import Shard, shards_of
 from hexgen2.search.problem import Group, NodeCounts, Problem, counts_of
@@ -28,6 +29,7 @@ class OldReplica:
     id: str
     role: str
     batch: int
+    engine: EngineSettings
     stages: tuple[PlannedStage, ...] | None
     gpus: tuple[tuple[int | None, ...], ...]
     shards: list[list[Shard]]
@@ -85,6 +87,7 @@ class Previous:
             id=replica.id,
             role=replica.role,
             batch=replica.max_batch,
+            engine=replica.engine.explicit(self.placement.cost_model.pipeline, len(replica.stages)),  # type: ignore[arg-type]
             stages=self._stages(replica, gpus) if alive else None,
             gpus=gpus,
             shards=shards_of([_degrees(stage) for stage in replica.stages]),

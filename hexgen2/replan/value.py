@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hexgen2.replan.migration import Migrator
+from hexgen2.replan.migration import Migrator, same_service
 from hexgen2.replan.previous import OldReplica
 from hexgen2.search.evaluator import Evaluation, Evaluator, PlannedReplica
 from hexgen2.search.params import Params
@@ -56,10 +56,10 @@ class ReplanEvaluator(Evaluator):
         for old in self._running.get(group.counts, ()):
             assert old.stages is not None
             drain_s = max(drain_s, old.drain_s)
-            for batch in (old.batch, None):
-                plan = planner.plan_layers(group.role, old.stages, batch)
+            for own in ((old.batch, old.engine), (None, None)):
+                plan = planner.plan_layers(group.role, old.stages, *own)
                 if plan:
-                    same = group.role == old.role and plan.batch == old.batch
+                    same = same_service(group.role, plan, old)
                     yield plan, 0.0 if same else old.drain_s / 2 + terms.restart_s
         plan = planner.plan(group.role, group.counts)
         if plan:
@@ -75,7 +75,8 @@ class ReplanEvaluator(Evaluator):
         for old in self.migrator.previous.intact:
             assert old.stages is not None
             group = Group(old.role, old.counts)
-            plans = (self.planner.plan_layers(old.role, old.stages, batch) for batch in (old.batch, None))
+            ways = ((old.batch, old.engine), (None, None))
+            plans = (self.planner.plan_layers(old.role, old.stages, *own) for own in ways)
             plan = next((plan for plan in plans if plan), None)
             if plan:
                 replicas.append(PlannedReplica(len(groups), group, plan))

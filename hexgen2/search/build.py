@@ -8,7 +8,6 @@ import numpy as np
 
 from hexgen2.placement import (
     CostModelName,
-    Goodput,
     Latency,
     Placement,
     Replica,
@@ -21,9 +20,7 @@ from hexgen2.prediction.bottlenecks import bottlenecks_of
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
 from hexgen2.search.evaluator import Evaluation, PlannedReplica
 from hexgen2.search.flow.max_flow import balance, few_routes
-from hexgen2.search.load_prediction import LoadedPlacement
 from hexgen2.search.naming import Name, fresh_names
-from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem
 
 MANY_ROUTES = 400
@@ -90,9 +87,8 @@ def build_placement(
         routes=routes,
         throughput=Throughput(req_s=served, output_tok_s=served * problem.costs.osl),
         latency=_latency(evaluation, carried),
-        goodput=_goodput(problem, evaluation, carried),
         price_per_hour=float(problem.cluster.price_per_hour.sum()),
-        bound=(limit or rates_bound(problem)).record(served),
+        bound=(limit or rates_bound(problem, bool(evaluation.colocated))).record(served),
         bottlenecks=bottlenecks_of(replicas, routes, idle, problem.cluster, problem.costs, problem.links),
         search=search,
     )
@@ -116,9 +112,10 @@ def _replica(problem: Problem, replica: PlannedReplica, name: Name, load: float)
         id=name.id,
         role=replica.group.role,  # type: ignore[arg-type]
         stages=stages,
-        max_batch=replica.plan.batch,
+        max_batch=math.ceil(replica.plan.batch),
         capacity_req_s=capacity,
         utilisation=min(1.0, load / capacity),
+        engine=replica.plan.engine,
     )
 
 
@@ -132,12 +129,3 @@ def _latency(evaluation: Evaluation, routes: np.ndarray) -> Latency:
     ttft = [*(r.plan.latency_s * w for r, w in first), *(plan.latency_s * w for plan, w in alone)]
     tpot = [*(r.plan.latency_s * w for r, w in rest), *(plan.token_s * w for plan, w in alone)]
     return Latency(ttft_ms=math.fsum(ttft) / total * 1e3, tpot_ms=math.fsum(tpot) / total * 1e3)
-
-
-def _goodput(problem: Problem, evaluation: Evaluation, carried: np.ndarray) -> Goodput | None:
-    """The prediction that the goal asks for; none for colocated replicas."""
-    goal = problem.goal
-    asked = (goal.request_rate, goal.ttft_ms, goal.tpot_ms)
-    if evaluation.colocated or all(value is None for value in asked):
-        return None
-    return LoadedPlacement.of(Planner(problem), evaluation, carried).record(goal.request_rate)

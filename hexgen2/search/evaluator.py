@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from hexgen2.search.bounds.relaxations import Relaxations
-from hexgen2.search.bounds.upper_bounds import best_split, node_rates
+from hexgen2.search.bounds.upper_bounds import best_split, mixed_rates, node_rates
 from hexgen2.search.flow.duals import Duals, Stages
 from hexgen2.search.flow.max_flow import Flow, FlowNetwork, settled, solve
 from hexgen2.search.flow.routes import RouteUse, pipeline_use, route_use
@@ -116,7 +116,7 @@ class Evaluator:
         self._rates = {
             "prefill": [p for p, _ in self._node_rates],
             "decode": [q for _, q in self._node_rates],
-            "colocated": [p * q / (p + q) for p, q in self._node_rates],
+            "colocated": mixed_rates(problem),
         }
         self._rate_limits: dict[tuple[str, NodeCounts], float] = {}
         self._evaluated: dict[tuple, Evaluation] = {}
@@ -270,7 +270,11 @@ class Evaluator:
         key = (prefill, decode)
         found = self._uses.get(key)
         if found is None:
-            found = self._uses[key] = route_use(self.problem, prefill, decode)
+            found = route_use(self.problem, prefill, decode)
+            if self.problem.targets.given:
+                # Near full load, KV caches wait for each other, and keep their memory on both sides.
+                found = found.stretched(1 / self.params.link_share)
+            self._uses[key] = found
         return found
 
     def duals(self, evaluation: Evaluation) -> Duals | None:

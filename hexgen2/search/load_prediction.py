@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_model.queueing import DecodeQueue, PrefillQueue, largest
-from hexgen2.placement import Goodput
 from hexgen2.search.evaluator import Evaluation
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.targets import Targets
@@ -98,22 +97,3 @@ class LoadedPlacement:
         """Seconds from arrival to the last token, by the mean number of outputs."""
         transfer = float((self.routes * self.transfer_s)[self.routes > 0].sum())
         return self.mean_ttft_s(rate) + transfer + (self.targets.osl - 1) * self.mean_tpot_s(rate)
-
-    def record(self, rate: float | None) -> Goodput | None:
-        """The prediction at that rate, or at the goodput without one; None without rate and targets."""
-        given = self.targets.given
-        goodput = self.goodput_req_s() if given else None
-        at = rate if rate is not None else goodput
-        if at is None:
-            return None
-        stable = at < self.limit_req_s
-        return Goodput(
-            request_rate=at,
-            goodput_req_s=goodput if goodput is None or rate is None else min(rate, goodput),
-            attainment=self.attained(at) if given else None,
-            mean_ttft_ms=self.mean_ttft_s(at) * 1e3 if stable else None,
-            p90_ttft_ms=self.ttft_quantile_s(at, 0.9) * 1e3 if stable else None,
-            mean_tpot_ms=self.mean_tpot_s(at) * 1e3 if stable else None,
-            mean_e2el_ms=self.mean_e2el_s(at) * 1e3 if stable else None,
-            assumptions=ASSUMPTIONS,
-        )

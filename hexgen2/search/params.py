@@ -43,6 +43,10 @@ class Params:
     latency_loosest : the loosest targets are latency_step to this power above what the best replica reaches
     latency_coarse : points of the grid from one step of the first, coarse walk to the next
 
+    finalists : solutions that are simulated, where the goal has latency targets
+    link_share : with latency targets, the share of the time for which traffic may keep a link busy:
+        throughput against waiting
+
     plateau_share : weight of the replicas' summed capacity in the score; it leads across plateaus of the flow
     transfer_share : weight of a transfer's seconds beside the price of the full links that it crosses, where
         orders of stages are compared
@@ -80,6 +84,9 @@ class Params:
     latency_loosest: int = 20
     latency_coarse: int = 4
 
+    finalists: int = 12
+    link_share: float = 0.75
+
     plateau_share: float = 1e-3
     transfer_share: float = 1e-2
     stage_orders: int = 120
@@ -100,7 +107,7 @@ class Params:
         for name, floor in floors.items():
             if getattr(self, name) < floor:
                 raise InputError("search parameters", name, "is too small", f"make it at least {floor:g}")
-        for name in ("close_gap", "capacity_kept"):
+        for name in ("close_gap", "capacity_kept", "link_share"):
             if getattr(self, name) > 1:
                 raise InputError("search parameters", name, "is a share", "make it at most 1")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.budget import Budget
 from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.finalists import Finalists
 from hexgen2.search.incumbent import Incumbent
 from hexgen2.search.steps import Step
 from hexgen2.search.stopping import Stopping
@@ -28,10 +30,17 @@ class SearchState:
     progress: Callable[[SearchState], None] | None = None
     groups_looked_at: int = 0
 
+    @cached_property
+    def finalists(self) -> Finalists:
+        """The best solutions offered; for a closer look where the goal has latency targets."""
+        return Finalists(self.evaluator.problem, self.evaluator.params.finalists)
+
     def offer(self, evaluation: Evaluation, step: Step | str) -> None:
         """Keep the evaluation if it is affordable and ranks above the best."""
         if self.budget and not self.budget.affordable(evaluation.solution):
             return
+        if evaluation.req_s > 0 and self.evaluator.problem.targets.given:
+            self.finalists.offer(evaluation, evaluation.req_s)
         if self.incumbent.offer(evaluation):
             self.note(step)
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from cost_model.errors import InfeasibleError, InputError
+from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement, SearchRecord
+from hexgen2.promise.keep import with_promise
 from hexgen2.rent.rental import build_rental
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
@@ -103,8 +105,16 @@ def run_search(
         cut=stopping.cut,
     )
     if problem.goal.rents:
-        return build_rental(problem, state, name, record)
-    return build(problem, incumbent.best, name, record, incumbent.bound)
+        finalists = [build_rental(problem, state, name, record)]
+    else:
+        best = incumbent.best
+        others = [each for each in state.finalists.best() if each.solution.key != best.solution.key]
+        kept = [best, *others] if problem.goal.objective == "goodput" else [best]
+        finalists = [build(problem, each, name, record, incumbent.bound) for each in kept]
+    cluster = Cluster.from_spec(finalists[0].cluster)
+    found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)
+    ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": stopping.cut})
+    return found.model_copy(update={"search": ended})
 
 
 def _why_infeasible(problem: Problem, state: SearchState) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_specs.loader import resolve
-from cost_model.pipeline import PipelineSemantics, prefill_batches_held
+from cost_model.pipeline import PipelineSemantics, prompts_held
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
@@ -41,8 +41,9 @@ def _useful_tokens(replica: Replica, placement: Placement) -> int:
     if replica.role != "prefill":
         return BATCHES_PER_REPLICA * replica.max_batch * longest
     semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
-    batches = prefill_batches_held(semantics, len(replica.stages))
-    planned = batches * replica.max_batch * math.ceil(placement.workload.isl)
+    isl, steps = placement.workload.isl, replica.engine.steps_in_flight(semantics, len(replica.stages))
+    prompts = min(replica.max_batch, replica.engine.step_tokens / isl)
+    planned = math.ceil(prompts_held(prompts, steps + 1) * isl)
     return BATCHES_PER_REPLICA * max(planned, longest)
 
 

@@ -7,8 +7,12 @@ placement satisfies
 
     F <= sum_d x_d p_d   and   F <= sum_d (1 - x_d) q_d   for some 0 <= x_d <= 1.
 
-The largest such F is a fractional knapsack: GPUs prefill in the order of p_d / q_d. A colocated replica
-divides the time of its GPUs between the phases instead: the same x_d.
+The largest such F is a fractional knapsack: GPUs prefill in the order of p_d / q_d.
+
+A GPU of a colocated replica may mix both phases in its steps, which lets prompts ride on the weights that
+decodes read anyway: then it serves r_d requests/s, more than dividing its time would give. With GPUs that
+divide their time between all three, the dual of the linear program is F = min over l in [0, 1] of
+sum_d max(l p_d, (1 - l) q_d, r_d).
 
 The bounds by programs (configuration_lp.py) know what replicas really do, and where KV caches have to go.
 """
@@ -16,11 +20,12 @@ The bounds by programs (configuration_lp.py) know what replicas really do, and w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cost_model.base import TensorGroup
 from cost_model.hardware import NO_LINK
+from cost_model.pipeline import CHUNKS, mixed_decodes, mixed_request_s
 from hexgen2.placement import BoundRecord
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import greatest_first
@@ -56,8 +61,8 @@ class UpperBound:
         )
 
 
-def rates_bound(problem: Problem) -> UpperBound:
-    """The bound by rates (see above), which holds for replicas of every kind."""
+def rates_bound(problem: Problem, colocated: bool = False) -> UpperBound:
+    """The bound by rates (see above), of placements that may have colocated replicas, or do not."""
     batch = decode_batch_limit(problem)
     assumptions = (
         "KV transfers take no time",
@@ -65,8 +70,14 @@ def rates_bound(problem: Problem) -> UpperBound:
         "each GPU, or its time, can be divided between prefill and decode",
         f"every decode step runs {batch} requests (the batch cap, or what all memory together holds)",
     )
-    rates = zip(node_rates(problem), problem.node_gpus, strict=True)
-    req_s = best_split((p * len(g), q * len(g)) for (p, q), g in rates if g) if batch >= 1 else 0.0
+    rates, sizes = node_rates(problem), [len(gpus) for gpus in problem.node_gpus]
+    if batch < 1:
+        req_s = 0.0
+    elif colocated:
+        mixed = zip(rates, mixed_rates(problem), sizes, strict=True)
+        req_s = best_mixture([(p * n, q * n, r * n) for (p, q), r, n in mixed if n])
+    else:
+        req_s = best_split((p * n, q * n) for (p, q), n in zip(rates, sizes, strict=True) if n)
     return UpperBound(req_s, "rates", assumptions)
 
 
@@ -86,6 +97,25 @@ def node_rates(problem: Problem) -> list[tuple[float, float]]:
     return rates
 
 
+def mixed_rates(problem: Problem) -> list[float]:
+    """For each node, requests/s that one of its GPUs serves in both phases, if it worked alone at its best:
+    in mixed steps, or in turns where the pipeline semantics has no mixed steps."""
+    costs, layers, osl = problem.costs, problem.model.layers, problem.costs.osl
+    if problem.pipeline != "pipelined":
+        return [p * q / (p + q) for p, q in node_rates(problem)]
+    most, rates = max(1, decode_batch_limit(problem)), []
+    for accelerator in problem.node_accelerator:
+        alone = TensorGroup(accelerator, 1, NO_LINK)
+        least_s = math.inf
+        for chunk in (tokens / costs.isl for tokens in CHUNKS):
+            decodes = mixed_decodes(most, 1, chunk, osl)
+            both = costs.layer_work_s(alone, costs.mixed_work(chunk, decodes))
+            own = costs.layer_s("decode", alone, decodes)
+            least_s = min(least_s, mixed_request_s(both, own, chunk, decodes, osl))
+        rates.append(1 / (least_s * layers))
+    return rates
+
+
 def decode_batch_limit(problem: Problem) -> int:
     """The most requests that any decode replica holds: the batch cap, or what fits in all GPUs together."""
     costs, layers = problem.costs, problem.model.layers
@@ -98,6 +128,15 @@ def decode_batch_limit(problem: Problem) -> int:
         weights = memory.per_layer * layers
         per_request = min(per_request, memory.per_layer_request * layers)
     return int(max(0.0, min(costs.batch_cap, (room - weights) // per_request)))
+
+
+def best_mixture(rates: Sequence[tuple[float, float, float]]) -> float:
+    """min over l in [0, 1] of sum max(l p, (1 - l) q, r) for GPUs of rates (p, q, r) in requests/s: convex
+    and piecewise linear in l, so the least is where two of the three are equal, or at an end."""
+    ends = [0.0, 1.0]
+    for p, q, r in rates:
+        ends += [q / (p + q), *(end for end in (r / p, 1 - r / q) if 0 < end < 1)]
+    return min(math.fsum(max(at * p, (1 - at) * q, r) for p, q, r in rates) for at in ends)
 
 
 def best_split(rates: Iterable[tuple[float, float]], prefill: float = 0.0, decode: float = 0.0) -> float:

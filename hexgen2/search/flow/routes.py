@@ -42,6 +42,10 @@ class RouteUse:
     resources: np.ndarray
     busy_s: np.ndarray
 
+    def stretched(self, times: float) -> RouteUse:
+        """The same, with all seconds that many times as long."""
+        return RouteUse(self.transfer_s * times, self.resources, self.busy_s * times)
+
     @cached_property
     def pairs(self) -> list[tuple[int, float]]:
         """(resource, seconds) pairs, for sums in plain Python, which are faster for so few."""

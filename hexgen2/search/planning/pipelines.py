@@ -11,15 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from cost_model.base import Phase, StageMemory, TensorGroup
+from cost_model.base import Phase, StageMemory, TensorGroup, Work
 from cost_model.hardware import Link
 from cost_model.pipeline import (
+    CHUNKS,
     Pace,
     PhaseTimes,
     colocated_pace,
     decode_pace,
     micro_batch,
+    mixed_decodes,
+    mixed_pace,
+    mixed_request_s,
     prefill_batches_held,
+    prompts_held,
     under_way,
 )
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
@@ -35,7 +40,8 @@ class StageKind:
     memory: dict[tuple[Phase, bool, bool], StageMemory]
     layer_s: dict[tuple[Phase, float], float]
     edge_s: dict[tuple[Phase, float, bool], float]
-    layers_s: dict[tuple[str, float, int], float]
+    layers_s: dict[tuple[str, float, float], float]
+    work_s: dict[Work, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +51,7 @@ class Pipeline:
     Attributes
     ----------
     shape : node and degrees of each stage
-    batch : the largest that fits; for prefill, the one to run
+    batch : the requests that fit; for prefill, the prompts in a step
     limit_req_s : an upper limit on the capacity, however the layers are divided
     """
 
@@ -54,11 +60,11 @@ class Pipeline:
     kinds: list[StageKind]
     hops: list[Link]
     memory: list[StageMemory]
-    batch: int
+    batch: float
     limit_req_s: float
 
 
-def _fits(memory: list[StageMemory], batch: int, layers: int) -> bool:
+def _fits(memory: list[StageMemory], batch: float, layers: int) -> bool:
     """True if all layers fit beside `batch` requests with at least one in each stage."""
     limits = [m.max_layers(batch) for m in memory]
     return min(limits) >= 1 and sum(limits) >= layers
@@ -76,6 +82,10 @@ class Timing:
         """Seconds of each stage with so many layers."""
         return [a * n + e for a, n, e in zip(self.layer_s, split, self.edge_s, strict=True)]
 
+    def times(self, weight: float) -> Timing:
+        """`weight` times all of these."""
+        return Timing(*([weight * s for s in part] for part in (self.layer_s, self.edge_s, self.hop_s)))
+
     def plus(self, other: Timing, weight: float) -> Timing:
         """This and `weight` times the other, stage by stage and hop by hop."""
         pairs = ((self.layer_s, other.layer_s), (self.edge_s, other.edge_s), (self.hop_s, other.hop_s))
@@ -83,11 +93,15 @@ class Timing:
 
 
 class Pipelines:
-    """Makes pipelines of one problem, and times them. Of prefill_batches the first that fits is run."""
+    """Makes pipelines of one problem, and times them. Of prefill_batches, prompts in a step, the first that
+    fits is run."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.prefill_batches = dict.fromkeys((problem.costs.prefill_batch(), 1))
+        full = problem.costs.prefill_batch()
+        mixes = problem.pipeline == "pipelined"
+        self.chunks = tuple(tokens / problem.costs.isl for tokens in CHUNKS) if mixes else ()
+        self.prefill_batches = tuple(dict.fromkeys((full, min(1.0, full))))
         self._stage_kinds: dict[tuple[int, ...], StageKind] = {}
 
     def of(self, role: str, shape: Sequence[StageShape]) -> Pipeline | None:
@@ -101,25 +115,30 @@ class Pipelines:
         hops = [problem.node_links[a][b] for (a, *_), (b, *_) in itertools.pairwise(shape)]
         memory = [kind.memory[phase, j == 0, j == last] for j, kind in enumerate(kinds)]
         if phase == "prefill":
-            held = prefill_batches_held(problem.pipeline, len(shape))
-            batch = next((b for b in self.prefill_batches if _fits(memory, b * held, layers)), 0)
-            running, outputs = float(batch), 1.0
+            steps = prefill_batches_held(problem.pipeline, len(shape))
+            fitting = (b for b in self.prefill_batches if _fits(memory, prompts_held(b, steps), layers))
+            batch = next(fitting, 0.0)
+            running, outputs = batch, 1.0
         else:
             batch = self._largest_batch(memory)
             running, outputs = micro_batch(problem.pipeline, batch, len(kinds)), costs.osl
-        if batch < 1:
+        if not batch:
             return None
         pipeline = Pipeline(role, tuple(shape), kinds, hops, memory, batch, 0.0)
         # Every request passes all L layers, so L times the requests/s is at most the layers/s of all stages.
         rate = math.fsum(self._layers_s(role, kind, running, batch) for kind in kinds)
         return replace(pipeline, limit_req_s=rate / (layers * outputs))
 
-    def _layers_s(self, role: str, kind: StageKind, running: float, batch: int) -> float:
+    def _layers_s(self, role: str, kind: StageKind, running: float, batch: float) -> float:
         """The most layers/s, times requests, of a stage whose steps have up to `running` requests; in a
         colocated replica that holds `batch` requests, beside the prefills between two decode steps."""
         key = (role, running, batch)
         if key not in kind.layers_s:
             costs, phase = self.problem.costs, cast(Phase, "prefill" if role == "prefill" else "decode")
+            if role == "colocated" and self.chunks:
+                least_s = min(self._mixed_s(kind, running, chunk) for chunk in self.chunks)
+                kind.layers_s[key] = costs.osl / least_s
+                return kind.layers_s[key]
             best = costs.fastest_batch(phase, kind.group, running)
             layer_s = self._layer_s(kind, phase, best)
             if role == "colocated":
@@ -142,17 +161,30 @@ class Pipelines:
             )
             ends = itertools.product(("prefill", "decode"), (True, False), (True, False))
             memory = {end: self.problem.costs.stage_memory(end[0], group, *end[1:]) for end in ends}  # type: ignore[arg-type]
-            self._stage_kinds[key] = StageKind(group, memory, {}, {}, {})  # type: ignore[arg-type]
+            self._stage_kinds[key] = StageKind(group, memory, {}, {}, {}, {})  # type: ignore[arg-type]
         return self._stage_kinds[key]
+
+    def _mixed_s(self, kind: StageKind, running: float, chunk: float) -> float:
+        """Seconds that a request takes in one layer of a colocated replica whose steps have so many decodes,
+        and chunks of `chunk` prompts."""
+        costs = self.problem.costs
+        decodes = mixed_decodes(running, 1, chunk, costs.osl)
+        both = self._of_work_s(kind, costs.mixed_work(chunk, decodes))
+        return mixed_request_s(both, self._layer_s(kind, "decode", decodes), chunk, decodes, costs.osl)
 
     def at_once(self, split: list[int]) -> int:
         """How many batches of requests the pipeline holds at once."""
         return int(under_way(self.problem.pipeline, 1, len(split)))
 
-    def decode_pace(self, pipeline: Pipeline, split: list[int], batch: float) -> Pace:
-        """The pace with these layers while `batch` requests are held; in a colocated replica, of both
-        phases."""
+    def decode_pace(self, pipeline: Pipeline, split: list[int], batch: float, chunk: float = 0.0) -> Pace:
+        """The pace with these layers while `batch` requests are held; in a colocated replica, of both phases,
+        with chunks of `chunk` prompts in mixed steps."""
         semantics, osl = self.problem.pipeline, self.problem.costs.osl
+        if chunk:
+            decodes = mixed_decodes(batch, len(split), chunk, osl)
+            mixed, rest = self._mixed(pipeline, decodes, chunk), self.timing(pipeline, "decode", decodes)
+            both = PhaseTimes(mixed.stage_s(split), mixed.hop_s, chunk)
+            return mixed_pace(both, PhaseTimes(rest.stage_s(split), rest.hop_s, batch), decodes, osl)
         decode = self._decode_timing(pipeline, batch)
         if pipeline.role == "decode":
             return decode_pace(semantics, decode.stage_s(split), decode.hop_s, batch, osl)
@@ -165,17 +197,31 @@ class Pipelines:
             osl,
         )
 
-    def turn(self, pipeline: Pipeline, batch: int) -> Timing:
+    def turn(self, pipeline: Pipeline, batch: float, chunk: float = 0.0) -> Timing:
         """The times that the division of the layers balances: those of a decode step, and in a colocated
         replica of the prefills between two steps. A micro-batch ends micro / osl requests per step, and as
         many begin."""
+        osl = self.problem.costs.osl
+        if chunk:
+            decodes = mixed_decodes(batch, len(pipeline.kinds), chunk, osl)
+            mixed, rest = self._mixed(pipeline, decodes, chunk), self.timing(pipeline, "decode", decodes)
+            share = decodes / (osl * chunk)
+            return rest.times(1 - share).plus(mixed, share)
         decode = self._decode_timing(pipeline, batch)
         if pipeline.role == "decode":
             return decode
         prompts = self._prompts(batch)
         micro = micro_batch(self.problem.pipeline, batch, len(pipeline.kinds))
-        return decode.plus(
-            self.timing(pipeline, "prefill", prompts), micro / (self.problem.costs.osl * prompts)
+        return decode.plus(self.timing(pipeline, "prefill", prompts), micro / (osl * prompts))
+
+    def _mixed(self, pipeline: Pipeline, decodes: float, chunk: float) -> Timing:
+        """Seconds of each stage and hop for a step with a chunk of `chunk` prompts beside so many decodes."""
+        costs, kinds, work = self.problem.costs, pipeline.kinds, self.problem.costs.mixed_work(chunk, decodes)
+        last = len(kinds) - 1
+        return Timing(
+            [self._of_work_s(kind, work) for kind in kinds],
+            [costs.edge_work_s(kind.group, work.sampled, j == last) for j, kind in enumerate(kinds)],
+            [costs.hop_work_s(hop, work.tokens) for hop in pipeline.hops],
         )
 
     def _decode_timing(self, pipeline: Pipeline, batch: float) -> Timing:
@@ -183,8 +229,8 @@ class Pipelines:
         return self.timing(pipeline, "decode", micro_batch(self.problem.pipeline, batch, len(pipeline.kinds)))
 
     def _prompts(self, batch: float) -> int:
-        """Prompts per prefill step of a colocated replica that holds `batch` requests."""
-        return int(min(batch, self.problem.costs.prefill_batch()))
+        """Prompts per prefill step of a colocated replica that holds `batch` requests, whole ones."""
+        return max(1, int(min(batch, self.problem.costs.prefill_batch())))
 
     def _largest_batch(self, memory: list[StageMemory]) -> int:
         """The most requests, up to the cap, for which the layers still fit; 0 if not even one does."""
@@ -215,6 +261,12 @@ class Pipelines:
         if key not in kind.layer_s:
             kind.layer_s[key] = self.problem.costs.layer_s(phase, kind.group, batch)
         return kind.layer_s[key]
+
+    def _of_work_s(self, kind: StageKind, work: Work) -> float:
+        """Seconds of one layer for a step of this work, remembered."""
+        if work not in kind.work_s:
+            kind.work_s[work] = self.problem.costs.layer_work_s(kind.group, work)
+        return kind.work_s[work]
 
     def split(self, timing: Timing, limits: list[int], by_sum: bool) -> list[int] | None:
         """Layers of each stage, at most `limits`: with the least total time (by_sum), or the least time of

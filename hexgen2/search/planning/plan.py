@@ -7,13 +7,22 @@ different shapes. A colocated replica runs both phases with the same shape and t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cost_model.hardware import Link
-from cost_model.pipeline import Pace, prefill_batches_held, prefill_pace
+from cost_model.pipeline import (
+    Pace,
+    prefill_batches_held,
+    prefill_pace,
+    prompt_s,
+    prompts_held,
+    steps_to_fill,
+)
 from cost_model.queueing import DecodeQueue, PrefillQueue
+from hexgen2.replica import EngineSettings
 from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines, Timing
 from hexgen2.search.planning.shapes import Shapes, StageShape, vllm_runs, with_experts_divided
@@ -22,6 +31,11 @@ from hexgen2.search.ties import exceeds, greatest, greatest_first
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 """The batches tried, as shares of the largest: a smaller one leaves room for layers on faster stages."""
+SMALLEST_STEP = 128
+"""Tokens of the smallest prefill step tried under a target for the first token."""
+DEFAULT_ENGINE = EngineSettings()
+_EXACT = 1 - 1e-9
+"""So that a product that should be whole is not rounded up."""
 
 
 class PlannedStage(NamedTuple):
@@ -43,31 +57,35 @@ class PlannedStage(NamedTuple):
 class GroupPlan:
     """A group's stages in order, the requests that it holds at once, and its pace (see Pace).
 
-    capacity_req_s is what the replica serves within the goal's targets, or at full load if there are none.
+    batch : of a prefill replica, the mean prompts in a step
+    capacity_req_s : what the replica serves within the goal's targets, or at full load if there are none
+    engine : how its engine fills the steps
     """
 
     stages: tuple[PlannedStage, ...]
-    batch: int
+    batch: float
     capacity_req_s: float
     latency_s: float
     token_s: float = 0.0
+    engine: EngineSettings = DEFAULT_ENGINE
 
 
 @dataclass(frozen=True)
 class _Division:
-    """A division of the layers over the stages, with the batch, the pace and the requests/s within the
-    targets."""
+    """A division of the layers over the stages, with the batch, the pace, the requests/s within the targets
+    and the engine's settings."""
 
     split: list[int]
-    batch: int
+    batch: float
     pace: Pace
     req_s: float
+    engine: EngineSettings
 
 
 def _plan_of(stages: tuple[PlannedStage, ...], division: _Division) -> GroupPlan:
     """The plan of these stages with this division."""
     pace = division.pace
-    return GroupPlan(stages, division.batch, division.req_s, pace.latency_s, pace.token_s)
+    return GroupPlan(stages, division.batch, division.req_s, pace.latency_s, pace.token_s, division.engine)
 
 
 class Planner:
@@ -173,33 +191,34 @@ class Planner:
         return best
 
     def plan_layers(
-        self, role: str, stages: tuple[PlannedStage, ...], batch: int | None = None
+        self,
+        role: str,
+        stages: tuple[PlannedStage, ...],
+        batch: int | None = None,
+        engine: EngineSettings | None = None,
     ) -> GroupPlan | None:
-        """The plan with exactly these stages and layers, for `batch` requests or as many as a plan would
-        hold; None if that does not fit or misses the targets."""
+        """The plan with exactly these stages and layers, for `batch` requests (of a replica that decodes) and
+        these engine settings, or those that a plan would have; None if that does not fit or misses the
+        targets."""
         pipeline = self._pipelines.of(role, [s.shape for s in stages])
         if pipeline is None:
             return None
         split = [s.layers for s in stages]
-        room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
         if role == "prefill":
-            choices = [batch] if batch else list(self._pipelines.prefill_batches)
-            held = next((b for b in choices if b * self._batches_held(pipeline) <= room), 0)
+            batches = (engine.step_tokens / self.problem.costs.isl,) if engine else ()
+            found = next(self._prefill_divisions(pipeline, split, batches, engine), None)
         else:
+            room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
             largest = min(self.problem.costs.batch_cap, room)
             held = largest if batch is None else batch if batch <= largest else 0
-        if held < 1:
-            return None
-        if role == "prefill":
-            timing = self._pipelines.timing(pipeline, "prefill", held)
-            found: _Division | None = self._prefill_within_targets(timing, split, held)
-        else:
-            found = next(self._within_targets(pipeline, split, held), None)
+            divisions = self._within_targets(pipeline, split, held, engine) if held >= 1 else iter(())
+            found = next(iter(greatest(divisions, lambda one: one.req_s)), None)
         return _plan_of(stages, found) if found and found.req_s > 0 else None
 
     def _plan(self, pipeline: Pipeline) -> GroupPlan | None:
         """The best division of the layers of a pipeline; None if none fits or meets the targets."""
-        found = self._prefill(pipeline) if pipeline.role == "prefill" else self._decode(pipeline)
+        prefills = pipeline.role == "prefill"
+        found = self._prefill_divisions(pipeline) if prefills else self._decode(pipeline)
         best = next(iter(greatest(found, lambda one: one.req_s)), None)
         if best is None or best.req_s <= 0:
             return None
@@ -209,25 +228,54 @@ class Planner:
         )
         return _plan_of(stages, best)
 
-    def _prefill(self, pipeline: Pipeline) -> Iterator[_Division]:
-        """Divisions of a prefill replica, for each batch worth trying."""
+    def _prefill_divisions(
+        self,
+        pipeline: Pipeline,
+        given: list[int] | None = None,
+        batches: Sequence[float] = (),
+        engine: EngineSettings | None = None,
+    ) -> Iterator[_Division]:
+        """Divisions of a prefill replica for each number of prompts in a step, or those worth trying, with
+        the given layers or those that suit the step best, as far as they fit."""
         semantics, targets = self.problem.pipeline, self.problem.targets
         ways = {semantics != "pipelined"} | ({True} if targets.ttft_s is not None else set())
-        for batch in targets.prefill_batches(pipeline.batch):
-            limits = [m.max_layers(self._batches_held(pipeline) * batch) for m in pipeline.memory]
+        smallest = SMALLEST_STEP / self.problem.costs.isl
+        for batch in batches or targets.prefill_batches(pipeline.batch, smallest):
+            held = prompts_held(batch, self._batches_held(pipeline))
+            limits = [m.max_layers(held) for m in pipeline.memory]
             timing = self._pipelines.timing(pipeline, "prefill", batch)
-            for split in (self._pipelines.split(timing, limits, by_sum) for by_sum in sorted(ways)):
-                if split is not None:
-                    yield self._prefill_within_targets(timing, split, batch)
+            own = (self._pipelines.split(timing, limits, by_sum) for by_sum in sorted(ways))
+            for split in [given] if given else list(own):
+                if split and all(n <= limit for n, limit in zip(split, limits, strict=True)):
+                    yield self._prefill_within_targets(pipeline, timing, split, batch, engine)
 
     def _batches_held(self, pipeline: Pipeline) -> int:
-        """Batches for whose KV caches each stage of a prefill replica needs memory."""
+        """Steps for whose KV caches each stage of a prefill replica needs memory."""
         return prefill_batches_held(self.problem.pipeline, len(pipeline.shape))
 
-    def _prefill_within_targets(self, timing: Timing, split: list[int], batch: int) -> _Division:
-        """A division of a prefill replica, with the requests/s that it serves within the targets."""
-        pace = prefill_pace(self.problem.pipeline, timing.stage_s(split), timing.hop_s, batch)
-        return _Division(split, batch, pace, self.problem.targets.prefill_req_s(pace, batch))
+    def _prefill_within_targets(
+        self,
+        pipeline: Pipeline,
+        timing: Timing,
+        split: list[int],
+        batch: float,
+        engine: EngineSettings | None,
+    ) -> _Division:
+        """A division of a prefill replica, with the requests/s that it serves within the targets. Without
+        settings, as many steps are in flight as keep the slowest stage or hop busy and as there is memory
+        for."""
+        semantics, stage_s = self.problem.pipeline, timing.stage_s(split)
+        steps = engine.in_flight or len(split) if engine else 1
+        if semantics == "pipelined" and not engine:
+            room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
+            most = int(room / prompts_held(batch, 1)) - 1
+            steps = max(len(split), min(steps_to_fill(stage_s, timing.hop_s), most))
+        pace = prefill_pace(semantics, stage_s, timing.hop_s, batch, steps)
+        engine = engine or EngineSettings(
+            step_tokens=max(1, math.ceil(batch * self.problem.costs.isl * _EXACT)), in_flight=steps
+        )
+        req_s = self.problem.targets.prefill_req_s(pace, batch)
+        return _Division(split, batch, replace(pace, latency_s=prompt_s(pace, batch)), req_s, engine)
 
     def _decode(self, pipeline: Pipeline) -> list[_Division]:
         """Divisions of a decode or colocated replica."""
@@ -238,45 +286,66 @@ class Planner:
             found += self._decode_up_to(pipeline, within)
         return found
 
-    def _decode_up_to(self, pipeline: Pipeline, most: int) -> Iterator[_Division]:
+    def _decode_up_to(self, pipeline: Pipeline, most: float) -> Iterator[_Division]:
         """Divisions chosen for at most so many requests, each with the most requests that it has memory
         for."""
         ways: tuple[bool, ...] = (True,) if self.problem.pipeline == "literal" else (False,)
         if pipeline.role == "colocated" and self.problem.pipeline == "paper_optimistic":
             ways = (False, True)  # Its prefills take the sum of the stages, its decode steps the slowest.
+        chunks = self._chunks_of(pipeline)
         for batch in dict.fromkeys(max(1, int(most * share)) for share in BATCH_SHARES):
             limits = [m.max_layers(batch) for m in pipeline.memory]
-            turn = self._pipelines.turn(pipeline, batch)
-            splits = [s for s in (self._pipelines.split(turn, limits, by_sum) for by_sum in ways) if s]
+            turns = [self._pipelines.turn(pipeline, batch, chunk) for chunk in chunks]
+            divided = [self._pipelines.split(turn, limits, by_sum) for turn in turns for by_sum in ways]
+            splits = list(dict.fromkeys(tuple(s) for s in divided if s))
             for split in splits:
                 # The layers chosen may leave room for more requests than they were chosen for.
                 room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
-                yield from self._within_targets(pipeline, split, min(self.problem.costs.batch_cap, *room))
+                yield from self._within_targets(
+                    pipeline, list(split), min(self.problem.costs.batch_cap, *room)
+                )
             # If memory limits no stage, a smaller batch is no better.
             if all(n < limit for split in splits for n, limit in zip(split, limits, strict=True)):
                 break
 
-    def _within_targets(self, pipeline: Pipeline, split: list[int], most: int) -> Iterator[_Division]:
-        """The division with the most requests, up to `most`, that meet the targets; nothing if none do."""
-        targets = self.problem.targets
-        places = self._decode_queue(pipeline, split, most).places_within(targets.tpot_s)
-        batch = places // self._pipelines.at_once(split)
-        if batch:
-            pace = self._pipelines.decode_pace(pipeline, split, batch)
-            req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch))
-            yield _Division(split, batch, pace, req_s)
+    def _chunks_of(self, pipeline: Pipeline) -> Sequence[float]:
+        """The chunks worth trying in a replica's mixed steps, in prompts; 0 where no step is mixed."""
+        return (self._pipelines.chunks if pipeline.role == "colocated" else ()) or (0.0,)
+
+    def _within_targets(
+        self, pipeline: Pipeline, split: list[int], most: int, given: EngineSettings | None = None
+    ) -> Iterator[_Division]:
+        """For each size of chunks, or the given one, the division with the most requests, up to `most`, that
+        meet the targets; nothing if none do."""
+        targets, isl = self.problem.targets, self.problem.costs.isl
+        chunks = self._chunks_of(pipeline)
+        if given and chunks[0]:
+            chunks = (given.chunk_tokens / isl,)
+        for chunk in chunks:
+            places = self._decode_queue(pipeline, split, most, chunk).places_within(targets.tpot_s)
+            batch = places // self._pipelines.at_once(split)
+            if batch:
+                pace = self._pipelines.decode_pace(pipeline, split, batch, chunk)
+                req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch, chunk))
+                steps = 1 if self.problem.pipeline == "literal" else len(split)
+                engine = EngineSettings(in_flight=steps)
+                if chunk:
+                    engine = EngineSettings(chunk_tokens=round(chunk * isl), in_flight=steps)
+                yield _Division(split, batch, pace, req_s, given or engine)
 
     def prefill_queue(self, plan: GroupPlan) -> PrefillQueue:
         """How a prefill replica with this plan fares under any load."""
         pipeline, split = self._planned_pipeline("prefill", plan)
         timing = self._pipelines.timing(pipeline, "prefill", plan.batch)
-        found = self._prefill_within_targets(timing, split, plan.batch)
-        return self.problem.targets.prefill_queue(found.pace, plan.batch)
+        pace = prefill_pace(
+            self.problem.pipeline, timing.stage_s(split), timing.hop_s, plan.batch, plan.engine.in_flight
+        )
+        return self.problem.targets.prefill_queue(pace, plan.batch)
 
     def decode_queue(self, plan: GroupPlan) -> DecodeQueue:
         """How a decode replica with this plan fares under any load."""
         pipeline, split = self._planned_pipeline("decode", plan)
-        return self._decode_queue(pipeline, split, plan.batch)
+        return self._decode_queue(pipeline, split, int(plan.batch))
 
     def _planned_pipeline(self, role: str, plan: GroupPlan) -> tuple[Pipeline, list[int]]:
         """The pipeline of a plan, and the layers of its stages."""
@@ -284,12 +353,14 @@ class Planner:
         assert pipeline is not None, "a plan fits in its own stages"
         return pipeline, [s.layers for s in plan.stages]
 
-    def _decode_queue(self, pipeline: Pipeline, split: list[int], batch: int) -> DecodeQueue:
-        """How a decode replica with these layers and this batch fares under any load."""
+    def _decode_queue(
+        self, pipeline: Pipeline, split: list[int], batch: int, chunk: float = 0.0
+    ) -> DecodeQueue:
+        """How a decode or colocated replica with these layers and this batch fares under any load."""
         at_once = self._pipelines.at_once(split)
-        return DecodeQueue(
-            batch * at_once,
-            lambda requests: self._pipelines.decode_pace(pipeline, split, requests / at_once).latency_s,
-            self.problem.costs.osl,
-            self.problem.costs.tiled,
-        )
+
+        def tpot_s(requests: float) -> float:
+            pace = self._pipelines.decode_pace(pipeline, split, requests / at_once, chunk)
+            return pace.token_s if pipeline.role == "colocated" else pace.latency_s
+
+        return DecodeQueue(batch * at_once, tpot_s, self.problem.costs.osl, self.problem.costs.tiled)

@@ -49,20 +49,20 @@ class Targets:
         """The share of requests that each phase must serve in time."""
         return self.attainment if self.ttft_s is None else math.sqrt(self.attainment)
 
-    def prefill_batches(self, largest: int) -> Iterator[int]:
-        """Batches worth trying: with a target also smaller ones, which end sooner."""
+    def prefill_batches(self, largest: float, smallest: float) -> Iterator[float]:
+        """Prompts per step worth trying: with a target also fewer, whose steps end sooner."""
         yield largest
-        while self.ttft_s is not None and largest > 1:
-            largest //= 2
+        while self.ttft_s is not None and largest / 2 >= smallest:
+            largest /= 2
             yield largest
 
-    def prefill_req_s(self, pace: Pace, batch: int) -> float:
+    def prefill_req_s(self, pace: Pace, batch: float) -> float:
         """Requests/s of a prefill replica within the target; 0 if it cannot be met."""
         if self.ttft_s is None:
             return pace.capacity_req_s
         return self.prefill_queue(pace, batch).largest_rate(self.ttft_s, self.share)
 
-    def prefill_queue(self, pace: Pace, batch: int) -> PrefillQueue:
+    def prefill_queue(self, pace: Pace, batch: float) -> PrefillQueue:
         """How a prefill replica of that pace fares under any load."""
         return PrefillQueue(pace.capacity_req_s, pace.latency_s, batch, self.mix)
 

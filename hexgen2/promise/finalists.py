@@ -1,0 +1,196 @@
+"""The best of a search's finalists by simulation, and its goodput.
+
+Formulas rank the thousands of solutions that a search looks at; they leave out how queues, batches and links
+disturb each other. So the finalists challenge one another in the simulator: the one that the formulas rank
+first is simulated at the rates around its goodput, and each other one at a rate just above the best goodput
+so far. A challenger that keeps more than the share asked for in time at that rate takes over. Then the best
+one is tried with larger and smaller prefill steps, and its goodput is found with more requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cost_model.base import PREFILL_TOKENS
+from hexgen2.cluster import Cluster
+from hexgen2.goal import Goal
+from hexgen2.placement import Placement
+from hexgen2.promise.goodput import Found, find_goodput
+from hexgen2.promise.trial import Trials, deviation
+from hexgen2.replica import Replica
+
+AHEAD = 1.01
+"""A challenger is tried at this multiple of the best goodput so far: a smaller gain is noise."""
+CLEAR = 2.0
+"""A share is clearly above or below what is asked for from so many standard errors on."""
+SMALLEST_STEP, LARGEST_STEP = 128, PREFILL_TOKENS
+"""Tokens of prefill steps: memory is planned for the largest (see CostModel.stage_memory)."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many requests are simulated: better promises against time.
+
+    Attributes
+    ----------
+    first : of a challenger's first run, at least
+    final : of each run that the promise rests on, at least
+    residents : both are at least so many times the requests that are in the fleet at a time; a run that ends
+        before the fleet is full shows nothing
+    most : of a single run
+    final_runs : runs that the promise rests on, at most
+    challengers : requests of all challengers together, beside challengers_per_gpu
+    """
+
+    first: int = 600
+    final: int = 4000
+    residents: float = 3.0
+    most: int = 20_000
+    final_runs: int = 5
+    challengers: int = 6000
+    challengers_per_gpu: int = 100
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The best placement, its goodput and how many were simulated."""
+
+    placement: Placement
+    goodput: Found
+    simulated: int
+
+
+def choose(
+    placements: Sequence[Placement],
+    cluster: Cluster,
+    goal: Goal,
+    seed: int,
+    stop: Callable[[], bool],
+    effort: Effort,
+) -> Chosen:
+    """The best of these placements, the first of which ranks highest by formulas, and its goodput.
+
+    Parameters
+    ----------
+    goal : with at least one target; no rate above its request_rate is of interest
+    stop : whether to end with what is known
+    """
+    return _Tournament(placements, cluster, goal, seed, stop, effort).run()
+
+
+class _Tournament:
+    def __init__(
+        self,
+        placements: Sequence[Placement],
+        cluster: Cluster,
+        goal: Goal,
+        seed: int,
+        stop: Callable[[], bool],
+        effort: Effort,
+    ) -> None:
+        self._placements, self._cluster, self._goal, self._seed = placements, cluster, goal, seed
+        self._stop, self._effort = stop, effort
+        self._most = goal.request_rate or float("inf")
+        self._left = effort.challengers + effort.challengers_per_gpu * len(cluster.gpu_ids)
+        self._simulated = 0
+
+    def run(self) -> Chosen:
+        """Challenge, retune, and look closely at the winner."""
+        best = self._placements[0]
+        goodput = self._roughly(best, best.throughput.req_s)
+        for challenger in self._placements[1:]:
+            best, goodput = self._challenge(challenger, best, goodput)
+        improved = True
+        while improved:
+            improved = False
+            for other in _other_steps(best):
+                if self._over():
+                    break
+                found = self._challenge(other, best, goodput)
+                if found[0] is other:
+                    (best, goodput), improved = found, True
+        if goodput.req_s > 0 and not self._stop():
+            goodput = self._closely(best, goodput)
+        return Chosen(best, goodput, self._simulated)
+
+    def _over(self) -> bool:
+        return self._left <= 0 or self._stop()
+
+    def _challenge(self, challenger: Placement, best: Placement, goodput: Found) -> tuple[Placement, Found]:
+        """The better of both, with its goodput."""
+        rate = goodput.req_s * AHEAD
+        if self._over() or rate > self._most or rate <= 0:
+            return best, goodput
+        trials, goal = self._trials(challenger), self._goal
+        self._simulated += 1
+        count = self._count(challenger, rate, self._effort.first)
+        runs = [trials.run(rate, count, draw) for draw in range(1)]
+        while abs(runs[0].share - goal.attainment) < CLEAR * deviation(runs) and len(runs) < 2:
+            runs.append(trials.run(rate, count, len(runs)))
+        self._left -= trials.requests
+        if sum(run.share for run in runs) / len(runs) < goal.attainment:
+            return best, goodput
+        found = self._roughly(challenger, rate)
+        return (challenger, found) if found.req_s > goodput.req_s else (best, goodput)
+
+    def _roughly(self, placement: Placement, start: float) -> Found:
+        """The goodput by two or three short runs."""
+        trials = self._trials(placement)
+        found = find_goodput(
+            trials,
+            self._goal.attainment,
+            start,
+            lambda rate: self._count(placement, rate, 2 * self._effort.first),
+            runs=4,
+            most_req_s=self._most,
+            stop=self._stop,
+        )
+        self._simulated += 1
+        self._left -= trials.requests
+        return found
+
+    def _closely(self, placement: Placement, roughly: Found) -> Found:
+        """The goodput with the requests that a promise needs."""
+        return find_goodput(
+            self._trials(placement, seed_offset=1),
+            self._goal.attainment,
+            roughly.req_s,
+            lambda rate: self._count(placement, rate, self._effort.final),
+            runs=self._effort.final_runs,
+            most_req_s=self._most,
+            stop=self._stop,
+        )
+
+    def _trials(self, placement: Placement, seed_offset: int = 0) -> Trials:
+        return Trials(placement, self._cluster, self._goal, 2 * self._seed + seed_offset)
+
+    def _count(self, placement: Placement, rate: float, least: int) -> int:
+        """Requests of a run at that rate."""
+        in_s = (placement.latency.ttft_ms + placement.latency.tpot_ms * placement.workload.osl) / 1e3
+        return int(min(self._effort.most, max(least, self._effort.residents * rate * in_s)))
+
+
+def _other_steps(placement: Placement) -> Iterator[Placement]:
+    """The placement with steps of half and of twice as many prompt tokens, on all replicas that have prompts
+    together and, where there are several, on each."""
+    isl = placement.workload.isl
+    prompts = [replica.id for replica in placement.replicas if replica.role != "decode"]
+    groups = [prompts] if len(prompts) == 1 else [prompts, *([one] for one in prompts)]
+    for names in groups:
+        for factor in (0.5, 2.0):
+            changed = [_with_step(r, factor, isl) if r.id in names else r for r in placement.replicas]
+            if changed != placement.replicas:
+                yield placement.model_copy(update={"replicas": changed})
+
+
+def _with_step(replica: Replica, factor: float, isl: float) -> Replica:
+    """The replica with so many times the prompt tokens in a step: of a colocated one, beside decodes."""
+    key = "step_tokens" if replica.role == "prefill" else "chunk_tokens"
+    now = getattr(replica.engine, key)
+    tokens = min(max(int(now * factor), SMALLEST_STEP), max(LARGEST_STEP, now))
+    update: dict[str, object] = {"engine": replica.engine.model_copy(update={key: tokens})}
+    if replica.role == "prefill":
+        update["max_batch"] = math.ceil(tokens / isl)
+    return replica.model_copy(update=update)

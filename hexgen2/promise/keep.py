@@ -1,0 +1,134 @@
+"""A search's answer with the promise that goes with it: what the simulator shows of what formulas plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hexgen2.cluster import Cluster
+from hexgen2.placement import Goodput, Placement
+from hexgen2.promise.finalists import Effort, choose
+from hexgen2.promise.goodput import Found
+from hexgen2.promise.trial import Trial, Trials
+
+DEFAULT_EFFORT = Effort()
+CORRECTED = "queues by formulas, {:+.1%} as simulated"
+
+
+def with_promise(
+    placements: Sequence[Placement],
+    cluster: Cluster,
+    seed: int,
+    stop: Callable[[], bool],
+    effort: Effort = DEFAULT_EFFORT,
+) -> Placement:
+    """The best of the finalists by simulation, with what it is promised to do.
+
+    Without targets and request_rate there is nothing to promise, and the first is the answer.
+
+    Parameters
+    ----------
+    placements : best first by formulas, all made for the same goal
+    stop : whether to end with what is known
+    """
+    goal = placements[0].goal
+    if goal.ttft_ms is None and goal.tpot_ms is None:
+        return placements[0] if goal.request_rate is None else _at_rate(placements[0], cluster, seed, effort)
+    compared = placements if goal.objective == "goodput" else placements[:1]
+    chosen = choose(compared, cluster, goal, seed, stop, effort)
+    best, found = chosen.placement, chosen.goodput
+    if goal.objective == "goodput" and found.req_s > 0 and found.req_s != goal.request_rate:
+        best = scaled(best, found.req_s / best.throughput.req_s)
+    return best.model_copy(update={"goodput": _record(best, found)})
+
+
+def _at_rate(placement: Placement, cluster: Cluster, seed: int, effort: Effort) -> Placement:
+    """The placement with the latencies at the goal's request_rate."""
+    rate = placement.goal.request_rate
+    assert rate is not None
+    carried = rate < placement.throughput.req_s
+    trial = Trials(placement, cluster, placement.goal, seed).run(rate, effort.final, 0) if carried else None
+    record = Goodput(
+        request_rate=rate,
+        goodput_req_s=None,
+        attainment=None,
+        **_latencies(trial),
+        assumptions=_assumptions(effort.final if carried else 0),
+    )
+    return placement.model_copy(update={"goodput": record})
+
+
+def _record(placement: Placement, found: Found) -> Goodput:
+    goal = placement.goal
+    rate = goal.request_rate or found.req_s
+    nearest = min(found.trials, key=lambda trial: abs(trial.rate - rate))
+    attained = goal.attainment if found.req_s > 0 else 0.0
+    return Goodput(
+        request_rate=rate,
+        goodput_req_s=found.req_s,
+        attainment=attained if goal.request_rate is None else nearest.share,
+        **_latencies(nearest if nearest.whole else None),
+        interval_req_s=(found.low_req_s, found.high_req_s),
+        assumptions=_assumptions(sum(len(trial.in_time) for trial in found.trials)),
+    )
+
+
+def _latencies(trial: Trial | None) -> dict[str, Any]:
+    """Latencies of a run in ms, by the names of Goodput; None where there is no run."""
+    names = ("mean_ttft_ms", "p90_ttft_ms", "mean_tpot_ms", "mean_e2el_ms")
+    if trial is None:
+        return dict.fromkeys(names)
+    p90_s = float(np.sort(trial.ttft_s)[math.ceil(0.9 * len(trial.ttft_s)) - 1])
+    ttft_s, tpot_s, e2el_s = (
+        math.fsum(v.tolist()) / len(v) for v in (trial.ttft_s, trial.tpot_s, trial.e2el_s)
+    )
+    return {n: 1e3 * s for n, s in zip(names, (ttft_s, p90_s, tpot_s, e2el_s), strict=True)}
+
+
+def _assumptions(requests: int) -> list[str]:
+    if not requests:
+        return ["more requests arrive than the placement carries"]
+    return [
+        f"{requests} requests were simulated, which arrive at random (Poisson) at an idle fleet",
+        "the times of steps and transfers are those of the cost model, without its error",
+    ]
+
+
+def scaled(placement: Placement, factor: float) -> Placement:
+    """The placement with all its requests/s times a factor that a simulation has found. A bound that rests on
+    the same formulas is raised with them, not lowered."""
+    routes = [
+        route.model_copy(
+            update={
+                "flow_req_s": route.flow_req_s * factor,
+                "capacity_req_s": route.capacity_req_s * factor,
+            }
+        )
+        for route in placement.routes
+    ]
+    replicas = [
+        r.model_copy(update={"capacity_req_s": r.capacity_req_s * factor}) for r in placement.replicas
+    ]
+    throughput, bound = placement.throughput, placement.bound
+    req_s, most = throughput.req_s * factor, bound.req_s * max(1.0, factor)
+    corrected = [CORRECTED.format(factor - 1)] if factor > 1 else []
+    gap = 1 - req_s / most if most > 0 else 0.0
+    return placement.model_copy(
+        update={
+            "replicas": replicas,
+            "routes": routes,
+            "throughput": throughput.model_copy(
+                update={"req_s": req_s, "output_tok_s": throughput.output_tok_s * factor}
+            ),
+            "bound": bound.model_copy(
+                update={
+                    "req_s": most,
+                    "gap": gap if gap > 1e-9 else 0.0,
+                    "assumptions": [*bound.assumptions, *corrected],
+                }
+            ),
+        }
+    )
