@@ -166,3 +166,7 @@ def test_in_a_pipeline_tokens_go_out_while_the_first_stage_computes():
     assert side.own.get(timeout=LIMIT_S) == Release(request_ids=("r0",))
     assert side.silenced == ["r0"]
     assert side.sent == [*steps, Release(request_ids=("r0",))]
+    assert [output.token for output in side.front_end.receive().outputs] == [8, 9]
+    shared, own = 1, 2
+    freed = Released(request_id="r0", replica="d", free_blocks=BLOCKS - shared - own)
+    assert side.front_end.receive() == freed
