@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,16 @@ def make_placement(
 
 
 @contextmanager
-def launched(placement: Path, model: Path | None, *options: str) -> Iterator[tuple[str, psutil.Process]]:
-    """The URL of a running `hexgen2 launch`, and its process; without a model, its engine is emulated."""
+def launched(
+    placement: Path, model: Path | None, *options: str, cores: Sequence[int] = ()
+) -> Iterator[tuple[str, psutil.Process]]:
+    """The URL of a running `hexgen2 launch`, and its process; without a model, its engine is emulated. With
+    `cores`, it sees no others."""
     engine = ["--model-path", str(model)] if model else ["--engine", "emulated"]
     command = [COMMAND, "launch", str(placement), *engine, "--port", "0", *options]
     with tempfile.TemporaryFile("w+") as log:
-        server = psutil.Popen(command, stderr=log, start_new_session=True)
+        pinned = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
+        server = psutil.Popen([*pinned, *command], stderr=log, start_new_session=True)
         try:
             yield _until_serving(server, log), server
         finally:

@@ -9,7 +9,20 @@ import numpy as np
 import pytest
 from pytest import approx
 
-from benchmarks.simulator.step_profile import BATCHES, CONTEXTS, SHORT, STEPS, Profiled, StepTimes, fit_decode
+from benchmarks.simulator.step_profile import (
+    BATCHES,
+    CONTEXTS,
+    LENGTHS,
+    MIXED_PROMPT,
+    SHORT,
+    STEPS,
+    Profiled,
+    StepTimes,
+    fit_decode,
+    fit_mixed,
+    fit_prefill,
+)
+from cost_model.base import Work
 from cost_model.lengths import RequestLengths, attended_tokens
 from cost_model.models import find_model
 from hexgen2.search.problem import make_problem
@@ -18,7 +31,8 @@ from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 from hexgen2.workload.requests import Requests
 
-TIMES = StepTimes(0.01, 0.001, 2e-7, 0.004, (1.0, 2.0, 8.0), (0.01, 0.02, 0.032), 1e-6, 0.005)
+PROMPTS = (10.0, 110.0), (0.024, 0.124), 2e-7
+TIMES = StepTimes(*PROMPTS, 0.0015, (1.0, 2.0, 8.0), (0.01, 0.02, 0.032), 1e-6, 0.005)
 
 
 @pytest.mark.slow
@@ -41,6 +55,35 @@ def test_decode_steps_are_fitted():
     batches, seconds, found = fit_decode(rows)
     assert found == approx(slope)
     assert dict(zip(batches, seconds, strict=True)) == approx(bare)
+
+
+def test_prompt_steps_are_fitted():
+    bare = {length: 0.01 + 0.001 * length + 0.002 * (length % 3) for length in LENGTHS}
+    slope = 3e-7
+    alone = [seconds + slope * attended_tokens(length) for length, seconds in bare.items()]
+    bursts = [(3, 64), (2, 128), (4, 96), (2, 256)]
+    rows = [(n, tokens, bare[n * tokens] + slope * n * attended_tokens(tokens)) for n, tokens in bursts]
+    lengths, seconds, found = fit_prefill(alone, rows)
+    assert found == approx(slope)
+    assert dict(zip(lengths, seconds, strict=True)) == approx(bare)
+
+
+def test_decodes_beside_a_prompt_are_fitted():
+    alone = TIMES.prefill(MIXED_PROMPT, attended_tokens(MIXED_PROMPT))
+    context = SHORT + STEPS
+    rows = [(count, alone + count * (0.0025 + 1e-6 * context)) for count in (1, 4, 9)]
+    assert fit_mixed(TIMES, rows) == approx(0.0025)
+
+
+def test_a_step_with_prompts_and_decodes_takes_its_own_time():
+    costs = Profiled(find_model("llama-2-13b"), RequestLengths.of([(100, 30, 1)]), TIMES)
+
+    def seconds(*work: float) -> float:
+        return costs.layer_work_s(None, Work(*work)) * costs.model.layers
+
+    assert seconds(100, 5000, 0, 0, 1) == approx(0.114 + 0.001)
+    assert seconds(0, 0, 2, 300, 2) == approx(0.02 + 0.0003)
+    assert seconds(100, 5000, 2, 300, 3) == approx(0.114 + 0.001 + 2 * 0.0015 + 0.0003)
 
 
 @pytest.mark.parametrize(("requests", "seconds"), [(1, 0.01), (1.5, 0.015), (5, 0.026), (10, 0.036)])
