@@ -21,6 +21,8 @@ from cost_model.lengths import RequestLengths
 from cost_model.portable import exp, twelve_digits
 
 _STEPS = 60
+_JUMPS = 8
+"""Numbers of requests at which a queue of tiled steps is looked at for jumps of their time."""
 _BEYOND = 1 + 1e-9
 """Just beyond a number of requests that fills whole tiles."""
 
@@ -192,8 +194,11 @@ class DecodeQueue:
         rate = others / (self.osl * self.mean_tpot_s(others))
         if not self.tiled:
             return rate
-        # Beyond a jump, more requests under way may balance the same rate: stay below what these serve.
-        jumps = (n * _BEYOND for n in range(math.ceil(1 + others), self.places))
+        # Beyond a jump, more requests under way may balance the same rate: stay below what these serve, at a
+        # few numbers of them, since a search asks this very often.
+        first = math.ceil(1 + others)
+        step = max(1, (self.places - first) // _JUMPS)
+        jumps = (n * _BEYOND for n in range(first, self.places, step))
         slowest = min(((n - 1) / (self.osl * self.tpot_s(n)) for n in jumps), default=rate)
         return min(rate, slowest, self.capacity_req_s)
 

@@ -120,8 +120,11 @@ def row(case: Case, options: argparse.Namespace, rng: random.Random) -> tuple[fl
         return None
     took_s = time.process_time() - began
     goodput = placement.goodput
-    assert goodput is not None and goodput.goodput_req_s and goodput.interval_req_s is not None
+    assert goodput is not None and goodput.interval_req_s is not None
     rate = goodput.goodput_req_s
+    if not rate:
+        print(f"{case.name:66}{took_s:>9.1f}  nothing is in time in the simulator", flush=True)
+        return None
     seeds = [rng.randrange(10**6) for _ in range(options.draws)]
     kept, beyond = (
         [share(placement, rate * times, options.requests, seed) for seed in seeds] for times in (1, BEYOND)

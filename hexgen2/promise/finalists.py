@@ -18,11 +18,13 @@ from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement
 from hexgen2.promise.goodput import Found, find_goodput
-from hexgen2.promise.trial import Trials, deviation
+from hexgen2.promise.trial import Trials, deviation, load_varies
 from hexgen2.replica import Replica
 
 AHEAD = 1.01
 """A challenger is tried at this multiple of the best goodput so far: a smaller gain is noise."""
+BEFORE = 0.97
+"""Longer runs begin at this multiple of what shorter ones found, in which queues have less time to grow."""
 CLEAR = 2.0
 """A share is clearly above or below what is asked for from so many standard errors on."""
 SMALLEST_STEP, LARGEST_STEP = 128, PREFILL_TOKENS
@@ -46,7 +48,7 @@ class Effort:
 
     first: int = 600
     final: int = 4000
-    residents: float = 3.0
+    residents: float = 8.0
     most: int = 20_000
     final_runs: int = 5
     challengers: int = 6000
@@ -121,16 +123,19 @@ class _Tournament:
     def _challenge(self, challenger: Placement, best: Placement, goodput: Found) -> tuple[Placement, Found]:
         """The better of both, with its goodput."""
         rate = goodput.req_s * AHEAD
-        if self._over() or rate > self._most or rate <= 0:
+        if self._over() or rate > self._most:
             return best, goodput
+        if rate <= 0:  # Nothing keeps the targets so far.
+            found = self._roughly(challenger, challenger.throughput.req_s)
+            return (challenger, found) if found.req_s > 0 else (best, goodput)
         trials, goal = self._trials(challenger), self._goal
         self._simulated += 1
         count = self._count(challenger, rate, self._effort.first)
-        runs = [trials.run(rate, count, draw) for draw in range(1)]
-        while abs(runs[0].share - goal.attainment) < CLEAR * deviation(runs) and len(runs) < 2:
-            runs.append(trials.run(rate, count, len(runs)))
+        runs = [trials.run(rate, count, 0)]
+        if abs(runs[0].share - goal.attainment) < CLEAR * deviation(runs):
+            runs.append(trials.run(rate, count, 1))
         self._left -= trials.requests
-        if sum(run.share for run in runs) / len(runs) < goal.attainment:
+        if math.fsum(run.share for run in runs) / len(runs) < goal.attainment:
             return best, goodput
         found = self._roughly(challenger, rate)
         return (challenger, found) if found.req_s > goodput.req_s else (best, goodput)
@@ -156,11 +161,12 @@ class _Tournament:
         return find_goodput(
             self._trials(placement, seed_offset=1),
             self._goal.attainment,
-            roughly.req_s,
+            roughly.req_s * BEFORE,
             lambda rate: self._count(placement, rate, self._effort.final),
             runs=self._effort.final_runs,
             most_req_s=self._most,
             stop=self._stop,
+            varies=load_varies(placement.workload, self._count(placement, roughly.req_s, self._effort.final)),
         )
 
     def _trials(self, placement: Placement, seed_offset: int = 0) -> Trials:

@@ -1,8 +1,12 @@
 """The goodput of a placement: the largest rate at which the share of requests asked for is in time.
 
-The share falls with the rate, slowly at first and then steeply, and every run gives it with an error. So the
-rate is bracketed and closed in on, each run with other requests, and then read off a straight line through
-the runs around it.
+The share that is late grows with the rate, about exponentially until the fleet is full, and every run gives
+it with an error. So the rate is bracketed and closed in on, each run with other requests, and then read off a
+straight line through the logarithms of what the runs around it found.
+
+Runs have exactly the load that they are to have (see Trials); the load of real requests varies. Where the late
+share is a * exp(b r) at the rate r, and r varies normally by sd around its mean, its mean is that of r times
+exp((b sd)^2 / 2): the rate must be lower by b sd^2 / 2.
 """
 
 from __future__ import annotations
@@ -11,20 +15,26 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cost_model.portable import log
 from hexgen2.promise.trial import Trial, Trials, deviation
 
-FIRST_STEP, LARGEST_STEP = 0.03, 0.25
-"""Shares of the rate by which it changes, at least and at most, until it is bracketed."""
-NEAR = 0.08
+SMALLEST_STEP, LARGEST_STEP, HALF = 0.02, 0.08, 0.5
+"""Shares of the rate by which it changes, at least and at most, until it is bracketed; and where nearly
+everything is late, which does not say how much the rate is too high."""
+GROWTH = 20.0
+"""The late share grows by about this power of the rate, where nothing better is known."""
+INSIDE = 0.2
+"""No run is closer to an end of the bracket than this share of it."""
+NEAR = 0.06
 """Runs count for the line whose rates are within this share of the estimate."""
-CLOSE = 0.015
+CLOSE = 0.02
 """A bracket this narrow, as a share of the rate, needs no more runs."""
 NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True)
 class Found:
-    """A goodput with the 95 % confidence interval, in requests/s, and the runs that it rests on."""
+    """A goodput with its 95 % confidence interval, in requests/s, and the runs that it rests on."""
 
     req_s: float
     low_req_s: float
@@ -40,6 +50,7 @@ def find_goodput(
     runs: int,
     most_req_s: float = math.inf,
     stop: Callable[[], bool] = lambda: False,
+    varies: float = 0.0,
 ) -> Found:
     """Find the goodput of a placement.
 
@@ -50,6 +61,7 @@ def find_goodput(
     runs : how many at most
     most_req_s : no higher rate is of interest; if it serves enough in time, it is the answer
     stop : asked before each run but the first
+    varies : by how much the load of real requests does, as a share of its mean (standard deviation)
     """
     done: list[Trial] = []
     rate = min(start_req_s, most_req_s)
@@ -60,8 +72,8 @@ def find_goodput(
             break
         if low and high and high.rate - low.rate <= CLOSE * low.rate:
             break
-        rate = min(_next_rate(done[-1], low, high, attainment), most_req_s)
-    return _read_off(done, attainment, most_req_s)
+        rate = min(_next_rate(low, high, attainment), most_req_s)
+    return _read_off(done, attainment, most_req_s, varies)
 
 
 def _bracket(done: list[Trial], attainment: float) -> tuple[Trial | None, Trial | None]:
@@ -74,49 +86,64 @@ def _bracket(done: list[Trial], attainment: float) -> tuple[Trial | None, Trial 
     return low, high
 
 
-def _next_rate(last: Trial, low: Trial | None, high: Trial | None, attainment: float) -> float:
+def _late(trial: Trial) -> float:
+    """The logarithm of the late share, half a request where none is late."""
+    return log(max(1 - trial.share, 0.5 / len(trial.in_time)))
+
+
+def _next_rate(low: Trial | None, high: Trial | None, attainment: float) -> float:
     """A rate inside the bracket, where a line between its ends crosses the attainment, or further on."""
+    asked = log(1 - attainment)
     if low and high:
-        # A run far beyond says only that it is too much.
-        floor = max(high.share, attainment - 0.3)
-        part = (low.share - attainment) / max(low.share - floor, 1e-9)
-        return low.rate + (high.rate - low.rate) * min(0.8, max(0.2, part))
-    excess = last.share - attainment
-    step = min(LARGEST_STEP, max(FIRST_STEP, abs(excess) / 2))
-    return last.rate * (1 + step) if excess >= 0 else last.rate * (1 - step)
+        part = (asked - _late(low)) / max(_late(high) - _late(low), 1e-9)
+        return low.rate + (high.rate - low.rate) * min(1 - INSIDE, max(INSIDE, part))
+    last = low or high
+    assert last is not None
+    size = min(LARGEST_STEP, max(SMALLEST_STEP, abs(asked - _late(last)) / GROWTH))
+    if low:
+        return low.rate * (1 + size)
+    return last.rate * (1 - (HALF if last.share < HALF * attainment else size))
 
 
-def _read_off(done: list[Trial], attainment: float, most_req_s: float) -> Found:
+def _read_off(done: list[Trial], attainment: float, most_req_s: float, varies: float) -> Found:
     low, high = _bracket(done, attainment)
     if low is not None and low.rate >= most_req_s:
         return Found(low.rate, low.rate, low.rate, tuple(done))
     if low is None or high is None:
-        only = low or high
-        assert only is not None
-        # Never in time, or never late, as far as was tried.
-        at = only.rate if low else 0.0
+        # Never in time, or always, as far as was tried.
+        at = low.rate if low else 0.0
         return Found(at, at, at, tuple(done))
-    part = (low.share - attainment) / (low.share - high.share)
-    estimate = low.rate + (high.rate - low.rate) * part
+    asked = log(1 - attainment)
+    part = (asked - _late(low)) / max(_late(high) - _late(low), 1e-9)
+    estimate = low.rate + (high.rate - low.rate) * min(1.0, max(0.0, part))
     near = [t for t in done if t.whole and abs(t.rate - estimate) <= NEAR * estimate]
     slope = _slope(near)
-    if slope is not None:
-        mean_rate = math.fsum(t.rate for t in near) / len(near)
-        mean_share = math.fsum(t.share for t in near) / len(near)
-        fitted = mean_rate + (attainment - mean_share) / slope
-        if min(t.rate for t in near) <= fitted <= max(t.rate for t in near):
-            estimate = fitted
+    if slope is None:
+        near = [low, high]
+        slope = max(_late(high) - _late(low), 1e-9) / (high.rate - low.rate)
     else:
-        near, slope = [low, high], (high.share - low.share) / (high.rate - low.rate)
-    error = NORMAL_95 * deviation(near) / -slope
+        mean_rate, mean_late = _means(near)
+        fitted = mean_rate + (asked - mean_late) / slope
+        if low.rate * (1 - NEAR) <= fitted <= high.rate * (1 + NEAR):
+            estimate = fitted
+    sd = varies * estimate
+    estimate -= min(slope * sd * sd / 2, 2 * sd)
+    # The error of the late share, as one of its logarithm.
+    error = NORMAL_95 * deviation(near) / (1 - attainment) / slope
     return Found(estimate, max(0.0, estimate - error), estimate + error, tuple(done))
 
 
+def _means(near: list[Trial]) -> tuple[float, float]:
+    """Mean rate and logarithm of the late share."""
+    return math.fsum(t.rate for t in near) / len(near), math.fsum(map(_late, near)) / len(near)
+
+
 def _slope(near: list[Trial]) -> float | None:
-    """By how much the share changes per request/s, by least squares; None if it does not fall."""
+    """By how much the logarithm of the late share grows per request/s, by least squares; None if it does
+    not."""
     if len(near) < 2:
         return None
-    rate, share = (math.fsum(v) / len(near) for v in ([t.rate for t in near], [t.share for t in near]))
+    rate, late = _means(near)
     spread = math.fsum((t.rate - rate) * (t.rate - rate) for t in near)
-    together = math.fsum((t.rate - rate) * (t.share - share) for t in near)
-    return together / spread if spread > 0 and together < 0 else None
+    together = math.fsum((t.rate - rate) * (_late(t) - late) for t in near)
+    return together / spread if spread > 0 and together > 0 else None

@@ -16,6 +16,7 @@ from hexgen2.placement import Placement
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.simulation import Simulation
+from hexgen2.workload.lengths import Workload
 from hexgen2.workload.requests import Requests
 
 SEEDS = 7_919
@@ -23,7 +24,7 @@ SEEDS = 7_919
 requests that it was made from."""
 BATCHES = 20
 """Consecutive parts of a run, whose shares are taken as independent of each other."""
-HOPELESS = 3.0
+HOPELESS = 2.5
 """A run ends early once this many times as many requests as allowed are late."""
 
 
@@ -159,3 +160,17 @@ def deviation(trials: Sequence[Trial]) -> float:
         variance += math.fsum((p - mean) * (p - mean) for p in parts) / (BATCHES - 1) / BATCHES
         shares.append(mean)
     return math.sqrt(variance) / len(shares)
+
+
+def load_varies(workload: Workload, requests: int) -> float:
+    """The standard deviation of the load of so many requests, as a share of its mean: that of the time in
+    which they arrive (Poisson), and of the mean of their lengths, prompts or outputs, whichever varies
+    more."""
+    total = math.fsum(c.weight for c in workload.classes)
+    squares = []
+    for lengths in ([c.isl for c in workload.classes], [c.osl for c in workload.classes]):
+        shares = [c.weight / total for c in workload.classes]
+        mean = math.fsum(w * n for w, n in zip(shares, lengths, strict=True))
+        square = math.fsum(w * n * n for w, n in zip(shares, lengths, strict=True))
+        squares.append(square / (mean * mean) - 1)
+    return math.sqrt((1 + max(squares)) / requests)

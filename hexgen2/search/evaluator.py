@@ -101,6 +101,10 @@ class Evaluation:
         return ranks_above(self.rank, other.rank)
 
 
+_NEVER = 1e9
+"""Stretches the transfers of routes that are not to be used."""
+
+
 def _capacity(replicas: Sequence[PlannedReplica]) -> float:
     return math.fsum(replica.plan.capacity_req_s for replica in replicas)
 
@@ -231,7 +235,13 @@ class Evaluator:
         self.routes += len(prefill) * len(decode)
         alone, busy = self._alone(colocated)
         uses = [[self.route_use(p, d) for d in decode] for p in prefill]
-        transfers = np.array([use.transfer_s for row in uses for use in row])
+        transfers = np.array(
+            [
+                use.transfer_s * self._slowed(use, d)
+                for row in uses
+                for use, d in zip(row, decode, strict=True)
+            ]
+        )
         shared = self._shared(uses)
         network = FlowNetwork(
             np.array([r.plan.capacity_req_s for r in prefill]),
@@ -245,6 +255,15 @@ class Evaluator:
         cost, idle = self.way_cost((*prefill, *decode, *colocated), served)
         score = served - cost + self.params.plateau_share * (total - idle)
         return Evaluation(solution, prefill, decode, network, flow, score, colocated, alone, cost, idle)
+
+    def _slowed(self, use: RouteUse, decode: PlannedReplica) -> float:
+        """1, or very much where a transfer alone makes the output tokens of its request late on average, so
+        that such a route carries nothing."""
+        target_s, gaps = self.problem.targets.tpot_s, self.problem.costs.osl - 1
+        if target_s is None:
+            return 1.0
+        spare_s = max(self.params.transfer_part * target_s, target_s - decode.plan.latency_s)
+        return 1.0 if use.transfer_s <= gaps * spare_s else _NEVER
 
     def _alone(self, colocated: tuple[PlannedReplica, ...]) -> tuple[np.ndarray, np.ndarray]:
         """[C] requests/s of colocated replicas: their capacities, unless their pipelines share links that

@@ -47,6 +47,8 @@ class Params:
     link_share : with latency targets, the share of the time for which traffic may keep a link busy:
         throughput against waiting
 
+    transfer_part : share of a target per output token that may go to the transfer, at least
+
     plateau_share : weight of the replicas' summed capacity in the score; it leads across plateaus of the flow
     transfer_share : weight of a transfer's seconds beside the price of the full links that it crosses, where
         orders of stages are compared
@@ -86,6 +88,7 @@ class Params:
 
     finalists: int = 12
     link_share: float = 0.75
+    transfer_part: float = 0.1
 
     plateau_share: float = 1e-3
     transfer_share: float = 1e-2
@@ -107,7 +110,7 @@ class Params:
         for name, floor in floors.items():
             if getattr(self, name) < floor:
                 raise InputError("search parameters", name, "is too small", f"make it at least {floor:g}")
-        for name in ("close_gap", "capacity_kept", "link_share"):
+        for name in ("close_gap", "capacity_kept", "link_share", "transfer_part"):
             if getattr(self, name) > 1:
                 raise InputError("search parameters", name, "is a share", "make it at most 1")
 

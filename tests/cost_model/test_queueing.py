@@ -86,7 +86,7 @@ def test_a_mixture_whose_long_prompts_miss_cannot_reach_their_share():
     assert queue.largest_rate(2.0, 0.8) == 0 and queue.largest_rate(2.5, 0.8) > 0
     assert queue.soonest_s(0.7) == pytest.approx(0.4) and queue.soonest_s(0.71) == pytest.approx(2.4)
     # In a batch of 4, a long prompt shares the batch with three mean ones.
-    assert PrefillQueue(1.0, 1.0, 4, UNLIKE).services[1] == (0.3, pytest.approx((2.4 + 3) / 4))
+    assert PrefillQueue(4.0, 1.0, 4, UNLIKE).services[1] == (0.3, pytest.approx((2.4 + 3) / 4))
 
 
 def test_classes_take_time_by_their_flops():

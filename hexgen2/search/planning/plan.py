@@ -31,7 +31,7 @@ from hexgen2.search.ties import exceeds, greatest, greatest_first
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 """The batches tried, as shares of the largest: a smaller one leaves room for layers on faster stages."""
-SMALLEST_STEP = 128
+SMALLEST_STEP = 256
 """Tokens of the smallest prefill step tried under a target for the first token."""
 DEFAULT_ENGINE = EngineSettings()
 _EXACT = 1 - 1e-9
