@@ -37,20 +37,20 @@ class Effort:
 
     Attributes
     ----------
-    first : of a challenger's first run, at least
-    final : of each run that the promise rests on, at least
-    residents : both are at least so many times the requests that are in the fleet at a time; a run that ends
-        before the fleet is full shows nothing
+    first, final : of a challenger's first run, and of each run that the promise rests on, at least
+    first_residents, residents : and at least so many times the requests that are in the fleet at a time: a
+        run that ends before the fleet is full shows nothing
     most : of a single run
     final_runs : runs that the promise rests on, at most
     challengers : requests of all challengers together, beside challengers_per_gpu
     """
 
-    first: int = 600
+    first: int = 400
     final: int = 4000
+    first_residents: float = 3.0
     residents: float = 8.0
     most: int = 20_000
-    final_runs: int = 5
+    final_runs: int = 4
     challengers: int = 6000
     challengers_per_gpu: int = 100
 
@@ -130,7 +130,7 @@ class _Tournament:
             return (challenger, found) if found.req_s > 0 else (best, goodput)
         trials, goal = self._trials(challenger), self._goal
         self._simulated += 1
-        count = self._count(challenger, rate, self._effort.first)
+        count = self._first_count(challenger, rate)
         runs = [trials.run(rate, count, 0)]
         if abs(runs[0].share - goal.attainment) < CLEAR * deviation(runs):
             runs.append(trials.run(rate, count, 1))
@@ -147,7 +147,7 @@ class _Tournament:
             trials,
             self._goal.attainment,
             start,
-            lambda rate: self._count(placement, rate, 2 * self._effort.first),
+            lambda rate: 2 * self._first_count(placement, rate),
             runs=4,
             most_req_s=self._most,
             stop=self._stop,
@@ -162,20 +162,32 @@ class _Tournament:
             self._trials(placement, seed_offset=1),
             self._goal.attainment,
             roughly.req_s * BEFORE,
-            lambda rate: self._count(placement, rate, self._effort.final),
+            lambda rate: self._final_count(placement, rate),
             runs=self._effort.final_runs,
             most_req_s=self._most,
             stop=self._stop,
-            varies=load_varies(placement.workload, self._count(placement, roughly.req_s, self._effort.final)),
+            varies=load_varies(placement.workload, self._final_count(placement, roughly.req_s)),
         )
 
     def _trials(self, placement: Placement, seed_offset: int = 0) -> Trials:
         return Trials(placement, self._cluster, self._goal, 2 * self._seed + seed_offset)
 
-    def _count(self, placement: Placement, rate: float, least: int) -> int:
-        """Requests of a run at that rate."""
-        in_s = (placement.latency.ttft_ms + placement.latency.tpot_ms * placement.workload.osl) / 1e3
-        return int(min(self._effort.most, max(least, self._effort.residents * rate * in_s)))
+    def _first_count(self, placement: Placement, rate: float) -> int:
+        """Requests of a first run at that rate."""
+        return self._count(self._effort.first, self._effort.first_residents * _residents(placement, rate))
+
+    def _final_count(self, placement: Placement, rate: float) -> int:
+        """Requests of a run that a promise rests on."""
+        return self._count(self._effort.final, self._effort.residents * _residents(placement, rate))
+
+    def _count(self, least: int, wanted: float) -> int:
+        return int(min(self._effort.most, max(least, wanted)))
+
+
+def _residents(placement: Placement, rate: float) -> float:
+    """Requests that are in the fleet at a time, by Little's law."""
+    latency = placement.latency
+    return rate * (latency.ttft_ms + latency.tpot_ms * placement.workload.osl) / 1e3
 
 
 def _other_steps(placement: Placement) -> Iterator[Placement]:

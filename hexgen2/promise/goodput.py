@@ -4,7 +4,7 @@ The share that is late grows with the rate, about exponentially until the fleet 
 it with an error. So the rate is bracketed and closed in on, each run with other requests, and then read off a
 straight line through the logarithms of what the runs around it found.
 
-Runs have exactly the load that they are to have (see Trials); the load of real requests varies. Where the late
+Runs have exactly the load that they are to have (see Trials); that of real requests varies. Where the late
 share is a * exp(b r) at the rate r, and r varies normally by sd around its mean, its mean is that of r times
 exp((b sd)^2 / 2): the rate must be lower by b sd^2 / 2.
 """
@@ -72,7 +72,7 @@ def find_goodput(
             break
         if low and high and high.rate - low.rate <= CLOSE * low.rate:
             break
-        rate = min(_next_rate(low, high, attainment), most_req_s)
+        rate = min(_next_rate(done, low, high, attainment), most_req_s)
     return _read_off(done, attainment, most_req_s, varies)
 
 
@@ -91,7 +91,7 @@ def _late(trial: Trial) -> float:
     return log(max(1 - trial.share, 0.5 / len(trial.in_time)))
 
 
-def _next_rate(low: Trial | None, high: Trial | None, attainment: float) -> float:
+def _next_rate(done: list[Trial], low: Trial | None, high: Trial | None, attainment: float) -> float:
     """A rate inside the bracket, where a line between its ends crosses the attainment, or further on."""
     asked = log(1 - attainment)
     if low and high:
@@ -99,7 +99,10 @@ def _next_rate(low: Trial | None, high: Trial | None, attainment: float) -> floa
         return low.rate + (high.rate - low.rate) * min(1 - INSIDE, max(INSIDE, part))
     last = low or high
     assert last is not None
-    size = min(LARGEST_STEP, max(SMALLEST_STEP, abs(asked - _late(last)) / GROWTH))
+    slope = _slope(done[-2:])
+    growth = min(GROWTH, slope * last.rate) if slope else GROWTH
+    most = LARGEST_STEP if slope is None else 2 * LARGEST_STEP
+    size = min(most, max(SMALLEST_STEP, abs(asked - _late(last)) / growth))
     if low:
         return low.rate * (1 + size)
     return last.rate * (1 - (HALF if last.share < HALF * attainment else size))
@@ -128,8 +131,8 @@ def _read_off(done: list[Trial], attainment: float, most_req_s: float, varies: f
             estimate = fitted
     sd = varies * estimate
     estimate -= min(slope * sd * sd / 2, 2 * sd)
-    # The error of the late share, as one of its logarithm.
-    error = NORMAL_95 * deviation(near) / (1 - attainment) / slope
+    # The error of the late share, as one of its logarithm; and that of a straight line between the ends.
+    error = NORMAL_95 * deviation(near) / (1 - attainment) / slope + (high.rate - low.rate) / 4
     return Found(estimate, max(0.0, estimate - error), estimate + error, tuple(done))
 
 

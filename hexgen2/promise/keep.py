@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from hexgen2.checks import traffic_of
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Goodput, Placement
 from hexgen2.promise.finalists import Effort, choose
@@ -41,8 +43,21 @@ def with_promise(
     chosen = choose(compared, cluster, goal, seed, stop, effort)
     best, found = chosen.placement, chosen.goodput
     if goal.objective == "goodput" and found.req_s > 0 and found.req_s != goal.request_rate:
-        best = scaled(best, found.req_s / best.throughput.req_s)
+        # No run shows for long what links cannot carry.
+        most = found.req_s if goal.request_rate is None else min(found.req_s, goal.request_rate)
+        carried = min(most, best.throughput.req_s / _fullest(best, cluster))
+        found = replace(found, req_s=carried, low_req_s=min(carried, found.low_req_s))
+        best = scaled(best, carried / best.throughput.req_s)
     return best.model_copy(update={"goodput": _record(best, found)})
+
+
+def _fullest(placement: Placement, cluster: Cluster) -> float:
+    """The largest share of the time for which the placement's flows occupy a link, card, uplink or port;
+    very little where routes do not share links."""
+    if placement.cost_model.links != "shared":
+        return 1e-9
+    traffic = traffic_of(cluster, placement.costs(), placement.replicas, placement.routes)
+    return max([1e-9, *traffic.shares.values()])
 
 
 def _at_rate(placement: Placement, cluster: Cluster, seed: int, effort: Effort) -> Placement:

@@ -64,7 +64,11 @@ class _Shared:
     def divide(self) -> None:
         """Compute the shares again after users have changed."""
         computing, computed = self.computing, self.computed
-        equal = 1 / max(1, len(computing) + len(computed))
+        if not computing:
+            self.pressed = []
+            self.equal = self.rest = 1 / len(computed) if computed else 1.0
+            return
+        equal = 1 / (len(computing) + len(computed))
         taken, pressed = 0.0, []
         for transfer, needs in computing.items():
             if needs < equal:
@@ -73,7 +77,7 @@ class _Shared:
                 taken += equal
                 pressed.append(transfer)
         self.equal, self.pressed = equal, pressed
-        self.rest = (1 - taken) / len(computed) if computing and computed else equal
+        self.rest = (1 - taken) / len(computed) if computed else equal
 
 
 @dataclass(eq=False, slots=True)
@@ -189,10 +193,14 @@ class Transfers:
         """Update the rates of all transfers whose shares may have changed."""
         changed, self.changed = self.changed, {}
         affected: dict[_Transfer, None] = {}
-        for shared in {shared: None for transfer in changed for shared, _ in transfer.uses}:
+        if len(changed) == 1:
+            touched = [shared for transfer in changed for shared, _ in transfer.uses]
+        else:
+            touched = list({shared: None for transfer in changed for shared, _ in transfer.uses})
+        for shared in touched:
             rest, pressed = shared.rest, shared.pressed
             shared.divide()
-            if shared.rest != rest:
+            if shared.rest != rest and shared.computed:
                 affected |= shared.computed
             if pressed or shared.pressed:
                 affected |= dict.fromkeys(pressed + shared.pressed)
@@ -202,10 +210,16 @@ class Transfers:
                 continue
             rate = transfer.most
             full = rate == math.inf
-            for shared, busy_s in transfer.uses:
-                own = (shared.rest if full else shared.equal) / busy_s
-                if own < rate:
-                    rate = own
+            if full:
+                for shared, busy_s in transfer.uses:
+                    own = shared.rest / busy_s
+                    if own < rate:
+                        rate = own
+            else:
+                for shared, busy_s in transfer.uses:
+                    own = shared.equal / busy_s
+                    if own < rate:
+                        rate = own
             if rate == transfer.rate and transfer not in changed:
                 continue
             transfer.left -= transfer.rate * (now - transfer.at_s)

@@ -89,7 +89,7 @@ def test_times_are_finite_and_positive(priced, phase, batch, last):
     assert 0 < costs.layer_s(phase, group, batch) < math.inf
     assert 0 <= costs.edge_s(phase, group, batch, last) < math.inf
     assert 0 < costs.hop_s(phase, group.link, batch) < math.inf
-    assert costs.prefill_batch() >= 1
+    assert 0 < costs.prefill_batch() < math.inf
     assert 0 < costs.kv_bytes_per_layer < math.inf
 
 
@@ -189,9 +189,9 @@ def test_fp32_reads_twice_the_bytes():
     assert full_s == pytest.approx(2 * half_s)
 
 
-def test_prefill_batches_fill_2048_tokens():
-    sizes = [Calibrated(LLAMA_70B, fixed(isl, 1)).prefill_batch() for isl in (256, 700, 2048, 9000)]
-    assert sizes == [8, 2, 1, 1]
+@pytest.mark.parametrize(("isl", "prompts"), [(256, 8), (700, 2048 / 700), (2048, 1), (8192, 0.25)])
+def test_prefill_steps_hold_2048_tokens(isl, prompts):
+    assert Calibrated(LLAMA_70B, fixed(isl, 1)).prefill_batch() == prompts
 
 
 def test_an_unknown_cost_model_names_the_known_ones():

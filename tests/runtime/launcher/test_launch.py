@@ -16,6 +16,7 @@ from cost_model.errors import InputError
 from cost_model.families import FAMILIES as READERS
 from cost_model.hardware import interconnect_link
 from cost_model.models import find_model
+from hexgen2.replica import EngineSettings, Replica
 from runtime.checkpoint import TORCH_FAMILIES, check_family
 from runtime.kv_transfer.transports.registry import AUTO, transport_names
 from runtime.launcher.configure import configurations, device_of
@@ -247,6 +248,26 @@ def test_every_worker_is_told_its_replica_and_the_same_secret(model_folder):
         "box/3",
         "box/4",
     )
+
+
+def test_workers_fill_their_steps_as_the_placement_says(model_folder):
+    placement = make_placement(model_folder)
+    replicas = [
+        r.model_copy(update={"engine": EngineSettings(step_tokens=96 + k, chunk_tokens=24 + k, in_flight=7)})
+        for k, r in enumerate(placement.replicas)
+    ]
+    planned = placement.model_copy(update={"replicas": replicas})
+    for options in (EngineOptions(), EngineOptions(chunk_tokens=9)):
+        configured = configurations(planned, model_folder, "bfloat16", options)
+        for replica in replicas:
+            for gpu in replica.gpus:
+                each, engine = configured[gpu], replica.engine
+                assert (each.max_prefill_tokens, each.steps_in_flight) == (engine.step_tokens, 7)
+                assert each.max_mixed_tokens == (options.chunk_tokens or engine.chunk_tokens)
+    before = [r.model_dump(exclude={"engine"}) for r in placement.replicas]
+    old = placement.model_copy(update={"replicas": [Replica(**each) for each in before]})
+    steps = {g: c.steps_in_flight for g, c in configurations(old, model_folder, "bfloat16").items()}
+    assert steps == {gpu: len(r.stages) for r in old.replicas for gpu in r.gpus}
 
 
 def test_emulated_links_lead_from_prefill_replicas_to_wherever_a_replan_may_decode(model_folder):

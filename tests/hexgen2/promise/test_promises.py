@@ -1,0 +1,112 @@
+"""What a search promises, against simulations with other requests, and against the checkers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hexgen2
+from cluster_specs.loader import resolve
+from hexgen2.checks import violations
+from hexgen2.cluster import Cluster
+from hexgen2.goal import Goal
+from hexgen2.promise.finalists import Effort, choose
+from hexgen2.promise.keep import scaled
+from hexgen2.promise.trial import Trials, load_varies
+from hexgen2.workload.arrivals import LengthSource, online
+from hexgen2.workload.classes import load_workload
+
+QUICK = Effort(first=200, final=1000, final_runs=3, challengers=4000)
+TARGETS = {"ttft_ms": 800.0, "tpot_ms": 50.0}
+
+
+@pytest.fixture(scope="module")
+def promised() -> hexgen2.Placement:
+    return hexgen2.search(
+        cluster="hexgen2-case-study", model="llama-2-13b", workload="HPLD", objective="goodput", **TARGETS
+    )
+
+
+def cluster_of(placement: hexgen2.Placement) -> Cluster:
+    return Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
+
+
+def test_a_promise_is_kept_under_requests_that_the_search_has_not_seen(promised):
+    goodput = promised.goodput
+    assert goodput and goodput.goodput_req_s and goodput.interval_req_s
+    low, high = goodput.interval_req_s
+    assert low <= goodput.goodput_req_s <= high
+
+    def in_time(times: float) -> float:
+        runs = (
+            hexgen2.simulate(
+                promised, request_rate=times * goodput.goodput_req_s, num_requests=3000, seed=seed
+            )
+            for seed in (31, 32, 33, 34)
+        )
+        return sum(run.attainment or 0.0 for run in runs) / 4
+
+    assert in_time(1.0) == pytest.approx(0.9, abs=0.05)
+    assert in_time(0.9) > 0.95 and in_time(1.15) < 0.8
+
+
+def test_the_throughput_is_what_is_promised_and_passes_the_checkers(promised):
+    assert promised.throughput.req_s == pytest.approx(promised.goodput.goodput_req_s)
+    assert promised.throughput.req_s <= promised.bound.req_s * (1 + 1e-9)
+    for factor in (0.7, 0.99):
+        assert not violations(scaled(promised, factor))
+
+
+def test_every_replica_states_its_engine_settings(promised):
+    for replica in promised.replicas:
+        assert replica.engine.in_flight is not None and replica.engine.in_flight >= len(replica.stages)
+        assert replica.model_dump()["engine"]["step_tokens"] == replica.engine.step_tokens
+
+
+def test_less_load_than_the_goodput_is_all_in_time():
+    options = {"cluster": "hexgen2-case-study", "model": "llama-2-13b", "workload": "LPLD"}
+    placement = hexgen2.search(**options, objective="goodput", request_rate=2.0, **TARGETS)
+    assert placement.goodput.goodput_req_s == 2.0 == placement.goodput.request_rate
+    assert placement.goodput.attainment > 0.9 and placement.throughput.req_s > 2
+
+
+def test_finalists_challenge_one_another_in_the_simulator(promised):
+    """Tiny steps, one at a time, ruin the first; the formulas' figures stay as they were."""
+    slow = [
+        r.model_copy(update={"engine": r.engine.model_copy(update={"step_tokens": 64, "in_flight": 1})})
+        if r.role == "prefill"
+        else r
+        for r in promised.replicas
+    ]
+    ruined = promised.model_copy(update={"replicas": slow})
+    goal = Goal(objective="goodput", **TARGETS)
+    chosen = choose([ruined, promised], cluster_of(promised), goal, 5, lambda: False, QUICK)
+    assert chosen.simulated >= 2
+    assert all(r.engine.in_flight != 1 for r in chosen.placement.replicas if len(r.stages) > 1)
+    alone = choose([ruined], cluster_of(promised), goal, 5, lambda: True, QUICK)
+    assert chosen.goodput.req_s > 1.2 * alone.goodput.req_s
+
+
+def test_runs_have_exactly_the_load_that_they_are_to_have(promised):
+    workload = load_workload("online")
+    placement = promised.model_copy(update={"workload": workload})
+    trials = Trials(placement, cluster_of(promised), promised.goal, 1)
+    one, same, other = (trials._drawn(5.0, 1000, draw) for draw in (0, 0, 1))
+    assert np.array_equal(one.arrival_s, same.arrival_s) and np.array_equal(one.isl, same.isl)
+    assert not np.array_equal(one.arrival_s, other.arrival_s)
+    assert one.arrival_s[0] == 0 and one.arrival_s[-1] == pytest.approx(999 / 5)
+    assert one.isl.mean() == pytest.approx(workload.isl, rel=0.01)
+    assert one.osl.mean() == pytest.approx(workload.osl, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["HPLD", "online"])
+def test_the_load_of_real_requests_varies_as_much_as_is_said(name):
+    workload = load_workload(name)
+    drawn = [online(LengthSource(workload), 3.0, 400, seed) for seed in range(300)]
+    loads = [r.isl.sum() / workload.isl / r.arrival_s[-1] for r in drawn]
+    heavier = [r.osl.sum() / workload.osl / r.arrival_s[-1] for r in drawn]
+    spread = max(np.std(v) / np.mean(v) for v in (loads, heavier))
+    assert load_varies(workload, 400) == pytest.approx(spread, rel=0.2)
+    assert load_varies(workload, 400) == pytest.approx(2 * load_varies(workload, 1600))
