@@ -174,17 +174,17 @@ class _Tournament:
 
     def _first_count(self, placement: Placement, rate: float) -> int:
         """Requests of a first run at that rate."""
-        return self._count(self._effort.first, self._effort.first_residents * _residents(placement, rate))
+        return self._count(self._effort.first, self._effort.first_residents * residents(placement, rate))
 
     def _final_count(self, placement: Placement, rate: float) -> int:
         """Requests of a run that a promise rests on."""
-        return self._count(self._effort.final, self._effort.residents * _residents(placement, rate))
+        return self._count(self._effort.final, self._effort.residents * residents(placement, rate))
 
     def _count(self, least: int, wanted: float) -> int:
         return int(min(self._effort.most, max(least, wanted)))
 
 
-def _residents(placement: Placement, rate: float) -> float:
+def residents(placement: Placement, rate: float) -> float:
     """Requests that are in the fleet at a time, by Little's law."""
     latency = placement.latency
     return rate * (latency.ttft_ms + latency.tpot_ms * placement.workload.osl) / 1e3

@@ -24,6 +24,8 @@ SEEDS = 7_919
 requests that it was made from."""
 BATCHES = 20
 """Consecutive parts of a run, whose shares are taken as independent of each other."""
+GROWN = 1.2
+"""A fleet keeps up if it has at most so many times the requests at the end that it had halfway."""
 HOPELESS = 2.5
 """A run ends early once this many times as many requests as allowed are late."""
 
@@ -38,6 +40,7 @@ class Trial:
     in_time : [n] whether each request met the targets, in the order of arrival; all true without targets
     ttft_s, tpot_s, e2el_s : [n] seconds; nan where a run that ended early has none
     whole : whether the run went on to its end
+    kept_up : whether the fleet ended requests about as fast as they arrived
     """
 
     rate: float
@@ -46,11 +49,12 @@ class Trial:
     tpot_s: np.ndarray
     e2el_s: np.ndarray
     whole: bool
+    kept_up: bool = True
 
     @property
     def share(self) -> float:
-        """The share of requests in time."""
-        return float(np.count_nonzero(self.in_time)) / len(self.in_time)
+        """The share of requests in time; 0 where the fleet did not keep up, since sooner or later none is."""
+        return float(np.count_nonzero(self.in_time)) / len(self.in_time) if self.kept_up else 0.0
 
     @property
     def mean_e2el_s(self) -> float:
@@ -145,7 +149,17 @@ class _Watch:
         for seconds, target_ms in ((ttft_s, self._goal.ttft_ms), (tpot_s, self._goal.tpot_ms)):
             if target_ms is not None:
                 in_time &= seconds <= target_ms / 1e3
-        return Trial(rate, in_time, ttft_s, tpot_s, e2el_s, self._whole)
+        return Trial(rate, in_time, ttft_s, tpot_s, e2el_s, self._whole, _kept_up(records))
+
+
+def _kept_up(records: Records) -> bool:
+    """Whether about as many requests were in the fleet when the last one arrived as halfway."""
+    sent_s, end_s = records.sent_s, records.end_s
+    halfway, inside = (
+        int(np.count_nonzero(sent_s <= at_s)) - int(np.count_nonzero(end_s <= at_s))
+        for at_s in (sent_s[len(sent_s) // 2], sent_s[-1])
+    )
+    return inside <= halfway * GROWN + 5 * math.sqrt(halfway) + 10
 
 
 def deviation(trials: Sequence[Trial]) -> float:

@@ -25,6 +25,8 @@ from hexgen2.search.problem import Problem
 
 MANY_ROUTES = 400
 """Beyond so many pairs of replicas, only as many routes as the load needs."""
+ROUNDED_UP = 0.01
+"""Steps hold whole tokens, so that a step of one prompt may hold a little more than that."""
 NEGLIGIBLE = 1e-6
 """A route that carries less than this share of the throughput is rounding, and left out."""
 
@@ -112,7 +114,7 @@ def _replica(problem: Problem, replica: PlannedReplica, name: Name, load: float)
         id=name.id,
         role=replica.group.role,  # type: ignore[arg-type]
         stages=stages,
-        max_batch=math.ceil(replica.plan.batch),
+        max_batch=max(1, math.ceil(replica.plan.batch - ROUNDED_UP)),
         capacity_req_s=capacity,
         utilisation=min(1.0, load / capacity),
         engine=replica.plan.engine,

@@ -24,7 +24,7 @@ from hexgen2.search.operators import Alike
 from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.planning.plan import GroupPlan, PlannedStage, Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
-from hexgen2.search.ties import exceeds, least, ranks_above
+from hexgen2.search.ties import exceeds, greatest, least, ranks_above
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Evaluation:
         return ranks_above(self.rank, other.rank)
 
 
-_NEVER = 1e9
+_NEVER = math.inf
 """Stretches the transfers of routes that are not to be used."""
 
 
@@ -324,8 +324,23 @@ class Evaluator:
         """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).
 
         An order is judged by what it takes of the full links at their duals, and a little by the transfer
-        time, to all partners, each weighted by its capacity; so the flow is solved once per round.
+        time, to all partners, each weighted by its capacity; so the flow is solved once per round. Such a
+        climb may end early, so it is also tried with all pipelines of one side, or both, turned round.
         """
+        sides = [(side, tuple(map(self._turned, side))) for side in (start.prefill, start.decode)]
+        ways = [
+            self.with_plans(start.solution, prefill, decode, start.colocated)
+            for prefill, decode in dict.fromkeys(itertools.product(*sides))
+        ]
+        return greatest([self._reorder_from(way) for way in ways], lambda way: way.score)[0]
+
+    def _turned(self, replica: PlannedReplica) -> PlannedReplica:
+        """The replica with its stages in the opposite order, if that keeps its capacity."""
+        wanted = tuple(s.shape for s in reversed(replica.stages))
+        plans = (plan for plan in self.orders(replica) if tuple(s.shape for s in plan.stages) == wanted)
+        return replace(replica, plan=next(plans, replica.plan))
+
+    def _reorder_from(self, start: Evaluation) -> Evaluation:
         best = start
         for _ in range(self.params.reorder_rounds):
             duals = self.duals(best)

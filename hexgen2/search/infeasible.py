@@ -21,6 +21,8 @@ def soonest_s(problem: Problem) -> tuple[float, float]:
     planner, targets = Planner(problem), Targets.of(problem.goal, problem.costs)
     groups = list(_groups(problem))
     first = min(planner.quickest_s("prefill", counts) for counts in groups)
+    if first == float("inf"):
+        return first, first
     alone = targets.prefill_queue(Pace(1 / first, first), batch=1)
     return alone.soonest_s(targets.share), min(planner.quickest_s("decode", counts) for counts in groups)
 

@@ -109,7 +109,7 @@ def run_search(
     else:
         best = incumbent.best
         others = [each for each in state.finalists.best() if each.solution.key != best.solution.key]
-        kept = [best, *others] if problem.goal.objective == "goodput" else [best]
+        kept = [best, *others] if problem.goal.objective in ("goodput", "latency") else [best]
         finalists = [build(problem, each, name, record, incumbent.bound) for each in kept]
     cluster = Cluster.from_spec(finalists[0].cluster)
     found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)

@@ -49,6 +49,7 @@ def explore_latency(state: SearchState, seed: int, plain: Plain) -> None:
     if state.incumbent.best is None or state.incumbent.best.req_s <= 0:
         return
     search = _LatencySearch(state, seed, load)
+    state.finalists.clear()
     greatest = search.value(state.evaluator, state.incumbent.best, "of the greatest throughput")
     # What may be proved is the greatest throughput.
     state.incumbent.proved, state.incumbent.bound = False, None
@@ -154,6 +155,7 @@ class _LatencySearch:
         if self._load >= loaded.limit_req_s or not self._in_time(loaded):
             return float("inf")
         latency_s = loaded.mean_e2el_s(self._load)
+        self._state.finalists.offer(at_full_load, -latency_s)
         if exceeds(self._least_s, latency_s):
             self._least_s = latency_s
             self._state.incumbent.best = at_full_load

@@ -281,7 +281,9 @@ def renamed(placement: Placement, alive: Mapping[str, Replica]) -> Placement:
 def _shape(replica: Replica) -> tuple:
     """What workers are started with: of two replicas that have it in common one can be the other."""
     stages = tuple((tuple(stage.gpus), stage.layers) for stage in replica.stages)
-    return replica.role, replica.max_batch, replica.engine, stages
+    # The prompts of a step follow from its tokens, and from how long prompts are now.
+    decodes = None if replica.role == "prefill" else replica.max_batch
+    return replica.role, decodes, replica.engine, stages
 
 
 def _blockers(coming: Mapping[str, Replica], leaving: Mapping[str, Replica]) -> dict[str, set[str]]:

@@ -56,10 +56,12 @@ def checked(problem: Problem, previous: Placement, terms: Terms = HOUR) -> Place
         before = old.get(move.from_ or "")
         if move.action == "keep":
             assert before and before.id == replica.id and before.role == replica.role
-            assert before.stages == replica.stages and before.max_batch == replica.max_batch
+            assert before.stages == replica.stages and before.engine == replica.engine
+            assert replica.role == "prefill" or before.max_batch == replica.max_batch
         elif move.action == "restart":
             assert before and before.stages == replica.stages
-            assert (before.role, before.max_batch) != (replica.role, replica.max_batch)
+            now = replica.role, replica.max_batch, replica.engine
+            assert (before.role, before.max_batch, before.engine) != now
         else:
             loads = loads_of(previous, found, replica.stages)
             assert move.load_bytes == pytest.approx(sum(loads), abs=1.0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import problem_from, problems
 
-from cost_model.base import TensorGroup
+from cost_model.base import TensorGroup, Work
 from cost_model.pipeline import PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
 from hexgen2.search.planning.plan import Planner
@@ -80,6 +80,28 @@ def test_partitions_are_all_and_each_once():
     }
 
 
+def mixed_capacity(costs, groups, split, hops, batch: int, tokens: int) -> float:
+    """Requests/s of a colocated replica with chunks of so many tokens. Of the steps of a stage, those that a
+    request's prompt needs are mixed; the others, up to its output tokens' share, have decodes only."""
+    prompts, stages = tokens / costs.isl, len(split)
+    decodes = min(batch / stages, costs.osl * prompts)
+
+    def busy_s(work: Work) -> list[float]:
+        stage_s = [
+            n * costs.layer_work_s(g, work) + costs.edge_work_s(g, work.sampled, j == stages - 1)
+            for j, (g, n) in enumerate(zip(groups, split, strict=True))
+        ]
+        return [*stage_s, *(costs.hop_work_s(hop, work.tokens) for hop in hops)]
+
+    alone, chunk = costs.work("decode", decodes), costs.work("prefill", prompts)
+    mixed = busy_s(Work(*(a + b for a, b in zip(alone, chunk, strict=True))))
+    plain = busy_s(alone)
+    mixed_steps, steps = 1 / prompts, costs.osl / decodes
+    slowest = max(mixed_steps * m + (steps - mixed_steps) * p for m, p in zip(mixed, plain, strict=True))
+    walk = sum(plain) * costs.osl / (decodes * stages)
+    return 1 / max(slowest, walk)
+
+
 def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | None:
     """Capacity of a fully specified plan, from the cost model alone; None if it exceeds a GPU's memory. A
     stage is (node, degree), and the degrees of attention and experts if they are not 1."""
@@ -92,7 +114,7 @@ def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | N
     held = 1
     if phase == "prefill":
         held = len(shape) + 1 if problem.pipeline == "pipelined" else 2
-    held *= batch
+    held *= max(1, batch)
     for j, (group, layers) in enumerate(zip(groups, split, strict=True)):
         memory = costs.stage_memory(phase, group, j == 0, j == last)
         if memory.needed(layers, held) > memory.limit:
@@ -111,7 +133,10 @@ def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | N
     decode = times(phase, micro_batch(problem.pipeline, batch, len(shape)))
     if role == "decode":
         return decode_pace(problem.pipeline, *decode, batch, costs.osl).capacity_req_s
-    prompts = min(batch, costs.prefill_batch())
+    if problem.pipeline == "pipelined":
+        hops = [problem.node_links[a][b] for (a, *_), (b, *_) in itertools.pairwise(shape)]
+        return max(mixed_capacity(costs, groups, split, hops, batch, n) for n in (512, 1024, 2048))
+    prompts = max(1, int(min(batch, costs.prefill_batch())))
     both = PhaseTimes(*times("prefill", prompts), prompts), PhaseTimes(*decode, batch)
     return colocated_pace(problem.pipeline, *both, costs.osl).capacity_req_s
 

