@@ -236,12 +236,17 @@ class Simulation:
     def _begun(self, chunks: Sequence[Chunk], begun_s: float, ends_s: float) -> None:
         """A prefill replica begins a step; each layer is sent as soon as it is computed."""
         layers = self.placement.model.layers
+        sent = dict[RouteCost, tuple[list[_Request], list[int]]]()
         for chunk in chunks:
             request: _Request = chunk.prompt.request
             if not request.one_token:
-                cost = self._routes[request.prefill, request.decode]
                 request.on_their_way += 1
-                self.transfers.begin(request, cost, chunk.tokens, layers, begun_s, ends_s, self._arrived)
+                cost = self._routes[request.prefill, request.decode]
+                requests, tokens = sent.setdefault(cost, ([], []))
+                requests.append(request)
+                tokens.append(chunk.tokens)
+        for cost, (requests, tokens) in sent.items():
+            self.transfers.begin(requests, cost, sum(tokens), layers, begun_s, ends_s, self._arrived)
 
     def _computed(self, request: _Request, now: float) -> None:
         """A prefill replica has computed a whole prompt."""

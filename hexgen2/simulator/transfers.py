@@ -1,16 +1,17 @@
 """KV cache transfers from prefill to decode replicas over shared links.
 
-A transfer occupies the network cards, uplinks and links of its route and the ports of its GPUs. Each of these
-resources divides its time equally among its transfers. Every chunk of a prompt is one transfer. It begins
-with the step that computes the chunk; until that step ends, it goes no faster than layers are computed, and
-the other transfers get the rest of its shares.
+A transfer occupies the network cards, uplinks and links of its route and the ports of its GPUs. Routes that
+share one of these send equally fast, unless something else limits them (max-min fairness, as among TCP
+connections); each sends what was computed first. A transfer holds what a step computes for one route. It
+begins with the step; until that ends, it goes no faster than layers are computed, and other routes get the
+rest of its share.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,76 +49,71 @@ def route_cost(route: Route, cluster: Cluster, shared: SharedLinks, links: Links
 
 
 @dataclass(eq=False, slots=True)
-class _Shared:
-    """A resource and the transfers that use it.
-
-    Transfers whose step is still computing take only the share of time that they need, at most an equal
-    share; those limited by that are `pressed`. Transfers that are fully computed divide the rest.
-    """
-
-    computing: dict[_Transfer, float] = field(default_factory=dict)
-    computed: dict[_Transfer, None] = field(default_factory=dict)
-    pressed: list[_Transfer] = field(default_factory=list)
-    equal: float = 1.0
-    rest: float = 1.0
-
-    def divide(self) -> None:
-        """Compute the shares again after users have changed."""
-        computing, computed = self.computing, self.computed
-        if not computing:
-            self.pressed = []
-            self.equal = self.rest = 1 / len(computed) if computed else 1.0
-            return
-        equal = 1 / (len(computing) + len(computed))
-        taken, pressed = 0.0, []
-        for transfer, needs in computing.items():
-            if needs < equal:
-                taken += needs
-            else:
-                taken += equal
-                pressed.append(transfer)
-        self.equal, self.pressed = equal, pressed
-        self.rest = (1 - taken) / len(computed) if computed else equal
-
-
-@dataclass(eq=False, slots=True)
 class _Transfer:
-    """One transfer.
+    """The KV caches of one step on one route: `left` of its tokens are to be sent.
 
     Attributes
     ----------
-    uses : resources, with the seconds for which the whole transfer occupies each
-    left : share that was left to send at at_s
-    rate : share sent per second since at_s
-    most : upper limit of the rate; infinite once everything is computed
-    version : counts rate changes, so that outdated events are ignored; -1 once it has ended
+    most : tokens/s at which the step computes them; infinite once everything is computed
+    rate : tokens/s at which they are sent
     """
 
-    request: object
-    uses: list[tuple[_Shared, float]]
-    begun_s: float
-    left: float = 1.0
+    waiting: dict[Any, None]
+    left: float
+    most: float
+    done: Callable[[Any, float], None] = field(repr=False)
     rate: float = 0.0
-    most: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Route:
+    """What is in transfer on one route.
+
+    Attributes
+    ----------
+    uses : users of each resource that it occupies, and the seconds that a token takes there
+    alone : tokens/s while no other route sends
+    computed : sent one after the other, before what is being computed
+    computing : in the order in which they began
+    demand : tokens/s that it could send at most, but for the links
+    rate : tokens/s that the links let it send, since at_s
+    version : counts changes, so that outdated events are ignored
+    """
+
+    uses: list[tuple[dict[_Route, float], float]]
+    alone: float
+    latency_s: float
+    computed: deque[_Transfer] = field(default_factory=deque)
+    computing: dict[_Transfer, None] = field(default_factory=dict)
+    demand: float = 0.0
+    rate: float = 0.0
     at_s: float = 0.0
     version: int = 0
-    done: Callable[[Any, float], None] = field(repr=False, kw_only=True)
 
-    def occupy(self) -> None:
-        """Register as a user of each resource."""
-        most = self.most
-        for shared, busy_s in self.uses:
-            if most < math.inf:
-                shared.computing[self] = most * busy_s
+    def advance(self, now: float) -> None:
+        """Send until now."""
+        span_s = now - self.at_s
+        if span_s > 0 and self.rate > 0:
+            if self.computed:
+                self.computed[0].left -= self.rate * span_s
             else:
-                shared.computing.pop(self, None)
-                shared.computed[self] = None
+                for transfer in self.computing:
+                    transfer.left -= transfer.rate * span_s
+        self.at_s = now
 
-    def leave(self) -> None:
-        """Stop using the resources."""
-        for shared, _ in self.uses:
-            shared.computing.pop(self, None)
-            shared.computed.pop(self, None)
+    def wants(self) -> float:
+        """Its demand by now."""
+        if self.computed:
+            return math.inf
+        return math.fsum(transfer.most for transfer in self.computing)
+
+    def send(self, rate: float) -> None:
+        """Go on at that rate: first come, first served among those that are being computed."""
+        self.rate = rate
+        if not self.computed:
+            for transfer in self.computing:
+                transfer.rate = min(transfer.most, rate)
+                rate -= transfer.rate
 
 
 class Transfers:
@@ -125,20 +121,20 @@ class Transfers:
 
     Attributes
     ----------
-    changed : transfers that began, changed or ended since the last `settle`. The simulation calls `settle`
-    once
-        after all events at the same time, since the prompts of a batch change together
+    changed : routes on which something began, was computed or ended since the last `settle`. The simulation
+        calls `settle` once after all events at the same time
     """
 
     def __init__(self, schedule: Callable) -> None:
         self._schedule = schedule
-        self._shared: dict[Resource, _Shared] = defaultdict(_Shared)
-        self._in_flight: dict[object, list[_Transfer]] = defaultdict(list)
-        self.changed: dict[_Transfer, None] = {}
+        self._users: dict[Resource, dict[_Route, float]] = defaultdict(dict)
+        self._routes: dict[RouteCost, _Route] = {}
+        self._in_flight: dict[_Transfer, None] = {}
+        self.changed: dict[_Route, None] = {}
 
     def begin(
         self,
-        request: Hashable,
+        requests: Iterable[Any],
         cost: RouteCost,
         tokens: int,
         layers: int,
@@ -146,108 +142,141 @@ class Transfers:
         computed_s: float,
         done: Callable[[Any, float], None],
     ) -> None:
-        """Begin the transfer of a chunk's KV cache.
+        """Begin to send the KV caches that a step computes for a route.
 
         Parameters
         ----------
-        tokens : size of the chunk
-        begins_s, computed_s : when the step of the chunk begins (now or later) and has computed all layers
-        done : called with (request, time_s) when everything has arrived
+        requests : whose prompts they are, each once
+        tokens : of all of them
+        begins_s, computed_s : when the step begins (now or later) and has computed all layers
+        done : called with (request, time_s) for each request when everything has arrived
         """
-        uses = [(self._shared[resource], seconds * tokens) for resource, seconds in cost.busy_s.items()]
-        span = computed_s - begins_s
-        early = (1 - 1 / layers) / span if span > 0 and layers > 1 else 0.0
-        transfer = _Transfer(request, uses, begins_s + cost.latency_s, most=early, done=done)
-        self._in_flight[request].append(transfer)
-        if not uses:
-            self._schedule(computed_s + cost.latency_s, self._arrived, transfer)
+        route = self._routes.get(cost) or self._add(cost)
+        span_s = computed_s - begins_s
+        early = (1 - 1 / layers) * tokens / span_s if span_s > 0 and layers > 1 else 0.0
+        transfer = _Transfer(dict.fromkeys(requests), tokens, early, done)
+        self._in_flight[transfer] = None
+        if not route.uses:
+            self._schedule(computed_s + cost.latency_s, self._land, transfer)
             return
         if early:
-            self._schedule(transfer.begun_s, self._start, transfer)
-        self._schedule(computed_s + cost.latency_s, self._computed, transfer)
+            self._schedule(begins_s + cost.latency_s, self._start, (route, transfer))
+        self._schedule(computed_s + cost.latency_s, self._computed, (route, transfer))
 
-    def cancel(self, request: Hashable) -> None:
-        """Stop all transfers of a request."""
-        for transfer in self._in_flight.pop(request, ()):
-            self._leave(transfer)
+    def _add(self, cost: RouteCost) -> _Route:
+        uses = [(self._users[resource], seconds) for resource, seconds in cost.busy_s.items()]
+        alone = min((1 / seconds for _, seconds in uses), default=math.inf)
+        route = self._routes[cost] = _Route(uses, alone, cost.latency_s)
+        return route
 
-    def _start(self, now: float, transfer: _Transfer) -> None:
-        if transfer.version < 0:
-            return
-        transfer.at_s = now
-        transfer.occupy()
-        self.changed[transfer] = None
+    def cancel(self, request: Any) -> None:
+        """Stop all transfers of a request. Those of other requests in the same steps go on."""
+        for transfer in self._in_flight:
+            transfer.waiting.pop(request, None)
 
-    def _computed(self, now: float, transfer: _Transfer) -> None:
+    def _start(self, now: float, who: tuple[_Route, _Transfer]) -> None:
+        route, transfer = who
+        if transfer.waiting:
+            route.advance(now)
+            route.computing[transfer] = None
+            self.changed[route] = None
+
+    def _computed(self, now: float, who: tuple[_Route, _Transfer]) -> None:
         """All layers are computed: the rest is sent as fast as the links allow."""
-        if transfer.version < 0:
-            return
-        early, transfer.most = transfer.most, math.inf
-        if early:
-            transfer.occupy()
-            self.changed[transfer] = None
+        route, transfer = who
+        route.advance(now)
+        route.computing.pop(transfer, None)
+        if transfer.waiting:
+            route.computed.append(transfer)
         else:
-            self._start(now, transfer)
+            del self._in_flight[transfer]
+        self.changed[route] = None
 
     def settle(self, now: float) -> None:
-        """Update the rates of all transfers whose shares may have changed."""
+        """Update the rates of all routes whose demands, or shares of links, may have changed."""
         changed, self.changed = self.changed, {}
-        affected: dict[_Transfer, None] = {}
-        if len(changed) == 1:
-            touched = [shared for transfer in changed for shared, _ in transfer.uses]
-        else:
-            touched = list({shared: None for transfer in changed for shared, _ in transfer.uses})
-        for shared in touched:
-            rest, pressed = shared.rest, shared.pressed
-            shared.divide()
-            if shared.rest != rest and shared.computed:
-                affected |= shared.computed
-            if pressed or shared.pressed:
-                affected |= dict.fromkeys(pressed + shared.pressed)
-        affected |= changed
-        for transfer in affected:
-            if transfer.version < 0:
-                continue
-            rate = transfer.most
-            full = rate == math.inf
-            if full:
-                for shared, busy_s in transfer.uses:
-                    own = shared.rest / busy_s
-                    if own < rate:
-                        rate = own
-            else:
-                for shared, busy_s in transfer.uses:
-                    own = shared.equal / busy_s
-                    if own < rate:
-                        rate = own
-            if rate == transfer.rate and transfer not in changed:
-                continue
-            transfer.left -= transfer.rate * (now - transfer.at_s)
-            transfer.rate, transfer.at_s = rate, now
-            transfer.version += 1
-            if full:
-                ends_s = now + max(0.0, transfer.left) / rate
-                self._schedule(ends_s, self._finish, (transfer, transfer.version))
+        new: list[_Route] = []
+        for route in changed:
+            demand = route.wants()
+            if demand != route.demand:
+                new.append(route)
+                for users, seconds in route.uses:
+                    if demand:
+                        users[route] = seconds
+                    else:
+                        users.pop(route, None)
+                route.demand = demand
+        rates = _rates(_connected(new)) if new else {}
+        for route in changed:
+            if route not in rates:
+                self._send(route, route.rate, now)
+        for route, rate in rates.items():
+            if rate != route.rate or route in changed:
+                self._send(route, rate, now)
 
-    def _finish(self, now: float, due: tuple[_Transfer, int]) -> None:
-        transfer, version = due
-        if version == transfer.version:
-            self._arrived(now, transfer)
+    def _send(self, route: _Route, rate: float, now: float) -> None:
+        route.advance(now)
+        route.send(rate)
+        route.version += 1
+        if route.computed:
+            ends_s = now + max(0.0, route.computed[0].left) / rate
+            self._schedule(ends_s, self._finish, (route, route.version))
 
-    def _arrived(self, now: float, transfer: _Transfer) -> None:
-        if transfer.version < 0:
-            return
-        others = self._in_flight[transfer.request]
-        others.remove(transfer)
-        if not others:
-            del self._in_flight[transfer.request]
-        self._leave(transfer)
-        transfer.done(transfer.request, now)
+    def _finish(self, now: float, due: tuple[_Route, int]) -> None:
+        route, version = due
+        if version == route.version:
+            route.advance(now)
+            transfer = route.computed.popleft()
+            route.version += 1
+            self.changed[route] = None
+            self._land(now, transfer)
 
-    def _leave(self, transfer: _Transfer) -> None:
-        transfer.version = -1
-        transfer.leave()
-        self.changed[transfer] = None
+    def _land(self, now: float, transfer: _Transfer) -> None:
+        del self._in_flight[transfer]
+        for request in transfer.waiting:
+            transfer.done(request, now)
+
+
+def _connected(routes: list[_Route]) -> list[_Route]:
+    """The routes that send, of those that share resources with these, also by way of others."""
+    seen = dict.fromkeys(routes)
+    reached = list(routes)
+    while reached:
+        for users, _ in reached.pop().uses:
+            for other in users:
+                if other not in seen:
+                    seen[other] = None
+                    reached.append(other)
+    return [route for route in seen if route.demand]
+
+
+def _rates(routes: list[_Route]) -> dict[_Route, float]:
+    """The max-min fair rates of routes that share resources, in tokens/s: all grow together, until their
+    demand is met or a resource is full (Bertsekas and Gallager, Data Networks, 1992, section 6.5.2)."""
+    if len(routes) == 1:
+        (route,) = routes
+        return {route: min(route.demand, route.alone)}
+    rates: dict[_Route, float] = {}
+    rising = dict.fromkeys(routes)
+    # Of each resource: the share that is free, and the seconds that a token of each route that rises takes.
+    free = {id(users): [1.0, math.fsum(users.values()), len(users)] for r in routes for users, _ in r.uses}
+    users_of = {id(users): users for r in routes for users, _ in r.uses}
+    while rising:
+        level, full = math.inf, None
+        for name, (share, seconds, count) in free.items():
+            if count and share / seconds < level:
+                level, full = share / seconds, name
+        met = [route for route in rising if route.demand <= level]
+        assert met or full is not None
+        for route in met or [route for route in users_of[full] if route in rising]:
+            del rising[route]
+            rate = rates[route] = min(level, route.demand)
+            for users, seconds in route.uses:
+                left = free[id(users)]
+                left[0] = max(0.0, left[0] - rate * seconds)
+                left[1] -= seconds
+                left[2] -= 1
+    return rates
 
 
 def binding(costs: Mapping[Any, RouteCost]) -> dict[Any, RouteCost]:
