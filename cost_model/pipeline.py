@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cost_model.portable import exp
+
 PipelineSemantics = Literal["literal", "pipelined", "paper_optimistic"]
 CHUNKS = (512, 1024, 2048)
 """Tokens of a prompt in a mixed step of a colocated replica that are worth trying."""
@@ -123,7 +125,7 @@ def decode_pace(
 
 def mixed_request_s(mixed_s: float, decode_s: float, chunk: float, decodes: float, osl: float) -> float:
     """Seconds that a request takes on a stage or hop of a colocated replica: 1 / chunk mixed steps in the
-    place of decode steps, and osl / decodes decode steps in all (see mixed_pace)."""
+    place of decode steps, and osl / decodes decode steps in all: less than with what mixed_pace adds."""
     return (mixed_s - decode_s) / chunk + osl * decode_s / decodes
 
 
@@ -133,27 +135,83 @@ def mixed_decodes(batch: float, stages: int, chunk: float, osl: float) -> float:
     return min(batch / stages, osl * chunk)
 
 
-def mixed_pace(mixed: PhaseTimes, decode: PhaseTimes, decodes: float, osl: float) -> Pace:
+def mixed_steps(chunk: float, decodes: float, osl: float) -> list[tuple[float, float]]:
+    """The mixed steps of a colocated replica at full load, as pairs of prompts in a step and the share of the
+    steps that have so many.
+
+    Each of the `decodes` requests in a step is its last with the probability 1 / osl, and another begins
+    then. Prompts longer than a chunk are divided equally, unless the next one fills the last chunk. Shorter
+    ones share a step if they begin together (the number that does is Poisson), at most `chunk` of them.
+    """
+    begin = decodes / osl
+    if chunk <= 1:
+        busy = min(1.0, begin / chunk)
+        return [(busy * chunk + (1 - busy) / math.ceil(_EXACT / chunk), 1.0)]
+    mean = min(chunk, begin / (1 - exp(-begin)))
+    single = (chunk - mean) / (chunk - 1)
+    return [(1.0, single), (chunk, 1 - single)]
+
+
+def mean_times(steps: Sequence[tuple[PhaseTimes, float]]) -> PhaseTimes:
+    """The mean of steps that each are a share of all."""
+    stages = zip(*(times.stage_s for times, _ in steps), strict=True)
+    hops = zip(*(times.hop_s for times, _ in steps), strict=True)
+    stage_s, hop_s = (
+        [math.fsum(s * share for s, (_, share) in zip(each, steps, strict=True)) for each in of]
+        for of in (stages, hops)
+    )
+    return PhaseTimes(stage_s, hop_s, math.fsum(times.batch * share for times, share in steps))
+
+
+def mixed_pace(mixed: PhaseTimes, decode: PhaseTimes, decodes: float, osl: float, chunk: float) -> Pace:
     """Pace of a colocated replica whose prompts are computed in chunks beside decodes (mixed steps).
 
-    The busiest stage or hop sets the pace (mixed_request_s); and a request's tokens follow one another no
-    faster than a step passes through all stages. At full load the batch stays full, so an output token takes
-    the batch's seconds per request over osl (Little's law). The first token takes as many turns of mixed
-    steps as the prompt has chunks per stage.
+    As many steps are under way as there are stages, each in a stage of its own, and they wait for the slowest
+    of them: one with a prompt holds up all others. A request's tokens follow one another no faster than a
+    step passes through all stages and hops. At full load the batch stays full, so an output token takes the
+    batch's seconds per request over osl (Little's law). The first token takes as many turns of mixed steps as
+    the prompt has chunks per stage.
 
     Parameters
     ----------
-    mixed : times of a step with a chunk beside the decodes; its batch is the prompts in a chunk
+    mixed : mean times of a mixed step, and the prompts in it (see mixed_steps)
     decode : times of a step with the decodes only
     decodes : requests that decode in each of the stages' steps (see mixed_decodes)
+    chunk : the prompts in a mixed step, at most
     """
-    stages, chunk = len(decode.stage_s), mixed.batch
-    rest = decode_pace("pipelined", decode.stage_s, decode.hop_s, decodes * stages, osl)
-    both = zip((*mixed.stage_s, *mixed.hop_s), (*decode.stage_s, *decode.hop_s), strict=True)
-    busy = (mixed_request_s(m, d, chunk, decodes, osl) for m, d in both)
-    request_s = max(1 / rest.capacity_req_s, *busy)
+    stages = len(decode.stage_s)
+    share = min(1.0, decodes / (osl * mixed.batch))
+    hop_s = [share * m + (1 - share) * d for m, d in zip(mixed.hop_s, decode.hop_s, strict=True)]
+    walk = math.fsum((share * math.fsum(mixed.stage_s), (1 - share) * math.fsum(decode.stage_s), *hop_s))
+    slowest_s = _slowest_s(mixed.stage_s, decode.stage_s, share, 1 - exp(-decodes / osl))
+    period = max(slowest_s, walk / stages, *hop_s, 0.0)
+    request_s = osl * period / decodes
     turn = decode_pace("pipelined", mixed.stage_s, mixed.hop_s, 1.0, 1.0).latency_s
-    return Pace(1 / request_s, max(1.0, 1 / (chunk * stages)) * turn, decodes * stages * request_s / osl)
+    return Pace(1 / request_s, max(1.0, 1 / (chunk * stages)) * turn, stages * period)
+
+
+def _slowest_s(mixed_s: Sequence[float], decode_s: Sequence[float], share: float, begins: float) -> float:
+    """Mean seconds of the slowest stage, where the steps in successive stages are a Markov chain: a share of
+    them is mixed, and one after a decode step with the probability `begins`. A prompt of several chunks makes
+    as many steps in a row mixed."""
+    if len(mixed_s) == 1:
+        return share * mixed_s[0] + (1 - share) * decode_s[0]
+    # The chain forgets what the step was by this factor with each stage.
+    memory = 1 - begins / share if share < 1 else 0.0
+    mean, below = 0.0, 0.0
+    for seconds in sorted({*mixed_s, *decode_s}):
+        if any(d > seconds for d in decode_s):
+            continue
+        # The stages that must not have a mixed step, for none to be slower.
+        within, remembered = 1.0, 0.0
+        for m in mixed_s:
+            remembered *= memory
+            if m > seconds:
+                within *= 1 - share + share * remembered
+                remembered = 1.0
+        mean += (within - below) * seconds
+        below = within
+    return mean
 
 
 def colocated_pace(semantics: PipelineSemantics, prefill: PhaseTimes, decode: PhaseTimes, osl: float) -> Pace:

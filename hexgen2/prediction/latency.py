@@ -12,9 +12,11 @@ from cost_model.pipeline import (
     PipelineSemantics,
     colocated_pace,
     decode_pace,
+    mean_times,
     micro_batch,
     mixed_decodes,
     mixed_pace,
+    mixed_steps,
     prefill_pace,
     prompt_s,
 )
@@ -57,8 +59,11 @@ def _pace(replica: Replica, times: StepTimes) -> Pace:
     if semantics == "pipelined":
         chunk = engine.chunk_tokens / costs.isl
         decodes = mixed_decodes(batch, stages, chunk, osl)
-        mixed = _work_times(times, costs.mixed_work(chunk, decodes), chunk)
-        return mixed_pace(mixed, _phase_times(times, "decode", decodes), decodes, osl)
+        steps = mixed_steps(chunk, decodes, osl)
+        mixed = mean_times(
+            [(_work_times(times, costs.mixed_work(n, decodes), n), share) for n, share in steps]
+        )
+        return mixed_pace(mixed, _phase_times(times, "decode", decodes), decodes, osl, chunk)
     prompts = max(1, int(min(batch, costs.prefill_batch())))
     return colocated_pace(semantics, _phase_times(times, "prefill", prompts), decode, osl)
 

@@ -107,7 +107,7 @@ def mixed_rates(problem: Problem) -> list[float]:
     for accelerator in problem.node_accelerator:
         alone = TensorGroup(accelerator, 1, NO_LINK)
         least_s = math.inf
-        for chunk in (tokens / costs.isl for tokens in CHUNKS):
+        for chunk in (*(tokens / costs.isl for tokens in CHUNKS), 1.0):
             decodes = mixed_decodes(most, 1, chunk, osl)
             both = costs.layer_work_s(alone, costs.mixed_work(chunk, decodes))
             own = costs.layer_s("decode", alone, decodes)

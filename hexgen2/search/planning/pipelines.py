@@ -22,6 +22,7 @@ from cost_model.pipeline import (
     micro_batch,
     mixed_decodes,
     mixed_pace,
+    mixed_steps,
     mixed_request_s,
     prefill_batches_held,
     prompts_held,
@@ -136,7 +137,7 @@ class Pipelines:
         if key not in kind.layers_s:
             costs, phase = self.problem.costs, cast(Phase, "prefill" if role == "prefill" else "decode")
             if role == "colocated" and self.chunks:
-                least_s = min(self._mixed_s(kind, running, chunk) for chunk in self.chunks)
+                least_s = min(self._mixed_s(kind, running, chunk) for chunk in (*self.chunks, 1.0))
                 kind.layers_s[key] = costs.osl / least_s
                 return kind.layers_s[key]
             best = costs.fastest_batch(phase, kind.group, running)
@@ -182,9 +183,9 @@ class Pipelines:
         semantics, osl = self.problem.pipeline, self.problem.costs.osl
         if chunk:
             decodes = mixed_decodes(batch, len(split), chunk, osl)
-            mixed, rest = self._mixed(pipeline, decodes, chunk), self.timing(pipeline, "decode", decodes)
-            both = PhaseTimes(mixed.stage_s(split), mixed.hop_s, chunk)
-            return mixed_pace(both, PhaseTimes(rest.stage_s(split), rest.hop_s, batch), decodes, osl)
+            (mixed, prompts), rest = self._mixed(pipeline, decodes, chunk), self.timing(pipeline, "decode", decodes)
+            both = PhaseTimes(mixed.stage_s(split), mixed.hop_s, prompts)
+            return mixed_pace(both, PhaseTimes(rest.stage_s(split), rest.hop_s, batch), decodes, osl, chunk)
         decode = self._decode_timing(pipeline, batch)
         if pipeline.role == "decode":
             return decode_pace(semantics, decode.stage_s(split), decode.hop_s, batch, osl)
@@ -204,8 +205,8 @@ class Pipelines:
         osl = self.problem.costs.osl
         if chunk:
             decodes = mixed_decodes(batch, len(pipeline.kinds), chunk, osl)
-            mixed, rest = self._mixed(pipeline, decodes, chunk), self.timing(pipeline, "decode", decodes)
-            share = decodes / (osl * chunk)
+            (mixed, prompts), rest = self._mixed(pipeline, decodes, chunk), self.timing(pipeline, "decode", decodes)
+            share = decodes / (osl * prompts)
             return rest.times(1 - share).plus(mixed, share)
         decode = self._decode_timing(pipeline, batch)
         if pipeline.role == "decode":
@@ -214,9 +215,18 @@ class Pipelines:
         micro = micro_batch(self.problem.pipeline, batch, len(pipeline.kinds))
         return decode.plus(self.timing(pipeline, "prefill", prompts), micro / (osl * prompts))
 
-    def _mixed(self, pipeline: Pipeline, decodes: float, chunk: float) -> Timing:
-        """Seconds of each stage and hop for a step with a chunk of `chunk` prompts beside so many decodes."""
-        costs, kinds, work = self.problem.costs, pipeline.kinds, self.problem.costs.mixed_work(chunk, decodes)
+    def _mixed(self, pipeline: Pipeline, decodes: float, chunk: float) -> tuple[Timing, float]:
+        """Mean seconds of each stage and hop for a mixed step beside so many decodes, and the prompts in it,
+        of which there may be `chunk`."""
+        (first, share), *more = mixed_steps(chunk, decodes, self.problem.costs.osl)
+        mean, prompts = self._mixed_step(pipeline, decodes, first).times(share), share * first
+        for other, share in more:
+            mean, prompts = mean.plus(self._mixed_step(pipeline, decodes, other), share), prompts + share * other
+        return mean, prompts
+
+    def _mixed_step(self, pipeline: Pipeline, decodes: float, prompts: float) -> Timing:
+        """Seconds of each stage and hop for a step with so many prompts and decodes."""
+        costs, kinds, work = self.problem.costs, pipeline.kinds, self.problem.costs.mixed_work(prompts, decodes)
         last = len(kinds) - 1
         return Timing(
             [self._of_work_s(kind, work) for kind in kinds],
