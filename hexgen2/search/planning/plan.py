@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from cost_model.hardware import Link
@@ -327,11 +328,47 @@ class Planner:
             if batch:
                 pace = self._pipelines.decode_pace(pipeline, split, batch, chunk)
                 req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch, chunk))
+                if pipeline.role == "decode" and not targets.given:
+                    req_s = self._beside_prompts(pipeline, split, batch, pace)
                 steps = 1 if self.problem.pipeline == "literal" else len(split)
                 engine = EngineSettings(in_flight=steps)
                 if chunk:
                     engine = EngineSettings(chunk_tokens=round(chunk * isl), in_flight=steps)
                 yield _Division(split, batch, pace, req_s, given or engine)
+
+    def _beside_prompts(self, pipeline: Pipeline, split: list[int], batch: int, pace: Pace) -> float:
+        """Requests/s of a decode replica that runs up to `batch` requests at that pace, and whose memory also
+        holds the prompts that are still being computed for it: a request has room on both sides from the
+        start, since each layer is sent once it is computed."""
+        if self.problem.pipeline != "pipelined":
+            return pace.capacity_req_s
+        room, costs = (
+            min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True)),
+            self.problem.costs,
+        )
+        # Admission keeps half of an output's tokens free for each request (see kv_budget.growth_tokens).
+        held_s = self._lead_s * (costs.isl + costs.osl / 2) / (costs.isl + costs.osl)
+        fewer = max(1.0, room - pace.capacity_req_s * held_s)
+        if fewer >= batch:
+            return pace.capacity_req_s
+        least_req_s = self._pipelines.decode_pace(pipeline, split, fewer).capacity_req_s
+        # Between both, requests/s grow about linearly with the requests that run: room = x + held_s req_s(x).
+        slope = (pace.capacity_req_s - least_req_s) / (batch - fewer)
+        running = fewer + (room - held_s * least_req_s - fewer) / (1 + held_s * slope)
+        return least_req_s + slope * (min(float(batch), running) - fewer)
+
+    @cached_property
+    def _lead_s(self) -> float:
+        """Seconds that prompts take on prefill replicas within one node, of the sizes with the most
+        requests/s per GPU, weighted by their requests/s; 0 if the model fits in no node."""
+        plans = []
+        for node, gpus in enumerate(self.problem.node_gpus):
+            found = (self.plan("prefill", ((node, count),)) for count in range(1, len(gpus) + 1))
+            sizes = [(plan, count) for count, plan in enumerate(found, start=1) if plan]
+            plans += greatest(sizes, lambda one: one[0].capacity_req_s / one[1])[:1]
+        served = math.fsum(plan.capacity_req_s / count for plan, count in plans)
+        busy = math.fsum(plan.capacity_req_s / count * plan.latency_s for plan, count in plans)
+        return busy / served if served else 0.0
 
     def prefill_queue(self, plan: GroupPlan) -> PrefillQueue:
         """How a prefill replica with this plan fares under any load."""

@@ -82,7 +82,9 @@ def test_what_is_being_computed_waits_for_what_is_computed():
 
 
 def test_routes_share_a_card_equally():
-    found = landed(*((name, cost, 100, 1, 0.0, 1.0) for name, cost in zip("abc", (NIC, OTHER, THIRD))))
+    found = landed(
+        *((name, cost, 100, 1, 0.0, 1.0) for name, cost in zip("abc", (NIC, OTHER, THIRD), strict=True))
+    )
     assert found == {name: approx(1.0 + 3 * 1.0) for name in "abc"}
 
 
