@@ -70,7 +70,7 @@ def find_goodput(
         low, high = _bracket(done, attainment)
         if low is not None and low.rate >= most_req_s:
             break
-        if low and high and high.rate - low.rate <= CLOSE * low.rate:
+        if low and high and min(high.rate, high.most_req_s) - low.rate <= CLOSE * low.rate:
             break
         rate = min(_next_rate(done, low, high, attainment), most_req_s)
     return _read_off(done, attainment, most_req_s, varies)
@@ -94,9 +94,11 @@ def _late(trial: Trial) -> float:
 def _next_rate(done: list[Trial], low: Trial | None, high: Trial | None, attainment: float) -> float:
     """A rate inside the bracket, where a line between its ends crosses the attainment, or further on."""
     asked = log(1 - attainment)
-    if low and high:
+    if low and high and high.kept_up:
         part = (asked - _late(low)) / max(_late(high) - _late(low), 1e-9)
         return low.rate + (high.rate - low.rate) * min(1 - INSIDE, max(INSIDE, part))
+    if high and not high.kept_up:
+        return high.most_req_s
     last = low or high
     assert last is not None
     slope = _slope(done[-2:])
@@ -117,9 +119,12 @@ def _read_off(done: list[Trial], attainment: float, most_req_s: float, varies: f
         at = low.rate if low else 0.0
         return Found(at, at, at, tuple(done))
     asked = log(1 - attainment)
-    part = (asked - _late(low)) / max(_late(high) - _late(low), 1e-9)
-    estimate = low.rate + (high.rate - low.rate) * min(1.0, max(0.0, part))
-    near = [t for t in done if t.whole and abs(t.rate - estimate) <= NEAR * estimate]
+    if high.kept_up:
+        part = (asked - _late(low)) / max(_late(high) - _late(low), 1e-9)
+        estimate = low.rate + (high.rate - low.rate) * min(1.0, max(0.0, part))
+    else:
+        estimate = max(low.rate, high.most_req_s)
+    near = [t for t in done if t.whole and t.kept_up and abs(t.rate - estimate) <= NEAR * estimate]
     slope = _slope(near)
     if slope is None:
         near = [low, high]
@@ -130,7 +135,7 @@ def _read_off(done: list[Trial], attainment: float, most_req_s: float, varies: f
         if low.rate * (1 - NEAR) <= fitted <= high.rate * (1 + NEAR):
             estimate = fitted
     sd = varies * estimate
-    estimate -= min(slope * sd * sd / 2, 2 * sd)
+    estimate = min(estimate - min(slope * sd * sd / 2, 2 * sd), *(t.most_req_s for t in done))
     # The error of the late share, as one of its logarithm; and that of a straight line between the ends.
     error = NORMAL_95 * deviation(near) / (1 - attainment) / slope + (high.rate - low.rate) / 4
     return Found(estimate, max(0.0, estimate - error), estimate + error, tuple(done))

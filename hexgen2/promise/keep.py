@@ -50,7 +50,18 @@ def with_promise(
         carried = min(most, best.throughput.req_s / _fullest(best, cluster))
         found = replace(found, req_s=carried, low_req_s=min(carried, found.low_req_s))
         best = scaled(best, carried / best.throughput.req_s)
-    return best.model_copy(update={"goodput": _record(best, found)})
+    at_rate = None
+    if goal.request_rate is not None:
+        at_rate = _run_at(goal.request_rate, best, found, cluster, seed, effort)
+    return best.model_copy(update={"goodput": _record(best, found, at_rate)})
+
+
+def _run_at(
+    rate: float, placement: Placement, found: Found, cluster: Cluster, seed: int, effort: Effort
+) -> Trial:
+    """A run at that rate: one of those that the goodput rests on, or one more."""
+    known = next((trial for trial in reversed(found.trials) if trial.rate == rate), None)
+    return known or Trials(placement, cluster, placement.goal, 2 * seed + 1).run(rate, effort.final, 0)
 
 
 def _quickest(
@@ -97,16 +108,17 @@ def _at_rate(placement: Placement, cluster: Cluster, seed: int, effort: Effort) 
     return placement.model_copy(update={"goodput": record})
 
 
-def _record(placement: Placement, found: Found) -> Goodput:
+def _record(placement: Placement, found: Found, at_rate: Trial | None) -> Goodput:
+    """What is promised; the latencies are those of the run at the goal's rate, or next to the goodput."""
     goal = placement.goal
     rate = goal.request_rate or found.req_s
-    nearest = min(found.trials, key=lambda trial: abs(trial.rate - rate))
+    shown = at_rate or min(found.trials, key=lambda trial: abs(trial.rate - rate))
     attained = goal.attainment if found.req_s > 0 else 0.0
     return Goodput(
         request_rate=rate,
         goodput_req_s=found.req_s,
-        attainment=attained if goal.request_rate is None else nearest.share,
-        **_latencies(nearest if nearest.whole else None),
+        attainment=attained if at_rate is None else at_rate.share,
+        **_latencies(shown if shown.whole and shown.kept_up else None),
         interval_req_s=(found.low_req_s, found.high_req_s),
         assumptions=_assumptions(sum(len(trial.in_time) for trial in found.trials)),
     )

@@ -24,8 +24,14 @@ SEEDS = 7_919
 requests that it was made from."""
 BATCHES = 20
 """Consecutive parts of a run, whose shares are taken as independent of each other."""
-GROWN = 1.2
-"""A fleet keeps up if it has at most so many times the requests at the end that it had halfway."""
+GROWN = 0.01
+"""A fleet keeps up if from halfway to the end, beside chance, it gained at most this share of the requests
+that arrived."""
+FULL, FILLING = 3.0, 0.08
+"""Where fewer than so many times the requests in the fleet arrive in half a run, it may still be filling, and
+gain this share of them."""
+CHANCE = 3.0
+"""The number of requests in a fleet varies by so many times its root (standard deviations)."""
 HOPELESS = 2.5
 """A run ends early once this many times as many requests as allowed are late."""
 
@@ -40,7 +46,8 @@ class Trial:
     in_time : [n] whether each request met the targets, in the order of arrival; all true without targets
     ttft_s, tpot_s, e2el_s : [n] seconds; nan where a run that ended early has none
     whole : whether the run went on to its end
-    kept_up : whether the fleet ended requests about as fast as they arrived
+    most_req_s : requests/s that the fleet ended while it did not keep up; infinite if it did, or if the run
+        ended early
     """
 
     rate: float
@@ -49,7 +56,12 @@ class Trial:
     tpot_s: np.ndarray
     e2el_s: np.ndarray
     whole: bool
-    kept_up: bool = True
+    most_req_s: float = math.inf
+
+    @property
+    def kept_up(self) -> bool:
+        """Whether the fleet ended requests about as fast as they arrived, as far as the run shows."""
+        return self.most_req_s == math.inf
 
     @property
     def share(self) -> float:
@@ -149,17 +161,31 @@ class _Watch:
         for seconds, target_ms in ((ttft_s, self._goal.ttft_ms), (tpot_s, self._goal.tpot_ms)):
             if target_ms is not None:
                 in_time &= seconds <= target_ms / 1e3
-        return Trial(rate, in_time, ttft_s, tpot_s, e2el_s, self._whole, _kept_up(records))
+        return Trial(
+            rate,
+            in_time,
+            ttft_s,
+            tpot_s,
+            e2el_s,
+            self._whole,
+            _most_req_s(records) if self._whole else math.inf,
+        )
 
 
-def _kept_up(records: Records) -> bool:
-    """Whether about as many requests were in the fleet when the last one arrived as halfway."""
+def _most_req_s(records: Records) -> float:
+    """Requests/s that ended while the second half arrived, if there were far more in the fleet at the end of
+    that time than at its beginning; infinite otherwise."""
     sent_s, end_s = records.sent_s, records.end_s
+    times_s = float(sent_s[len(sent_s) // 2]), float(sent_s[-1])
+    ended = [int(np.count_nonzero(end_s <= at_s)) for at_s in times_s]
     halfway, inside = (
-        int(np.count_nonzero(sent_s <= at_s)) - int(np.count_nonzero(end_s <= at_s))
-        for at_s in (sent_s[len(sent_s) // 2], sent_s[-1])
+        int(np.count_nonzero(sent_s <= at_s)) - n for at_s, n in zip(times_s, ended, strict=True)
     )
-    return inside <= halfway * GROWN + 5 * math.sqrt(halfway) + 10
+    arrived = len(sent_s) / 2
+    grown = GROWN if arrived >= FULL * halfway else FILLING
+    if inside <= halfway + CHANCE * math.sqrt(halfway) + grown * arrived:
+        return math.inf
+    return (ended[1] - ended[0]) / (times_s[1] - times_s[0])
 
 
 def deviation(trials: Sequence[Trial]) -> float:
