@@ -262,12 +262,11 @@ def _rates(routes: list[_Route]) -> dict[_Route, float]:
     free = {id(users): [1.0, math.fsum(users.values()), len(users)] for r in routes for users, _ in r.uses}
     users_of = {id(users): users for r in routes for users, _ in r.uses}
     while rising:
-        level, full = math.inf, None
+        level, full = math.inf, 0
         for name, (share, seconds, count) in free.items():
             if count and share / seconds < level:
                 level, full = share / seconds, name
         met = [route for route in rising if route.demand <= level]
-        assert met or full is not None
         for route in met or [route for route in users_of[full] if route in rising]:
             del rising[route]
             rate = rates[route] = min(level, route.demand)

@@ -201,10 +201,11 @@ class Pipelines:
             osl,
         )
 
-    def turn(self, pipeline: Pipeline, batch: float, chunk: float = 0.0) -> Timing:
-        """The times that the division of the layers balances: those of a decode step, and in a colocated
+    def turns(self, pipeline: Pipeline, batch: float, chunk: float = 0.0) -> list[Timing]:
+        """The times that a division of the layers may balance: those of a decode step, and in a colocated
         replica of the prefills between two steps. A micro-batch ends micro / osl requests per step, and as
-        many begin."""
+        many begin. Where they are chunks in mixed steps: the mean step, or the mixed one, for which other
+        stages wait."""
         osl = self.problem.costs.osl
         if chunk:
             decodes = mixed_decodes(batch, len(pipeline.kinds), chunk, osl)
@@ -213,13 +214,14 @@ class Pipelines:
                 self.timing(pipeline, "decode", decodes),
             )
             share = decodes / (osl * prompts)
-            return rest.times(1 - share).plus(mixed, share)
+            mean = rest.times(1 - share).plus(mixed, share)
+            return [mean, mixed] if len(pipeline.kinds) > 1 else [mean]
         decode = self._decode_timing(pipeline, batch)
         if pipeline.role == "decode":
-            return decode
+            return [decode]
         prompts = self._prompts(batch)
         micro = micro_batch(self.problem.pipeline, batch, len(pipeline.kinds))
-        return decode.plus(self.timing(pipeline, "prefill", prompts), micro / (osl * prompts))
+        return [decode.plus(self.timing(pipeline, "prefill", prompts), micro / (osl * prompts))]
 
     def _mixed(self, pipeline: Pipeline, decodes: float, chunk: float) -> tuple[Timing, float]:
         """Mean seconds of each stage and hop for a mixed step beside so many decodes, and the prompts in it,

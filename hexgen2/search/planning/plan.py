@@ -296,7 +296,7 @@ class Planner:
         chunks = self._chunks_of(pipeline)
         for batch in dict.fromkeys(max(1, int(most * share)) for share in BATCH_SHARES):
             limits = [m.max_layers(batch) for m in pipeline.memory]
-            turns = [self._pipelines.turn(pipeline, batch, chunk) for chunk in chunks]
+            turns = [turn for chunk in chunks for turn in self._pipelines.turns(pipeline, batch, chunk)]
             divided = [self._pipelines.split(turn, limits, by_sum) for turn in turns for by_sum in ways]
             splits = list(dict.fromkeys(tuple(s) for s in divided if s))
             for split in splits:
