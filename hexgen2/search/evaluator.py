@@ -290,9 +290,11 @@ class Evaluator:
         found = self._uses.get(key)
         if found is None:
             found = route_use(self.problem, prefill, decode)
-            if self.problem.targets.given:
+            if self.problem.pipeline == "pipelined":
                 # Near full load, KV caches wait for each other, and keep their memory on both sides.
-                found = found.stretched(1 / self.params.link_share)
+                params = self.params
+                share = params.link_share if self.problem.targets.given else params.full_link_share
+                found = found.stretched(1 / share)
             self._uses[key] = found
         return found
 

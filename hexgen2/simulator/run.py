@@ -22,7 +22,7 @@ from hexgen2.workload.requests import Requests
 ASSUMPTIONS = [
     "times are those of the cost model; the front end and the network's own delays take none",
     "steps of a decode pipeline go round evenly, a request joins at the next turn",
-    "routes that share a link send equally fast over it, unless something else limits them",
+    "routes that share a link have equal shares of it, unless something else limits them",
     "KV cache is counted in tokens, not in blocks; prompts have no common beginnings",
 ]
 

@@ -223,7 +223,8 @@ class Simulation:
         self._active[index] = request
         self.records.prefill[index], self.records.decode[index] = route.prefill, route.decode
         tokens = request.prompt_tokens
-        self.kv_budgets[route.prefill].hold(index, tokens)
+        on = not (route.colocated or request.one_token)
+        self.kv_budgets[route.prefill].hold(index, tokens, route.decode if on else "")
         if route.colocated:
             request.phase = "decode"
             self._colocated_replicas[route.decode].submit(index, self.now, request.made)

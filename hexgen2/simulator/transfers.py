@@ -1,10 +1,10 @@
 """KV cache transfers from prefill to decode replicas over shared links.
 
 A transfer occupies the network cards, uplinks and links of its route and the ports of its GPUs. Routes that
-share one of these send equally fast, unless something else limits them (max-min fairness, as among TCP
-connections); each sends what was computed first. A transfer holds what a step computes for one route. It
-begins with the step; until that ends, it goes no faster than layers are computed, and other routes get the
-rest of its share.
+share one of these have equal shares of its time, unless something else limits them (max-min fairness, as
+among TCP connections); each sends what was computed first. A transfer holds what a step computes for one
+route. It begins with the step; until that ends, it goes no faster than layers are computed, and other routes
+get the rest of its share.
 """
 
 from __future__ import annotations
@@ -66,12 +66,27 @@ class _Transfer:
 
 
 @dataclass(eq=False, slots=True)
+class _Resource:
+    """A card, uplink, link or port, and the routes that send over it.
+
+    Attributes
+    ----------
+    rising, free : while rates are computed: the routes that have none yet, and the share of the time that the
+        others leave
+    """
+
+    users: dict[_Route, None] = field(default_factory=dict)
+    rising: int = 0
+    free: float = 1.0
+
+
+@dataclass(eq=False, slots=True)
 class _Route:
     """What is in transfer on one route.
 
     Attributes
     ----------
-    uses : users of each resource that it occupies, and the seconds that a token takes there
+    uses : each resource that it occupies, and the seconds that a token takes there
     alone : tokens/s while no other route sends
     computed : sent one after the other, before what is being computed
     computing : in the order in which they began
@@ -80,7 +95,7 @@ class _Route:
     version : counts changes, so that outdated events are ignored
     """
 
-    uses: list[tuple[dict[_Route, float], float]]
+    uses: list[tuple[_Resource, float]]
     alone: float
     latency_s: float
     computed: deque[_Transfer] = field(default_factory=deque)
@@ -105,7 +120,10 @@ class _Route:
         """Its demand by now."""
         if self.computed:
             return math.inf
-        return math.fsum(transfer.most for transfer in self.computing)
+        total = 0.0
+        for transfer in self.computing:
+            total += transfer.most
+        return total
 
     def send(self, rate: float) -> None:
         """Go on at that rate: first come, first served among those that are being computed."""
@@ -127,7 +145,7 @@ class Transfers:
 
     def __init__(self, schedule: Callable) -> None:
         self._schedule = schedule
-        self._users: dict[Resource, dict[_Route, float]] = defaultdict(dict)
+        self._resources: dict[Resource, _Resource] = defaultdict(_Resource)
         self._routes: dict[RouteCost, _Route] = {}
         self._in_flight: dict[_Transfer, None] = {}
         self.changed: dict[_Route, None] = {}
@@ -164,7 +182,7 @@ class Transfers:
         self._schedule(computed_s + cost.latency_s, self._computed, (route, transfer))
 
     def _add(self, cost: RouteCost) -> _Route:
-        uses = [(self._users[resource], seconds) for resource, seconds in cost.busy_s.items()]
+        uses = [(self._resources[name], seconds) for name, seconds in cost.busy_s.items()]
         alone = min((1 / seconds for _, seconds in uses), default=math.inf)
         route = self._routes[cost] = _Route(uses, alone, cost.latency_s)
         return route
@@ -200,11 +218,12 @@ class Transfers:
             demand = route.wants()
             if demand != route.demand:
                 new.append(route)
-                for users, seconds in route.uses:
-                    if demand:
-                        users[route] = seconds
-                    else:
-                        users.pop(route, None)
+                if not (demand and route.demand):
+                    for resource, _ in route.uses:
+                        if demand:
+                            resource.users[route] = None
+                        else:
+                            del resource.users[route]
                 route.demand = demand
         rates = _rates(_connected(new)) if new else {}
         for route in changed:
@@ -242,8 +261,8 @@ def _connected(routes: list[_Route]) -> list[_Route]:
     seen = dict.fromkeys(routes)
     reached = list(routes)
     while reached:
-        for users, _ in reached.pop().uses:
-            for other in users:
+        for resource, _ in reached.pop().uses:
+            for other in resource.users:
                 if other not in seen:
                     seen[other] = None
                     reached.append(other)
@@ -251,30 +270,47 @@ def _connected(routes: list[_Route]) -> list[_Route]:
 
 
 def _rates(routes: list[_Route]) -> dict[_Route, float]:
-    """The max-min fair rates of routes that share resources, in tokens/s: all grow together, until their
-    demand is met or a resource is full (Bertsekas and Gallager, Data Networks, 1992, section 6.5.2)."""
+    """The rates of routes that share resources, in tokens/s. None is below what equal shares of the time of
+    each of its resources allow, or its demand; what a route leaves of its shares, others get, so that each
+    has its demand or a resource that is full."""
     if len(routes) == 1:
         (route,) = routes
         return {route: min(route.demand, route.alone)}
+    used: dict[_Resource, None] = {}
+    for route in routes:
+        for resource, _ in route.uses:
+            if resource in used:
+                resource.rising += 1
+            else:
+                used[resource] = None
+                resource.rising, resource.free = 1, 1.0
     rates: dict[_Route, float] = {}
-    rising = dict.fromkeys(routes)
-    # Of each resource: the share that is free, and the seconds that a token of each route that rises takes.
-    free = {id(users): [1.0, math.fsum(users.values()), len(users)] for r in routes for users, _ in r.uses}
-    users_of = {id(users): users for r in routes for users, _ in r.uses}
+    rising = routes
     while rising:
-        level, full = math.inf, 0
-        for name, (share, seconds, count) in free.items():
-            if count and share / seconds < level:
-                level, full = share / seconds, name
-        met = [route for route in rising if route.demand <= level]
-        for route in met or [route for route in users_of[full] if route in rising]:
-            del rising[route]
-            rate = rates[route] = min(level, route.demand)
-            for users, seconds in route.uses:
-                left = free[id(users)]
-                left[0] = max(0.0, left[0] - rate * seconds)
-                left[1] -= seconds
-                left[2] -= 1
+        # Those that need no more than equal shares first, then the one with the largest part of its needs:
+        # the shares of all others only grow by that.
+        settled: list[tuple[_Route, float]] = []
+        most, largest = 0.0, (rising[0], 0.0)
+        for route in rising:
+            equal = min([resource.free / (resource.rising * seconds) for resource, seconds in route.uses])
+            wanted = min(route.demand, route.alone)
+            if equal >= wanted:
+                settled.append((route, wanted))
+            elif equal > most * wanted:
+                most, largest = equal / wanted, (route, equal)
+        for route, rate in settled or [largest]:
+            rates[route] = rate
+            for resource, seconds in route.uses:
+                resource.free = max(0.0, resource.free - rate * seconds)
+                resource.rising -= 1
+        rising = [route for route in rising if route not in rates]
+    for route in reversed(rates):  # What is left goes to those with the smallest part.
+        spare = min([resource.free / seconds for resource, seconds in route.uses])
+        more = min(spare, route.demand - rates[route])
+        if more > 0:
+            rates[route] += more
+            for resource, seconds in route.uses:
+                resource.free = max(0.0, resource.free - more * seconds)
     return rates
 
 

@@ -103,7 +103,7 @@ class InFlight:
             request.on(RequestEvent.PREFILL)
             _ask(prefill, request, request.prefill(target=""))
         else:
-            request.hold(prefill, request.prompt_tokens)
+            request.hold(prefill, request.prompt_tokens, route.decode)
             request.hold(decode, request.prompt_tokens)
             request.on(RequestEvent.RESERVE)
             _ask(decode, request, request.reserve_kv())

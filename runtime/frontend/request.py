@@ -174,9 +174,9 @@ class Request:
 
     # KV cache
 
-    def hold(self, replica: Replica, tokens: int) -> None:
-        """Account for KV cache on a replica."""
-        replica.hold(self.request_id, tokens)
+    def hold(self, replica: Replica, tokens: int, target: str = "") -> None:
+        """Account for KV cache on a replica, from which it is sent on to `target`."""
+        replica.hold(self.request_id, tokens, target)
         self.boarded[replica.replica_id] = replica.heard
         self.holders[replica.replica_id] = replica
 

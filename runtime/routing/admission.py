@@ -12,6 +12,9 @@ from runtime.routing.refusals import TooLong, Unavailable
 from runtime.routing.replica_state import ReplicaEvent, ReplicaStates
 from runtime.routing.router import Route, Router, routes_without
 
+SPREAD = 2.0
+"""A route may take so many times its planned share of a prefill replica's KV cache."""
+
 RoutesLeft = Callable[[Collection[str]], Iterable[Route]]
 
 
@@ -52,6 +55,8 @@ class Admission(Generic[Request]):
         self._routes_left = routes_left or partial(routes_without, router.routes)
         self._to_come: tuple[Route, ...] = ()
         self._replicas, self._queue = replicas, queue
+        self._shares_of: Router | None = None
+        self._known_shares: dict[tuple[str, str], float] = {}
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -182,6 +187,23 @@ class Admission(Generic[Request]):
             and request.capacity_tokens <= decode.largest_request_tokens
         )
 
+    def _shares(self) -> Mapping[tuple[str, str], float]:
+        """The share of a prefill replica's KV cache that each of its routes may take: SPREAD times its share
+        of the flow. So the requests that wait for a slow link keep none of the others from being computed."""
+        if self._shares_of is not self.router:
+            flows: dict[str, float] = {}
+            for route in self.router.routes:
+                flows[route.prefill] = flows.get(route.prefill, 0.0) + route.weight
+            self._shares_of, self._known_shares = (
+                self.router,
+                {
+                    (route.prefill, route.decode): SPREAD * route.weight / flows[route.prefill]
+                    for route in self.router.routes
+                    if route.weight > 0 and not route.colocated
+                },
+            )
+        return self._known_shares
+
     def _has_room(self, request: Request) -> Callable[[Route], bool]:
         """A test whether a route has KV cache for the request now; asks each replica only once."""
         prompt, whole, one_token = request.prompt_tokens, request.capacity_tokens, request.one_token
@@ -192,6 +214,8 @@ class Admission(Generic[Request]):
             room = self._replicas[replica]
             return at_most <= room.largest_request_tokens and room.has_room(prompt, prefill_only)
 
+        shares = self._shares()
+
         def has_room(route: Route) -> bool:
             prefill, decode = route.prefill, route.decode
             if prefill != decode:
@@ -199,6 +223,9 @@ class Admission(Generic[Request]):
                     begins[prefill] = fits(prefill, whole if one_token else prompt, True)
                 if one_token or not begins[prefill]:
                     return begins[prefill]
+                share = shares.get((prefill, decode), 1.0)
+                if share < 1 and not self._replicas[prefill].has_room_toward(decode, prompt, share):
+                    return False
             if decode not in ends:
                 ends[decode] = fits(decode, whole, False)
             return ends[decode]

@@ -68,6 +68,8 @@ class KvBudget:
     refused: bool = False
     crowded: bool = False
     groups: int = 1
+    _targets: dict[Any, str] = field(default_factory=dict)
+    _target_tokens: dict[str, int] = field(default_factory=dict)
 
     @property
     def largest_request_tokens(self) -> int:
@@ -91,9 +93,19 @@ class KvBudget:
             return False
         return prefill_only or len(self.held) < BATCHES_PER_REPLICA * self.max_batch
 
-    def hold(self, request_id: Any, tokens: int) -> None:
+    def has_room_toward(self, target: str, tokens: int, share: float) -> bool:
+        """Whether requests that continue on the replica `target` may hold so many more tokens, if they have
+        at most this share of the budget; one request always may."""
+        held = self._target_tokens.get(target, 0)
+        return not held or held + tokens <= share * self.kv_budget_tokens
+
+    def hold(self, request_id: Any, tokens: int, target: str = "") -> None:
+        """Count the tokens of a request, which continues on the replica `target` if it is prefilled here."""
         self.held[request_id] = tokens
         self.held_tokens += tokens
+        if target:
+            self._targets[request_id] = target
+            self._target_tokens[target] = self._target_tokens.get(target, 0) + tokens
 
     def grow(self, request_id: Any, tokens: int = 1) -> None:
         """Count further tokens of a request that holds KV cache here."""
@@ -103,5 +115,8 @@ class KvBudget:
 
     def release(self, request_id: Any) -> None:
         """Free what a request holds here; nothing if it holds nothing."""
-        self.held_tokens -= self.held.pop(request_id, 0)
+        tokens = self.held.pop(request_id, 0)
+        self.held_tokens -= tokens
         self.refused = False
+        if target := self._targets.pop(request_id, ""):
+            self._target_tokens[target] -= tokens

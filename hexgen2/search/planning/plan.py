@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 from cost_model.hardware import Link
@@ -32,8 +31,13 @@ from hexgen2.search.ties import exceeds, greatest, greatest_first
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
 """The batches tried, as shares of the largest: a smaller one leaves room for layers on faster stages."""
+PREFILL_AHEAD = 2.0
+"""Replicas that prefill are chosen for that, and taken to be so many times as fast at it as those that
+decode. An assumption; benchmarks/search/planned_throughput.py shows what it does to planned requests/s."""
 SMALLEST_STEP = 256
 """Tokens of the smallest prefill step tried under a target for the first token."""
+LESS = 1 - 1e-6
+"""Rates that differ by less may be ties, and are compared with care (see ties.py)."""
 DEFAULT_ENGINE = EngineSettings()
 _EXACT = 1 - 1e-9
 """So that a product that should be whole is not rounded up."""
@@ -161,7 +165,7 @@ class Planner:
         for pipeline in greatest_first(pipelines, lambda p: p.limit_req_s):
             if best and not exceeds(pipeline.limit_req_s, best.capacity_req_s):
                 break
-            plan = self._plan(pipeline)
+            plan = self._plan(pipeline, best.capacity_req_s * LESS if best else 0.0)
             if plan and (best is None or exceeds(plan.capacity_req_s, best.capacity_req_s)):
                 best = plan
         return best
@@ -216,10 +220,11 @@ class Planner:
             found = next(iter(greatest(divisions, lambda one: one.req_s)), None)
         return _plan_of(stages, found) if found and found.req_s > 0 else None
 
-    def _plan(self, pipeline: Pipeline) -> GroupPlan | None:
-        """The best division of the layers of a pipeline; None if none fits or meets the targets."""
+    def _plan(self, pipeline: Pipeline, above: float = 0.0) -> GroupPlan | None:
+        """The best division of the layers of a pipeline; None if none fits or meets the targets, perhaps also
+        if none serves more than `above` requests/s."""
         prefills = pipeline.role == "prefill"
-        found = self._prefill_divisions(pipeline) if prefills else self._decode(pipeline)
+        found = self._prefill_divisions(pipeline, above=above) if prefills else self._decode(pipeline, above)
         best = next(iter(greatest(found, lambda one: one.req_s)), None)
         if best is None or best.req_s <= 0:
             return None
@@ -235,9 +240,11 @@ class Planner:
         given: list[int] | None = None,
         batches: Sequence[float] = (),
         engine: EngineSettings | None = None,
+        above: float = 0.0,
     ) -> Iterator[_Division]:
         """Divisions of a prefill replica for each number of prompts in a step, or those worth trying, with
-        the given layers or those that suit the step best, as far as they fit."""
+        the given layers or those that suit the step best, as far as they fit. Those that serve no more than
+        others, or than `above` requests/s, have a rate of 0."""
         semantics, targets = self.problem.pipeline, self.problem.targets
         ways = {semantics != "pipelined"} | ({True} if targets.ttft_s is not None else set())
         smallest = SMALLEST_STEP / self.problem.costs.isl
@@ -245,10 +252,12 @@ class Planner:
             held = prompts_held(batch, self._batches_held(pipeline))
             limits = [m.max_layers(held) for m in pipeline.memory]
             timing = self._pipelines.timing(pipeline, "prefill", batch)
-            own = (self._pipelines.split(timing, limits, by_sum) for by_sum in sorted(ways))
-            for split in [given] if given else list(own):
+            own = [self._pipelines.split(timing, limits, by_sum) for by_sum in sorted(ways)]
+            for split in [given] if given else own[: 1 if own[0] == own[-1] else 2]:
                 if split and all(n <= limit for n, limit in zip(split, limits, strict=True)):
-                    yield self._prefill_within_targets(pipeline, timing, split, batch, engine)
+                    found = self._prefill_within_targets(pipeline, timing, split, batch, engine, above)
+                    above = max(above, found.req_s * LESS)
+                    yield found
 
     def _batches_held(self, pipeline: Pipeline) -> int:
         """Steps for whose KV caches each stage of a prefill replica needs memory."""
@@ -261,6 +270,7 @@ class Planner:
         split: list[int],
         batch: float,
         engine: EngineSettings | None,
+        above: float,
     ) -> _Division:
         """A division of a prefill replica, with the requests/s that it serves within the targets. Without
         settings, as many steps are in flight as keep the slowest stage or hop busy and as there is memory
@@ -275,19 +285,19 @@ class Planner:
         engine = engine or EngineSettings(
             step_tokens=max(1, math.ceil(batch * self.problem.costs.isl * _EXACT)), in_flight=steps
         )
-        req_s = self.problem.targets.prefill_req_s(pace, batch)
+        req_s = self.problem.targets.prefill_req_s(pace, batch, above)
         return _Division(split, batch, replace(pace, latency_s=prompt_s(pace, batch)), req_s, engine)
 
-    def _decode(self, pipeline: Pipeline) -> list[_Division]:
-        """Divisions of a decode or colocated replica."""
-        found = list(self._decode_up_to(pipeline, pipeline.batch))
+    def _decode(self, pipeline: Pipeline, above: float) -> list[_Division]:
+        """Divisions of a decode or colocated replica; see _prefill_divisions."""
+        found = list(self._decode_up_to(pipeline, pipeline.batch, above))
         within = max((one.batch for one in found), default=0)
         if self.problem.targets.tpot_s is not None and 0 < within < pipeline.batch:
             # The targets allow fewer requests than the memory does: divide the layers again for these.
-            found += self._decode_up_to(pipeline, within)
+            found += self._decode_up_to(pipeline, within, above)
         return found
 
-    def _decode_up_to(self, pipeline: Pipeline, most: float) -> Iterator[_Division]:
+    def _decode_up_to(self, pipeline: Pipeline, most: float, above: float) -> Iterator[_Division]:
         """Divisions chosen for at most so many requests, each with the most requests that it has memory
         for."""
         ways: tuple[bool, ...] = (True,) if self.problem.pipeline == "literal" else (False,)
@@ -302,9 +312,10 @@ class Planner:
             for split in splits:
                 # The layers chosen may leave room for more requests than they were chosen for.
                 room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
-                yield from self._within_targets(
-                    pipeline, list(split), min(self.problem.costs.batch_cap, *room)
-                )
+                largest = min(self.problem.costs.batch_cap, *room)
+                for found in self._within_targets(pipeline, list(split), largest, above=above):
+                    above = max(above, found.req_s * LESS)
+                    yield found
             # If memory limits no stage, a smaller batch is no better.
             if all(n < limit for split in splits for n, limit in zip(split, limits, strict=True)):
                 break
@@ -314,7 +325,12 @@ class Planner:
         return (self._pipelines.chunks if pipeline.role == "colocated" else ()) or (0.0,)
 
     def _within_targets(
-        self, pipeline: Pipeline, split: list[int], most: int, given: EngineSettings | None = None
+        self,
+        pipeline: Pipeline,
+        split: list[int],
+        most: int,
+        given: EngineSettings | None = None,
+        above: float = 0.0,
     ) -> Iterator[_Division]:
         """For each size of chunks, or the given one, the division with the most requests, up to `most`, that
         meet the targets; nothing if none do."""
@@ -327,7 +343,9 @@ class Planner:
             batch = places // self._pipelines.at_once(split)
             if batch:
                 pace = self._pipelines.decode_pace(pipeline, split, batch, chunk)
-                req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch, chunk))
+                req_s = 0.0
+                if not targets.given or pace.capacity_req_s > above:
+                    req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch, chunk))
                 if pipeline.role == "decode" and not targets.given:
                     req_s = self._beside_prompts(pipeline, split, batch, pace)
                 steps = 1 if self.problem.pipeline == "literal" else len(split)
@@ -339,7 +357,8 @@ class Planner:
     def _beside_prompts(self, pipeline: Pipeline, split: list[int], batch: int, pace: Pace) -> float:
         """Requests/s of a decode replica that runs up to `batch` requests at that pace, and whose memory also
         holds the prompts that are still being computed for it: a request has room on both sides from the
-        start, since each layer is sent once it is computed."""
+        start, since each layer is sent once it is computed. Which replicas will send to it is not known yet;
+        they are taken to be PREFILL_AHEAD times as fast as its own stages."""
         if self.problem.pipeline != "pipelined":
             return pace.capacity_req_s
         room, costs = (
@@ -347,7 +366,10 @@ class Planner:
             self.problem.costs,
         )
         # Admission keeps half of an output's tokens free for each request (see kv_budget.growth_tokens).
-        held_s = self._lead_s * (costs.isl + costs.osl / 2) / (costs.isl + costs.osl)
+        prompts = costs.prefill_batch()
+        prefill = self._pipelines.timing(pipeline, "prefill", prompts)
+        lead_s = prefill_pace("pipelined", prefill.stage_s(split), prefill.hop_s, prompts).latency_s
+        held_s = lead_s / PREFILL_AHEAD * (costs.isl + costs.osl / 2) / (costs.isl + costs.osl)
         fewer = max(1.0, room - pace.capacity_req_s * held_s)
         if fewer >= batch:
             return pace.capacity_req_s
@@ -356,19 +378,6 @@ class Planner:
         slope = (pace.capacity_req_s - least_req_s) / (batch - fewer)
         running = fewer + (room - held_s * least_req_s - fewer) / (1 + held_s * slope)
         return least_req_s + slope * (min(float(batch), running) - fewer)
-
-    @cached_property
-    def _lead_s(self) -> float:
-        """Seconds that prompts take on prefill replicas within one node, of the sizes with the most
-        requests/s per GPU, weighted by their requests/s; 0 if the model fits in no node."""
-        plans = []
-        for node, gpus in enumerate(self.problem.node_gpus):
-            found = (self.plan("prefill", ((node, count),)) for count in range(1, len(gpus) + 1))
-            sizes = [(plan, count) for count, plan in enumerate(found, start=1) if plan]
-            plans += greatest(sizes, lambda one: one[0].capacity_req_s / one[1])[:1]
-        served = math.fsum(plan.capacity_req_s / count for plan, count in plans)
-        busy = math.fsum(plan.capacity_req_s / count * plan.latency_s for plan, count in plans)
-        return busy / served if served else 0.0
 
     def prefill_queue(self, plan: GroupPlan) -> PrefillQueue:
         """How a prefill replica with this plan fares under any load."""

@@ -56,11 +56,15 @@ class Targets:
             largest /= 2
             yield largest
 
-    def prefill_req_s(self, pace: Pace, batch: float) -> float:
-        """Requests/s of a prefill replica within the target; 0 if it cannot be met."""
+    def prefill_req_s(self, pace: Pace, batch: float, above: float = 0.0) -> float:
+        """Requests/s of a prefill replica within the target; 0 if it cannot be met, or not with more than
+        `above` requests/s."""
         if self.ttft_s is None:
             return pace.capacity_req_s
-        return self.prefill_queue(pace, batch).largest_rate(self.ttft_s, self.share)
+        queue = self.prefill_queue(pace, batch)
+        if above and (pace.capacity_req_s <= above or queue.attained(above, self.ttft_s) < self.share):
+            return 0.0
+        return queue.largest_rate(self.ttft_s, self.share)
 
     def prefill_queue(self, pace: Pace, batch: float) -> PrefillQueue:
         """How a prefill replica of that pace fares under any load."""

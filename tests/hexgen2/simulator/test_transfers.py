@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
-from hexgen2.simulator.transfers import RouteCost, Transfers, _rates, _Route, binding
+from hexgen2.simulator.transfers import RouteCost, Transfers, _rates, _Resource, _Route, binding
 
 
 class Clock:
@@ -94,6 +94,13 @@ def test_a_route_halves_the_pace_of_another_while_both_send():
     assert found == {"b": approx(2.0), "a": approx(2.5)}
 
 
+def test_routes_have_equal_times_whatever_part_of_a_prompt_they_send():
+    # A prompt of b takes the card for 10 s, those of a for 1 s: each has half of it for 20 s.
+    part = RouteCost({("nic",): 0.1}, 100.0, 0.0)
+    found = landed(*((f"a{k}", NIC, 100, 1, 0.0, 0.0) for k in range(20)), (["b"], part, 100, 1, 0.0, 0.0))
+    assert found["b"] == approx(20.0)
+
+
 def test_what_a_route_cannot_use_others_get():
     # c is limited to a quarter of the card elsewhere, so a has three quarters of it, and not a half.
     narrow = RouteCost({("nic",): 0.01, ("link",): 0.04}, 100.0, 0.0)
@@ -156,26 +163,30 @@ def test_no_link_carries_more_than_it_can_and_nothing_lands_before_it_is_compute
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_rates_are_max_min_fair(data):
-    # Each route has its demand, or a full resource on which no other route is faster.
+def test_rates_are_fair_and_waste_nothing(data):
+    # Each route has its demand or a full resource, and no less than equal shares would give.
     names = [f"r{k}" for k in range(data.draw(st.integers(1, 4)))]
-    users = {name: {} for name in names}
+    resources = {name: _Resource() for name in names}
     routes = []
     for _ in range(data.draw(st.integers(1, 7))):
         own = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
-        uses = [(users[name], data.draw(st.floats(0.001, 1))) for name in own]
+        uses = [(resources[name], data.draw(st.floats(0.001, 1))) for name in own]
         demand = data.draw(st.one_of(st.just(float("inf")), st.floats(0.1, 100)))
         route = _Route(uses, min(1 / seconds for _, seconds in uses), 0.0, demand=demand)
-        for resource, seconds in uses:
-            resource[route] = seconds
+        for resource, _ in uses:
+            resource.users[route] = None
         routes.append(route)
     rates = _rates(routes)
-    load = {name: sum(s * rates[route] for route, s in of.items()) for name, of in users.items()}
+    load = {
+        name: sum(s * rates[route] for route in routes for used, s in route.uses if used is resource)
+        for name, resource in resources.items()
+    }
     assert all(share <= 1 + 1e-9 for share in load.values())
     for route in routes:
-        full = [users[n] for n in names if route in users[n] and load[n] > 1 - 1e-9]
-        fastest = [u for u in full if all(rates[o] <= rates[route] * (1 + 1e-9) for o in u)]
-        assert rates[route] == approx(route.demand) or fastest
+        full = [n for n, of in resources.items() if route in of.users and load[n] > 1 - 1e-9]
+        assert rates[route] == approx(route.demand) or full
+        equal = min(1 / (len(resource.users) * seconds) for resource, seconds in route.uses)
+        assert rates[route] >= min(route.demand, equal) * (1 - 1e-9)
 
 
 def test_only_resources_that_can_bind_are_kept():

@@ -14,7 +14,7 @@ from problems import problem_from, problems
 from cost_model.base import TensorGroup, Work
 from cost_model.pipeline import PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
-from hexgen2.search.planning.plan import Planner
+from hexgen2.search.planning.plan import PREFILL_AHEAD, Planner
 from hexgen2.search.planning.shapes import partitions
 from hexgen2.search.problem import Problem, counts_of
 
@@ -124,22 +124,10 @@ def mixed_capacity(costs, groups, split, hops, batch: int, tokens: int) -> float
     return decodes / osl / max(slowest, walk / stages, *hop_s, 0.0)
 
 
-def lead_s(problem: Problem) -> float:
-    """Seconds that prompts take on the node's best prefill replicas, by requests/s per GPU."""
-    planner, plans = Planner(problem), []
-    for node, gpus in enumerate(problem.node_gpus):
-        own = [(planner.plan("prefill", ((node, n),)), n) for n in range(1, len(gpus) + 1)]
-        rates = [(plan.capacity_req_s / n, plan.latency_s) for plan, n in own if plan]
-        if rates:
-            plans.append(max(rates, key=lambda one: one[0]))
-    rates = sum(rate for rate, _ in plans)
-    return sum(rate * latency for rate, latency in plans) / rates if rates else 0.0
-
-
-def beside_prompts(problem: Problem, batch: int, room: int, rate_of) -> float:
+def beside_prompts(problem: Problem, batch: int, room: int, rate_of, lead_s: float) -> float:
     """Requests/s of a decode replica that runs up to `batch` requests, where the `room` in its memory is also
-    for the prompts that are being computed for it."""
-    held_s = lead_s(problem) * (problem.costs.isl + problem.costs.osl / 2)
+    for the prompts that are being computed for it, for lead_s seconds each."""
+    held_s = lead_s * (problem.costs.isl + problem.costs.osl / 2)
     held_s /= problem.costs.isl + problem.costs.osl
     if batch + rate_of(batch) * held_s <= room:
         return rate_of(batch)
@@ -191,7 +179,8 @@ def capacity(problem: Problem, role: str, shape, split, batch: int) -> float | N
             costs.stage_memory(phase, group, j == 0, j == last).max_batch(layers)
             for j, (group, layers) in enumerate(zip(groups, split, strict=True))
         )
-        return beside_prompts(problem, batch, room, rate_of)
+        lead_s = sum(map(sum, times("prefill", costs.prefill_batch()))) / PREFILL_AHEAD
+        return beside_prompts(problem, batch, room, rate_of, lead_s)
     if problem.pipeline == "pipelined":
         hops = [problem.node_links[a][b] for (a, *_), (b, *_) in itertools.pairwise(shape)]
         return max(mixed_capacity(costs, groups, split, hops, batch, n) for n in (512, 1024, 2048))
