@@ -10,13 +10,14 @@ one is tried with larger and smaller prefill steps, and its goodput is found wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_model.base import PREFILL_TOKENS
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement
+from hexgen2.prediction.step_times import StepTimes
 from hexgen2.promise.goodput import Found, find_goodput
 from hexgen2.promise.trial import Trials, deviation, load_varies
 from hexgen2.replica import Replica
@@ -25,6 +26,8 @@ AHEAD = 1.01
 """A challenger is tried at this multiple of the best goodput so far: a smaller gain is noise."""
 BEFORE = 0.97
 """Longer runs begin at this multiple of what shorter ones found, in which queues have less time to grow."""
+ROUGH = 2
+"""The runs around a goodput have so many times the requests of a challenger's first one."""
 CLEAR = 2.0
 """A share is clearly above or below what is asked for from so many standard errors on."""
 SMALLEST_STEP, LARGEST_STEP = 128, PREFILL_TOKENS
@@ -51,7 +54,7 @@ class Effort:
     residents: float = 8.0
     most: int = 20_000
     final_runs: int = 4
-    challengers: int = 6000
+    challengers: int = 4000
     challengers_per_gpu: int = 100
 
 
@@ -97,6 +100,8 @@ class _Tournament:
         self._most = goal.request_rate or float("inf")
         self._left = effort.challengers + effort.challengers_per_gpu * len(cluster.gpu_ids)
         self._simulated = 0
+        # All were made under one cost model.
+        self._costs, self._times = placements[0].costs(), dict[Hashable, StepTimes]()
 
     def run(self) -> Chosen:
         """Challenge, retune, and look closely at the winner."""
@@ -147,8 +152,8 @@ class _Tournament:
             trials,
             self._goal.attainment,
             start,
-            lambda rate: 2 * self._first_count(placement, rate),
-            runs=4,
+            lambda rate: ROUGH * self._first_count(placement, rate),
+            runs=3,
             most_req_s=self._most,
             stop=self._stop,
         )
@@ -170,7 +175,8 @@ class _Tournament:
         )
 
     def _trials(self, placement: Placement, seed_offset: int = 0) -> Trials:
-        return Trials(placement, self._cluster, self._goal, 2 * self._seed + seed_offset)
+        seed = 2 * self._seed + seed_offset
+        return Trials(placement, self._cluster, self._goal, seed, self._costs, self._times)
 
     def _first_count(self, placement: Placement, rate: float) -> int:
         """Requests of a first run at that rate."""

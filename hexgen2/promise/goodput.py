@@ -29,6 +29,8 @@ NEAR = 0.06
 """Runs count for the line whose rates are within this share of the estimate."""
 CLOSE = 0.02
 """A bracket this narrow, as a share of the rate, needs no more runs."""
+PRECISE = 0.015
+"""Nor does a goodput that is known within this share of it, by its confidence interval."""
 NORMAL_95 = 1.96
 
 
@@ -72,6 +74,10 @@ def find_goodput(
             break
         if low and high and min(high.rate, high.most_req_s) - low.rate <= CLOSE * low.rate:
             break
+        if low and high and len(done) > 2:
+            found = _read_off(done, attainment, most_req_s, varies)
+            if found.high_req_s - found.low_req_s <= 2 * PRECISE * found.req_s:
+                break
         rate = min(_next_rate(done, low, high, attainment), most_req_s)
     return _read_off(done, attainment, most_req_s, varies)
 

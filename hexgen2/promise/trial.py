@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -13,6 +13,8 @@ from cost_model.base import CostModel
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement
+from hexgen2.prediction.step_times import StepTimes
+from hexgen2.simulator.fleet import Fleet
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.simulation import Simulation
@@ -86,6 +88,7 @@ class Trials:
     goal : whose targets count
     seed : another seed draws other requests
     costs : replaces the placement's cost model
+    times : step times that are known already (see Fleet)
 
     Attributes
     ----------
@@ -99,15 +102,17 @@ class Trials:
         goal: Goal,
         seed: int,
         costs: CostModel | None = None,
+        times: dict[Hashable, StepTimes] | None = None,
     ) -> None:
         self.placement, self.requests = placement, 0
-        self._cluster, self._goal, self._costs, self._seed = cluster, goal, costs, seed
+        self._cluster, self._goal, self._seed = cluster, goal, seed
+        self._fleet = Fleet(placement, cluster, Options(), costs, times)
 
     def run(self, rate: float, count: int, draw: int) -> Trial:
         """A run of `count` requests, the draw-th of this seed."""
         requests = self._drawn(rate, count, draw)
         records = Records(requests)
-        simulation = Simulation(self.placement, self._cluster, records, Options(), self._costs)
+        simulation = Simulation(self.placement, self._cluster, records, Options(), fleet=self._fleet)
         watch = _Watch(self._goal, records, count)
         with suppress(_HopelessError):
             simulation.run(watch)

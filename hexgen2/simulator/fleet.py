@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from cost_model.base import CostModel
 from cost_model.pipeline import PipelineSemantics, under_way
@@ -24,12 +25,19 @@ class Fleet:
     ----------
     options : of the simulation
     costs : the cost model; None: the one that the placement was planned with
+    times : step times that are known already, of replicas under the same cost model
     """
 
     def __init__(
-        self, placement: Placement, cluster: Cluster, options: Options, costs: CostModel | None = None
+        self,
+        placement: Placement,
+        cluster: Cluster,
+        options: Options,
+        costs: CostModel | None = None,
+        times: dict[Hashable, StepTimes] | None = None,
     ) -> None:
         self.placement, self._cluster, self._options = placement, cluster, options
+        self._times = {} if times is None else times
         self.costs = costs or placement.costs()
         self._budgets = kv_budgets(placement)
 
@@ -51,10 +59,21 @@ class Fleet:
 
     def times(self, replica: Replica) -> StepTimes:
         """The step times of a replica."""
-        return StepTimes(replica, self._cluster, self.costs, self._semantics)
+        stages = ((*s.gpus, *s.layers, s.attention_data_parallel, s.expert_parallel) for s in replica.stages)
+        key = (*stages, replica.engine)
+        if key not in self._times:
+            self._times[key] = StepTimes(replica, self._cluster, self.costs, self._semantics)
+        return self._times[key]
 
-    def routes(self, more: Iterable[Route] = ()) -> dict[tuple[str, str], RouteCost]:
+    def routes(self, more: Iterable[Route] = ()) -> Mapping[tuple[str, str], RouteCost]:
         """The cost of each route of the placement and of `more`, keyed by the ids of its two replicas."""
+        return self._own_routes if not more else self._costs_of(more)
+
+    @cached_property
+    def _own_routes(self) -> dict[tuple[str, str], RouteCost]:
+        return self._costs_of(())
+
+    def _costs_of(self, more: Iterable[Route]) -> dict[tuple[str, str], RouteCost]:
         shared, links, isl = SharedLinks(self._cluster), self.placement.cost_model.links, self.costs.isl
         return binding(
             {

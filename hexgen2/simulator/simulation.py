@@ -72,6 +72,7 @@ class Simulation:
     placement : must be valid (see hexgen2.checks)
     records : the requests, and where their fate is written
     costs : the cost model; None: the one that the placement was planned with
+    fleet : what another simulation of this placement was built from, to save time
 
     Raises
     ------
@@ -85,6 +86,7 @@ class Simulation:
         records: Records,
         options: Options | None = None,
         costs: CostModel | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
         self.options = options = options or Options()
         self.placement, self.records, self.now = placement, records, 0.0
@@ -109,7 +111,7 @@ class Simulation:
         self._routes: dict[tuple[str, str], RouteCost] = {}
         self._changeover: Changeover | None = None
         self._held_back: list[_Request] = []
-        fleet = Fleet(placement, cluster, options, costs)
+        fleet = fleet or Fleet(placement, cluster, options, costs)
         for replica in placement.replicas:
             self._add_replica(replica, replica.id, fleet)
         self._add_routes(fleet, {replica.id: replica.id for replica in placement.replicas})

@@ -21,6 +21,13 @@ from hexgen2.network.shared_links import Links, SharedLinks
 from hexgen2.placement import Route
 
 Resource = Hashable
+ROUNDING = 8.0
+"""Demands are rounded up to multiples of a power of two over this, by less than a quarter, so that they are
+often the same."""
+KNOWN_RATES = 20_000
+"""Sets of demands whose rates are kept."""
+TOLERANCE = 1e-9
+"""Shares of a resource's time may add up to this much more than 1, by rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,13 +124,16 @@ class _Route:
         self.at_s = now
 
     def wants(self) -> float:
-        """Its demand by now."""
+        """Its demand by now, rounded up."""
         if self.computed:
             return math.inf
         total = 0.0
         for transfer in self.computing:
             total += transfer.most
-        return total
+        if total >= self.alone:
+            return math.inf
+        part, scale = math.frexp(total)
+        return math.ldexp(math.ceil(part * ROUNDING), scale) / ROUNDING
 
     def send(self, rate: float) -> None:
         """Go on at that rate: first come, first served among those that are being computed."""
@@ -148,6 +158,7 @@ class Transfers:
         self._resources: dict[Resource, _Resource] = defaultdict(_Resource)
         self._routes: dict[RouteCost, _Route] = {}
         self._in_flight: dict[_Transfer, None] = {}
+        self._known_rates: dict[frozenset[tuple[_Route, float]], dict[_Route, float]] = {}
         self.changed: dict[_Route, None] = {}
 
     def begin(
@@ -225,13 +236,28 @@ class Transfers:
                         else:
                             del resource.users[route]
                 route.demand = demand
-        rates = _rates(_connected(new)) if new else {}
+        rates = self._shared_rates(new) if new else {}
         for route in changed:
             if route not in rates:
                 self._send(route, route.rate, now)
         for route, rate in rates.items():
             if rate != route.rate or route in changed:
                 self._send(route, rate, now)
+
+    def _shared_rates(self, changed: list[_Route]) -> dict[_Route, float]:
+        """The rates of the routes that share resources with those whose demands have changed; the same
+        demands come again and again."""
+        routes = _connected(changed)
+        if len(routes) == 1:
+            (route,) = routes
+            return {route: min(route.demand, route.alone)}
+        key = frozenset([(route, route.demand) for route in routes])
+        found = self._known_rates.get(key)
+        if found is None:
+            if len(self._known_rates) >= KNOWN_RATES:
+                self._known_rates.clear()
+            found = self._known_rates[key] = _rates(routes)
+        return found
 
     def _send(self, route: _Route, rate: float, now: float) -> None:
         route.advance(now)
@@ -273,18 +299,25 @@ def _rates(routes: list[_Route]) -> dict[_Route, float]:
     """The rates of routes that share resources, in tokens/s. None is below what equal shares of the time of
     each of its resources allow, or its demand; what a route leaves of its shares, others get, so that each
     has its demand or a resource that is full."""
-    if len(routes) == 1:
-        (route,) = routes
-        return {route: min(route.demand, route.alone)}
+    rates: dict[_Route, float] = {}
     used: dict[_Resource, None] = {}
     for route in routes:
-        for resource, _ in route.uses:
+        rate = rates[route] = min(route.demand, route.alone)
+        for resource, seconds in route.uses:
             if resource in used:
                 resource.rising += 1
+                resource.free -= rate * seconds
             else:
                 used[resource] = None
-                resource.rising, resource.free = 1, 1.0
-    rates: dict[_Route, float] = {}
+                resource.rising, resource.free = 1, 1.0 - rate * seconds
+    for resource in used:
+        if resource.free < -TOLERANCE:
+            break
+    else:
+        return rates
+    rates.clear()
+    for resource in used:
+        resource.free = 1.0
     rising = routes
     while rising:
         # Those that need no more than equal shares first, then the one with the largest part of its needs:
