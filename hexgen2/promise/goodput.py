@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from cost_model.portable import log
 from hexgen2.promise.trial import Trial, Trials, deviation
 
-SMALLEST_STEP, LARGEST_STEP, HALF = 0.02, 0.08, 0.5
-"""Shares of the rate by which it changes, at least and at most, until it is bracketed; and where nearly
-everything is late, which does not say how much the rate is too high."""
+SMALLEST_STEP, LARGEST_STEP = 0.02, 0.08
+"""Shares of the rate by which it changes, at least and at most, until it is bracketed."""
+LATE_STEPS = ((0.05, 0.5), (0.5, 0.12))
+"""Where less than the first share of what is asked for is in time, the rate falls by the second: how late
+requests are does not say then how much it is too high."""
 GROWTH = 20.0
 """The late share grows by about this power of the rate, where nothing better is known."""
 INSIDE = 0.2
@@ -113,7 +115,8 @@ def _next_rate(done: list[Trial], low: Trial | None, high: Trial | None, attainm
     size = min(most, max(SMALLEST_STEP, abs(asked - _late(last)) / growth))
     if low:
         return low.rate * (1 + size)
-    return last.rate * (1 - (HALF if last.share < HALF * attainment else size))
+    late = (step for part, step in LATE_STEPS if last.share < part * attainment)
+    return last.rate * (1 - next(late, size))
 
 
 def _read_off(done: list[Trial], attainment: float, most_req_s: float, varies: float) -> Found:

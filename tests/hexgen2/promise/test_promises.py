@@ -42,11 +42,11 @@ def test_a_promise_is_kept_under_requests_that_the_search_has_not_seen(promised)
     def in_time(times: float) -> float:
         runs = (
             hexgen2.simulate(
-                promised, request_rate=times * goodput.goodput_req_s, num_requests=3000, seed=seed
+                promised, request_rate=times * goodput.goodput_req_s, num_requests=12_000, seed=seed
             )
-            for seed in (31, 32, 33, 34)
+            for seed in (31, 32)
         )
-        return sum(run.attainment or 0.0 for run in runs) / 4
+        return sum(run.attainment or 0.0 for run in runs) / 2
 
     assert in_time(1.0) == pytest.approx(0.9, abs=0.05)
     assert in_time(0.9) > 0.95 and in_time(1.15) < 0.8
