@@ -20,9 +20,9 @@ from hexgen2.promise.trial import Trial, Trials, deviation
 
 SMALLEST_STEP, LARGEST_STEP = 0.02, 0.08
 """Shares of the rate by which it changes, at least and at most, until it is bracketed."""
-LATE_STEPS = ((0.05, 0.5), (0.5, 0.12))
-"""Where less than the first share of what is asked for is in time, the rate falls by the second: how late
-requests are does not say then how much it is too high."""
+LATE, LATE_STEPS = 0.5, (0.12, 0.5)
+"""Where less than this share of what is asked for is in time, the rate falls by the first of these shares, and
+later by the second: how late requests are does not say then how much it is too high."""
 GROWTH = 20.0
 """The late share grows by about this power of the rate, where nothing better is known."""
 INSIDE = 0.2
@@ -115,8 +115,9 @@ def _next_rate(done: list[Trial], low: Trial | None, high: Trial | None, attainm
     size = min(most, max(SMALLEST_STEP, abs(asked - _late(last)) / growth))
     if low:
         return low.rate * (1 + size)
-    late = (step for part, step in LATE_STEPS if last.share < part * attainment)
-    return last.rate * (1 - next(late, size))
+    if last.share < LATE * attainment:
+        size = LATE_STEPS[min(len(done), len(LATE_STEPS)) - 1]
+    return last.rate * (1 - size)
 
 
 def _read_off(done: list[Trial], attainment: float, most_req_s: float, varies: float) -> Found:
