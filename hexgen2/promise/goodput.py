@@ -21,8 +21,8 @@ from hexgen2.promise.trial import Trial, Trials, deviation
 SMALLEST_STEP, LARGEST_STEP = 0.02, 0.08
 """Shares of the rate by which it changes, at least and at most, until it is bracketed."""
 LATE, LATE_STEPS = 0.5, (0.12, 0.5)
-"""Where less than this share of what is asked for is in time, the rate falls by the first of these shares, and
-later by the second: how late requests are does not say then how much it is too high."""
+"""Where less than this share of what is asked for is in time, the rate falls by the first of these shares,
+and later by the second: how late requests are does not say then how much it is too high."""
 GROWTH = 20.0
 """The late share grows by about this power of the rate, where nothing better is known."""
 INSIDE = 0.2
