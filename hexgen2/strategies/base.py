@@ -10,6 +10,7 @@ from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement, SearchRecord
 from hexgen2.promise.keep import with_promise
+from hexgen2.promise.robust import with_robust_promise
 from hexgen2.rent.rental import build_rental
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
@@ -33,6 +34,7 @@ class SearchOptions:
     certify : spend more time on a proof of how good the answer is
     progress : called with the state of the search at every improvement
     params : tuning constants
+    robust : choose the finalist that fares best under cost errors
     """
 
     seed: int = 0
@@ -40,6 +42,7 @@ class SearchOptions:
     certify: bool = False
     progress: Callable[[SearchState], None] | None = None
     params: Params = DEFAULT
+    robust: bool = False
 
 
 Strategy = Callable[[Problem, SearchOptions], Placement]
@@ -87,7 +90,12 @@ def run_search(
             "need one each; add GPUs"
         )
     stopping = Stopping(options.time_limit_s)
-    state = SearchState(evaluator(problem, options.params), stopping, progress=options.progress)
+    state = SearchState(
+        evaluator(problem, options.params),
+        stopping,
+        progress=options.progress,
+        keeps_finalists=options.robust,
+    )
     incumbent = state.incumbent
     try:
         explore(state)
@@ -109,10 +117,14 @@ def run_search(
     else:
         best = incumbent.best
         others = [each for each in state.finalists.best() if each.solution.key != best.solution.key]
-        kept = [best, *others] if problem.goal.objective in ("goodput", "latency") else [best]
+        several = options.robust or problem.goal.objective in ("goodput", "latency")
+        kept = [best, *others] if several else [best]
         finalists = [build(problem, each, name, record, incumbent.bound) for each in kept]
     cluster = Cluster.from_spec(finalists[0].cluster)
-    found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)
+    if options.robust:
+        found = with_robust_promise(finalists, cluster, options.seed, stopping)
+    else:
+        found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)
     ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": stopping.cut})
     return found.model_copy(update={"search": ended})
 
