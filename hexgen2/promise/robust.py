@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from hexgen2.promise.quick_goodput import quick_goodput
 from hexgen2.promise.trial import Trials
 from hexgen2.replica import Replica, Stage
 from hexgen2.robustness import FinalistRobustness, Measure, Robustness
-from hexgen2.search.ties import greatest_first
+from hexgen2.search.ties import TOLERANCE, greatest_first
 
 NOISE = 0.01
 """A finalist that is better by at most this share is no better: as between finalists without errors."""
@@ -52,20 +52,21 @@ class RobustEffort:
 
     Attributes
     ----------
-    perturbations : how many
-    simulated, calculated : finalists, at most, where each value takes simulations, and where it does not
+    perturbations, finalists : how many, at most, where values are simulated
+    calculated_perturbations, calculated_finalists : the same where formulas give them
     requests, residents : of a run, at least, and at least so many times the requests in the fleet at a time
     most : requests of a run
     runs : for each goodput, at most
     """
 
-    perturbations: int = 32
-    simulated: int = 6
-    calculated: int = 12
-    requests: int = 400
+    perturbations: int = 24
+    finalists: int = 6
+    calculated_perturbations: int = 200
+    calculated_finalists: int = 12
+    requests: int = 500
     residents: float = 2.0
     most: int = 4000
-    runs: int = 6
+    runs: int = 5
 
 
 DEFAULT_EFFORT = RobustEffort()
@@ -112,7 +113,7 @@ def compare_under_errors(
     kept, nominal, rows = list(placements[:1]), [0.0], []
     try:
         kept, nominal = valuation.best(stopping)
-        for perturbation in errors.draws(cluster, seed, effort.perturbations):
+        for perturbation in errors.draws(cluster, seed, valuation.perturbations):
             if stopping.out_of_time():
                 break
             rows.append(valuation.under(perturbation))
@@ -161,7 +162,8 @@ def regrets(values: np.ndarray) -> np.ndarray:
     """[draws, finalists] by what share each finalist falls short of the best one under the same
     perturbation; 0 where nothing has a value."""
     best = values.max(axis=1, keepdims=True)
-    return np.where(best > 0, 1 - values / np.where(best > 0, best, 1.0), 0.0)
+    short = np.where(best > 0, 1 - values / np.where(best > 0, best, 1.0), 0.0)
+    return np.where(short > TOLERANCE, short, 0.0)
 
 
 def choice(values: np.ndarray) -> int:
@@ -215,6 +217,7 @@ class _Valuation(ABC):
 
     measure: Measure
     assumptions: tuple[str, ...] = ()
+    simulates: ClassVar[bool] = True
 
     def __init__(
         self, placements: Sequence[Placement], cluster: Cluster, seed: int, effort: RobustEffort
@@ -222,7 +225,12 @@ class _Valuation(ABC):
         self._placements, self._cluster = list(placements), cluster
         self._seed, self._effort = seed, effort
         self._costs = placements[0].costs()
-        self._nominal: list[float] = []
+
+    @property
+    def perturbations(self) -> int:
+        """How many are worth the time."""
+        effort = self._effort
+        return effort.perturbations if self.simulates else effort.calculated_perturbations
 
     @abstractmethod
     def best(self, stopping: StopsEarly) -> tuple[list[Placement], list[float]]:
@@ -246,19 +254,19 @@ class _Valuation(ABC):
         others = greatest_first(range(1, len(values)), lambda k: values[k])[: most - 1]
         kept = [0, *others]
         self._placements = [self._placements[k] for k in kept]
-        self._nominal = [values[k] for k in kept]
-        return self._placements, self._nominal
+        return self._placements, [values[k] for k in kept]
 
 
 class _Throughput(_Valuation):
     """Requests/s by the formulas: the max flow through these replicas with these plans."""
 
     measure: Measure = "throughput_req_s"
+    simulates = False
     assumptions = ("throughput is the max flow through replicas with the plans that they have",)
 
     def best(self, stopping: StopsEarly) -> tuple[list[Placement], list[float]]:
         values = planned_req_s(self._placements, self._cluster, self._costs)
-        return self._keep(values, self._effort.calculated)
+        return self._keep(values, self._effort.calculated_finalists)
 
     def under(self, perturbation: Perturbation) -> list[float]:
         cluster, costs = perturbation.cluster(self._cluster), perturbation.costs(self._costs)
@@ -285,17 +293,20 @@ class _Goodput(_Valuation):
             start = rate if values else placement.throughput.req_s
             values.append(self._found(placement, self._cluster, self._costs, start))
         self._placements = tried
-        kept = self._keep(values, self._effort.simulated)
+        _, self._starts = self._keep(values, self._effort.finalists)
         self._planned = planned_req_s(self._placements, self._cluster, self._costs)
-        return kept
+        # Valued as under a perturbation, so that one without errors gives the same.
+        return self._placements, self._values(self._cluster, self._costs, self._planned)
 
     def under(self, perturbation: Perturbation) -> list[float]:
         cluster, costs = perturbation.cluster(self._cluster), perturbation.costs(self._costs)
-        planned = planned_req_s(self._placements, cluster, costs)
+        return self._values(cluster, costs, planned_req_s(self._placements, cluster, costs))
+
+    def _values(self, cluster: Cluster, costs: CostModel, planned: list[float]) -> list[float]:
         found = []
         for k, placement in enumerate(self._placements):
             ratio = planned[k] / self._planned[k] if self._planned[k] > 0 else 1.0
-            start = (self._nominal[k] or self._nominal[0]) * min(_FURTHEST, max(_NEAREST, ratio))
+            start = (self._starts[k] or self._starts[0]) * min(_FURTHEST, max(_NEAREST, ratio))
             found.append(self._found(placement, cluster, costs, start))
         return found
 
@@ -321,7 +332,7 @@ class _Latency(_Valuation):
     assumptions = ("latency is that of one short simulation, with the same requests for all finalists",)
 
     def best(self, stopping: StopsEarly) -> tuple[list[Placement], list[float]]:
-        return self._keep(self._values(self._cluster, self._costs), self._effort.simulated)
+        return self._keep(self._values(self._cluster, self._costs), self._effort.finalists)
 
     def under(self, perturbation: Perturbation) -> list[float]:
         return self._values(perturbation.cluster(self._cluster), perturbation.costs(self._costs))
