@@ -58,6 +58,7 @@ def search(
     links: Links = "shared",
     engine: Engine = "any",
     certify: bool = False,
+    robust: bool = False,
     seed: int = 0,
     time_limit_s: float | None = None,
     progress: Callable[[SearchState], None] | None = None,
@@ -88,6 +89,8 @@ def search(
     links : "shared" or "pairwise": whether KV routes compete for links, network cards and uplinks
     engine : "vllm" limits the search to replicas that vLLM can run
     certify : spend some more seconds on proving how good the answer is
+    robust : of the best placements found, choose the one that fares best where costs are off, by its 10th
+        percentile over perturbations of them; `placement.robustness` then says how each fares
     seed : of the search
     time_limit_s : seconds
     progress : called with the state of the search after each improvement
@@ -123,6 +126,10 @@ def search(
     _check_choices(pipeline=pipeline, links=links, engine=engine)
     if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency"):
         raise InputError("--certify", "", "only works with a plain search by hexgen2", "leave it out here")
+    if robust and strategy not in ("hexgen2", "exact"):
+        raise InputError("--robust", "", f"does not go with --strategy {strategy}", "use hexgen2 or exact")
+    if robust and goal.rents:
+        raise InputError("--robust", "", "does not choose what to rent", "leave it out, or give no --budget")
     problem = make_problem(
         *(cluster, model, workload, isl, osl, cost_model, pipeline, goal),
         links=links,
@@ -130,7 +137,7 @@ def search(
         weights=weights,
         kv=kv,
     )
-    placement = find(problem, _search_options(seed, time_limit_s, certify, progress))
+    placement = find(problem, _search_options(seed, time_limit_s, certify, progress, robust))
     if engine == "vllm":
         check_vllm(placement, f"the placement of {strategy}")
     return _checked(placement)
@@ -504,14 +511,18 @@ def _following(placement: Placement | str | Path, before: Placement) -> Placemen
 
 
 def _search_options(
-    seed: int, time_limit_s: float | None, certify: bool = False, progress: Any = None
+    seed: int,
+    time_limit_s: float | None,
+    certify: bool = False,
+    progress: Any = None,
+    robust: bool = False,
 ) -> Any:
     from hexgen2.strategies.base import SearchOptions
 
     _in_range("--seed", seed, 0, 2**63 - 1)
     if time_limit_s is not None:
         _in_range("--time-limit", time_limit_s)
-    return SearchOptions(seed, time_limit_s, certify, progress)
+    return SearchOptions(seed, time_limit_s, certify, progress, robust=robust)
 
 
 def _in_range(option: str, value: float, least: float | None = None, most: float | None = None) -> float:

@@ -22,6 +22,7 @@ from hexgen2.goal import Goal
 from hexgen2.moves import LARGEST, Figure, Migration, Move
 from hexgen2.network.kv_parts import GpuPart, copies, gpu_parts
 from hexgen2.replica import Count, Replica, Stage
+from hexgen2.robustness import Robustness
 from hexgen2.workload.lengths import Workload
 
 if TYPE_CHECKING:
@@ -193,7 +194,8 @@ class SearchRecord(_Strict):
 
 class Placement(_Strict):
     """What a strategy returns, the simulator times and the runtime launches. `lost` are GPUs of the cluster
-    that are out of service; `moves` and `migration` say how a re-plan gets here from the placement before."""
+    that are out of service; `robustness` says how it was chosen where costs may be off; `moves` and
+    `migration` say how a re-plan gets here from the placement before."""
 
     version: Literal[1] = 1
     strategy: Name
@@ -215,6 +217,7 @@ class Placement(_Strict):
     bound: BoundRecord
     bottlenecks: list[Name]
     search: SearchRecord
+    robustness: Robustness | None = Field(default=None, exclude_if=lambda found: found is None)
     moves: list[Move] = []
     migration: Migration | None = None
 

@@ -102,6 +102,12 @@ _detail = options("Modelling details")
     is_flag=True,
     help="Spend some extra seconds on proving how close to optimal the placement is.",
 )
+@_how(
+    "--robust",
+    is_flag=True,
+    help="Of the best placements found, take the one that fares best where predicted times and bandwidths "
+    "are off by as much as they may be. Takes up to a few minutes more.",
+)
 @output_option("placement")
 @json_option("placement")
 @_again(
@@ -176,12 +182,14 @@ def _new(lost: str, added: str, horizon_s: float, load_gbyte_s: float, **asked: 
     return hexgen2.search(**_given(asked))
 
 
-def _next(previous: Path, strategy: str, certify: bool, engine: str, **asked: Any):
+def _next(previous: Path, strategy: str, certify: bool, robust: bool, engine: str, **asked: Any):
     """A placement to switch to from a running one."""
     from hexgen2.replan.search import NAME
 
     if certify:
         raise InputError("--certify", "", "only works with a plain search by hexgen2", "leave it out here")
+    if robust:
+        raise InputError("--robust", "", "does not go with --from", "leave it out, or search a new placement")
     if engine != "any":
         remedy = "leave it out, or search a new placement"
         raise InputError("--engine", engine, "does not go with --from", remedy)

@@ -16,6 +16,7 @@ from cost_model.printable import printable
 from hexgen2.goal import Goal
 from hexgen2.placement import OPTIMAL, BoundRecord, FrontierPoint, Goodput, Placement, Rented, Replica
 from hexgen2.report.moves import print_moves
+from hexgen2.report.robustness import print_robustness
 
 PIPED_WIDTH = 110
 
@@ -68,6 +69,8 @@ def print_placement(placement: Placement, console: Console) -> None:
     )
     if placement.goodput:
         _print_goodput(placement.goodput, placement.goal, console)
+    if placement.robustness:
+        print_robustness(placement.robustness, console)
     if placement.migration:
         print_moves(placement.moves, placement.migration, compact, console)
     if placement.lost:

@@ -19,6 +19,7 @@ from hexgen2.search.stopping import Stopping
 class SearchState:
     """A search under way. With a budget, only solutions that keep to it count.
 
+    keeps_finalists : whether finalists are kept without latency targets, too
     progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the best
     stays in the incumbent.
     """
@@ -28,18 +29,21 @@ class SearchState:
     incumbent: Incumbent = field(default_factory=Incumbent)
     budget: Budget | None = None
     progress: Callable[[SearchState], None] | None = None
+    keeps_finalists: bool = False
     groups_looked_at: int = 0
 
     @cached_property
     def finalists(self) -> Finalists:
-        """The best solutions offered; for a closer look where the goal has latency targets."""
+        """The best solutions offered; for a closer look where the goal has latency targets,
+        or the most robust of them is asked for."""
         return Finalists(self.evaluator.problem, self.evaluator.params.finalists)
 
     def offer(self, evaluation: Evaluation, step: Step | str) -> None:
         """Keep the evaluation if it is affordable and ranks above the best."""
         if self.budget and not self.budget.affordable(evaluation.solution):
             return
-        if evaluation.req_s > 0 and self.evaluator.problem.targets.given:
+        wanted = self.keeps_finalists or self.evaluator.problem.targets.given
+        if evaluation.req_s > 0 and wanted:
             self.finalists.offer(evaluation, evaluation.req_s)
         if self.incumbent.offer(evaluation):
             self.note(step)

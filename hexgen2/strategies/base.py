@@ -10,6 +10,7 @@ from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement, SearchRecord
 from hexgen2.promise.keep import with_promise
+from hexgen2.promise.robust import with_robust_promise
 from hexgen2.rent.rental import build_rental
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
@@ -35,6 +36,7 @@ class SearchOptions:
     params : tuning constants
     simulated : whether the simulator chooses among finalists and finds what is promised; otherwise formulas
         have the last word
+    robust : choose the finalist that fares best under cost errors
     """
 
     seed: int = 0
@@ -43,6 +45,7 @@ class SearchOptions:
     progress: Callable[[SearchState], None] | None = None
     params: Params = DEFAULT
     simulated: bool = True
+    robust: bool = False
 
 
 Strategy = Callable[[Problem, SearchOptions], Placement]
@@ -90,7 +93,12 @@ def run_search(
             "need one each; add GPUs"
         )
     stopping = Stopping(options.time_limit_s)
-    state = SearchState(evaluator(problem, options.params), stopping, progress=options.progress)
+    state = SearchState(
+        evaluator(problem, options.params),
+        stopping,
+        progress=options.progress,
+        keeps_finalists=options.robust,
+    )
     incumbent = state.incumbent
     try:
         explore(state)
@@ -112,11 +120,14 @@ def run_search(
     else:
         best = incumbent.best
         others = [each for each in state.finalists.best() if each.solution.key != best.solution.key]
-        kept = [best, *others] if problem.goal.objective in ("goodput", "latency") else [best]
+        several = options.robust or problem.goal.objective in ("goodput", "latency")
+        kept = [best, *others] if several else [best]
         finalists = [build(problem, each, name, record, incumbent.bound) for each in kept]
     found = finalists[0]
-    if options.simulated:
-        cluster = Cluster.from_spec(found.cluster)
+    cluster = Cluster.from_spec(found.cluster)
+    if options.robust:
+        found = with_robust_promise(finalists, cluster, options.seed, stopping)
+    elif options.simulated:
         found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)
     ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": stopping.cut})
     return found.model_copy(update={"search": ended})

@@ -24,6 +24,7 @@ SMALL = {
     "search.promises": "--clusters 1 --fixed 0 --requests 200 --draws 1 --seed 2",
     "search.paper_figures": "--parts table4 --seconds 5",
     "search.replan": "--runs 1",
+    "search.robustness": "--settings 3 --objectives throughput --exact 2",
     "search.same_answer": "--clusters 1 --disturb 1 --strategies vllm",
     "search.same_placements": f"--before {ROOT} --sample 2 --seed 1",
     "search.scale": "--gpus 64 --workloads HPHD --runs 1",

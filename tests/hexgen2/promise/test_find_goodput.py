@@ -72,7 +72,7 @@ def test_no_rate_beyond_what_arrives_is_tried():
 
 def test_what_is_never_in_time_has_no_goodput():
     runs = Scripted(10.0, 0.0, at_limit=0.95)
-    assert found(runs, 8.0).req_s == 0 and min(runs.rates) < 0.1
+    assert found(runs, 8.0).req_s == 0 and min(runs.rates) < 0.2
 
 
 def test_it_stops_when_told():
