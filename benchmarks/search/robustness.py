@@ -1,4 +1,4 @@
-"""Searches' answers where costs are off, against the other finalists and against placements for the true costs.
+"""Answers where costs are off, against the other finalists and against placements for the true costs.
 
     python -m benchmarks.search.robustness [--settings 1 2 ...] [--clusters N] [--exact N] [--seed S]
 
@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import hexgen2
 from benchmarks.search.promises import Case, drawn
+from hexgen2.goal import Objective
 from hexgen2.promise.cost_errors import CostErrors
 from hexgen2.promise.planned import planned_req_s
 from hexgen2.robustness import FinalistRobustness
@@ -55,9 +56,8 @@ def main() -> None:
     parser.add_argument("--cost-model", default=None)
     options = parser.parse_args()
     print(f"seed {options.seed}\n")
-    print(
-        "| case | objective | answer | mean | p10 | best | regret | --robust | mean | p10 | best | regret | s |"
-    )
+    columns = "mean | p10 | best | regret"
+    print(f"| case | objective | answer | {columns} | --robust | {columns} | s |")
     print("| --- | --- |" + " ---: |" * 11)
     rng = random.Random(options.seed)
     for case in (*(SETTINGS[k] for k in options.settings), *drawn(rng, options.clusters)):
@@ -71,7 +71,7 @@ def main() -> None:
                 print(line, flush=True)
 
 
-def print_row(case: Case, objective: str, options: argparse.Namespace) -> None:
+def print_row(case: Case, objective: Objective, options: argparse.Namespace) -> None:
     """Print one row of the first table."""
     asked = case._asdict()
     name = case.name

@@ -115,7 +115,7 @@ class Planner:
         # Tight targets may need many GPUs for few requests. Only the bound by rates covers such replicas.
         self.span = len(problem.node_gpus) if problem.targets.given else widest_span(problem)
         self.computed = 0
-        self._pipelines = Pipelines(problem, alike._pipelines if alike else None)
+        self._pipelines: Pipelines = Pipelines(problem, alike._pipelines if alike else None)
         self._shapes = Shapes(problem)
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
