@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-fleets test-runtime test-alone test-vllm test-slow environments check clean schema
+.PHONY: demo test test-fleets test-runtime test-alone test-vllm test-slow environments check clean schema docs-figures
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -53,6 +53,10 @@ check: $(STAMP)
 
 schema: $(STAMP)
 	$(BIN)/python -c "import json; from hexgen2.placement import json_schema; print(json.dumps(json_schema(), indent=1))" > docs/placement.schema.json
+
+# Fill the README and docs/ with what their commands print.
+docs-figures: $(STAMP)
+	$(BIN)/python -m benchmarks.docs_figures --all
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard runtime/native/*.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.docs_figures import differences, fill, read
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 PACKAGES = ("benchmarks", "cluster_specs", "cost_model", "examples", "hexgen2", "runtime", "tests")
@@ -43,6 +45,14 @@ def test_short_file_names_exist_somewhere() -> None:
     names = {path.name for package in PACKAGES for path in (ROOT / package).rglob("*.*")}
     for name in re.findall(r"`(\w+\.(?:py|json|yaml|cpp))`", (ROOT / "docs" / "structure.md").read_text()):
         assert name in names, name
+
+
+def test_pages_show_what_their_commands_print() -> None:
+    pages = read()
+    texts, left = fill(pages, slow_too=False)
+    assert len({part.command for page in pages for part in page.parts} - set(left)) > 4
+    differ = [line for page in pages for line in differences(page, texts[page.name])]
+    assert differ == [], "run `make docs-figures`"
 
 
 def test_the_python_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
