@@ -22,7 +22,7 @@ from hexgen2.search.flow.routes import RouteUse, pipeline_use, route_use
 from hexgen2.search.flow.shared_use import SharedUse, shared_use
 from hexgen2.search.operators import Alike
 from hexgen2.search.params import DEFAULT, Params
-from hexgen2.search.planning.plan import GroupPlan, PlannedStage, Planner
+from hexgen2.search.planning.plan import LESS, GroupPlan, PlannedStage, Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.ties import exceeds, greatest, least, ranks_above
 
@@ -325,14 +325,16 @@ class Evaluator:
 
         An order is judged by what it takes of the full links at their duals, and a little by the transfer
         time, to all partners, each weighted by its capacity; so the flow is solved once per round. Such a
-        climb may end early, so it is also tried with all pipelines of one side, or both, turned round.
+        climb may end early, so it also starts where all pipelines of one side, or both, are turned round,
+        whichever is best.
         """
         sides = [(side, tuple(map(self._turned, side))) for side in (start.prefill, start.decode)]
         ways = [
             self.with_plans(start.solution, prefill, decode, start.colocated)
-            for prefill, decode in dict.fromkeys(itertools.product(*sides))
+            for prefill, decode in list(dict.fromkeys(itertools.product(*sides)))[1:]
         ]
-        return greatest([self._reorder_from(way) for way in ways], lambda way: way.score)[0]
+        starts = [start, *greatest(ways, lambda way: way.score)[:1]]
+        return greatest([self._reorder_from(way) for way in starts], lambda way: way.score)[0]
 
     def _turned(self, replica: PlannedReplica) -> PlannedReplica:
         """The replica with its stages in the opposite order, if that keeps its capacity."""
@@ -378,9 +380,9 @@ class Evaluator:
         key = (replica.group.role, shape)
         if key not in self._ordered:
             orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), self.params.stage_orders))
-            plans = (self.planner.plan_shape(replica.group.role, order) for order in orders)
             best = self.planner.plan(replica.group.role, replica.group.counts) or replica.plan
             most, kept = best.capacity_req_s, replica.plan.capacity_req_s * self.params.capacity_kept
+            plans = (self.planner.plan_shape(replica.group.role, order, kept * LESS) for order in orders)
             self._ordered[key] = [
                 replace(p, capacity_req_s=min(p.capacity_req_s, most))
                 for p in plans

@@ -21,6 +21,7 @@ SMALL = {
     "search.budget": "--workloads HPLD",
     "search.cost_models": "--settings 1 --workloads HPLD --requests 100",
     "search.convergence": "--seeds 1 --workloads HPLD",
+    "search.planned_throughput": "--clusters 1 --fixed 0 --requests 300 --strategies distserve --seed 2",
     "search.promises": "--clusters 1 --fixed 0 --requests 200 --draws 1 --seed 2",
     "search.paper_figures": "--parts table4 --seconds 5",
     "search.replan": "--runs 1",

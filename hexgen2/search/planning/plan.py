@@ -176,11 +176,13 @@ class Planner:
                 best = plan
         return best
 
-    def plan_shape(self, role: str, shape: Sequence[tuple[int, ...]]) -> GroupPlan | None:
+    def plan_shape(
+        self, role: str, shape: Sequence[tuple[int, ...]], above: float = 0.0
+    ) -> GroupPlan | None:
         """The best layers and batch for stages (node, degree, and the degrees of StageShape that are not 1)
-        in this order; None if nothing fits."""
+        in this order; None if nothing fits, perhaps also if nothing serves more than `above` requests/s."""
         pipeline = self._pipelines.of(role, [StageShape(*stage) for stage in shape])
-        return self._plan(pipeline) if pipeline else None
+        return self._plan(pipeline, above) if pipeline else None
 
     def quickest_s(self, role: str, counts: NodeCounts) -> float:
         """The least seconds to the first token (role "prefill"), or per output token, of a single request
