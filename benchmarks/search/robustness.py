@@ -1,4 +1,4 @@
-"""Searches' answers where costs are off, against the other finalists and against placements for the true costs.
+"""Answers of searches where costs are off, beside the other finalists and placements for the true costs.
 
     python -m benchmarks.search.robustness [--settings 1 2 ...] [--clusters N] [--exact N] [--seed S]
 
@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import hexgen2
 from benchmarks.search.promises import Case, drawn
+from hexgen2.goal import Objective
 from hexgen2.promise.cost_errors import CostErrors
 from hexgen2.promise.planned import planned_req_s
 from hexgen2.robustness import FinalistRobustness
@@ -30,6 +31,7 @@ from hexgen2.search.problem import Problem, make_problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
+OBJECTIVES: tuple[Objective, ...] = ("throughput", "goodput")
 SETTINGS = {
     1: Case("hexgen2-setting-1", "llama-2-70b", "HPLD", 2000, 100),
     2: Case("hexgen2-setting-2", "llama-2-70b", "online", 2000, 100),
@@ -49,14 +51,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--settings", type=int, nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--clusters", type=int, default=0, help="clusters drawn at random")
-    parser.add_argument("--objectives", nargs="*", default=["throughput", "goodput"])
+    parser.add_argument("--objectives", nargs="*", choices=OBJECTIVES, default=OBJECTIVES)
     parser.add_argument("--exact", type=int, default=20, help="perturbations of each small cluster")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--cost-model", default=None)
     options = parser.parse_args()
     print(f"seed {options.seed}\n")
     print(
-        "| case | objective | answer | mean | p10 | best | regret | --robust | mean | p10 | best | regret | s |"
+        "| case | objective | answer | mean | p10 | best | regret "
+        "| --robust | mean | p10 | best | regret | s |"
     )
     print("| --- | --- |" + " ---: |" * 11)
     rng = random.Random(options.seed)
@@ -71,7 +74,7 @@ def main() -> None:
                 print(line, flush=True)
 
 
-def print_row(case: Case, objective: str, options: argparse.Namespace) -> None:
+def print_row(case: Case, objective: Objective, options: argparse.Namespace) -> None:
     """Print one row of the first table."""
     asked = case._asdict()
     name = case.name
