@@ -52,8 +52,8 @@ class FinalistRobustness(_Strict):
 
 
 class Robustness(_Strict):
-    """The finalists of a search under perturbed costs, the same perturbations for all of them, the best one
-    without errors first. One is `chosen`: that of the best p10."""
+    """The finalists of a search under perturbed costs, the same perturbations for all of them. The first is
+    the answer of the same search without --robust, and one is `chosen`: that of the best p10."""
 
     measure: Measure
     perturbations: Count

@@ -1,4 +1,4 @@
-"""Answers where costs are off, against the other finalists and against placements for the true costs.
+"""Answers of searches where costs are off, beside the other finalists and placements for the true costs.
 
     python -m benchmarks.search.robustness [--settings 1 2 ...] [--clusters N] [--exact N] [--seed S]
 
@@ -31,6 +31,7 @@ from hexgen2.search.problem import Problem, make_problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
+OBJECTIVES: tuple[Objective, ...] = ("throughput", "goodput")
 SETTINGS = {
     1: Case("hexgen2-setting-1", "llama-2-70b", "HPLD", 2000, 100),
     2: Case("hexgen2-setting-2", "llama-2-70b", "online", 2000, 100),
@@ -50,14 +51,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--settings", type=int, nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--clusters", type=int, default=0, help="clusters drawn at random")
-    parser.add_argument("--objectives", nargs="*", default=["throughput", "goodput"])
+    parser.add_argument("--objectives", nargs="*", choices=OBJECTIVES, default=OBJECTIVES)
     parser.add_argument("--exact", type=int, default=20, help="perturbations of each small cluster")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--cost-model", default=None)
     options = parser.parse_args()
     print(f"seed {options.seed}\n")
-    columns = "mean | p10 | best | regret"
-    print(f"| case | objective | answer | {columns} | --robust | {columns} | s |")
+    print(
+        "| case | objective | answer | mean | p10 | best | regret "
+        "| --robust | mean | p10 | best | regret | s |"
+    )
     print("| --- | --- |" + " ---: |" * 11)
     rng = random.Random(options.seed)
     for case in (*(SETTINGS[k] for k in options.settings), *drawn(rng, options.clusters)):

@@ -109,6 +109,11 @@ class CostErrors:
             Perturbation(self, dict(zip(keys, (float(z) for z in row), strict=True))) for row in both.tolist()
         ]
 
+    def slower(self, cluster: Cluster, deviations: float) -> Perturbation:
+        """All GPUs and links slower by so many standard deviations."""
+        shared = {"gpu": deviations / (math.sqrt(COMMON) + math.sqrt(1 - COMMON))}
+        return Perturbation(self, {key: shared.get(key[0], -deviations) for key in _keys(self, cluster)})
+
 
 @dataclass(frozen=True)
 class Perturbation:

@@ -162,16 +162,18 @@ class _Tournament:
         return found
 
     def _closely(self, placement: Placement, roughly: Found) -> Found:
-        """The goodput with the requests that a promise needs."""
+        """The goodput with the requests that a promise needs: more where the rough runs had more in the fleet
+        than formulas say."""
+        inside = max((trial.inside for trial in roughly.trials if trial.whole and trial.kept_up), default=0)
         return find_goodput(
             self._trials(placement, seed_offset=1),
             self._goal.attainment,
             roughly.req_s * BEFORE,
-            lambda rate: self._final_count(placement, rate),
+            lambda rate: self._final_count(placement, rate, inside),
             runs=self._effort.final_runs,
             most_req_s=self._most,
             stop=self._stop,
-            varies=load_varies(placement.workload, self._final_count(placement, roughly.req_s)),
+            varies=load_varies(placement.workload, self._final_count(placement, roughly.req_s, inside)),
         )
 
     def _trials(self, placement: Placement, seed_offset: int = 0) -> Trials:
@@ -182,9 +184,10 @@ class _Tournament:
         """Requests of a first run at that rate."""
         return self._count(self._effort.first, self._effort.first_residents * residents(placement, rate))
 
-    def _final_count(self, placement: Placement, rate: float) -> int:
-        """Requests of a run that a promise rests on."""
-        return self._count(self._effort.final, self._effort.residents * residents(placement, rate))
+    def _final_count(self, placement: Placement, rate: float, inside: int) -> int:
+        """Requests of a run that a promise rests on, where that many were seen in the fleet at a time."""
+        wanted = self._effort.residents * max(residents(placement, rate), inside)
+        return self._count(self._effort.final, wanted)
 
     def _count(self, least: int, wanted: float) -> int:
         return int(min(self._effort.most, max(least, wanted)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cost_model.base import CostModel
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.replica import Replica
-from hexgen2.search.evaluator import Evaluator, PlannedReplica
+from hexgen2.search.evaluator import Evaluation, Evaluator, PlannedReplica
 from hexgen2.search.planning.plan import PlannedStage
 from hexgen2.search.problem import Group, Problem, Solution, counts_of
 
@@ -36,6 +37,26 @@ def planned_req_s(placements: Sequence[Placement], cluster: Cluster, costs: Cost
     )
     evaluator = Evaluator(problem)
     return [_req_s(evaluator, placement) for placement in placements]
+
+
+def under_costs_of(evaluator: Evaluator, found: Evaluation) -> Evaluation | None:
+    """A solution that was found under other costs, with its plans, under those of the evaluator; None if a
+    replica cannot serve within the targets."""
+    sides: list[tuple[PlannedReplica, ...]] = []
+    for side in (found.prefill, found.decode, found.colocated):
+        plans = [
+            evaluator.planner.plan_layers(
+                r.group.role,
+                r.stages,
+                None if r.group.role == "prefill" else int(r.plan.batch),
+                r.plan.engine,
+            )
+            for r in side
+        ]
+        sides.append(tuple(replace(r, plan=plan) for r, plan in zip(side, plans, strict=True) if plan))
+        if len(sides[-1]) < len(side):
+            return None
+    return evaluator.with_plans(found.solution, *sides)
 
 
 def _req_s(evaluator: Evaluator, placement: Placement) -> float:

@@ -27,7 +27,7 @@ from hexgen2.promise.quick_goodput import quick_goodput
 from hexgen2.promise.trial import Trials
 from hexgen2.replica import Replica, Stage
 from hexgen2.robustness import FinalistRobustness, Measure, Robustness
-from hexgen2.search.ties import TOLERANCE, greatest_first
+from hexgen2.search.ties import TOLERANCE, greatest, greatest_first
 
 NOISE = 0.01
 """A finalist that is better by at most this share is no better: as between finalists without errors."""
@@ -96,6 +96,7 @@ def compare_under_errors(
     stopping: StopsEarly,
     effort: RobustEffort = DEFAULT_EFFORT,
     errors: CostErrors | None = None,
+    cautious: Sequence[Placement] = (),
 ) -> Compared:
     """Value finalists under perturbed costs and choose the one whose 10th percentile is best.
 
@@ -106,10 +107,11 @@ def compare_under_errors(
     ----------
     placements : made for one goal; the first is the best without errors
     errors : instead of those of the placements' cost model on the cluster
+    cautious : found for slower costs; half of those that are looked at, beside the first
     """
     first = placements[0]
     errors = errors or CostErrors.of(first.costs(), cluster)
-    valuation = _VALUATIONS[first.goal.objective](placements, cluster, seed, effort)
+    valuation = _VALUATIONS[first.goal.objective](placements, cautious, cluster, seed, effort)
     kept, nominal, rows = list(placements[:1]), [0.0], []
     try:
         kept, nominal = valuation.best(stopping)
@@ -137,12 +139,16 @@ def with_robust_promise(
     seed: int,
     stopping: StopsEarly,
     effort: RobustEffort = DEFAULT_EFFORT,
+    cautious: Sequence[Placement] = (),
 ) -> Placement:
     """Of the finalists (best first by formulas), the one that fares best under cost errors, with the promise
-    that goes with it (see with_promise) and how all of them fare."""
+    that goes with it (see with_promise) and how all of them fare; `cautious` are those found for slower
+    costs."""
     best = with_promise(placements, cluster, seed, stopping.out_of_time)
     others = [each for each in placements if _layout(each) != _layout(best)]
-    compared = compare_under_errors([best, *others], cluster, seed, stopping, effort)
+    known = [_layout(each) for each in (best, *others)]
+    unlike = [each for each in cautious if _layout(each) not in known]
+    compared = compare_under_errors([best, *others], cluster, seed, stopping, effort, cautious=unlike)
     chosen = compared.placement
     if compared.chosen:
         chosen = with_promise([chosen], cluster, seed, stopping.out_of_time, _AS_IT_IS)
@@ -167,12 +173,13 @@ def regrets(values: np.ndarray) -> np.ndarray:
 
 
 def choice(values: np.ndarray) -> int:
-    """The finalist of the best 10th percentile; of those within the noise, that of the best mean, and of
-    these the first."""
+    """The finalist of the best 10th percentile, and of those the one of the best mean; but the first, where
+    that gains no more than the noise."""
     p10 = [tenth(column) for column in values.T]
     means = [math.fsum(column.tolist()) for column in values.T]
-    near = [k for k, value in enumerate(p10) if value >= max(p10) / (1 + NOISE)]
-    return next(k for k in near if means[k] >= max(means[n] for n in near) / (1 + NOISE))
+    best = greatest(greatest(range(len(p10)), lambda k: p10[k]), lambda k: means[k])[0]
+    gains = p10[best] > p10[0] * (1 + NOISE) or (p10[0] == p10[best] and means[best] > means[0] * (1 + NOISE))
+    return best if gains else 0
 
 
 def _finalists(
@@ -220,9 +227,15 @@ class _Valuation(ABC):
     simulates: ClassVar[bool] = True
 
     def __init__(
-        self, placements: Sequence[Placement], cluster: Cluster, seed: int, effort: RobustEffort
+        self,
+        placements: Sequence[Placement],
+        cautious: Sequence[Placement],
+        cluster: Cluster,
+        seed: int,
+        effort: RobustEffort,
     ) -> None:
-        self._placements, self._cluster = list(placements), cluster
+        self._placements, self._cluster = [*placements, *cautious], cluster
+        self._plain = len(placements)
         self._seed, self._effort = seed, effort
         self._costs = placements[0].costs()
 
@@ -250,9 +263,11 @@ class _Valuation(ABC):
         return math.fsum(values) / len(values)
 
     def _keep(self, values: list[float], most: int) -> tuple[list[Placement], list[float]]:
-        """The first and the best of the others, in the order of their values."""
-        others = greatest_first(range(1, len(values)), lambda k: values[k])[: most - 1]
-        kept = [0, *others]
+        """The first and the best of the others, plain and cautious ones alike."""
+        plain = greatest_first(range(1, min(self._plain, len(values))), lambda k: values[k])
+        cautious = greatest_first(range(self._plain, len(values)), lambda k: values[k])
+        count = max(most - 1 - len(cautious), (most - 1) // 2)
+        kept = [0, *plain[:count], *cautious][:most]
         self._placements = [self._placements[k] for k in kept]
         return self._placements, [values[k] for k in kept]
 

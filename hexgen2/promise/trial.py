@@ -48,6 +48,7 @@ class Trial:
     in_time : [n] whether each request met the targets, in the order of arrival; all true without targets
     ttft_s, tpot_s, e2el_s : [n] seconds; nan where a run that ended early has none
     whole : whether the run went on to its end
+    inside : requests that were in the fleet when the last one arrived, as far as the run went
     most_req_s : requests/s that the fleet ended while it did not keep up; infinite if it did, or if the run
         ended early
     """
@@ -58,6 +59,7 @@ class Trial:
     tpot_s: np.ndarray
     e2el_s: np.ndarray
     whole: bool
+    inside: int = 0
     most_req_s: float = math.inf
 
     @property
@@ -166,31 +168,22 @@ class _Watch:
         for seconds, target_ms in ((ttft_s, self._goal.ttft_ms), (tpot_s, self._goal.tpot_ms)):
             if target_ms is not None:
                 in_time &= seconds <= target_ms / 1e3
-        return Trial(
-            rate,
-            in_time,
-            ttft_s,
-            tpot_s,
-            e2el_s,
-            self._whole,
-            _most_req_s(records) if self._whole else math.inf,
-        )
+        halfway, inside, ended_req_s = _in_the_fleet(records)
+        arrived = len(in_time) / 2
+        grown = GROWN if arrived >= FULL * halfway else FILLING
+        kept_up = inside <= halfway + CHANCE * math.sqrt(halfway) + grown * arrived
+        most_req_s = math.inf if kept_up or not self._whole else ended_req_s
+        return Trial(rate, in_time, ttft_s, tpot_s, e2el_s, self._whole, inside, most_req_s)
 
 
-def _most_req_s(records: Records) -> float:
-    """Requests/s that ended while the second half arrived, if there were far more in the fleet at the end of
-    that time than at its beginning; infinite otherwise."""
+def _in_the_fleet(records: Records) -> tuple[int, int, float]:
+    """Requests in the fleet when half of them, and when all, had arrived, and the requests/s that ended in
+    between."""
     sent_s, end_s = records.sent_s, records.end_s
     times_s = float(sent_s[len(sent_s) // 2]), float(sent_s[-1])
     ended = [int(np.count_nonzero(end_s <= at_s)) for at_s in times_s]
-    halfway, inside = (
-        int(np.count_nonzero(sent_s <= at_s)) - n for at_s, n in zip(times_s, ended, strict=True)
-    )
-    arrived = len(sent_s) / 2
-    grown = GROWN if arrived >= FULL * halfway else FILLING
-    if inside <= halfway + CHANCE * math.sqrt(halfway) + grown * arrived:
-        return math.inf
-    return (ended[1] - ended[0]) / (times_s[1] - times_s[0])
+    sent = [int(np.count_nonzero(sent_s <= at_s)) for at_s in times_s]
+    return sent[0] - ended[0], sent[1] - ended[1], (ended[1] - ended[0]) / (times_s[1] - times_s[0])
 
 
 def deviation(trials: Sequence[Trial]) -> float:

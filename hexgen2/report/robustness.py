@@ -14,7 +14,7 @@ _MEASURES = {
 
 
 def print_robustness(found: Robustness, console: Console) -> None:
-    """Print the chosen finalist's figures, those of the best one without errors, and the errors."""
+    """Print the chosen finalist's figures, those of the answer without --robust, and the errors."""
     chosen = found.chosen
     if chosen is None:
         console.print("robust      not known: the search ended before costs were perturbed")
@@ -25,7 +25,7 @@ def print_robustness(found: Robustness, console: Console) -> None:
     )
     first = found.finalists[0]
     if first is not chosen:
-        console.print(f"              the best without errors instead: {_figures(found, first)}")
+        console.print(f"              the answer without --robust: {_figures(found, first)}")
     errors = "; ".join(f"{one.of} {one.error:.0%} ({one.source})" for one in found.errors)
     console.print(f"              mean errors: {errors}", style="dim")
     for assumption in found.assumptions:

@@ -9,7 +9,9 @@ from cost_model.errors import InfeasibleError, InputError
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement, SearchRecord
+from hexgen2.promise.cost_errors import CostErrors
 from hexgen2.promise.keep import with_promise
+from hexgen2.promise.planned import under_costs_of
 from hexgen2.promise.robust import with_robust_promise
 from hexgen2.rent.rental import build_rental
 from hexgen2.search.bounds.upper_bounds import UpperBound
@@ -21,6 +23,10 @@ from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem, counts_of
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
+
+SLOWER = (1.0, 0.5)
+"""By how many standard deviations costs are higher in a search for cautious placements; the second counts
+where nothing meets the targets under the first."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +132,43 @@ def run_search(
     found = finalists[0]
     cluster = Cluster.from_spec(found.cluster)
     if options.robust:
-        found = with_robust_promise(finalists, cluster, options.seed, stopping)
+        slower = _for_slower_costs(state, options, explore, evaluator)
+        cautious = [build(problem, each, name, record, incumbent.bound) for each in slower]
+        found = with_robust_promise(finalists, cluster, options.seed, stopping, cautious=cautious)
     elif options.simulated:
         found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)
     ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": stopping.cut})
     return found.model_copy(update={"search": ended})
+
+
+def _for_slower_costs(
+    state: SearchState,
+    options: SearchOptions,
+    explore: Callable[[SearchState], None],
+    evaluator: Callable[[Problem, Params], Evaluator],
+) -> list[Evaluation]:
+    """The best solutions of the same search where all costs are higher by as much as they are off, under the
+    costs as predicted: they leave room where the others are at the edge of the targets."""
+    problem, stopping = state.evaluator.problem, state.stopping
+    errors = CostErrors.of(problem.costs, problem.cluster)
+    for deviations in SLOWER:
+        if stopping.out_of_time():
+            break
+        costs = errors.slower(problem.cluster, deviations)
+        slower = replace(problem, costs=costs.costs(problem.costs), cluster=costs.cluster(problem.cluster))
+        tried = SearchState(evaluator(slower, options.params), stopping.again(), keeps_finalists=True)
+        try:
+            explore(tried)
+        except KeyboardInterrupt:
+            stopping.interrupt()
+        except InfeasibleError:
+            continue
+        stopping.cut = stopping.cut or tried.stopping.cut
+        found = (under_costs_of(state.evaluator, each) for each in tried.finalists.best())
+        kept = [each for each in found if each is not None and each.req_s > 0]
+        if kept:
+            return kept
+    return []
 
 
 def _why_infeasible(problem: Problem, state: SearchState) -> str:

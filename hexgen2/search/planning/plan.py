@@ -176,9 +176,7 @@ class Planner:
                 best = plan
         return best
 
-    def plan_shape(
-        self, role: str, shape: Sequence[tuple[int, ...]], above: float = 0.0
-    ) -> GroupPlan | None:
+    def plan_shape(self, role: str, shape: Sequence[tuple[int, ...]], above: float = 0.0) -> GroupPlan | None:
         """The best layers and batch for stages (node, degree, and the degrees of StageShape that are not 1)
         in this order; None if nothing fits, perhaps also if nothing serves more than `above` requests/s."""
         pipeline = self._pipelines.of(role, [StageShape(*stage) for stage in shape])

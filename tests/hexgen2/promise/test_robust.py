@@ -180,8 +180,22 @@ def test_a_search_compares_its_finalists(apart):
     found = find_strategy("hexgen2")(problem, SearchOptions(robust=True))
     record = found.robustness
     assert len(record.finalists) > 1 and record.chosen.nominal == pytest.approx(found.throughput.req_s)
-    assert record.finalists[0].nominal == max(one.nominal for one in record.finalists)
+    assert record.finalists[0].nominal == pytest.approx(max(one.nominal for one in record.finalists))
     assert record.chosen.p10 >= max(one.p10 for one in record.finalists) / 1.01
+
+
+def test_what_was_found_for_slower_costs_is_compared_too(apart):
+    problem, placements = apart
+    slower = CostErrors.of(problem.costs, problem.cluster).slower(problem.cluster, 1.0)
+    assert all(factor > 1.2 for pair in slower.gpu_factors().values() for factor in pair)
+    links = slower.cluster(problem.cluster).card_bytes_s / problem.cluster.card_bytes_s
+    assert links == pytest.approx([links[0]] * 2) and links[0] < 0.8
+    few = replace(QUICK, calculated_finalists=2)
+    crossing, inside = placements
+    compared = compare_under_errors(
+        [crossing, crossing, crossing], problem.cluster, 0, Stopping(), few, cautious=[inside]
+    )
+    assert compared.placements == [crossing, inside]
 
 
 def test_the_same_seed_gives_the_same_record(apart):
