@@ -27,6 +27,9 @@ GROWTH = 20.0
 """The late share grows by about this power of the rate, where nothing better is known."""
 INSIDE = 0.2
 """No run is closer to an end of the bracket than this share of it."""
+CLIFF, FENCE = 0.35, 0.7
+"""Below a run that ended early, the goodput is taken to be at most so far above the last good run, as a share
+of the way: by these two alone, and if others show how the late share grows."""
 NEAR = 0.06
 """Runs count for the line whose rates are within this share of the estimate."""
 CLOSE = 0.02
@@ -99,12 +102,18 @@ def _late(trial: Trial) -> float:
     return log(max(1 - trial.share, 0.5 / len(trial.in_time)))
 
 
+def _part(low: Trial, high: Trial, asked: float) -> float:
+    """The part of the way from `low` to `high` at which a line between them crosses the late share asked
+    for. Where hardly any was late in the one and the other ended early, there is a cliff in between."""
+    part = (asked - _late(low)) / max(_late(high) - _late(low), 1e-9)
+    return part if high.whole else min(part, CLIFF)
+
+
 def _next_rate(done: list[Trial], low: Trial | None, high: Trial | None, attainment: float) -> float:
     """A rate inside the bracket, where a line between its ends crosses the attainment, or further on."""
     asked = log(1 - attainment)
     if low and high and high.kept_up:
-        part = (asked - _late(low)) / max(_late(high) - _late(low), 1e-9)
-        return low.rate + (high.rate - low.rate) * min(1 - INSIDE, max(INSIDE, part))
+        return low.rate + (high.rate - low.rate) * min(1 - INSIDE, max(INSIDE, _part(low, high, asked)))
     if high and not high.kept_up:
         return high.most_req_s
     last = low or high
@@ -130,8 +139,7 @@ def _read_off(done: list[Trial], attainment: float, most_req_s: float, varies: f
         return Found(at, at, at, tuple(done))
     asked = log(1 - attainment)
     if high.kept_up:
-        part = (asked - _late(low)) / max(_late(high) - _late(low), 1e-9)
-        estimate = low.rate + (high.rate - low.rate) * min(1.0, max(0.0, part))
+        estimate = low.rate + (high.rate - low.rate) * min(1.0, max(0.0, _part(low, high, asked)))
     else:
         estimate = max(low.rate, high.most_req_s)
     near = [t for t in done if t.whole and t.kept_up and abs(t.rate - estimate) <= NEAR * estimate]
@@ -143,7 +151,7 @@ def _read_off(done: list[Trial], attainment: float, most_req_s: float, varies: f
         mean_rate, mean_late = _means(near)
         fitted = mean_rate + (asked - mean_late) / slope
         if low.rate * (1 - NEAR) <= fitted <= high.rate * (1 + NEAR):
-            estimate = fitted
+            estimate = fitted if high.whole else min(fitted, low.rate + FENCE * (high.rate - low.rate))
     sd = varies * estimate
     estimate = min(estimate - min(slope * sd * sd / 2, 2 * sd), *(t.most_req_s for t in done))
     # The error of the late share, as one of its logarithm; and that of a straight line between the ends.
