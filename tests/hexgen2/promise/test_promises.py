@@ -48,7 +48,8 @@ def test_a_promise_is_kept_under_requests_that_the_search_has_not_seen(promised)
         )
         return sum(run.attainment or 0.0 for run in runs) / 2
 
-    assert in_time(1.0) == pytest.approx(0.9, abs=0.05)
+    # Here the share falls from 98 to 70 % within 4 % of the rate.
+    assert in_time(1.0) > 0.85 and in_time(1.05) < 0.9
     assert in_time(0.9) > 0.95 and in_time(1.15) < 0.8
 
 
