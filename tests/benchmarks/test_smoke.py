@@ -43,6 +43,7 @@ SMALL = {
 }
 """Options by script. ELSEWHERE has the scripts that need something to be fetched first."""
 ELSEWHERE = {
+    "docs_figures": "test_docs.py",
     "engine.sides.limits": "engine.engine_speed runs it",
     "engine.sides.our_engine": "engine.engine_speed runs it",
     "engine.sides.transformers_generate": "engine.engine_speed runs it",
