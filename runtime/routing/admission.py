@@ -194,14 +194,12 @@ class Admission(Generic[Request]):
             flows: dict[str, float] = {}
             for route in self.router.routes:
                 flows[route.prefill] = flows.get(route.prefill, 0.0) + route.weight
-            self._shares_of, self._known_shares = (
-                self.router,
-                {
-                    (route.prefill, route.decode): SPREAD * route.weight / flows[route.prefill]
-                    for route in self.router.routes
-                    if route.weight > 0 and not route.colocated
-                },
-            )
+            self._shares_of = self.router
+            self._known_shares = {
+                (route.prefill, route.decode): SPREAD * route.weight / flows[route.prefill]
+                for route in self.router.routes
+                if route.weight > 0 and not route.colocated
+            }
         return self._known_shares
 
     def _has_room(self, request: Request) -> Callable[[Route], bool]:

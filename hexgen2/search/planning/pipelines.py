@@ -183,10 +183,8 @@ class Pipelines:
         semantics, osl = self.problem.pipeline, self.problem.costs.osl
         if chunk:
             decodes = mixed_decodes(batch, len(split), chunk, osl)
-            (mixed, prompts), rest = (
-                self._mixed(pipeline, decodes, chunk),
-                self.timing(pipeline, "decode", decodes),
-            )
+            mixed, prompts = self._mixed(pipeline, decodes, chunk)
+            rest = self.timing(pipeline, "decode", decodes)
             both = PhaseTimes(mixed.stage_s(split), mixed.hop_s, prompts)
             return mixed_pace(both, PhaseTimes(rest.stage_s(split), rest.hop_s, batch), decodes, osl, chunk)
         decode = self._decode_timing(pipeline, batch)
@@ -209,10 +207,8 @@ class Pipelines:
         osl = self.problem.costs.osl
         if chunk:
             decodes = mixed_decodes(batch, len(pipeline.kinds), chunk, osl)
-            (mixed, prompts), rest = (
-                self._mixed(pipeline, decodes, chunk),
-                self.timing(pipeline, "decode", decodes),
-            )
+            mixed, prompts = self._mixed(pipeline, decodes, chunk)
+            rest = self.timing(pipeline, "decode", decodes)
             share = decodes / (osl * prompts)
             mean = rest.times(1 - share).plus(mixed, share)
             return [mean, mixed] if len(pipeline.kinds) > 1 else [mean]
@@ -229,20 +225,14 @@ class Pipelines:
         (first, share), *more = mixed_steps(chunk, decodes, self.problem.costs.osl)
         mean, prompts = self._mixed_step(pipeline, decodes, first).times(share), share * first
         for other, share in more:
-            mean, prompts = (
-                mean.plus(self._mixed_step(pipeline, decodes, other), share),
-                prompts + share * other,
-            )
+            mean = mean.plus(self._mixed_step(pipeline, decodes, other), share)
+            prompts += share * other
         return mean, prompts
 
     def _mixed_step(self, pipeline: Pipeline, decodes: float, prompts: float) -> Timing:
         """Seconds of each stage and hop for a step with so many prompts and decodes."""
-        costs, kinds, work = (
-            self.problem.costs,
-            pipeline.kinds,
-            self.problem.costs.mixed_work(prompts, decodes),
-        )
-        last = len(kinds) - 1
+        costs, kinds = self.problem.costs, pipeline.kinds
+        work, last = costs.mixed_work(prompts, decodes), len(kinds) - 1
         return Timing(
             [self._of_work_s(kind, work) for kind in kinds],
             [costs.edge_work_s(kind.group, work.sampled, j == last) for j, kind in enumerate(kinds)],
