@@ -142,9 +142,13 @@ def test_on_demand_and_a_search_that_finds_nothing_leaves_the_fleet_as_it_is(lau
         assert http.post("/replan").status_code == 202
         server.wait_for("the new placement serves", LIMIT_S)
         check_whole([answer(http) for _ in range(4)], expected)
-        for each in workers(server):
-            each.kill()
-        wait_for(lambda: "up" not in http.get("/health").json()["replicas"].values())
+
+        def none_is_up():
+            for each in workers(server):
+                each.kill()
+            return "up" not in http.get("/health").json()["replicas"].values()
+
+        wait_for(none_is_up)
         assert http.post("/replan").status_code == 202
         server.wait_for("no new placement: .*goes on as it is", LIMIT_S)
         none = answer(http)
