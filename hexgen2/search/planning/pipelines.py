@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from cost_model.base import Phase, StageMemory, TensorGroup, Work
@@ -45,32 +45,6 @@ class StageKind:
     work_s: dict[Work, float]
 
 
-@dataclass(frozen=True, eq=False)
-class Pipeline:
-    """Stages in order, whose layers are not divided yet.
-
-    Attributes
-    ----------
-    shape : node and degrees of each stage
-    batch : the requests that fit; for prefill, the prompts in a step
-    limit_req_s : an upper limit on the capacity, however the layers are divided
-    """
-
-    role: str
-    shape: tuple[StageShape, ...]
-    kinds: list[StageKind]
-    hops: list[Link]
-    memory: list[StageMemory]
-    batch: float
-    limit_req_s: float
-
-
-def _fits(memory: list[StageMemory], batch: float, layers: int) -> bool:
-    """True if all layers fit beside `batch` requests with at least one in each stage."""
-    limits = [m.max_layers(batch) for m in memory]
-    return min(limits) >= 1 and sum(limits) >= layers
-
-
 @dataclass(frozen=True)
 class Timing:
     """Seconds per layer and per stage of each stage, and of each hop between stages."""
@@ -83,6 +57,13 @@ class Timing:
         """Seconds of each stage with so many layers."""
         return [a * n + e for a, n, e in zip(self.layer_s, split, self.edge_s, strict=True)]
 
+    def most_steps_s(self, layers: int) -> float:
+        """An upper limit on the steps/s, however so many layers are divided (see balance_layers): that of
+        stages which all take as long, and that of the slowest hop."""
+        edges = math.fsum(e / a for a, e in zip(self.layer_s, self.edge_s, strict=True))
+        stage_s = (layers + edges) / math.fsum(1 / a for a in self.layer_s)
+        return 1 / max((stage_s, *self.hop_s))
+
     def times(self, weight: float) -> Timing:
         """`weight` times all of these."""
         return Timing(*([weight * s for s in part] for part in (self.layer_s, self.edge_s, self.hop_s)))
@@ -93,17 +74,46 @@ class Timing:
         return Timing(*([a + weight * b for a, b in zip(*pair, strict=True)] for pair in pairs))
 
 
-class Pipelines:
-    """Makes pipelines of one problem, and times them. Of prefill_batches, prompts in a step, the first that
-    fits is run. What is known of stages under another goal (`alike`) is used."""
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """Stages in order, whose layers are not divided yet.
 
-    def __init__(self, problem: Problem, alike: Pipelines | None = None) -> None:
+    Attributes
+    ----------
+    shape : node and degrees of each stage
+    batch : the requests that fit; for prefill, the prompts in a step
+    limit_req_s : an upper limit on the capacity, however the layers are divided
+    timings, paces : those that were asked for, by phase and batch; and by layers, batch and chunk
+    """
+
+    role: str
+    shape: tuple[StageShape, ...]
+    kinds: list[StageKind]
+    hops: list[Link]
+    memory: list[StageMemory]
+    batch: float
+    limit_req_s: float
+    timings: dict[tuple[Phase, float], Timing] = field(default_factory=dict)
+    paces: dict[tuple[tuple[int, ...], float, float], Pace] = field(default_factory=dict)
+
+
+def _fits(memory: list[StageMemory], batch: float, layers: int) -> bool:
+    """True if all layers fit beside `batch` requests with at least one in each stage."""
+    limits = [m.max_layers(batch) for m in memory]
+    return min(limits) >= 1 and sum(limits) >= layers
+
+
+class Pipelines:
+    """Makes pipelines of one problem, whatever its goal, and times them. Of prefill_batches, prompts in a
+    step, the first that fits is run."""
+
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
         full = problem.costs.prefill_batch()
         mixes = problem.pipeline == "pipelined"
         self.chunks = tuple(tokens / problem.costs.isl for tokens in CHUNKS) if mixes else ()
         self.prefill_batches = tuple(dict.fromkeys((full, min(1.0, full))))
-        self._stage_kinds: dict[tuple[int, ...], StageKind] = alike._stage_kinds if alike else {}
+        self._stage_kinds: dict[tuple[int, ...], StageKind] = {}
 
     def of(self, role: str, shape: Sequence[StageShape]) -> Pipeline | None:
         """The pipeline of this shape; None if the model does not fit."""
@@ -180,6 +190,12 @@ class Pipelines:
     def decode_pace(self, pipeline: Pipeline, split: list[int], batch: float, chunk: float = 0.0) -> Pace:
         """The pace with these layers while `batch` requests are held; in a colocated replica, of both phases,
         with chunks of `chunk` prompts in mixed steps."""
+        key = (tuple(split), batch, chunk)
+        if key not in pipeline.paces:
+            pipeline.paces[key] = self._decode_pace(pipeline, split, batch, chunk)
+        return pipeline.paces[key]
+
+    def _decode_pace(self, pipeline: Pipeline, split: list[int], batch: float, chunk: float) -> Pace:
         semantics, osl = self.problem.pipeline, self.problem.costs.osl
         if chunk:
             decodes = mixed_decodes(batch, len(split), chunk, osl)
@@ -260,6 +276,8 @@ class Pipelines:
 
     def timing(self, pipeline: Pipeline, phase: Phase, batch: float) -> Timing:
         """Seconds of each stage and hop for a step of `batch` requests."""
+        if (phase, batch) in pipeline.timings:
+            return pipeline.timings[phase, batch]
         costs, kinds = self.problem.costs, pipeline.kinds
         layer_s, edge_s = [], []
         for j, kind in enumerate(kinds):
@@ -268,7 +286,9 @@ class Pipelines:
             if edge not in kind.edge_s:
                 kind.edge_s[edge] = costs.edge_s(phase, kind.group, batch, edge[2])
             edge_s.append(kind.edge_s[edge])
-        return Timing(layer_s, edge_s, [costs.hop_s(phase, hop, batch) for hop in pipeline.hops])
+        found = Timing(layer_s, edge_s, [costs.hop_s(phase, hop, batch) for hop in pipeline.hops])
+        pipeline.timings[phase, batch] = found
+        return found
 
     def _layer_s(self, kind: StageKind, phase: Phase, batch: float) -> float:
         """Seconds of one layer for a step of `batch` requests, remembered."""

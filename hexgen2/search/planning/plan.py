@@ -25,6 +25,7 @@ from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.replica import EngineSettings
 from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines, Timing
+from hexgen2.search.planning.prefill_front import PrefillFront
 from hexgen2.search.planning.shapes import Shapes, StageShape, vllm_runs, with_experts_divided
 from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds, greatest, greatest_first
@@ -95,6 +96,14 @@ def _plan_of(stages: tuple[PlannedStage, ...], division: _Division) -> GroupPlan
     return GroupPlan(stages, division.batch, division.req_s, pace.latency_s, pace.token_s, division.engine)
 
 
+def _stages(pipeline: Pipeline, split: Sequence[int]) -> tuple[PlannedStage, ...]:
+    """The stages of a pipeline with so many layers each."""
+    return tuple(
+        PlannedStage(node, degree, n, *degrees)
+        for (node, degree, *degrees), n in zip(pipeline.shape, split, strict=True)
+    )
+
+
 class Planner:
     """Finds the best plan of each group; remembered by kinds of nodes, counts, and the links in between.
 
@@ -115,9 +124,15 @@ class Planner:
         # Tight targets may need many GPUs for few requests. Only the bound by rates covers such replicas.
         self.span = len(problem.node_gpus) if problem.targets.given else widest_span(problem)
         self.computed = 0
-        self._pipelines: Pipelines = Pipelines(problem, alike._pipelines if alike else None)
+        self._pipelines: Pipelines = alike._pipelines if alike else Pipelines(problem)
         self._shapes = Shapes(problem)
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
+        # One goal's targets rule out most divisions unseen; those that several goals ask for are kept.
+        self._several = alike is not None and problem.targets.ttft_s is not None
+        self._fronts: dict[tuple, tuple[list[int], PrefillFront[tuple[Pipeline, _Division]]]] = (
+            alike._fronts if alike else {}
+        )
+        self._made: dict[tuple[str, NodeCounts], list[Pipeline]] = alike._made if alike else {}
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         kinds: dict[Link, int] = {}
         self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
@@ -145,7 +160,13 @@ class Planner:
         key = (role, kinds, between)
         if key not in self._memo:
             self.computed += 1
-            self._memo[key] = nodes, self._best(role, counts)
+            if role == "prefill" and self._several:
+                if key not in self._fronts:
+                    self._fronts[key] = nodes, self._front(counts)
+                made_on, front = self._fronts[key]
+                self._memo[key] = made_on, self._best_of(front)
+            else:
+                self._memo[key] = nodes, self._best(role, counts)
         planned_on, plan = self._memo[key]
         if plan is None or planned_on == nodes:
             return plan
@@ -162,19 +183,60 @@ class Planner:
             return (shape for shape in shapes if vllm_runs(role, shape))
         return shapes
 
+    def _pipelines_of(self, role: str, counts: NodeCounts) -> list[Pipeline]:
+        """The pipelines of a group in which the model fits, the most promising first."""
+        if (role, counts) in self._made:
+            return self._made[role, counts]
+        pipelines = (self._pipelines.of(role, shape) for shape in self._shapes_of(role, counts))
+        found = greatest_first((p for p in pipelines if p), lambda p: p.limit_req_s)
+        if self._several and role != "prefill":
+            self._made[role, counts] = found
+        return found
+
     def _best(self, role: str, counts: NodeCounts) -> GroupPlan | None:
         """The best plan over all shapes: the most promising first, until no other can be better."""
-        pipelines = [
-            p for p in (self._pipelines.of(role, shape) for shape in self._shapes_of(role, counts)) if p
-        ]
         best: GroupPlan | None = None
-        for pipeline in greatest_first(pipelines, lambda p: p.limit_req_s):
+        for pipeline in self._pipelines_of(role, counts):
             if best and not exceeds(pipeline.limit_req_s, best.capacity_req_s):
                 break
             plan = self._plan(pipeline, best.capacity_req_s * LESS if best else 0.0)
             if plan and (best is None or exceeds(plan.capacity_req_s, best.capacity_req_s)):
                 best = plan
         return best
+
+    def _front(self, counts: NodeCounts) -> PrefillFront[tuple[Pipeline, _Division]]:
+        """The divisions of a prefill replica that may be best under some targets, over all shapes."""
+        targets, semantics = self.problem.targets, self.problem.pipeline
+        smallest = SMALLEST_STEP / self.problem.costs.isl
+        front: PrefillFront[tuple[Pipeline, _Division]] = PrefillFront()
+        for pipeline in self._pipelines_of("prefill", counts):
+            for batch in targets.prefill_batches(pipeline.batch, smallest):
+                timing, limits = self._prefill_step(pipeline, batch)
+                quick = self._pipelines.split(timing, limits, True)
+                if quick is None:
+                    continue
+                soonest = self._prefill_division(pipeline, timing, quick, batch, None)
+                # At most as good as this: no other division is quicker, nor has it a shorter slowest stage
+                # than if layers could be cut up.
+                most = replace(soonest.pace, capacity_req_s=timing.most_steps_s(sum(quick)) * batch)
+                if front.dominates(targets.prefill_queue(most, batch)):
+                    continue
+                front.offer(targets.prefill_queue(soonest.pace, batch), (pipeline, soonest))
+                even = None if semantics != "pipelined" else self._pipelines.split(timing, limits, False)
+                if even and even != quick:
+                    division = self._prefill_division(pipeline, timing, even, batch, None)
+                    front.offer(targets.prefill_queue(division.pace, batch), (pipeline, division))
+        return front
+
+    def _best_of(self, front: PrefillFront[tuple[Pipeline, _Division]]) -> GroupPlan | None:
+        """The plan of a front that serves most within this goal's targets; None if none meets them."""
+        targets = self.problem.targets
+        assert targets.ttft_s is not None
+        found = front.best(targets.ttft_s, targets.share)
+        if found is None:
+            return None
+        pipeline, division = found
+        return _plan_of(_stages(pipeline, division.split), self._rated(division, 0.0))
 
     def plan_shape(self, role: str, shape: Sequence[tuple[int, ...]], above: float = 0.0) -> GroupPlan | None:
         """The best layers and batch for stages (node, degree, and the degrees of StageShape that are not 1)
@@ -234,11 +296,7 @@ class Planner:
         best = next(iter(greatest(found, lambda one: one.req_s)), None)
         if best is None or best.req_s <= 0:
             return None
-        stages = tuple(
-            PlannedStage(node, degree, n, *degrees)
-            for (node, degree, *degrees), n in zip(pipeline.shape, best.split, strict=True)
-        )
-        return _plan_of(stages, best)
+        return _plan_of(_stages(pipeline, best.split), best)
 
     def _prefill_divisions(
         self,
@@ -256,42 +314,46 @@ class Planner:
         first_by_sum = semantics != "pipelined"
         smallest = SMALLEST_STEP / self.problem.costs.isl
         for batch in batches or targets.prefill_batches(pipeline.batch, smallest):
-            held = prompts_held(batch, self._batches_held(pipeline))
-            limits = [m.max_layers(held) for m in pipeline.memory]
-            timing = self._pipelines.timing(pipeline, "prefill", batch)
+            timing, limits = self._prefill_step(pipeline, batch)
             split = given or self._pipelines.split(timing, limits, first_by_sum)
             soon = False
             if split and all(n <= limit for n, limit in zip(split, limits, strict=True)):
-                found = self._prefill_within_targets(pipeline, timing, split, batch, engine, above)
+                found = self._prefill_division(pipeline, timing, split, batch, engine)
                 if found.pace.capacity_req_s <= above:
                     return
+                found = self._rated(found, above)
                 above = max(above, found.req_s * LESS)
-                yield found
                 soon = targets.ttft_s is None or found.pace.latency_s <= SOON * targets.ttft_s
+                yield found
             if given or first_by_sum or soon:
                 continue
             quick = self._pipelines.split(timing, limits, True)
             if quick and quick != split:
-                found = self._prefill_within_targets(pipeline, timing, quick, batch, engine, above)
+                found = self._rated(self._prefill_division(pipeline, timing, quick, batch, engine), above)
                 above = max(above, found.req_s * LESS)
                 yield found
+
+    def _prefill_step(self, pipeline: Pipeline, batch: float) -> tuple[Timing, list[int]]:
+        """The times of a step of so many prompts, and the most layers of each stage that fit beside them."""
+        held = prompts_held(batch, self._batches_held(pipeline))
+        return self._pipelines.timing(pipeline, "prefill", batch), [
+            m.max_layers(held) for m in pipeline.memory
+        ]
 
     def _batches_held(self, pipeline: Pipeline) -> int:
         """Steps for whose KV caches each stage of a prefill replica needs memory."""
         return prefill_batches_held(self.problem.pipeline, len(pipeline.shape))
 
-    def _prefill_within_targets(
+    def _prefill_division(
         self,
         pipeline: Pipeline,
         timing: Timing,
         split: list[int],
         batch: float,
         engine: EngineSettings | None,
-        above: float,
     ) -> _Division:
-        """A division of a prefill replica, with the requests/s that it serves within the targets. Without
-        settings, as many steps are in flight as keep the slowest stage or hop busy and as there is memory
-        for."""
+        """A division of a prefill replica, not rated. Without settings, as many steps are in flight as keep
+        the slowest stage or hop busy and as there is memory for."""
         semantics, stage_s = self.problem.pipeline, timing.stage_s(split)
         steps = engine.in_flight or len(split) if engine else 1
         if semantics == "pipelined" and not engine:
@@ -302,8 +364,14 @@ class Planner:
         engine = engine or EngineSettings(
             step_tokens=max(1, math.ceil(batch * self.problem.costs.isl * _EXACT)), in_flight=steps
         )
-        req_s = self.problem.targets.prefill_req_s(pace, batch, above)
-        return _Division(split, batch, replace(pace, latency_s=prompt_s(pace, batch)), req_s, engine)
+        return _Division(split, batch, pace, 0.0, engine)
+
+    def _rated(self, division: _Division, above: float) -> _Division:
+        """A division of a prefill replica with the requests/s that it serves within the targets; 0 if these
+        are no more than `above`."""
+        req_s = self.problem.targets.prefill_req_s(division.pace, division.batch, above)
+        pace = replace(division.pace, latency_s=prompt_s(division.pace, division.batch))
+        return replace(division, pace=pace, req_s=req_s)
 
     def _decode(self, pipeline: Pipeline, above: float) -> list[_Division]:
         """Divisions of a decode or colocated replica; see _prefill_divisions."""
