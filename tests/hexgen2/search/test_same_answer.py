@@ -24,7 +24,7 @@ QUICK = [
     *(search("hexgen2-setting-3", "llama-2-70b", "HPLD", strategy) for strategy in SWAPS[1:]),
     search("hexgen2-setting-5", "llama-2-70b", "HPLD", "hexgen2-paper"),
     search("hexgen2-setting-4", "opt-30b", "LPHD", "genetic"),
-    search("hexgen2-setting-2", "opt-30b", "online", "hexgen"),
+    search("hexgen2-setting-4", "opt-30b", "LPLD", "hexgen"),
     search("hexgen2-case-study", "opt-30b", "LPHD", "exact"),
     search("helix-single-24", "llama-30b", "LPLD", "distserve"),
     search("huawei-v100-a800", "opt-30b", "HPLD", "splitwise"),
@@ -33,10 +33,12 @@ QUICK = [
     ["search", "--from", "placement.json", "--lost", "a100-1/0", "--json"],
     ["simulate", "placement.json", "--request-rate", "8", "--num-requests", "400", "--json"],
     ["simulate", "placement.json", "--offline", "--num-requests", "400", "--json"],
-    search("hexgen2-offers", "opt-13b", "HPLD", "hexgen2", "--budget", "3"),
-    search("hexgen2-setting-4", "llama-2-70b", "HPHD", "hexgen2", *TARGETS),
+    search("hexgen2-offers", "opt-13b", "HPLD", "hexgen2", "--budget", "2"),
+    search("hexgen2-case-study", "opt-30b", "LPHD", "hexgen2", *TARGETS),
 ]
 LONGER = [
+    search("hexgen2-setting-2", "opt-30b", "online", "hexgen"),
+    search("hexgen2-setting-4", "llama-2-70b", "HPHD", "hexgen2", *TARGETS),
     search("hexgen2-offers", "llama-2-13b", "HPLD", "hexgen2", "--budget", "6"),
     search("hetis-12", "llama-2-13b", "HPHD", "hexgen2", *TARGETS),
 ]
