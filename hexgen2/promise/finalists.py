@@ -19,7 +19,8 @@ from hexgen2.goal import Goal
 from hexgen2.placement import Placement
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.promise.goodput import Found, find_goodput
-from hexgen2.promise.trial import Trials, deviation, load_varies
+from hexgen2.promise.precise_goodput import precise_goodput
+from hexgen2.promise.trial import Trials, deviation
 from hexgen2.replica import Replica
 
 AHEAD = 1.01
@@ -53,7 +54,7 @@ class Effort:
     first_residents: float = 3.0
     residents: float = 8.0
     most: int = 20_000
-    final_runs: int = 4
+    final_runs: int = 5
     challengers: int = 4000
     challengers_per_gpu: int = 100
 
@@ -165,15 +166,16 @@ class _Tournament:
         """The goodput with the requests that a promise needs: more where the rough runs had more in the fleet
         than formulas say."""
         inside = max((trial.inside for trial in roughly.trials if trial.whole and trial.kept_up), default=0)
-        return find_goodput(
+        return precise_goodput(
             self._trials(placement, seed_offset=1),
-            self._goal.attainment,
+            placement.workload,
+            self._goal,
             roughly.req_s * BEFORE,
             lambda rate: self._final_count(placement, rate, inside),
+            self._count(self._effort.final, self._effort.residents * _places(placement)),
             runs=self._effort.final_runs,
             most_req_s=self._most,
             stop=self._stop,
-            varies=load_varies(placement.workload, self._final_count(placement, roughly.req_s, inside)),
         )
 
     def _trials(self, placement: Placement, seed_offset: int = 0) -> Trials:
@@ -197,6 +199,12 @@ def residents(placement: Placement, rate: float) -> float:
     """Requests that are in the fleet at a time, by Little's law."""
     latency = placement.latency
     return rate * (latency.ttft_ms + latency.tpot_ms * placement.workload.osl) / 1e3
+
+
+def _places(placement: Placement) -> int:
+    """Requests that the replicas with routes or colocated phases decode at a time, at full load."""
+    used = {route.to for route in placement.routes if route.flow_req_s > 0}
+    return sum(r.max_batch for r in placement.replicas if r.role == "colocated" or r.id in used)
 
 
 def _other_steps(placement: Placement) -> Iterator[Placement]:

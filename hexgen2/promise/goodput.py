@@ -3,10 +3,6 @@
 The share that is late grows with the rate, about exponentially until the fleet is full, and every run gives
 it with an error. So the rate is bracketed and closed in on, each run with other requests, and then read off a
 straight line through the logarithms of what the runs around it found.
-
-Runs have exactly the load that they are to have (see Trials); that of real requests varies. Where the late
-share is a * exp(b r) at the rate r, and r varies normally by sd around its mean, its mean is that of r times
-exp((b sd)^2 / 2): the rate must be lower by b sd^2 / 2.
 """
 
 from __future__ import annotations
@@ -57,7 +53,6 @@ def find_goodput(
     runs: int,
     most_req_s: float = math.inf,
     stop: Callable[[], bool] = lambda: False,
-    varies: float = 0.0,
 ) -> Found:
     """Find the goodput of a placement.
 
@@ -68,7 +63,6 @@ def find_goodput(
     runs : how many at most
     most_req_s : no higher rate is of interest; if it serves enough in time, it is the answer
     stop : asked before each run but the first
-    varies : by how much the load of real requests does, as a share of its mean (standard deviation)
     """
     done: list[Trial] = []
     rate = min(start_req_s, most_req_s)
@@ -80,11 +74,11 @@ def find_goodput(
         if low and high and min(high.rate, high.most_req_s) - low.rate <= CLOSE * low.rate:
             break
         if low and high and len(done) > 2:
-            found = _read_off(done, attainment, most_req_s, varies)
+            found = _read_off(done, attainment, most_req_s)
             if found.high_req_s - found.low_req_s <= 2 * PRECISE * found.req_s:
                 break
         rate = min(_next_rate(done, low, high, attainment), most_req_s)
-    return _read_off(done, attainment, most_req_s, varies)
+    return _read_off(done, attainment, most_req_s)
 
 
 def _bracket(done: list[Trial], attainment: float) -> tuple[Trial | None, Trial | None]:
@@ -129,7 +123,7 @@ def _next_rate(done: list[Trial], low: Trial | None, high: Trial | None, attainm
     return last.rate * (1 - size)
 
 
-def _read_off(done: list[Trial], attainment: float, most_req_s: float, varies: float) -> Found:
+def _read_off(done: list[Trial], attainment: float, most_req_s: float) -> Found:
     low, high = _bracket(done, attainment)
     if low is not None and low.rate >= most_req_s:
         return Found(low.rate, low.rate, low.rate, tuple(done))
@@ -152,8 +146,7 @@ def _read_off(done: list[Trial], attainment: float, most_req_s: float, varies: f
         fitted = mean_rate + (asked - mean_late) / slope
         if low.rate * (1 - NEAR) <= fitted <= high.rate * (1 + NEAR):
             estimate = fitted if high.whole else min(fitted, low.rate + FENCE * (high.rate - low.rate))
-    sd = varies * estimate
-    estimate = min(estimate - min(slope * sd * sd / 2, 2 * sd), *(t.most_req_s for t in done))
+    estimate = min(estimate, *(t.most_req_s for t in done))
     # The error of the late share, as one of its logarithm; and that of a straight line between the ends.
     error = NORMAL_95 * deviation(near) / (1 - attainment) / slope + (high.rate - low.rate) / 4
     return Found(estimate, max(0.0, estimate - error), estimate + error, tuple(done))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from hexgen2.simulator.fleet import Fleet
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.simulation import Simulation
-from hexgen2.workload.lengths import Workload
+from hexgen2.workload.arrivals import LengthSource, online
 from hexgen2.workload.requests import Requests
 
 SEEDS = 7_919
@@ -27,13 +27,12 @@ requests that it was made from."""
 BATCHES = 20
 """Consecutive parts of a run, whose shares are taken as independent of each other."""
 GROWN = 0.01
-"""A fleet keeps up if from halfway to the end, beside chance, it gained at most this share of the requests
-that arrived."""
-FULL, FILLING = 3.0, 0.08
-"""Where fewer than so many times the requests in the fleet arrive in half a run, it may still be filling, and
-gain this share of them."""
+"""A fleet keeps up if from halfway to the end, beside chance, the requests that wait for their first token
+became more by at most this share of those that arrived."""
 CHANCE = 3.0
-"""The number of requests in a fleet varies by so many times its root (standard deviations)."""
+"""The number of requests that wait varies by so many times its root (standard deviations)."""
+SERVED = 0.3, 0.9
+"""Of the requests of a run beyond the capacity, the steady state lasts from this share of them to that."""
 HOPELESS = 2.5
 """A run ends early once this many times as many requests as allowed are late."""
 
@@ -45,15 +44,17 @@ class Trial:
     Attributes
     ----------
     rate : requests/s
+    requests : those of the run
     in_time : [n] whether each request met the targets, in the order of arrival; all true without targets
     ttft_s, tpot_s, e2el_s : [n] seconds; nan where a run that ended early has none
     whole : whether the run went on to its end
     inside : requests that were in the fleet when the last one arrived, as far as the run went
-    most_req_s : requests/s that the fleet ended while it did not keep up; infinite if it did, or if the run
-        ended early
+    most_req_s : requests/s that the fleet ended while more and more waited; infinite if it kept up, or if the
+        run ended early
     """
 
     rate: float
+    requests: Requests
     in_time: np.ndarray
     ttft_s: np.ndarray
     tpot_s: np.ndarray
@@ -79,11 +80,7 @@ class Trial:
 
 
 class Trials:
-    """Runs of one placement, each with requests of its own.
-
-    Arrivals are Poisson, but exactly `rate` requests/s arrive over the run, and the classes of requests have
-    exactly their shares: otherwise the luck of a draw would hide how the share depends on the rate. A run
-    starts with an idle fleet.
+    """Runs of one placement, each with requests of its own, which arrive at random at an idle fleet.
 
     Parameters
     ----------
@@ -108,34 +105,42 @@ class Trials:
     ) -> None:
         self.placement, self.requests = placement, 0
         self._cluster, self._goal, self._seed = cluster, goal, seed
+        self._lengths = LengthSource(placement.workload)
         self._fleet = Fleet(placement, cluster, Options(), costs, times)
 
     def run(self, rate: float, count: int, draw: int) -> Trial:
         """A run of `count` requests, the draw-th of this seed."""
-        requests = self._drawn(rate, count, draw)
-        records = Records(requests)
-        simulation = Simulation(self.placement, self._cluster, records, Options(), fleet=self._fleet)
+        records = self._records(rate, count, draw)
         watch = _Watch(self._goal, records, count)
-        with suppress(_HopelessError):
-            simulation.run(watch)
-        self.requests += count
+        self._simulate(records, watch)
         return watch.trial(rate)
 
-    def _drawn(self, rate: float, count: int, draw: int) -> Requests:
-        """Requests whose mean rate, and share of each class, are exactly those of the workload."""
-        rng = np.random.default_rng([SEEDS, self._seed, draw])
-        arrival_s = np.cumsum(np.round(rng.exponential(1.0, size=count), 9))
-        arrival_s = (arrival_s - arrival_s[0]) * ((count - 1) / rate / float(arrival_s[-1] - arrival_s[0]))
-        classes = self.placement.workload.classes
-        ends = np.cumsum([c.weight for c in classes])
-        chosen = np.searchsorted(ends, (np.arange(count) + 0.5) / count * ends[-1])
-        means = np.array([(c.isl, c.osl) for c in classes])[rng.permutation(chosen)]
-        isl, osl = np.maximum(1, np.floor(means + rng.random(means.shape))).astype(np.int64).T
-        return Requests(arrival_s, isl, osl, f"{count} requests at {rate:g} requests/s")
+    def served_req_s(self, rate: float, count: int, draw: int) -> float:
+        """Requests/s that the fleet serves of `count` that arrive at a rate beyond its capacity, once it is
+        full and as long as requests wait."""
+        records = self._records(rate, count, draw)
+        first, last = (int(count * share) for share in SERVED)
+
+        def until_few_are_left(simulation: Simulation) -> None:
+            if simulation.ended > last:
+                raise _OverError
+
+        self._simulate(records, until_few_are_left)
+        end_s = np.sort(records.end_s)
+        return (last - first) / float(end_s[last] - end_s[first])
+
+    def _records(self, rate: float, count: int, draw: int) -> Records:
+        return Records(online(self._lengths, rate, count, (SEEDS, self._seed, draw)))
+
+    def _simulate(self, records: Records, watch: Callable[[Simulation], None]) -> None:
+        simulation = Simulation(self.placement, self._cluster, records, Options(), fleet=self._fleet)
+        with suppress(_OverError):
+            simulation.run(watch)
+        self.requests += len(records.requests)
 
 
-class _HopelessError(Exception):
-    """Far too many requests are late: the rate is too high."""
+class _OverError(Exception):
+    """The run has shown what it is to show."""
 
 
 class _Watch:
@@ -156,7 +161,7 @@ class _Watch:
         late = first_s - records.sent_s > self._goal.ttft_ms / 1e3
         if np.count_nonzero(late) > self._limit:
             self._whole = False
-            raise _HopelessError
+            raise _OverError
 
     def trial(self, rate: float) -> Trial:
         """What the run has shown."""
@@ -168,22 +173,24 @@ class _Watch:
         for seconds, target_ms in ((ttft_s, self._goal.ttft_ms), (tpot_s, self._goal.tpot_ms)):
             if target_ms is not None:
                 in_time &= seconds <= target_ms / 1e3
-        halfway, inside, ended_req_s = _in_the_fleet(records)
-        arrived = len(in_time) / 2
-        grown = GROWN if arrived >= FULL * halfway else FILLING
-        kept_up = inside <= halfway + CHANCE * math.sqrt(halfway) + grown * arrived
-        most_req_s = math.inf if kept_up or not self._whole else ended_req_s
-        return Trial(rate, in_time, ttft_s, tpot_s, e2el_s, self._whole, inside, most_req_s)
+        halfway, at_the_end, inside, ended_req_s = _in_the_fleet(records)
+        grown = CHANCE * math.sqrt(halfway) + GROWN * len(in_time) / 2
+        most_req_s = math.inf if at_the_end <= halfway + grown or not self._whole else ended_req_s
+        return Trial(rate, records.requests, in_time, ttft_s, tpot_s, e2el_s, self._whole, inside, most_req_s)
 
 
-def _in_the_fleet(records: Records) -> tuple[int, int, float]:
-    """Requests in the fleet when half of them, and when all, had arrived, and the requests/s that ended in
-    between."""
-    sent_s, end_s = records.sent_s, records.end_s
-    times_s = float(sent_s[len(sent_s) // 2]), float(sent_s[-1])
-    ended = [int(np.count_nonzero(end_s <= at_s)) for at_s in times_s]
-    sent = [int(np.count_nonzero(sent_s <= at_s)) for at_s in times_s]
-    return sent[0] - ended[0], sent[1] - ended[1], (ended[1] - ended[0]) / (times_s[1] - times_s[0])
+def _in_the_fleet(records: Records) -> tuple[int, int, int, float]:
+    """Requests that wait for their first token when half of all, and when all, have arrived; requests in the
+    fleet at the end; and the requests/s that ended in between."""
+    sent_s, first_s, end_s = records.sent_s, records.first_s, records.end_s
+    half_s, all_s = float(sent_s[len(sent_s) // 2]), float(sent_s[-1])
+
+    def by(times_s: np.ndarray, at_s: float) -> int:
+        return int(np.count_nonzero(times_s <= at_s))
+
+    waiting = [by(sent_s, at_s) - by(first_s, at_s) for at_s in (half_s, all_s)]
+    ended = by(end_s, all_s) - by(end_s, half_s)
+    return waiting[0], waiting[1], by(sent_s, all_s) - by(end_s, all_s), ended / (all_s - half_s)
 
 
 def deviation(trials: Sequence[Trial]) -> float:
@@ -198,17 +205,3 @@ def deviation(trials: Sequence[Trial]) -> float:
         variance += math.fsum((p - mean) * (p - mean) for p in parts) / (BATCHES - 1) / BATCHES
         shares.append(mean)
     return math.sqrt(variance) / len(shares)
-
-
-def load_varies(workload: Workload, requests: int) -> float:
-    """The standard deviation of the load of so many requests, as a share of its mean: that of the time in
-    which they arrive (Poisson), and of the mean of their lengths, prompts or outputs, whichever varies
-    more."""
-    total = math.fsum(c.weight for c in workload.classes)
-    squares = []
-    for lengths in ([c.isl for c in workload.classes], [c.osl for c in workload.classes]):
-        shares = [c.weight / total for c in workload.classes]
-        mean = math.fsum(w * n for w, n in zip(shares, lengths, strict=True))
-        square = math.fsum(w * n * n for w, n in zip(shares, lengths, strict=True))
-        squares.append(square / (mean * mean) - 1)
-    return math.sqrt((1 + max(squares)) / requests)

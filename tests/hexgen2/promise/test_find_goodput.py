@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hexgen2.promise.goodput import find_goodput
 from hexgen2.promise.trial import Trial, deviation
+from hexgen2.workload.requests import Requests
 
 
 @dataclass
@@ -33,7 +34,8 @@ class Scripted:
         else:
             in_time = (np.arange(count) * 7919) % count >= round(late * count)
         nothing = np.zeros(count)
-        return Trial(rate, in_time, nothing, nothing, nothing, True)
+        requests = Requests(nothing, nothing, nothing, "")
+        return Trial(rate, requests, in_time, nothing, nothing, nothing, True)
 
 
 def found(runs: Scripted, start: float, **more):
@@ -57,13 +59,6 @@ def test_the_interval_holds_the_truth_nearly_always(growth):
     assert inside >= 45
 
 
-def test_a_load_that_varies_asks_for_a_lower_rate():
-    """Late shares of a * exp(b r) average to that of r times exp((b sd)^2 / 2)."""
-    limit, growth, varies = 10.0, 60.0, 0.02
-    exact = limit * (1 - growth * varies**2 / 2)
-    assert found(Scripted(limit, growth), 9.5, varies=varies).req_s == pytest.approx(exact, rel=0.005)
-
-
 def test_no_rate_beyond_what_arrives_is_tried():
     runs = Scripted(10.0, 30.0)
     goodput = found(runs, 8.0, most_req_s=6.0)
@@ -83,9 +78,11 @@ def test_it_stops_when_told():
 def test_the_standard_error_is_that_of_independent_requests_where_they_are():
     rng = np.random.default_rng(5)
     nothing = np.zeros(4000)
-    runs = [Trial(1.0, rng.random(4000) < 0.9, nothing, nothing, nothing, True) for _ in range(40)]
+    requests = Requests(nothing, nothing, nothing, "")
+    runs = [Trial(1.0, requests, rng.random(4000) < 0.9, nothing, nothing, nothing, True) for _ in range(40)]
     assert deviation(runs) == pytest.approx(math.sqrt(0.09 / 160_000), rel=0.2)
     late_together = [
-        Trial(1.0, np.repeat(rng.random(20) < 0.9, 200), nothing, nothing, nothing, True) for _ in range(40)
+        Trial(1.0, requests, np.repeat(rng.random(20) < 0.9, 200), nothing, nothing, nothing, True)
+        for _ in range(40)
     ]
     assert deviation(late_together) == pytest.approx(math.sqrt(0.09 / 800), rel=0.2)

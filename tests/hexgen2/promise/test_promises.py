@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import hexgen2
@@ -14,9 +13,6 @@ from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.promise.finalists import Effort, choose
 from hexgen2.promise.keep import scaled
-from hexgen2.promise.trial import Trials, load_varies
-from hexgen2.workload.arrivals import LengthSource, online
-from hexgen2.workload.classes import load_workload
 
 QUICK = Effort(first=200, final=1000, final_runs=3, challengers=4000)
 TARGETS = {"ttft_ms": 800.0, "tpot_ms": 50.0}
@@ -88,26 +84,3 @@ def test_finalists_challenge_one_another_in_the_simulator(promised):
     assert all(r.engine.in_flight != 1 for r in chosen.placement.replicas if len(r.stages) > 1)
     alone = choose([ruined], cluster_of(promised), goal, 5, lambda: True, QUICK)
     assert chosen.goodput.req_s > 1.2 * alone.goodput.req_s
-
-
-def test_runs_have_exactly_the_load_that_they_are_to_have(promised):
-    workload = load_workload("online")
-    placement = promised.model_copy(update={"workload": workload})
-    trials = Trials(placement, cluster_of(promised), promised.goal, 1)
-    one, same, other = (trials._drawn(5.0, 1000, draw) for draw in (0, 0, 1))
-    assert np.array_equal(one.arrival_s, same.arrival_s) and np.array_equal(one.isl, same.isl)
-    assert not np.array_equal(one.arrival_s, other.arrival_s)
-    assert one.arrival_s[0] == 0 and one.arrival_s[-1] == pytest.approx(999 / 5)
-    assert one.isl.mean() == pytest.approx(workload.isl, rel=0.01)
-    assert one.osl.mean() == pytest.approx(workload.osl, rel=0.01)
-
-
-@pytest.mark.parametrize("name", ["HPLD", "online"])
-def test_the_load_of_real_requests_varies_as_much_as_is_said(name):
-    workload = load_workload(name)
-    drawn = [online(LengthSource(workload), 3.0, 400, seed) for seed in range(300)]
-    loads = [r.isl.sum() / workload.isl / r.arrival_s[-1] for r in drawn]
-    heavier = [r.osl.sum() / workload.osl / r.arrival_s[-1] for r in drawn]
-    spread = max(np.std(v) / np.mean(v) for v in (loads, heavier))
-    assert load_varies(workload, 400) == pytest.approx(spread, rel=0.2)
-    assert load_varies(workload, 400) == pytest.approx(2 * load_varies(workload, 1600))

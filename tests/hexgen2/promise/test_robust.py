@@ -26,6 +26,7 @@ from hexgen2.search.problem import Problem, make_problem
 from hexgen2.search.stopping import Stopping
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
+from hexgen2.workload.requests import Requests
 
 QUICK = RobustEffort(perturbations=10, finalists=3, calculated_perturbations=60, requests=200, runs=4)
 CASE = {"cluster": "hexgen2-case-study", "model": "llama-2-13b", "workload": "HPLD"}
@@ -71,7 +72,7 @@ class Scripted:
         late = max(self.least, min(1.0, 0.1 * math.exp(min(50.0, self.growth * (rate / self.limit - 1)))))
         in_time = (np.arange(count) * 7919) % count >= round(late * count)
         nothing = np.zeros(count)
-        return Trial(rate, in_time, nothing, nothing, nothing, True)
+        return Trial(rate, Requests(nothing, nothing, nothing, ""), in_time, nothing, nothing, nothing, True)
 
 
 @given(st.floats(0.01, 1000), st.floats(5, 60), st.floats(0.4, 2.5))

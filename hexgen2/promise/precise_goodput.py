@@ -1,0 +1,116 @@
+"""The goodput that a placement is promised to have: the largest rate at which, in the long run, the share of
+requests asked for is in time.
+
+One run with more requests than the fleet can serve shows its capacity. Then a few runs at rates ever closer
+to the goodput show how long requests may wait (see fluid_queue.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from hexgen2.goal import Goal
+from hexgen2.promise.fluid_queue import FluidQueue, fit
+from hexgen2.promise.goodput import NORMAL_95, PRECISE, Found
+from hexgen2.promise.trial import Trial, Trials
+from hexgen2.workload.lengths import Workload
+
+OVERLOAD = 1.6
+"""So many times the rate to begin with arrive in the run that shows the capacity, so that the fleet soon is
+full."""
+REACHED = 0.9
+"""A fleet that serves this share of what arrives may have more capacity than that."""
+SUSTAINED = 0.985
+"""No more than this share of the capacity is promised, unless runs beyond show more: there, queues may grow
+for longer than a run."""
+FEW = 0.3
+"""Runs in which less than this share was in time show little of how long requests may wait."""
+HARDLY = 0.2
+"""Where no run has more than this share of the late requests that are allowed, they say nothing of the rate
+at which more would be late."""
+STEP = 0.07
+"""The rate changes by at most this share from run to run."""
+HIGHER = 1.05
+"""Where enough was in time at the largest rate allowed, one so many times as large is tried: a full fleet may
+serve less than one that never was full."""
+NEARBY = 0.01
+"""Rates that differ by this share are about the same."""
+CAPACITY_KNOWN = 0.0025
+"""The standard error of the capacity, as a share of it: what is left of a goodput's when many runs agree."""
+
+
+def precise_goodput(
+    trials: Trials,
+    workload: Workload,
+    goal: Goal,
+    start_req_s: float,
+    count: Callable[[float], int],
+    overload_count: int,
+    runs: int,
+    most_req_s: float = math.inf,
+    stop: Callable[[], bool] = lambda: False,
+) -> Found:
+    """Find the goodput of a placement that is about start_req_s.
+
+    Parameters
+    ----------
+    count : rate -> requests of a run
+    overload_count : requests of the run that shows the capacity: several times those that fill the fleet
+    runs : how many at most, beside that
+    most_req_s : no higher rate is of interest; if it serves enough in time, it is the answer
+    stop : asked before each run but the first
+    """
+    capacity = _capacity_req_s(trials, start_req_s, overload_count, runs)
+    ceiling, late = min(most_req_s, SUSTAINED * capacity), 1 - goal.attainment
+    done: list[Trial] = []
+    found = Found(0.0, 0.0, 0.0, ())
+    rate = min(start_req_s, ceiling)
+    while len(done) < runs and not (done and stop()):
+        trial = trials.run(rate, count(rate), len(done))
+        done.append(trial)
+        if rate >= most_req_s and trial.share >= goal.attainment:
+            return Found(most_req_s, most_req_s, most_req_s, tuple(done))
+        known = [t for t in done if t.whole and t.in_time.mean() > FEW]
+        if not known:
+            rate *= 1 - STEP
+            continue
+        if not trial.kept_up:
+            ceiling = min(ceiling, SUSTAINED * max(capacity, min(trial.most_req_s, rate)))
+        queue = fit(known, workload, goal, capacity)
+        highest, easy = max(t.rate for t in known), max(1 - t.share for t in known) < HARDLY * late
+        if not easy and rate >= ceiling and trial.share >= goal.attainment:
+            ceiling = min(most_req_s, ceiling * HIGHER)
+        found = _read_off(queue, late, ceiling, highest if easy else 0.0)
+        if easy and highest < ceiling:
+            rate = min(highest * (1 + STEP), ceiling)
+            continue
+        precise = found.high_req_s - found.low_req_s <= 2 * PRECISE * found.req_s
+        if len(known) > 2 and precise and found.req_s <= highest * (1 + NEARBY):
+            break
+        rate = min(max(found.req_s, rate * (1 - STEP)), rate * (1 + STEP))
+    return replace(found, trials=tuple(done))
+
+
+def _capacity_req_s(trials: Trials, start_req_s: float, count: int, runs: int) -> float:
+    """What the fleet serves at full load."""
+    rate = start_req_s
+    for draw in range(runs):
+        rate *= OVERLOAD
+        served = trials.served_req_s(rate, count, runs + draw)
+        if served < REACHED * rate:
+            break
+    return served
+
+
+def _read_off(queue: FluidQueue, late: float, ceiling_req_s: float, easy_req_s: float) -> Found:
+    """The goodput by the queue, with its 95 % confidence interval; at least a rate at which hardly any
+    request was late."""
+    req_s = min(max(queue.largest_rate(late), easy_req_s), ceiling_req_s)
+    if req_s <= 0:
+        return Found(0.0, 0.0, 0.0, ())
+    nearby = req_s * (1 - NEARBY)
+    slope = max((queue.late(req_s) - queue.late(nearby)) / (req_s - nearby), late / req_s)
+    half = NORMAL_95 * math.hypot(queue.error / slope, CAPACITY_KNOWN * req_s)
+    return Found(req_s, max(0.0, req_s - half), req_s + half, ())
