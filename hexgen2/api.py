@@ -270,7 +270,8 @@ def simulate(
         sent when one of them ends. With neither a rate nor times of arrival, it is a closed loop of that many
         clients, each of which sends its next request as soon as its last one has ended. TTFT counts from the
         sending
-    num_requests : how many; 2000 if not given
+    num_requests : how many; if not given, enough for a steady state: 10 for each request that the placement
+        decodes at a time, but 2000 to 20,000
     duration_s : seconds; requests that would arrive later are left out
     burstiness : 1 is Poisson, less is burstier
     ttft_ms, tpot_ms : targets, for `request_goodput` and `attainment`; the placement's if not given
@@ -308,6 +309,7 @@ def simulate(
     from cost_model.files import written
     from hexgen2.simulator.options import Failure, Options, Replan
     from hexgen2.simulator.run import simulate as run
+    from hexgen2.simulator.run import steady_requests
     from hexgen2.workload.arrivals import LengthSource, arrivals
 
     placed, _ = _loaded(placement)
@@ -324,7 +326,7 @@ def simulate(
     fixed = workload is None and isl is None and osl is None
     lengths = LengthSource.load(placed.workload if fixed else workload, isl, osl, length_range)
     times = request_rate, offline, num_requests, duration_s, burstiness, seed
-    requests = arrivals(lengths, *times, max_concurrency=max_concurrency)
+    requests = arrivals(lengths, *times, steady_requests(placed), max_concurrency)
     goal = placed.goal.model_copy(update={key: value for key, value in targets.items() if value is not None})
     placed = placed.model_copy(update={"goal": goal})
     lost = [Failure(at_s, replica) for replica, at_s in failures]

@@ -228,6 +228,12 @@ class Placement(_Strict):
                 return replica
         raise KeyError(replica_id)
 
+    @property
+    def places(self) -> int:
+        """Requests that its replicas decode at a time at most, those without any route left aside."""
+        reached = {route.to for route in self.routes if route.flow_req_s > 0}
+        return sum(r.max_batch for r in self.replicas if r.role == "colocated" or r.id in reached)
+
     def costs(self) -> CostModel:
         """The cost model that it was planned with, for its requests.
 

@@ -4,11 +4,12 @@
 
 Two fleets compute: a random Llama of 55 million parameters is served by one prefill and one decode worker,
 then by one colocated worker; each worker has one thread. A few requests measure each fleet's step times
-(step_profile.py), which the simulator then uses. Two fleets are emulated at the paper's scale: a
-disaggregated placement and one without disaggregation, of llama-2-70b on clusters drawn with --seed; their
-workers sleep for the times of the cost model, which the simulator uses as well, so that any difference is one
-of scheduling or overhead. Fleet and simulator get the same requests, at 30, 60, 85 and 95 % of the peak rate
-that the simulator predicts.
+(step_profile.py), which the simulator then uses. The two workers of the first fleet share memory and cores:
+how much longer steps take while the other works is part of the profile. Two fleets are emulated at the
+paper's scale: a disaggregated placement and one without disaggregation, of llama-2-70b on clusters drawn with
+--seed; their workers sleep for the times of the cost model, which the simulator uses as well, so that any
+difference is one of scheduling or overhead. Fleet and simulator get the same requests, at 30, 60, 85 and 95 %
+of the peak rate that the simulator predicts.
 
 Workers, front end and client share this machine. A colocated worker has one core and leaves the others to
 them; on two cores, the prefill and decode workers leave none. Other programs also disturb the measurement, so
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,17 +36,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import psutil
 
 from benchmarks.serving.fleet import COMMAND, launched, make_model, make_placement
-from benchmarks.simulator.step_profile import Profiled, profile
-from cost_model.base import CostModel
+from benchmarks.simulator.step_profile import Contention, Profiled, StepTimes, contention, profile
 from hexgen2.bench.run import Load, bench
 from hexgen2.placement import Placement
+from hexgen2.results import SimulationResult
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.run import simulate
 from hexgen2.workload.arrivals import LengthSource, offline, online
+from hexgen2.workload.requests import Requests
 
 ISL, OSL = 160, 48
 LOADS = (0.3, 0.6, 0.85, 0.95)
 QUIET = 0.02
+PASSES = 3
 CLUSTERS = tuple(f"hexgen2-setting-{number}" for number in range(1, 6))
 MODEL, WORKLOAD = "llama-2-70b", "HPLD"
 STRATEGIES = {"disaggregated": ("hexgen2",), "colocated": ("hexgen", "vllm")}
@@ -103,9 +106,12 @@ def torch_fleets(work: Path, options: argparse.Namespace) -> dict[str, list[Erro
             times, others = least_disturbed(action, server, options.attempts)
             figures = ", ".join(f"{name} {_short(value)}" for name, value in asdict(times).items())
             print(f"profile: {figures}; other programs took {others:.0%} of the machine")
-            costs = Profiled(placement.model, placement.workload.lengths, times)
+            both = None if colocated else contention(url, times)
+            if both is not None:
+                ratios = f"prompts take {both.prompt:.3f} times as long, decodes {both.decode:.3f}"
+                print(f"while the other replica works, {ratios}", flush=True)
             simulated = Options(front_end_s=times.front_end_s)
-            found[roles] = compare(placement, url, server, options, simulated, costs)
+            found[roles] = compare(placement, url, server, options, simulated, Measured(times, both))
         os.sched_setaffinity(0, cores)
     return found
 
@@ -134,11 +140,11 @@ def compare(
     server: psutil.Process,
     options: argparse.Namespace,
     simulated: Options,
-    costs: CostModel | None = None,
+    measured: Measured | None = None,
 ) -> list[Errors]:
     """Run and simulate a fleet at each load."""
     lengths = LengthSource(placement.workload)
-    most = simulate(placement, offline(lengths, 2000, options.seed), simulated, costs=costs)
+    most = predict(placement, offline(lengths, 2000, options.seed), simulated, measured)
     peak = most.steady_request_throughput
     print(f"peak in the simulator: {peak:.3g} requests/s")
     print(f"{'load':>5} {'':14}" + "".join(f"{name:>12}" for name in SHOWN.values()))
@@ -146,18 +152,45 @@ def compare(
     for load in LOADS:
         rate = load * peak
         requests = online(lengths, rate, max(20, round(rate * options.seconds)), options.seed)
-        predicted = simulate(placement, requests, simulated, costs=costs).to_dict()
+        predicted = predict(placement, requests, simulated, measured).to_dict()
         run = partial(bench, Load(url), requests, {})
         result, others = least_disturbed(run, server, options.attempts)
-        measured = result.to_dict()
+        seen = result.to_dict()
         _print(f"{load:.0%}", "simulated", predicted)
-        _print("", "measured", measured)
-        errors = {key: 100 * (predicted[key] / measured[key] - 1) for key in SHOWN}
+        _print("", "measured", seen)
+        errors = {key: 100 * (predicted[key] / seen[key] - 1) for key in SHOWN}
         found.append(errors)
         row = "".join(f"{errors[key]:>+11.1f}%" for key in SHOWN)
         failed = f", {result.failed} failed" if result.failed else ""
         note = f"   {len(requests)} requests{failed}; other programs took {others:.0%} of the machine"
         print(f"{'':5} {'error':14}{row}{note}", flush=True)
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The profile of a computing fleet, and how its replicas disturb each other, if it has two."""
+
+    times: StepTimes
+    contention: Contention | None
+
+
+def predict(
+    placement: Placement, requests: Requests, options: Options, measured: Measured | None
+) -> SimulationResult:
+    """Simulate; where replicas disturb each other, again with the shares of the time for which they work."""
+    if measured is None:
+        return simulate(placement, requests, options)
+
+    def run(times: StepTimes) -> SimulationResult:
+        costs = Profiled(placement.model, placement.workload.lengths, times)
+        return simulate(placement, requests, options, costs=costs)
+
+    found = run(measured.times)
+    if measured.contention is not None:
+        for _ in range(PASSES):
+            busy = {r.role: min(1.0, found.replicas[r.id]["utilisation"]) for r in placement.replicas}
+            found = run(measured.contention.slowed(measured.times, busy["prefill"], busy["decode"]))
     return found
 
 

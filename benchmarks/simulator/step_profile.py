@@ -3,9 +3,10 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,9 +26,19 @@ CONTEXTS = ((4, 384), (8, 256))
 MIXED = (2, 4, 8, 12)
 """Requests that decode while prompts of MIXED_PROMPT tokens come, MIXED_EVERY_S apart."""
 MIXED_PROMPT, MIXED_PROMPTS, MIXED_EVERY_S = 160, 4, 0.5
-SHORT, STEPS, REPEATS = 16, 40, 5
+SHORT, STEPS, REPEATS = 16, 40, 2
+ROUNDS = 3
+"""Everything is measured so many times, in turns there and back, since a machine's speed drifts."""
+BESIDE_LENGTHS, BESIDE_BATCHES, BESIDE_PROMPT = (96, 160, 256), (2, 6, 12), 160
+"""Prompts and batches that are measured with and without the other replica at work."""
+BESIDE_DECODES, BESIDE_S, BESIDE_STEPS = 4, 0.4, 200
+"""Requests that decode beside prompts; what is to disturb begins after so long; outputs of a batch beside
+prompts."""
 TOGETHER_S = 0.01
 """First tokens less than this apart come from the same step."""
+
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,26 @@ class StepTimes:
         return self.prefill(tokens, attended) + of_decodes
 
 
+@dataclass(frozen=True)
+class Contention:
+    """How much longer a step takes while the other replica of a pair is at work: both share the machine's
+    memory, caches and cores."""
+
+    prompt: float
+    decode: float
+
+    def slowed(self, times: StepTimes, prefilling: float, decoding: float) -> StepTimes:
+        """The step times where prefill and decode replica are at work for these shares of the time."""
+        prompt, decode = 1 + (self.prompt - 1) * decoding, 1 + (self.decode - 1) * prefilling
+        return replace(
+            times,
+            prompt_s=tuple(s * prompt for s in times.prompt_s),
+            attended_s=times.attended_s * prompt,
+            decode_s=tuple(s * decode for s in times.decode_s),
+            context_s=times.context_s * decode,
+        )
+
+
 class Profiled(Calibrated):
     """Step times of replicas with one worker each, from a profile; memory and bytes as in the default
     model."""
@@ -90,21 +121,74 @@ class Profiled(Calibrated):
 
 def profile(url: str, colocated: bool) -> StepTimes:
     """Profile a fleet of one route, while it serves nothing else."""
-    decodes = [(batch, SHORT, _decode_s(url, batch, SHORT)) for batch in BATCHES]
-    decodes += [(batch, length, _decode_s(url, batch, length)) for batch, length in CONTEXTS]
-    batches, decode_s, context_s = fit_decode(decodes)
+    _run(url, max(BATCHES), SHORT, STEPS, at_once=True)  # Warms caches, buffers and clocks up.
+    kinds = [*((batch, SHORT) for batch in BATCHES), *CONTEXTS]
+    decodes = _in_turns(kinds, lambda kind: _decode_s(url, *kind))
+    batches, decode_s, context_s = fit_decode([(*kind, s) for kind, s in decodes.items()])
+    waits = _in_turns((1, *LENGTHS), lambda length: _alone_s(url, length))
     # A prompt of one token takes the step of one decode, so the rest is the front end.
-    front_end_s = max(0.0, _alone_s(url, 1) - decode_s[0])
-    alone = [_alone_s(url, length) - front_end_s for length in LENGTHS]
+    front_end_s = max(0.0, waits[1] - decode_s[0])
+    alone = [waits[length] - front_end_s for length in LENGTHS]
     lengths, prompt_s, attended_s = fit_prefill(alone, _bursts(url))
     times = StepTimes(lengths, prompt_s, attended_s, 0.0, batches, decode_s, context_s, front_end_s)
     if not colocated:
         return times
-    mixed = [(count, _mixed_s(url, count)) for count in MIXED]
+    mixed = list(_in_turns(MIXED, lambda count: _mixed_s(url, count)).items())
     found = StepTimes(
         lengths, prompt_s, attended_s, fit_mixed(times, mixed), batches, decode_s, context_s, front_end_s
     )
     return found
+
+
+def contention(url: str, times: StepTimes) -> Contention:
+    """How the two replicas of a pair disturb each other: prompts one after the other while others decode, and
+    decodes while prompts come as fast as they are computed."""
+
+    def prompt_ratio(length: int) -> float:
+        alone_s = _alone_s(url, length)
+        at_s = np.zeros(BESIDE_DECODES), BESIDE_S + 1.5 * alone_s * np.arange(2 * REPEATS)
+        osl = (round((at_s[1][-1] + 2 * alone_s) / times.decode_s[0]), 1)
+        first_s = _both(url, at_s, (SHORT, length), osl)[BESIDE_DECODES:]
+        return float(np.median(first_s)) / alone_s
+
+    def decode_ratio(batch: int) -> float:
+        prompt_s = times.prefill(BESIDE_PROMPT, attended_tokens(BESIDE_PROMPT))
+        count = int(BESIDE_STEPS * times.decode(batch, 0.0) / prompt_s)
+        asked = Requests(np.zeros(batch), np.full(batch, SHORT), np.full(batch, BESIDE_STEPS), "profile")
+        alone_s = float(np.median(np.frombuffer(measure(Load(url), asked).seen.gap_s, dtype=float)))
+        at_s = np.zeros(batch), BESIDE_S + prompt_s * np.arange(count)
+        gaps: list[float] = []
+        _both(url, at_s, (SHORT, BESIDE_PROMPT), (BESIDE_STEPS, 1), gaps)
+        return float(np.median(gaps)) / alone_s
+
+    prompts = _in_turns(BESIDE_LENGTHS, prompt_ratio).values()
+    decodes = _in_turns(BESIDE_BATCHES, decode_ratio).values()
+    return Contention(max(1.0, float(np.median(list(prompts)))), max(1.0, float(np.median(list(decodes)))))
+
+
+def _both(
+    url: str,
+    at_s: tuple[np.ndarray, np.ndarray],
+    isl: tuple[int, int],
+    osl: tuple[int, int],
+    gaps: list[float] | None = None,
+) -> np.ndarray:
+    """Send requests of two kinds; seconds to the first token of each, and the times between tokens."""
+    counts = [len(each) for each in at_s]
+    asked = Requests(np.concatenate(at_s), np.repeat(isl, counts), np.repeat(osl, counts), "profile")
+    seen = measure(Load(url), asked).seen
+    if gaps is not None:
+        gaps += np.frombuffer(seen.gap_s, dtype=float).tolist()
+    return seen.first_s - seen.sent_s
+
+
+def _in_turns(kinds: Sequence[Kind], measured: Callable[[Kind], float]) -> dict[Kind, float]:
+    """The median of ROUNDS measurements of each kind, in order, in reverse, and so on."""
+    found: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(ROUNDS):
+        for kind in kinds if turn % 2 == 0 else reversed(kinds):
+            found[kind].append(measured(kind))
+    return {kind: float(np.median(values)) for kind, values in found.items()}
 
 
 def fit_prefill(

@@ -136,8 +136,9 @@ def cost_model_option(group: str, default: str) -> Callable[[Function], Function
     )
 
 
-def arrival_options(usual: int, most: int) -> Callable[[Function], Function]:
-    """Options for the lengths and arrival times of requests, and how many of them (`usual`) are in flight."""
+def arrival_options(usual: int | str, most: int) -> Callable[[Function], Function]:
+    """Options for the lengths and arrival times of requests, how many are in flight, and how many there are
+    (`usual`, in words or as a number, if not given)."""
     load = options("Load")
     listed = (
         load("--isl", type=float, metavar="TOKENS", help="Mean prompt length, instead of --workload."),

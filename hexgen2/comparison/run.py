@@ -26,7 +26,7 @@ from hexgen2.results import SimulationResult
 from hexgen2.search.problem import Problem, make_problem
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.run import results
+from hexgen2.simulator.run import results, steady_requests
 from hexgen2.simulator.simulation import Simulation
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
@@ -70,7 +70,6 @@ class Settings:
 
 
 FEWEST, MOST = 1000, 20_000
-TURNS = 10
 """Offline requests per place in the batches: enough that filling and draining them hardly matter."""
 
 
@@ -189,8 +188,7 @@ def _offline(
         entry.why = str(error)
         return entry
     progress(f"{workload}: {contender.name}, offline")
-    places = sum(r.max_batch for r in entry.placement.replicas if r.role != "prefill")
-    count = max(_count(entry.placement.throughput.req_s, settings), min(MOST, TURNS * places))
+    count = max(_count(entry.placement.throughput.req_s, settings), steady_requests(entry.placement))
     requests = offline(lengths, count, settings.seed)
     entry.offline = _simulate(entry, requests)[0]
     return entry

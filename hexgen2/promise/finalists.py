@@ -51,9 +51,9 @@ class Effort:
 
     first: int = 400
     final: int = 4000
-    first_residents: float = 3.0
-    residents: float = 8.0
-    most: int = 20_000
+    first_residents: float = 2.0
+    residents: float = 6.0
+    most: int = 12_000
     final_runs: int = 5
     challengers: int = 4000
     challengers_per_gpu: int = 100
@@ -172,7 +172,7 @@ class _Tournament:
             self._goal,
             roughly.req_s * BEFORE,
             lambda rate: self._final_count(placement, rate, inside),
-            self._count(self._effort.final, self._effort.residents * _places(placement)),
+            self._count(self._effort.final, self._effort.residents * placement.places),
             runs=self._effort.final_runs,
             most_req_s=self._most,
             stop=self._stop,
@@ -199,12 +199,6 @@ def residents(placement: Placement, rate: float) -> float:
     """Requests that are in the fleet at a time, by Little's law."""
     latency = placement.latency
     return rate * (latency.ttft_ms + latency.tpot_ms * placement.workload.osl) / 1e3
-
-
-def _places(placement: Placement) -> int:
-    """Requests that the replicas with routes or colocated phases decode at a time, at full load."""
-    used = {route.to for route in placement.routes if route.flow_req_s > 0}
-    return sum(r.max_batch for r in placement.replicas if r.role == "colocated" or r.id in used)
 
 
 def _other_steps(placement: Placement) -> Iterator[Placement]:

@@ -83,7 +83,9 @@ def precise_goodput(
         if not easy and rate >= ceiling and trial.share >= goal.attainment:
             ceiling = min(most_req_s, ceiling * HIGHER)
         found = _read_off(queue, late, ceiling, highest if easy else 0.0)
-        if easy and highest < ceiling:
+        if easy and highest >= ceiling:
+            break
+        if easy:
             rate = min(highest * (1 + STEP), ceiling)
             continue
         precise = found.high_req_s - found.low_req_s <= 2 * PRECISE * found.req_s

@@ -26,6 +26,19 @@ ASSUMPTIONS = [
     "KV cache is counted in tokens, not in blocks; prompts have no common beginnings",
 ]
 
+TURNS = 10
+"""A run shows a steady state if so many times the requests that are decoded at a time end in it: equal
+requests that begin together end together, and only over several turns does that even out."""
+FEWEST, MOST = 2000, 20_000
+"""Requests of a run that is not told how many."""
+BUSY = 0.5
+"""Where fewer than this share of all places were taken, the load decides and not the steady state."""
+
+
+def steady_requests(placement: Placement) -> int:
+    """How many requests show the placement in its steady state, within FEWEST and MOST."""
+    return min(MOST, max(FEWEST, TURNS * placement.places))
+
 
 def simulate(
     placement: Placement,
@@ -79,8 +92,20 @@ def results(placement: Placement, records: Records) -> SimulationResult:
         replicas={name: _replica(record, duration) for name, record in records.replicas.items()},
         routes=[_route(*ends, record, duration) for ends, record in records.routes.items()],
         failures=dict(Counter(records.failed.values())),
-        assumptions=ASSUMPTIONS,
+        assumptions=[*ASSUMPTIONS, *_too_few(placement, records, duration)],
     )
+
+
+def _too_few(placement: Placement, records: Records, duration_s: float) -> list[str]:
+    """Says where a busy placement has too few requests for a steady state."""
+    ended, places = int(np.count_nonzero(~np.isnan(records.end_s))), placement.places
+    running = float(np.nansum(records.end_s - records.first_s)) / duration_s
+    if ended >= TURNS * places or running < BUSY * places:
+        return []
+    return [
+        f"{ended} requests are few for a steady state: up to {places} are decoded at a time; give "
+        f"{TURNS * places} or more"
+    ]
 
 
 def _route(source: str, target: str, record: RouteRecord, duration_s: float) -> dict[str, Any]:

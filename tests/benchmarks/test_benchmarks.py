@@ -16,6 +16,7 @@ from benchmarks.simulator.step_profile import (
     MIXED_PROMPT,
     SHORT,
     STEPS,
+    Contention,
     Profiled,
     StepTimes,
     fit_decode,
@@ -84,6 +85,13 @@ def test_a_step_with_prompts_and_decodes_takes_its_own_time():
     assert seconds(100, 5000, 0, 0, 1) == approx(0.114 + 0.001)
     assert seconds(0, 0, 2, 300, 2) == approx(0.02 + 0.0003)
     assert seconds(100, 5000, 2, 300, 3) == approx(0.114 + 0.001 + 2 * 0.0015 + 0.0003)
+
+
+def test_steps_are_slowed_as_much_as_the_other_replica_works():
+    slowed = Contention(prompt=1.2, decode=1.5).slowed(TIMES, prefilling=0.4, decoding=0.5)
+    assert slowed.prefill(100, 5000) == approx(1.1 * TIMES.prefill(100, 5000))
+    assert slowed.decode(2, 300) == approx(1.2 * TIMES.decode(2, 300))
+    assert Contention(1.2, 1.5).slowed(TIMES, 0, 0) == TIMES
 
 
 @pytest.mark.parametrize(("requests", "seconds"), [(1, 0.01), (1.5, 0.015), (5, 0.026), (10, 0.036)])
