@@ -2,8 +2,9 @@
 
     python -m benchmarks.docs_figures [--check] [--all]
 
-- A fenced block whose first line is `$ hexgen2 ...` shows what that command prints; `...` stands for lines
-  left out. The lines from the first to the last between two of these are found again by their first words.
+- A fenced block whose first line is `$ hexgen2 ...` or `$ python -m benchmarks. ...` shows what that command
+  prints; `...` stands for lines left out. The lines from the first to the last between two of these are found
+  again by their first words.
 - `<!-- figures of: COMMAND`, then lines `NAME: PATTERN`, then `-->` name figures: what the pattern's group
   matches in the output. A space matches any number of spaces. `11.2<!-- NAME -->` in the text is that figure,
   with as many decimals as it has there. Without a command, the figures are those of the block above.
@@ -16,6 +17,7 @@ are named and left as they are.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -27,6 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ELLIPSIS = "..."
+PROMPTS = ("$ hexgen2 ", "$ python -m benchmarks.")
 SLOW = "<!-- slow -->"
 NAMED = "<!-- figures of:"
 WRAPPED = re.compile(r" {4,}\S")
@@ -90,7 +93,7 @@ class Page:
         block: Part | None = None
         for at, line in enumerate(self.lines):
             slow = at > 0 and self.lines[at - 1].strip() == SLOW
-            if line.strip() == "```" and "".join(self.lines[at + 1 : at + 2]).startswith("$ hexgen2 "):
+            if line.strip() == "```" and "".join(self.lines[at + 1 : at + 2]).startswith(PROMPTS):
                 last = at + 1
                 while self.lines[last].endswith("\\"):
                     last += 1
@@ -202,8 +205,13 @@ def fill(pages: list[Page], slow_too: bool) -> tuple[dict[str, str], list[str]]:
                 if (part.slow and not slow_too) or set(words) & set(INPUTS):
                     left.append(part.command)
                     continue
+                module = words[2:] if words[0] == "python" else words
                 done = subprocess.run(
-                    [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True
+                    [sys.executable, "-m", *module],
+                    cwd=folder,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    capture_output=True,
+                    text=True,
                 )
                 if done.returncode:
                     said = (done.stderr.strip() or "nothing said").split("\n")[-1]

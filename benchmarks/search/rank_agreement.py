@@ -31,6 +31,7 @@ from hexgen2.search.evaluator import Evaluation, Evaluator
 from hexgen2.search.perturbation import perturbed
 from hexgen2.search.problem import Group, Problem, Solution, counts_of, make_problem
 from hexgen2.search.state import SearchState
+from hexgen2.simulator.run import steady_requests
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.hexgen2 import explore
 
@@ -39,7 +40,7 @@ CHANGES = 6
 TRIES = 40
 """Draws for each placement wanted: most groups at random cannot hold the model."""
 COLOCATED = 0.25
-AS_PLANNED = Effort(challengers=0, challengers_per_gpu=0, final_runs=6)
+AS_PLANNED = Effort(challengers=0, challengers_per_gpu=0)
 """Other engine settings than those planned are not tried."""
 
 
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--clusters", type=int, default=10, help="clusters drawn at random")
     parser.add_argument("--fixed", type=int, default=len(FIXED), help="fixed cases to begin with")
     parser.add_argument("--placements", type=int, default=40, help="for each case")
-    parser.add_argument("--requests", type=int, default=4000, help="of a run under full load")
+    parser.add_argument("--requests", type=int, default=4000, help="of a run under full load, at least")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     options = parser.parse_args()
     print(f"seed {options.seed}, {options.placements} placements of each cluster")
@@ -114,8 +115,8 @@ def of_throughput(case: Case, options: argparse.Namespace, seed: int) -> Agreeme
     placements = placed(problem, options.placements, seed)
 
     def simulated(placement: hexgen2.Placement) -> float:
-        rate = placement.throughput.req_s * BEYOND
-        found = hexgen2.simulate(placement, request_rate=rate, num_requests=options.requests, seed=seed)
+        rate, count = placement.throughput.req_s * BEYOND, max(options.requests, steady_requests(placement))
+        found = hexgen2.simulate(placement, request_rate=rate, num_requests=count, seed=seed)
         return found.steady_request_throughput
 
     return _agreement(placements, simulated)

@@ -5,11 +5,13 @@
 Two fleets compute: a random Llama of 55 million parameters is served by one prefill and one decode worker,
 then by one colocated worker; each worker has one thread. A few requests measure each fleet's step times
 (step_profile.py), which the simulator then uses. The two workers of the first fleet share memory and cores:
-how much longer steps take while the other works is part of the profile. Two fleets are emulated at the
-paper's scale: a disaggregated placement and one without disaggregation, of llama-2-70b on clusters drawn with
---seed; their workers sleep for the times of the cost model, which the simulator uses as well, so that any
-difference is one of scheduling or overhead. Fleet and simulator get the same requests, at 30, 60, 85 and 95 %
-of the peak rate that the simulator predicts.
+how much longer steps take while the other works is part of the profile. A machine's speed drifts by 10 or
+20 % within minutes, so a few steps are measured again before and after each run, and scale the profile.
+
+Two fleets are emulated at the paper's scale: a disaggregated placement and one without disaggregation, of
+llama-2-70b on clusters drawn with --seed; their workers sleep for the times of the cost model, which the
+simulator uses as well, so that any difference is one of scheduling or overhead. Fleet and simulator get the
+same requests, at 30, 60, 85 and 95 % of the peak rate that the simulator predicts.
 
 Workers, front end and client share this machine. A colocated worker has one core and leaves the others to
 them; on two cores, the prefill and decode workers leave none. Other programs also disturb the measurement, so
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +38,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import psutil
 
 from benchmarks.serving.fleet import COMMAND, launched, make_model, make_placement
-from benchmarks.simulator.step_profile import Contention, Profiled, StepTimes, contention, profile
+from benchmarks.simulator.step_profile import Contention, Profiled, Speed, StepTimes, contention, profile
 from hexgen2.bench.run import Load, bench
 from hexgen2.placement import Placement
 from hexgen2.results import SimulationResult
@@ -111,7 +113,9 @@ def torch_fleets(work: Path, options: argparse.Namespace) -> dict[str, list[Erro
                 ratios = f"prompts take {both.prompt:.3f} times as long, decodes {both.decode:.3f}"
                 print(f"while the other replica works, {ratios}", flush=True)
             simulated = Options(front_end_s=times.front_end_s)
-            found[roles] = compare(placement, url, server, options, simulated, Measured(times, both))
+            speed = Speed.now(url, times.front_end_s)
+            measured = Measured(times, both, speed)
+            found[roles] = compare(placement, url, server, options, simulated, measured)
         os.sched_setaffinity(0, cores)
     return found
 
@@ -152,9 +156,16 @@ def compare(
     for load in LOADS:
         rate = load * peak
         requests = online(lengths, rate, max(20, round(rate * options.seconds)), options.seed)
-        predicted = predict(placement, requests, simulated, measured).to_dict()
+        before = Speed.now(url, measured.times.front_end_s) if measured is not None else None
         run = partial(bench, Load(url), requests, {})
         result, others = least_disturbed(run, server, options.attempts)
+        now = measured
+        if measured is not None and before is not None:
+            after = Speed.now(url, measured.times.front_end_s)
+            now = measured.at_the_speed_of(before, after)
+            speeds = ", ".join(str(each) for each in (measured.speed, before, after))
+            print(f"      speed when profiled, before and after: {speeds}")
+        predicted = predict(placement, requests, simulated, now).to_dict()
         seen = result.to_dict()
         _print(f"{load:.0%}", "simulated", predicted)
         _print("", "measured", seen)
@@ -169,10 +180,16 @@ def compare(
 
 @dataclass(frozen=True)
 class Measured:
-    """The profile of a computing fleet, and how its replicas disturb each other, if it has two."""
+    """The profile of a computing fleet, how its replicas disturb each other, if it has two, and how fast the
+    machine was when it was made."""
 
     times: StepTimes
     contention: Contention | None
+    speed: Speed
+
+    def at_the_speed_of(self, before: Speed, after: Speed) -> Measured:
+        """The profile as it would have been made at the mean of two other speeds."""
+        return replace(self, times=self.speed.over(before, after, self.times))
 
 
 def predict(

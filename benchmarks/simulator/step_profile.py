@@ -27,6 +27,7 @@ MIXED = (2, 4, 8, 12)
 """Requests that decode while prompts of MIXED_PROMPT tokens come, MIXED_EVERY_S apart."""
 MIXED_PROMPT, MIXED_PROMPTS, MIXED_EVERY_S = 160, 4, 0.5
 SHORT, STEPS, REPEATS = 16, 40, 2
+SPEED_LENGTHS, SPEED_BATCHES = (96, 160, 256), (2, 4, 8)
 ROUNDS = 3
 """Everything is measured so many times, in turns there and back, since a machine's speed drifts."""
 BESIDE_LENGTHS, BESIDE_BATCHES, BESIDE_PROMPT = (96, 160, 256), (2, 6, 12), 160
@@ -71,6 +72,17 @@ class StepTimes:
         """Seconds of a decode step."""
         return _linear(requests, self.batches, self.decode_s) + context * self.context_s
 
+    def scaled(self, prompt: float, decode: float) -> StepTimes:
+        """Prompts and decodes that take so many times as long."""
+        return replace(
+            self,
+            prompt_s=tuple(s * prompt for s in self.prompt_s),
+            attended_s=self.attended_s * prompt,
+            mixed_decode_s=self.mixed_decode_s * decode,
+            decode_s=tuple(s * decode for s in self.decode_s),
+            context_s=self.context_s * decode,
+        )
+
     def mixed(self, tokens: float, attended: float, requests: float, context: float) -> float:
         """Seconds of a step with both: less than the two steps, since it reads the weights once."""
         of_decodes = requests * self.mixed_decode_s + context * self.context_s
@@ -87,14 +99,30 @@ class Contention:
 
     def slowed(self, times: StepTimes, prefilling: float, decoding: float) -> StepTimes:
         """The step times where prefill and decode replica are at work for these shares of the time."""
-        prompt, decode = 1 + (self.prompt - 1) * decoding, 1 + (self.decode - 1) * prefilling
-        return replace(
-            times,
-            prompt_s=tuple(s * prompt for s in times.prompt_s),
-            attended_s=times.attended_s * prompt,
-            decode_s=tuple(s * decode for s in times.decode_s),
-            context_s=times.context_s * decode,
-        )
+        return times.scaled(1 + (self.prompt - 1) * decoding, 1 + (self.decode - 1) * prefilling)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a few prompts and of a few decode steps: how fast the machine is right now."""
+
+    prompt_s: float
+    decode_s: float
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.prompt_s:.0f} + {1e3 * self.decode_s:.1f} ms"
+
+    @classmethod
+    def now(cls, url: str, front_end_s: float) -> Speed:
+        """Measure it, in a few seconds."""
+        prompts = [_alone_s(url, length) - front_end_s for length in SPEED_LENGTHS]
+        return cls(sum(prompts), sum(_decode_s(url, batch, SHORT) for batch in SPEED_BATCHES))
+
+    def over(self, before: Speed, after: Speed, times: StepTimes) -> StepTimes:
+        """Step times that were measured at this speed, at the mean of two others."""
+        prompt = (before.prompt_s + after.prompt_s) / 2 / self.prompt_s
+        decode = (before.decode_s + after.decode_s) / 2 / self.decode_s
+        return times.scaled(prompt, decode)
 
 
 class Profiled(Calibrated):
@@ -142,12 +170,12 @@ def profile(url: str, colocated: bool) -> StepTimes:
 
 def contention(url: str, times: StepTimes) -> Contention:
     """How the two replicas of a pair disturb each other: prompts one after the other while others decode, and
-    decodes while prompts come as fast as they are computed."""
+    decodes while prompts come as fast as they are computed. KV caches move meanwhile, as they do in use."""
 
     def prompt_ratio(length: int) -> float:
         alone_s = _alone_s(url, length)
         at_s = np.zeros(BESIDE_DECODES), BESIDE_S + 1.5 * alone_s * np.arange(2 * REPEATS)
-        osl = (round((at_s[1][-1] + 2 * alone_s) / times.decode_s[0]), 1)
+        osl = (round((at_s[1][-1] + 2 * alone_s) / times.decode_s[0]), 2)
         first_s = _both(url, at_s, (SHORT, length), osl)[BESIDE_DECODES:]
         return float(np.median(first_s)) / alone_s
 
@@ -158,7 +186,7 @@ def contention(url: str, times: StepTimes) -> Contention:
         alone_s = float(np.median(np.frombuffer(measure(Load(url), asked).seen.gap_s, dtype=float)))
         at_s = np.zeros(batch), BESIDE_S + prompt_s * np.arange(count)
         gaps: list[float] = []
-        _both(url, at_s, (SHORT, BESIDE_PROMPT), (BESIDE_STEPS, 1), gaps)
+        _both(url, at_s, (SHORT, BESIDE_PROMPT), (BESIDE_STEPS, 2), gaps)
         return float(np.median(gaps)) / alone_s
 
     prompts = _in_turns(BESIDE_LENGTHS, prompt_ratio).values()
@@ -255,12 +283,10 @@ def _bursts(url: str) -> list[tuple[int, int, float]]:
 
 
 def _decode_s(url: str, batch: int, length: int) -> float:
-    """Seconds of a step: the mean time between tokens, without a twentieth at either end, where not all of
-    the batch decodes yet or second tokens still wait for their KV cache."""
+    """Seconds of a step: the median time between tokens, since the first ones wait for the prompts of others,
+    which a colocated replica computes in the same steps, or for their KV cache."""
     seen = _run(url, batch, length, STEPS, at_once=True)
-    gaps = np.sort(np.frombuffer(seen.gap_s, dtype=float))
-    edge = -(-len(gaps) // 20)
-    return float(gaps[edge:-edge].mean())
+    return float(np.median(np.frombuffer(seen.gap_s, dtype=float)))
 
 
 def _mixed_s(url: str, decodes: int) -> float:

@@ -18,6 +18,7 @@ from benchmarks.simulator.step_profile import (
     STEPS,
     Contention,
     Profiled,
+    Speed,
     StepTimes,
     fit_decode,
     fit_mixed,
@@ -92,6 +93,12 @@ def test_steps_are_slowed_as_much_as_the_other_replica_works():
     assert slowed.prefill(100, 5000) == approx(1.1 * TIMES.prefill(100, 5000))
     assert slowed.decode(2, 300) == approx(1.2 * TIMES.decode(2, 300))
     assert Contention(1.2, 1.5).slowed(TIMES, 0, 0) == TIMES
+
+
+def test_a_profile_follows_the_speed_of_the_machine():
+    now = Speed(2.0, 1.0).over(Speed(2.0, 1.2), Speed(2.4, 1.4), TIMES)
+    assert now.prefill(100, 5000) == approx(1.1 * TIMES.prefill(100, 5000))
+    assert now.mixed(100, 5000, 2, 300) == approx(1.1 * (0.114 + 0.001) + 1.3 * (2 * 0.0015 + 0.0003))
 
 
 @pytest.mark.parametrize(("requests", "seconds"), [(1, 0.01), (1.5, 0.015), (5, 0.026), (10, 0.036)])
