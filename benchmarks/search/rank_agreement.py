@@ -40,7 +40,7 @@ CHANGES = 6
 TRIES = 40
 """Draws for each placement wanted: most groups at random cannot hold the model."""
 COLOCATED = 0.25
-AS_PLANNED = Effort(challengers=0, challengers_per_gpu=0)
+AS_PLANNED = Effort(final=2000, final_runs=3, most=6000, challengers=0, challengers_per_gpu=0)
 """Other engine settings than those planned are not tried."""
 
 

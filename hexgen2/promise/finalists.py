@@ -44,6 +44,8 @@ class Effort:
     first, final : of a challenger's first run, and of each run that the promise rests on, at least
     first_residents, residents : and at least so many times the requests that are in the fleet at a time: a
         run that ends before the fleet is full shows nothing
+    first_targets, targets : and at least those that arrive in so many times the target for the first token:
+        until then, few are late even where more arrive than can be served
     most : of a single run
     final_runs : runs that the promise rests on, at most
     challengers : requests of all challengers together, beside challengers_per_gpu
@@ -53,6 +55,8 @@ class Effort:
     final: int = 4000
     first_residents: float = 2.0
     residents: float = 6.0
+    first_targets: float = 8.0
+    targets: float = 30.0
     most: int = 12_000
     final_runs: int = 5
     challengers: int = 4000
@@ -184,12 +188,19 @@ class _Tournament:
 
     def _first_count(self, placement: Placement, rate: float) -> int:
         """Requests of a first run at that rate."""
-        return self._count(self._effort.first, self._effort.first_residents * residents(placement, rate))
+        effort = self._effort
+        inside = effort.first_residents * residents(placement, rate)
+        return self._count(effort.first, max(inside, effort.first_targets * self._within(rate)))
 
     def _final_count(self, placement: Placement, rate: float, inside: int) -> int:
         """Requests of a run that a promise rests on, where that many were seen in the fleet at a time."""
-        wanted = self._effort.residents * max(residents(placement, rate), inside)
-        return self._count(self._effort.final, wanted)
+        effort = self._effort
+        turns = effort.residents * max(residents(placement, rate), inside)
+        return self._count(effort.final, max(turns, effort.targets * self._within(rate)))
+
+    def _within(self, rate: float) -> float:
+        """Requests that arrive within the target for the first token."""
+        return rate * (self._goal.ttft_ms or 0.0) / 1e3
 
     def _count(self, least: int, wanted: float) -> int:
         return int(min(self._effort.most, max(least, wanted)))

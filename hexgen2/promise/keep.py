@@ -13,11 +13,13 @@ from hexgen2.checks import traffic_of
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Goodput, Placement
 from hexgen2.promise.finalists import Effort, choose, residents
+from hexgen2.promise.full_load import simulated_factor
 from hexgen2.promise.goodput import Found
 from hexgen2.promise.trial import Trial, Trials
 
 DEFAULT_EFFORT = Effort()
 CORRECTED = "queues by formulas, {:+.1%} as simulated"
+AT_FULL_LOAD = "full load by formulas, {:+.1%} as simulated"
 
 
 def with_promise(
@@ -29,7 +31,7 @@ def with_promise(
 ) -> Placement:
     """The best of the finalists by simulation, with what it is promised to do.
 
-    Without targets and request_rate there is nothing to promise, and the first is the answer.
+    Without targets and request_rate, the first is the answer, with its requests/s at full load.
 
     Parameters
     ----------
@@ -40,7 +42,9 @@ def with_promise(
     if goal.objective == "latency":
         placements = [_quickest(placements, cluster, seed, stop, effort)]
     if goal.ttft_ms is None and goal.tpot_ms is None:
-        return placements[0] if goal.request_rate is None else _at_rate(placements[0], cluster, seed, effort)
+        if goal.request_rate is not None:
+            return _at_rate(placements[0], cluster, seed, effort)
+        return placements[0] if stop() else _at_full_load(placements[0], cluster, seed)
     compared = placements if goal.objective == "goodput" else placements[:1]
     chosen = choose(compared, cluster, goal, seed, stop, effort)
     best, found = chosen.placement, chosen.goodput
@@ -54,6 +58,14 @@ def with_promise(
     if goal.request_rate is not None:
         at_rate = _run_at(goal.request_rate, best, found, cluster, seed, effort)
     return best.model_copy(update={"goodput": _record(best, found, at_rate)})
+
+
+def _at_full_load(placement: Placement, cluster: Cluster, seed: int) -> Placement:
+    """The placement with the requests/s of the simulator where formulas are off."""
+    factor = simulated_factor(placement, cluster, seed)
+    if factor > 1:  # No route may carry more than its links do.
+        factor = max(1.0, min(factor, 1 / _fullest(placement, cluster)))
+    return placement if factor == 1 else scaled(placement, factor, AT_FULL_LOAD)
 
 
 def _run_at(
@@ -145,7 +157,7 @@ def _assumptions(requests: int) -> list[str]:
     ]
 
 
-def scaled(placement: Placement, factor: float) -> Placement:
+def scaled(placement: Placement, factor: float, why: str = CORRECTED) -> Placement:
     """The placement with all its requests/s times a factor that a simulation has found. A bound that rests on
     the same formulas is raised with them, not lowered."""
     routes = [
@@ -162,7 +174,7 @@ def scaled(placement: Placement, factor: float) -> Placement:
     ]
     throughput, bound = placement.throughput, placement.bound
     req_s, most = throughput.req_s * factor, bound.req_s * max(1.0, factor)
-    corrected = [CORRECTED.format(factor - 1)] if factor > 1 else []
+    corrected = [why.format(factor - 1)] if factor > 1 else []
     gap = 1 - req_s / most if most > 0 else 0.0
     return placement.model_copy(
         update={

@@ -54,7 +54,8 @@ class RobustEffort:
     ----------
     perturbations, finalists : how many, at most, where values are simulated
     calculated_perturbations, calculated_finalists : the same where formulas give them
-    requests, residents : of a run, at least, and at least so many times the requests in the fleet at a time
+    requests, residents, targets : of a run, at least; and at least so many times the requests in the fleet at
+        a time; and as many as arrive in so many times the target for the first token
     most : requests of a run
     runs : for each goodput, at most
     """
@@ -65,6 +66,7 @@ class RobustEffort:
     calculated_finalists: int = 12
     requests: int = 500
     residents: float = 2.0
+    targets: float = 8.0
     most: int = 4000
     runs: int = 5
 
@@ -297,7 +299,8 @@ class _Goodput(_Valuation):
     def best(self, stopping: StopsEarly) -> tuple[list[Placement], list[float]]:
         first = self._placements[0]
         rate = first.throughput.req_s
-        wanted = self._effort.residents * residents(first, rate)
+        within = rate * (first.goal.ttft_ms or 0.0) / 1e3
+        wanted = max(self._effort.residents * residents(first, rate), self._effort.targets * within)
         self._count = int(min(self._effort.most, max(self._effort.requests, wanted)))
         values: list[float] = []
         tried: list[Placement] = []

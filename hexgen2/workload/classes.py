@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from cost_model.errors import InputError
 from hexgen2.workload.lengths import MAX_TOKENS, RequestClass, Workload
@@ -14,6 +18,9 @@ from hexgen2.workload.traces import read_trace
 
 HEAVY_PREFILL_TOKENS = 512  # HexGen-2, section 5.1: a longer prompt is a heavy prefill
 HEAVY_DECODE_TOKENS = 128  # HexGen-2, section 5.1: a longer answer is a heavy decode
+
+PARTS = 3
+"""Parts of a trace's prompts in each class, and of the answers to each of these."""
 
 _SOURCE = (
     "means of the Azure LLM inference trace 2023 (conversation), {} "
@@ -145,8 +152,9 @@ def _share(text: str, mixture: str) -> float:
 
 
 def workload_of_trace(trace: Requests, name: str) -> Workload:
-    """The requests of a trace, divided into the four classes of HexGen-2 by the length of prompt and
-    answer."""
+    """The requests of a trace, divided into the four classes of HexGen-2 by the length of prompt and answer,
+    and each of these into PARTS x PARTS cells of about as many requests: a promise for requests that all have
+    the mean lengths of their class would not hold for the trace."""
     heavy_prefill, heavy_decode = trace.isl > HEAVY_PREFILL_TOKENS, trace.osl > HEAVY_DECODE_TOKENS
     classes = []
     for label, members in (
@@ -155,10 +163,21 @@ def workload_of_trace(trace: Requests, name: str) -> Workload:
         ("LPHD", ~heavy_prefill & heavy_decode),
         ("LPLD", ~heavy_prefill & ~heavy_decode),
     ):
-        if members.any():
-            isl, osl = float(trace.isl[members].mean()), float(trace.osl[members].mean())
-            classes.append(RequestClass(name=label, isl=isl, osl=osl, weight=float(members.sum())))
+        cells = defaultdict[tuple[float, float], int](int)
+        for cell in _cells(trace, np.flatnonzero(members)):
+            cells[float(trace.isl[cell].mean()), float(trace.osl[cell].mean())] += len(cell)
+        for k, ((isl, osl), count) in enumerate(cells.items(), 1):
+            cell_name = label if len(cells) == 1 else f"{label}-{k}"
+            classes.append(RequestClass(name=cell_name, isl=isl, osl=osl, weight=float(count)))
     return Workload(name=name, classes=tuple(classes), source=trace.source)
+
+
+def _cells(trace: Requests, members: np.ndarray) -> Iterator[np.ndarray]:
+    """These requests in cells of like lengths: by prompts first, then by answers."""
+    by_isl = members[np.argsort(trace.isl[members], kind="stable")]
+    for column in np.array_split(by_isl, PARTS):
+        by_osl = column[np.argsort(trace.osl[column], kind="stable")]
+        yield from (cell for cell in np.array_split(by_osl, PARTS) if len(cell))
 
 
 def _exists(path: Path) -> bool:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import WORKLOADS, clusters
 
+import hexgen2
 from cluster_specs.loader import parse_cluster
 from cluster_specs.offers import rented_part, with_offers
 from cost_model.errors import InfeasibleError, InputError
@@ -257,3 +258,6 @@ def test_cost_carries_the_load_within_the_targets():
     loose, kept = (run(make_problem("hexgen2-case-study", "opt-30b", "LPLD", goal=g)) for g in (goal, tight))
     assert kept.price_per_hour > loose.price_per_hour
     assert min(kept.throughput.req_s, loose.throughput.req_s) >= 16
+    assert kept.goodput.goodput_req_s == 16
+    runs = [hexgen2.simulate(kept, request_rate=16, num_requests=8000, seed=seed) for seed in (1, 2)]
+    assert min(run.attainment for run in runs) > 0.88
