@@ -32,7 +32,7 @@ requests that begin together end together, and only over several turns does that
 FEWEST, MOST = 2000, 20_000
 """Requests of a run that is not told how many."""
 BUSY = 0.5
-"""Where fewer than this share of all places were taken, the load decides and not the steady state."""
+"""Where never more than this share of all places was taken, the load decides and not the steady state."""
 
 
 def steady_requests(placement: Placement) -> int:
@@ -92,14 +92,14 @@ def results(placement: Placement, records: Records) -> SimulationResult:
         replicas={name: _replica(record, duration) for name, record in records.replicas.items()},
         routes=[_route(*ends, record, duration) for ends, record in records.routes.items()],
         failures=dict(Counter(records.failed.values())),
-        assumptions=[*ASSUMPTIONS, *_too_few(placement, records, duration)],
+        assumptions=[*ASSUMPTIONS, *_too_few(placement, records)],
     )
 
 
-def _too_few(placement: Placement, records: Records, duration_s: float) -> list[str]:
+def _too_few(placement: Placement, records: Records) -> list[str]:
     """Says where a busy placement has too few requests for a steady state."""
     ended, places = int(np.count_nonzero(~np.isnan(records.end_s))), placement.places
-    running = float(np.nansum(records.end_s - records.first_s)) / duration_s
+    running = sum(replica.peak_running for replica in records.replicas.values())
     if ended >= TURNS * places or running < BUSY * places:
         return []
     return [

@@ -92,7 +92,8 @@ class LengthSource:
         classes = self.workload.classes
         ends = np.cumsum([c.weight for c in classes])
         chosen = np.searchsorted(ends, (np.arange(count) + 0.5) / count * ends[-1])
-        means = np.array([(c.isl, c.osl) for c in classes])[rng.permutation(chosen)]
+        in_random_order = np.argsort(rng.random(count), kind="stable")
+        means = np.array([(c.isl, c.osl) for c in classes])[chosen[in_random_order]]
         if self.length_range < 1:
             longest = np.maximum(1, np.floor(means))
             shortest = np.maximum(1, np.floor(means * self.length_range))

@@ -34,6 +34,17 @@ def test_blocks_and_figures_are_those_of_the_output() -> None:
     assert Page("page.md", text).filled({"hexgen2 list models": OUTPUT}) == text
 
 
+def test_benchmarks_fill_blocks_as_commands_do() -> None:
+    command = "python -m benchmarks.search.settings --runs 1"
+    page = Page("page.md", f"```\n$ {command}\nseed 1\ntotal  2\n```\n")
+    assert [part.command for part in page.parts] == [command]
+    assert page.filled({command: "seed 1\nfirst  1\ntotal  3\n"}).split("\n")[2:5] == [
+        "seed 1",
+        "first  1",
+        "total  3",
+    ]
+
+
 def test_parts_whose_command_was_not_run_stay() -> None:
     assert Page("page.md", PAGE).filled({}) == PAGE
 

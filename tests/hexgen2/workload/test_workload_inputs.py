@@ -138,6 +138,23 @@ def test_a_trace_becomes_up_to_four_classes(tmp_path):
     assert workload.osl == pytest.approx((109 + 44 + 200) / 3)
 
 
+def test_classes_of_a_trace_keep_most_of_the_spread_of_its_lengths():
+    rng = np.random.default_rng(7)
+    isl, osl = (rng.lognormal(mean, 0.8, 4000).astype(int) + 1 for mean in (6.5, 5.0))
+    workload = workload_of_trace(Requests(np.zeros(4000), isl, osl, "made up"), "made up")
+    assert len(workload.classes) == 36
+    for lengths, of in ((isl, "isl"), (osl, "osl")):
+        means = np.array([getattr(c, of) for c in workload.classes])
+        weights = np.array([c.weight for c in workload.classes])
+        kept = np.average((means - lengths.mean()) ** 2, weights=weights) / lengths.var()
+        assert 0.6 < kept < 1
+
+
+def test_requests_of_a_trace_that_are_alike_are_one_class():
+    alike = workload_of_trace(Requests(np.zeros(50), np.full(50, 700), np.full(50, 20), "made up"), "made up")
+    assert [(c.name, c.weight) for c in alike.classes] == [("HPLD", 50)]
+
+
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 2000)), min_size=1, max_size=50))
 def test_classes_keep_the_means_of_the_trace(lengths):
     isl, osl = (np.array(column) for column in zip(*lengths, strict=True))

@@ -1,0 +1,50 @@
+"""Planned requests/s against the simulator at full load, with requests that the search has not seen."""
+
+from __future__ import annotations
+
+import pytest
+
+import hexgen2
+from hexgen2.checks import violations
+from hexgen2.promise.full_load import TOLERATED
+from hexgen2.simulator.run import FEWEST, MOST, TURNS, steady_requests
+
+CASES = (
+    ("hexgen2-case-study", "llama-2-13b", "online", "hexgen2"),
+    ("hexgen2-setting-2", "llama-2-70b", "LPLD", "vllm"),
+)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[-1])
+def placement(request) -> hexgen2.Placement:
+    cluster, model, workload, strategy = request.param
+    return hexgen2.search(cluster=cluster, model=model, workload=workload, strategy=strategy, time_limit_s=10)
+
+
+def test_mixtures_and_pipelines_of_both_phases_are_planned_as_simulated(placement):
+    found = hexgen2.simulate(
+        placement,
+        request_rate=1.15 * placement.throughput.req_s,
+        num_requests=TURNS * placement.places,
+        seed=99,
+    )
+    # What is tolerated, and the luck of one run.
+    assert found.steady_request_throughput == pytest.approx(placement.throughput.req_s, rel=TOLERATED + 0.02)
+
+
+def test_corrected_placements_pass_the_checkers_and_keep_below_their_bound(placement):
+    assert not violations(placement)
+    assert placement.throughput.req_s <= placement.bound.req_s * (1 + 1e-9)
+    gap = 1 - placement.throughput.req_s / placement.bound.req_s
+    assert placement.bound.gap == pytest.approx(gap, abs=1e-8)
+
+
+def test_runs_are_long_enough_for_a_steady_state_unless_told_otherwise(placement):
+    enough = steady_requests(placement)
+    assert FEWEST <= enough <= MOST and (enough == MOST or enough >= TURNS * placement.places)
+    rate = 1.2 * placement.throughput.req_s
+    assert hexgen2.simulate(placement, request_rate=rate).completed == enough
+    few = hexgen2.simulate(placement, request_rate=rate, num_requests=placement.places * 2)
+    assert any("few for a steady state" in each for each in few.assumptions)
+    idle = hexgen2.simulate(placement, request_rate=rate / 20, num_requests=200)
+    assert not any("few for a steady state" in each for each in idle.assumptions)
