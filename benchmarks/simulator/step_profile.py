@@ -35,6 +35,8 @@ BESIDE_LENGTHS, BESIDE_BATCHES, BESIDE_PROMPT = (96, 160, 256), (2, 6, 12), 160
 BESIDE_DECODES, BESIDE_S, BESIDE_STEPS = 4, 0.4, 200
 """Requests that decode beside prompts; what is to disturb begins after so long; outputs of a batch beside
 prompts."""
+WAITS = 2.5
+"""A token that comes after so many usual times between tokens has waited for something else than its step."""
 TOGETHER_S = 0.01
 """First tokens less than this apart come from the same step."""
 
@@ -183,11 +185,11 @@ def contention(url: str, times: StepTimes) -> Contention:
         prompt_s = times.prefill(BESIDE_PROMPT, attended_tokens(BESIDE_PROMPT))
         count = int(BESIDE_STEPS * times.decode(batch, 0.0) / prompt_s)
         asked = Requests(np.zeros(batch), np.full(batch, SHORT), np.full(batch, BESIDE_STEPS), "profile")
-        alone_s = float(np.median(np.frombuffer(measure(Load(url), asked).seen.gap_s, dtype=float)))
+        alone_s = _step_s(np.frombuffer(measure(Load(url), asked).seen.gap_s, dtype=float))
         at_s = np.zeros(batch), BESIDE_S + prompt_s * np.arange(count)
         gaps: list[float] = []
         _both(url, at_s, (SHORT, BESIDE_PROMPT), (BESIDE_STEPS, 2), gaps)
-        return float(np.median(gaps)) / alone_s
+        return _step_s(np.array(gaps)) / alone_s
 
     prompts = _in_turns(BESIDE_LENGTHS, prompt_ratio).values()
     decodes = _in_turns(BESIDE_BATCHES, decode_ratio).values()
@@ -283,10 +285,14 @@ def _bursts(url: str) -> list[tuple[int, int, float]]:
 
 
 def _decode_s(url: str, batch: int, length: int) -> float:
-    """Seconds of a step: the median time between tokens, since the first ones wait for the prompts of others,
-    which a colocated replica computes in the same steps, or for their KV cache."""
-    seen = _run(url, batch, length, STEPS, at_once=True)
-    return float(np.median(np.frombuffer(seen.gap_s, dtype=float)))
+    """Seconds of a step of a batch."""
+    return _step_s(np.frombuffer(_run(url, batch, length, STEPS, at_once=True).gap_s, dtype=float))
+
+
+def _step_s(gaps: np.ndarray) -> float:
+    """Seconds of a decode step: the mean time between tokens, without the first ones, which wait for the
+    prompts of others (a colocated replica computes them in the same steps) or for their KV cache."""
+    return float(gaps[gaps < WAITS * np.median(gaps)].mean())
 
 
 def _mixed_s(url: str, decodes: int) -> float:

@@ -38,4 +38,4 @@ def simulated_factor(placement: Placement, cluster: Cluster, seed: int) -> float
         if served < REACHED * rate:
             break
     factor = served / planned
-    return 1.0 if abs(factor - 1) <= TOLERATED else factor
+    return 1.0 if factor <= 0 or abs(factor - 1) <= TOLERATED else factor

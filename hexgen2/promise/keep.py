@@ -124,13 +124,13 @@ def _record(placement: Placement, found: Found, at_rate: Trial | None) -> Goodpu
     """What is promised; the latencies are those of the run at the goal's rate, or next to the goodput."""
     goal = placement.goal
     rate = goal.request_rate or found.req_s
-    shown = at_rate or min(found.trials, key=lambda trial: abs(trial.rate - rate))
+    shown = at_rate or min(found.trials, key=lambda trial: abs(trial.rate - rate), default=None)
     attained = goal.attainment if found.req_s > 0 else 0.0
     return Goodput(
         request_rate=rate,
         goodput_req_s=found.req_s,
         attainment=attained if at_rate is None else at_rate.share,
-        **_latencies(shown if shown.whole and shown.kept_up else None),
+        **_latencies(shown if shown and shown.whole and shown.kept_up else None),
         interval_req_s=(found.low_req_s, found.high_req_s),
         assumptions=_assumptions(sum(len(trial.in_time) for trial in found.trials)),
     )

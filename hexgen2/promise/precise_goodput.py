@@ -63,6 +63,8 @@ def precise_goodput(
     stop : asked before each run but the first
     """
     capacity = _capacity_req_s(trials, start_req_s, overload_count, runs)
+    if capacity <= 0:
+        return Found(0.0, 0.0, 0.0, ())
     ceiling, late = min(most_req_s, SUSTAINED * capacity), 1 - goal.attainment
     done: list[Trial] = []
     found = Found(0.0, 0.0, 0.0, ())

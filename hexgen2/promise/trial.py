@@ -117,7 +117,7 @@ class Trials:
 
     def served_req_s(self, rate: float, count: int, draw: int) -> float:
         """Requests/s that the fleet serves of `count` that arrive at a rate beyond its capacity, once it is
-        full and as long as requests wait."""
+        full and as long as requests wait; 0 where it cannot serve them all."""
         records = self._records(rate, count, draw)
         first, last = (int(count * share) for share in SERVED)
 
@@ -126,7 +126,9 @@ class Trials:
                 raise _OverError
 
         self._simulate(records, until_few_are_left)
-        end_s = np.sort(records.end_s)
+        end_s = np.sort(records.end_s[~np.isnan(records.end_s)])
+        if len(end_s) <= last:  # Some requests can never be served.
+            return 0.0
         return (last - first) / float(end_s[last] - end_s[first])
 
     def _records(self, rate: float, count: int, draw: int) -> Records:

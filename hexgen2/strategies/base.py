@@ -136,7 +136,10 @@ def run_search(
         cautious = [build(problem, each, name, record, incumbent.bound) for each in slower]
         found = with_robust_promise(finalists, cluster, options.seed, stopping, cautious=cautious)
     elif options.simulated:
-        found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)
+        try:
+            found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)
+        except KeyboardInterrupt:  # The formulas' first choice, without a promise.
+            stopping.interrupt()
     ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": stopping.cut})
     return found.model_copy(update={"search": ended})
 

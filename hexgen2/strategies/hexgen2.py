@@ -78,7 +78,7 @@ def _cheapest_that_keeps_targets(problem: Problem, options: SearchOptions) -> Pl
         kept = found.goodput.goodput_req_s if found.goodput and found.goodput.goodput_req_s else 0.0
         if kept > most:
             best, most = found, kept
-        if kept >= goal.request_rate or stopping.out_of_time():
+        if kept >= goal.request_rate or found.search.cut or stopping.out_of_time():
             break
         planned *= HEADROOM * min(2.0, goal.request_rate / max(kept, goal.request_rate / 2))
     assert best is not None

@@ -13,6 +13,7 @@ from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.promise.finalists import Effort, choose
 from hexgen2.promise.keep import scaled
+from hexgen2.promise.trial import Trials
 
 QUICK = Effort(first=200, final=1000, final_runs=3, challengers=4000)
 TARGETS = {"ttft_ms": 800.0, "tpot_ms": 50.0}
@@ -84,3 +85,14 @@ def test_finalists_challenge_one_another_in_the_simulator(promised):
     assert all(r.engine.in_flight != 1 for r in chosen.placement.replicas if len(r.stages) > 1)
     alone = choose([ruined], cluster_of(promised), goal, 5, lambda: True, QUICK)
     assert chosen.goodput.req_s > 1.2 * alone.goodput.req_s
+
+
+def test_ctrl_c_while_finalists_are_simulated_keeps_the_formulas_choice(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trials, "run", interrupted)
+    options = {"cluster": "hexgen2-case-study", "model": "llama-2-13b", "workload": "HPLD"}
+    placement = hexgen2.search(**options, objective="goodput", **TARGETS)
+    assert placement.search.cut == "interrupted" and placement.goodput is None
+    assert placement.throughput.req_s > 0 and not violations(placement)

@@ -27,7 +27,8 @@ from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 from hexgen2.workload.classes import load_workload
 
-OPTIONS = SearchOptions()
+OPTIONS = SearchOptions(simulated=False)
+"""Searches are compared by the formulas that they go by."""
 
 
 def run(strategy: str, problem: Problem) -> Placement:
