@@ -22,6 +22,7 @@ from hexgen2.promise.goodput import Found, find_goodput
 from hexgen2.promise.precise_goodput import precise_goodput
 from hexgen2.promise.trial import Trials, deviation
 from hexgen2.replica import Replica
+from hexgen2.simulator.run import TURNS
 
 AHEAD = 1.01
 """A challenger is tried at this multiple of the best goodput so far: a smaller gain is noise."""
@@ -176,7 +177,7 @@ class _Tournament:
             self._goal,
             roughly.req_s * BEFORE,
             lambda rate: self._final_count(placement, rate, inside),
-            self._count(self._effort.final, self._effort.residents * placement.places),
+            self._count(self._effort.final, TURNS * placement.places),
             runs=self._effort.final_runs,
             most_req_s=self._most,
             stop=self._stop,

@@ -22,7 +22,7 @@ OVERLOAD = 1.6
 full."""
 REACHED = 0.9
 """A fleet that serves this share of what arrives may have more capacity than that."""
-SUSTAINED = 0.985
+SUSTAINED = 0.98
 """No more than this share of the capacity is promised, unless runs beyond show more: there, queues may grow
 for longer than a run."""
 FEW = 0.3
@@ -32,6 +32,9 @@ HARDLY = 0.2
 at which more would be late."""
 STEP = 0.07
 """The rate changes by at most this share from run to run."""
+LONGER = 3
+"""Where hardly any was late at the largest rate allowed, a run of so many times the requests must show the
+same."""
 HIGHER = 1.05
 """Where enough was in time at the largest rate allowed, one so many times as large is tried: a full fleet may
 serve less than one that never was full."""
@@ -67,10 +70,10 @@ def precise_goodput(
         return Found(0.0, 0.0, 0.0, ())
     ceiling, late = min(most_req_s, SUSTAINED * capacity), 1 - goal.attainment
     done: list[Trial] = []
-    found = Found(0.0, 0.0, 0.0, ())
+    found, longer = Found(0.0, 0.0, 0.0, ()), 1
     rate = min(start_req_s, ceiling)
     while len(done) < runs and not (done and stop()):
-        trial = trials.run(rate, count(rate), len(done))
+        trial = trials.run(rate, longer * count(rate), len(done))
         done.append(trial)
         if rate >= most_req_s and trial.share >= goal.attainment:
             return Found(most_req_s, most_req_s, most_req_s, tuple(done))
@@ -86,7 +89,10 @@ def precise_goodput(
             ceiling = min(most_req_s, ceiling * HIGHER)
         found = _read_off(queue, late, ceiling, highest if easy else 0.0)
         if easy and highest >= ceiling:
-            break
+            if longer > 1:
+                break
+            longer = LONGER
+            continue
         if easy:
             rate = min(highest * (1 + STEP), ceiling)
             continue
