@@ -49,7 +49,8 @@ class Effort:
         until then, few are late even where more arrive than can be served
     most : of a single run
     final_runs : runs that the promise rests on, at most
-    challengers : requests of all challengers together, beside challengers_per_gpu
+    challengers : requests of all challengers together, beside challengers_per_gpu for each GPU, but at most
+        challenged_gpus of them: requests take longer to simulate in large fleets, too
     """
 
     first: int = 400
@@ -62,6 +63,7 @@ class Effort:
     final_runs: int = 5
     challengers: int = 4000
     challengers_per_gpu: int = 100
+    challenged_gpus: int = 64
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class _Tournament:
         self._placements, self._cluster, self._goal, self._seed = placements, cluster, goal, seed
         self._stop, self._effort = stop, effort
         self._most = goal.request_rate or float("inf")
-        self._left = effort.challengers + effort.challengers_per_gpu * len(cluster.gpu_ids)
+        gpus = min(len(cluster.gpu_ids), effort.challenged_gpus)
+        self._left = effort.challengers + effort.challengers_per_gpu * gpus
         self._simulated = 0
         # All were made under one cost model.
         self._costs, self._times = placements[0].costs(), dict[Hashable, StepTimes]()
