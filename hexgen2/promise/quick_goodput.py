@@ -1,6 +1,6 @@
 """The goodput of a placement in a few short runs, from a start that may be far off.
 
-Unlike find_goodput, which wants the last per cent of a placement that is promised, this is for comparing
+Unlike precise_goodput, which wants the last per cent of a placement that is promised, this is for comparing
 placements under many perturbations of their costs: each run has the same requests, at other times.
 """
 

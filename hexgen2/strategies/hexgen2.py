@@ -61,9 +61,11 @@ def _cheapest_that_keeps_targets(problem: Problem, options: SearchOptions) -> Pl
         left = replace(options, simulated=False, time_limit_s=stopping.time_left_s)
         try:
             found = _search(asked, left)
-        except InfeasibleError:
+        except (InfeasibleError, KeyboardInterrupt) as error:
             if best is None:
                 raise
+            if isinstance(error, KeyboardInterrupt):
+                stopping.interrupt()
             break
         if best is None:
             least_per_hour = found.bound.price_per_hour
@@ -74,7 +76,10 @@ def _cheapest_that_keeps_targets(problem: Problem, options: SearchOptions) -> Pl
             }
         )
         cluster = Cluster.from_spec(found.cluster)
-        found = with_promise([found], cluster, options.seed, stopping.out_of_time)
+        try:
+            found = with_promise([found], cluster, options.seed, stopping.out_of_time)
+        except KeyboardInterrupt:  # The rental by formulas, without a promise.
+            stopping.interrupt()
         kept = found.goodput.goodput_req_s if found.goodput and found.goodput.goodput_req_s else 0.0
         if kept > most:
             best, most = found, kept
@@ -82,7 +87,8 @@ def _cheapest_that_keeps_targets(problem: Problem, options: SearchOptions) -> Pl
             break
         planned *= HEADROOM * min(2.0, goal.request_rate / max(kept, goal.request_rate / 2))
     assert best is not None
-    record = best.search.model_copy(update={"seconds": stopping.elapsed_s})
+    cut = best.search.cut or stopping.cut
+    record = best.search.model_copy(update={"seconds": stopping.elapsed_s, "cut": cut})
     return best.model_copy(update={"search": record})
 
 

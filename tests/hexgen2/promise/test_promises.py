@@ -96,3 +96,6 @@ def test_ctrl_c_while_finalists_are_simulated_keeps_the_formulas_choice(monkeypa
     placement = hexgen2.search(**options, objective="goodput", **TARGETS)
     assert placement.search.cut == "interrupted" and placement.goodput is None
     assert placement.throughput.req_s > 0 and not violations(placement)
+    rental = hexgen2.search(**options, objective="cost", request_rate=2, **TARGETS)
+    assert rental.search.cut == "interrupted" and rental.goodput is None
+    assert rental.throughput.req_s >= 2 and not violations(rental)
