@@ -1,4 +1,5 @@
-"""The goodput of a placement: the largest rate at which the share of requests asked for is in time.
+"""Roughly the goodput of a placement: the largest rate at which the share of requests asked for is in time.
+What is promised is found from there (see precise_goodput.py).
 
 The share that is late grows with the rate, about exponentially until the fleet is full, and every run gives
 it with an error. So the rate is bracketed and closed in on, each run with other requests, and then read off a
