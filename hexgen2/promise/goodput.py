@@ -33,6 +33,8 @@ CLOSE = 0.02
 """A bracket this narrow, as a share of the rate, needs no more runs."""
 PRECISE = 0.015
 """Nor does a goodput that is known within this share of it, by its confidence interval."""
+NARROW = 0.025
+"""But only in a bracket this narrow: where nearly all are late at its upper end, a line says too little."""
 NORMAL_95 = 1.96
 
 
@@ -74,7 +76,7 @@ def find_goodput(
             break
         if low and high and min(high.rate, high.most_req_s) - low.rate <= CLOSE * low.rate:
             break
-        if low and high and len(done) > 2:
+        if low and high and len(done) > 2 and high.rate - low.rate <= NARROW * low.rate:
             found = _read_off(done, attainment, most_req_s)
             if found.high_req_s - found.low_req_s <= 2 * PRECISE * found.req_s:
                 break
