@@ -19,7 +19,7 @@ from hexgen2.goal import Goal
 from hexgen2.placement import Placement
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.promise.goodput import Found, find_goodput
-from hexgen2.promise.precise_goodput import precise_goodput
+from hexgen2.promise.precise_goodput import HARDLY, precise_goodput
 from hexgen2.promise.trial import Trials, deviation
 from hexgen2.replica import Replica
 from hexgen2.simulator.run import TURNS
@@ -27,9 +27,11 @@ from hexgen2.simulator.run import TURNS
 AHEAD = 1.01
 """A challenger is tried at this multiple of the best goodput so far: a smaller gain is noise."""
 BEFORE = 0.97
-"""Longer runs begin at this multiple of what shorter ones found, in which queues have less time to grow."""
-ROUGH = 2
-"""The runs around a goodput have so many times the requests of a challenger's first one."""
+"""Longer runs begin at this multiple of what shorter ones found, in which queues have less time to grow,
+unless hardly any request was late in any of them."""
+ROUGH, ROUGH_RUNS = 2, 3
+"""The runs around a goodput have so many times the requests of a challenger's first one; and there are so
+many at most."""
 CLEAR = 2.0
 """A share is clearly above or below what is asked for from so many standard errors on."""
 SMALLEST_STEP, LARGEST_STEP = 128, PREFILL_TOKENS
@@ -47,7 +49,7 @@ class Effort:
         run that ends before the fleet is full shows nothing
     first_targets, targets : and at least those that arrive in so many times the target for the first token:
         until then, few are late even where more arrive than can be served
-    most : of a single run
+    most, longest : of a single run, and of one that is to show that queues do not grow slowly
     final_runs : runs that the promise rests on, at most
     challengers : requests of all challengers together, beside challengers_per_gpu for each GPU, but at most
         challenged_gpus of them: requests take longer to simulate in large fleets, too
@@ -60,6 +62,7 @@ class Effort:
     first_targets: float = 8.0
     targets: float = 30.0
     most: int = 12_000
+    longest: int = 24_000
     final_runs: int = 5
     challengers: int = 4000
     challengers_per_gpu: int = 100
@@ -115,7 +118,7 @@ class _Tournament:
     def run(self) -> Chosen:
         """Challenge, retune, and look closely at the winner."""
         best = self._placements[0]
-        goodput = self._roughly(best, best.throughput.req_s)
+        goodput = self._first_roughly(best, best.throughput.req_s)
         for challenger in self._placements[1:]:
             best, goodput = self._challenge(challenger, best, goodput)
         improved = True
@@ -154,15 +157,27 @@ class _Tournament:
         found = self._roughly(challenger, rate)
         return (challenger, found) if found.req_s > goodput.req_s else (best, goodput)
 
-    def _roughly(self, placement: Placement, start: float) -> Found:
-        """The goodput by two or three short runs."""
+    def _first_roughly(self, placement: Placement, start: float) -> Found:
+        """The goodput of the first placement, for others to exceed: where none can be afforded, a single run
+        that is in time shows where to look closely."""
+        if self._left < ROUGH_RUNS * ROUGH * self._first_count(placement, start):
+            found = self._roughly(placement, start, runs=1, times=1)
+            self._left = 0
+            if found.req_s > 0:
+                return found
+        return self._roughly(placement, start)
+
+    def _roughly(
+        self, placement: Placement, start: float, runs: int = ROUGH_RUNS, times: int = ROUGH
+    ) -> Found:
+        """The goodput by a few short runs, of so many times the requests of a challenger's first one."""
         trials = self._trials(placement)
         found = find_goodput(
             trials,
             self._goal.attainment,
             start,
-            lambda rate: ROUGH * self._first_count(placement, rate),
-            runs=3,
+            lambda rate: times * self._first_count(placement, rate),
+            runs=runs,
             most_req_s=self._most,
             stop=self._stop,
         )
@@ -174,16 +189,19 @@ class _Tournament:
         """The goodput with the requests that a promise needs: more where the rough runs had more in the fleet
         than formulas say."""
         inside = max((trial.inside for trial in roughly.trials if trial.whole and trial.kept_up), default=0)
+        hardly = HARDLY * (1 - self._goal.attainment)
+        easy = all(1 - trial.share < hardly for trial in roughly.trials)
         return precise_goodput(
             self._trials(placement, seed_offset=1),
             placement.workload,
             self._goal,
             roughly.req_s * BEFORE,
-            lambda rate: self._final_count(placement, rate, inside),
+            lambda rate, length: self._final_count(placement, rate, inside, length),
             self._count(self._effort.final, TURNS * placement.places),
             runs=self._effort.final_runs,
             most_req_s=self._most,
             stop=self._stop,
+            easy_req_s=roughly.req_s if easy else 0.0,
         )
 
     def _trials(self, placement: Placement, seed_offset: int = 0) -> Trials:
@@ -196,11 +214,13 @@ class _Tournament:
         inside = effort.first_residents * residents(placement, rate)
         return self._count(effort.first, max(inside, effort.first_targets * self._within(rate)))
 
-    def _final_count(self, placement: Placement, rate: float, inside: int) -> int:
-        """Requests of a run that a promise rests on, where that many were seen in the fleet at a time."""
+    def _final_count(self, placement: Placement, rate: float, inside: int, length: int) -> int:
+        """Requests of a run that a promise rests on, so many times as long as needed, where that many were
+        seen in the fleet at a time."""
         effort = self._effort
         turns = effort.residents * max(residents(placement, rate), inside)
-        return self._count(effort.final, max(turns, effort.targets * self._within(rate)))
+        count = length * max(effort.final, turns, effort.targets * self._within(rate))
+        return int(min(effort.most if length == 1 else effort.longest, count))
 
     def _within(self, rate: float) -> float:
         """Requests that arrive within the target for the first token."""

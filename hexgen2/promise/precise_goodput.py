@@ -32,6 +32,8 @@ HARDLY = 0.2
 at which more would be late."""
 STEP = 0.07
 """The rate changes by at most this share from run to run."""
+EASY_STEP = 0.25
+"""But by so much where hardly any request was late."""
 LONGER = 3
 """Where hardly any was late at the largest rate allowed, a run of so many times the requests must show the
 same."""
@@ -49,37 +51,40 @@ def precise_goodput(
     workload: Workload,
     goal: Goal,
     start_req_s: float,
-    count: Callable[[float], int],
+    count: Callable[[float, int], int],
     overload_count: int,
     runs: int,
     most_req_s: float = math.inf,
     stop: Callable[[], bool] = lambda: False,
+    easy_req_s: float = 0.0,
 ) -> Found:
     """Find the goodput of a placement that is about start_req_s.
 
     Parameters
     ----------
-    count : rate -> requests of a run
+    count : (rate, 1 or LONGER) -> requests of a run, and of one so many times as long
     overload_count : requests of the run that shows the capacity: several times those that fill the fleet
     runs : how many at most, beside that
     most_req_s : no higher rate is of interest; if it serves enough in time, it is the answer
     stop : asked before each run but the first
+    easy_req_s : a rate at which shorter runs had hardly any late request
     """
     capacity = _capacity_req_s(trials, start_req_s, overload_count, runs)
     if capacity <= 0:
         return Found(0.0, 0.0, 0.0, ())
     ceiling, late = min(most_req_s, SUSTAINED * capacity), 1 - goal.attainment
     done: list[Trial] = []
-    found, longer = Found(0.0, 0.0, 0.0, ()), 1
-    rate = min(start_req_s, ceiling)
+    found = Found(0.0, 0.0, 0.0, ())
+    rate = min(easy_req_s * (1 + EASY_STEP) or start_req_s, ceiling)
+    length = LONGER if easy_req_s > 0 and ceiling <= rate < most_req_s else 1
     while len(done) < runs and not (done and stop()):
-        trial = trials.run(rate, longer * count(rate), len(done))
+        trial = trials.run(rate, count(rate, length), len(done))
         done.append(trial)
         if rate >= most_req_s and trial.share >= goal.attainment:
             return Found(most_req_s, most_req_s, most_req_s, tuple(done))
         known = [t for t in done if t.whole and t.in_time.mean() > FEW]
         if not known:
-            rate *= 1 - STEP
+            rate = (rate + easy_req_s) / 2 if easy_req_s > 0 else rate * (1 - STEP)
             continue
         if not trial.kept_up:
             ceiling = min(ceiling, SUSTAINED * max(capacity, min(trial.most_req_s, rate)))
@@ -89,12 +94,14 @@ def precise_goodput(
             ceiling = min(most_req_s, ceiling * HIGHER)
         found = _read_off(queue, late, ceiling, highest if easy else 0.0)
         if easy and highest >= ceiling:
-            if longer > 1:
+            if length > 1:
                 break
-            longer = LONGER
+            length = LONGER
             continue
+        length = 1
         if easy:
-            rate = min(highest * (1 + STEP), ceiling)
+            too_high = min((t.rate for t in done if t.rate > highest), default=math.inf)
+            rate = min(highest * (1 + EASY_STEP), (highest + too_high) / 2, ceiling)
             continue
         precise = found.high_req_s - found.low_req_s <= 2 * PRECISE * found.req_s
         if len(known) > 2 and precise and found.req_s <= highest * (1 + NEARBY):

@@ -26,8 +26,8 @@ ROUNDING = 8.0
 often the same."""
 KNOWN_RATES = 20_000
 """Sets of demands whose rates are kept."""
-TOLERANCE = 1e-9
-"""Shares of a resource's time may add up to this much more than 1, by rounding."""
+FULL = 1 + 1e-9
+"""Shares of a resource's time may add up to this, by rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +78,13 @@ class _Resource:
 
     Attributes
     ----------
+    wanted : the share of its time that their demands take; it limits them only if that is more than all
     rising, free : while rates are computed: the routes that have none yet, and the share of the time that the
         others leave
     """
 
     users: dict[_Route, None] = field(default_factory=dict)
+    wanted: float = 0.0
     rising: int = 0
     free: float = 1.0
 
@@ -97,7 +99,7 @@ class _Route:
     alone : tokens/s while no other route sends
     computed : sent one after the other, before what is being computed
     computing : in the order in which they began
-    demand : tokens/s that it could send at most, but for the links
+    demand : tokens/s that it could send at most while no other route sends
     rate : tokens/s that the links let it send, since at_s
     version : counts changes, so that outdated events are ignored
     """
@@ -126,14 +128,14 @@ class _Route:
     def wants(self) -> float:
         """Its demand by now, rounded up."""
         if self.computed:
-            return math.inf
+            return self.alone
         total = 0.0
         for transfer in self.computing:
             total += transfer.most
         if total >= self.alone:
-            return math.inf
+            return self.alone
         part, scale = math.frexp(total)
-        return math.ldexp(math.ceil(part * ROUNDING), scale) / ROUNDING
+        return min(self.alone, math.ldexp(math.ceil(part * ROUNDING), scale) / ROUNDING)
 
     def send(self, rate: float) -> None:
         """Go on at that rate: first come, first served among those that are being computed."""
@@ -224,19 +226,14 @@ class Transfers:
     def settle(self, now: float) -> None:
         """Update the rates of all routes whose demands, or shares of links, may have changed."""
         changed, self.changed = self.changed, {}
-        new: list[_Route] = []
+        affected: dict[_Route, None] = {}
         for route in changed:
             demand = route.wants()
             if demand != route.demand:
-                new.append(route)
-                if not (demand and route.demand):
-                    for resource, _ in route.uses:
-                        if demand:
-                            resource.users[route] = None
-                        else:
-                            del resource.users[route]
-                route.demand = demand
-        rates = self._shared_rates(new) if new else {}
+                affected[route] = None
+                for resource in _demand(route, demand):
+                    affected.update(resource.users)
+        rates = self._shared_rates(affected) if affected else {}
         for route in changed:
             if route not in rates:
                 self._send(route, route.rate, now)
@@ -244,19 +241,27 @@ class Transfers:
             if rate != route.rate or route in changed:
                 self._send(route, rate, now)
 
-    def _shared_rates(self, changed: list[_Route]) -> dict[_Route, float]:
-        """The rates of the routes that share resources with those whose demands have changed; the same
-        demands come again and again."""
-        routes = _connected(changed)
-        if len(routes) == 1:
-            (route,) = routes
-            return {route: min(route.demand, route.alone)}
-        key = frozenset([(route, route.demand) for route in routes])
+    def _shared_rates(self, affected: Iterable[_Route]) -> dict[_Route, float]:
+        """The rates of these routes, and of those that share crowded resources with them."""
+        rates: dict[_Route, float] = {}
+        for route in affected:
+            if route in rates or not route.demand:
+                continue
+            group = _crowd(route)
+            if len(group) == 1:
+                rates[route] = route.demand
+            else:
+                rates.update(self._rates_of(group))
+        return rates
+
+    def _rates_of(self, group: list[_Route]) -> dict[_Route, float]:
+        """The rates of a crowd; the same demands come again and again."""
+        key = frozenset([(route, route.demand) for route in group])
         found = self._known_rates.get(key)
         if found is None:
             if len(self._known_rates) >= KNOWN_RATES:
                 self._known_rates.clear()
-            found = self._known_rates[key] = _rates(routes)
+            found = self._known_rates[key] = _rates(group)
         return found
 
     def _send(self, route: _Route, rate: float, now: float) -> None:
@@ -282,67 +287,76 @@ class Transfers:
             transfer.done(request, now)
 
 
-def _connected(routes: list[_Route]) -> list[_Route]:
-    """The routes that send, of those that share resources with these, also by way of others."""
-    seen = dict.fromkeys(routes)
-    reached = list(routes)
+def _demand(route: _Route, demand: float) -> list[_Resource]:
+    """Change the demand of a route; returns those of its resources that were or are crowded."""
+    crowded: list[_Resource] = []
+    for resource, seconds in route.uses:
+        before = resource.wanted
+        if demand:
+            resource.users[route] = None
+        else:
+            del resource.users[route]
+        resource.wanted = before + (demand - route.demand) * seconds if resource.users else 0.0
+        if before > FULL or resource.wanted > FULL:
+            crowded.append(resource)
+    route.demand = demand
+    return crowded
+
+
+def _crowd(route: _Route) -> list[_Route]:
+    """The routes that share crowded resources with this one, also by way of others, and itself."""
+    seen = {route: None}
+    reached = [route]
     while reached:
         for resource, _ in reached.pop().uses:
-            for other in resource.users:
-                if other not in seen:
-                    seen[other] = None
-                    reached.append(other)
-    return [route for route in seen if route.demand]
+            if resource.wanted > FULL:
+                for other in resource.users:
+                    if other not in seen:
+                        seen[other] = None
+                        reached.append(other)
+    return list(seen)
 
 
-def _rates(routes: list[_Route]) -> dict[_Route, float]:
-    """The rates of routes that share resources, in tokens/s. None is below what equal shares of the time of
-    each of its resources allow, or its demand; what a route leaves of its shares, others get, so that each
-    has its demand or a resource that is full."""
+def _rates(crowd: list[_Route]) -> dict[_Route, float]:
+    """The rates of a crowd, in tokens/s. None is below what equal shares of the time of each of its crowded
+    resources allow, or its demand; what a route leaves of its shares, others get, so that each has its demand
+    or a resource that is full."""
+    uses: dict[_Route, list[tuple[_Resource, float]]] = {}
+    for route in crowd:
+        uses[route] = [use for use in route.uses if use[0].wanted > FULL]
+        for resource, _ in uses[route]:
+            resource.rising, resource.free = len(resource.users), 1.0
     rates: dict[_Route, float] = {}
-    used: dict[_Resource, None] = {}
-    for route in routes:
-        rate = rates[route] = min(route.demand, route.alone)
-        for resource, seconds in route.uses:
-            if resource in used:
-                resource.rising += 1
-                resource.free -= rate * seconds
-            else:
-                used[resource] = None
-                resource.rising, resource.free = 1, 1.0 - rate * seconds
-    for resource in used:
-        if resource.free < -TOLERANCE:
-            break
-    else:
-        return rates
-    rates.clear()
-    for resource in used:
-        resource.free = 1.0
-    rising = routes
+    rising = dict.fromkeys(crowd)
+    equal: dict[_Route, float] = {}
+    changed: Iterable[_Route] = crowd
     while rising:
         # Those that need no more than equal shares first, then the one with the largest part of its needs:
         # the shares of all others only grow by that.
         settled: list[tuple[_Route, float]] = []
-        most, largest = 0.0, (rising[0], 0.0)
-        for route in rising:
-            equal = min([resource.free / (resource.rising * seconds) for resource, seconds in route.uses])
-            wanted = min(route.demand, route.alone)
-            if equal >= wanted:
-                settled.append((route, wanted))
-            elif equal > most * wanted:
-                most, largest = equal / wanted, (route, equal)
-        for route, rate in settled or [largest]:
+        for route in changed:
+            rate = min([resource.free / (resource.rising * seconds) for resource, seconds in uses[route]])
+            equal[route] = rate
+            if rate >= route.demand:
+                settled.append((route, route.demand))
+        if not settled:
+            largest = max(rising, key=lambda route: equal[route] / route.demand)
+            settled = [(largest, equal[largest])]
+        touched: dict[_Route, None] = {}
+        for route, rate in settled:
             rates[route] = rate
-            for resource, seconds in route.uses:
+            del rising[route]
+            for resource, seconds in uses[route]:
                 resource.free = max(0.0, resource.free - rate * seconds)
                 resource.rising -= 1
-        rising = [route for route in rising if route not in rates]
+                touched.update(resource.users)
+        changed = [route for route in touched if route in rising]
     for route in reversed(rates):  # What is left goes to those with the smallest part.
-        spare = min([resource.free / seconds for resource, seconds in route.uses])
+        spare = min([resource.free / seconds for resource, seconds in uses[route]])
         more = min(spare, route.demand - rates[route])
         if more > 0:
             rates[route] += more
-            for resource, seconds in route.uses:
+            for resource, seconds in uses[route]:
                 resource.free = max(0.0, resource.free - more * seconds)
     return rates
 

@@ -188,8 +188,9 @@ class Admission(Generic[Request]):
         )
 
     def _shares(self) -> Mapping[tuple[str, str], float]:
-        """The share of a prefill replica's KV cache that each of its routes may take: SPREAD times its share
-        of the flow. So the requests that wait for a slow link keep none of the others from being computed."""
+        """The share of a prefill replica's KV cache that each of its routes may take, where that is not all:
+        SPREAD times its share of the flow. So the requests that wait for a slow link keep none of the others
+        from being computed."""
         if self._shares_of is not self.router:
             flows: dict[str, float] = {}
             for route in self.router.routes:
@@ -198,21 +199,20 @@ class Admission(Generic[Request]):
             self._known_shares = {
                 (route.prefill, route.decode): SPREAD * route.weight / flows[route.prefill]
                 for route in self.router.routes
-                if route.weight > 0 and not route.colocated
+                if 0 < SPREAD * route.weight < flows[route.prefill] and not route.colocated
             }
         return self._known_shares
 
     def _has_room(self, request: Request) -> Callable[[Route], bool]:
         """A test whether a route has KV cache for the request now; asks each replica only once."""
         prompt, whole, one_token = request.prompt_tokens, request.capacity_tokens, request.one_token
+        replicas, shares = self._replicas, self._shares()
         begins: dict[str, bool] = {}
         ends: dict[str, bool] = {}
 
         def fits(replica: str, at_most: int, prefill_only: bool) -> bool:
-            room = self._replicas[replica]
+            room = replicas[replica]
             return at_most <= room.largest_request_tokens and room.has_room(prompt, prefill_only)
-
-        shares = self._shares()
 
         def has_room(route: Route) -> bool:
             prefill, decode = route.prefill, route.decode
@@ -221,8 +221,8 @@ class Admission(Generic[Request]):
                     begins[prefill] = fits(prefill, whole if one_token else prompt, True)
                 if one_token or not begins[prefill]:
                     return begins[prefill]
-                share = shares.get((prefill, decode), 1.0)
-                if share < 1 and not self._replicas[prefill].has_room_toward(decode, prompt, share):
+                share = shares.get((prefill, decode))
+                if share is not None and not replicas[prefill].has_room_toward(decode, prompt, share):
                     return False
             if decode not in ends:
                 ends[decode] = fits(decode, whole, False)

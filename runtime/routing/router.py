@@ -52,6 +52,7 @@ class _Standing:
     """A route with its credit: the share of requests that it was due but has not been picked for yet."""
 
     route: Route
+    weight: float
     credit: float = 0.0
 
 
@@ -83,7 +84,8 @@ class Router:
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self.routes = tuple(routes)
-        self._standing = [_Standing(route) for route in self.routes if route.weight > 0]
+        self._standing = [_Standing(route, route.weight) for route in self.routes if route.weight > 0]
+        self._total = math.fsum([standing.weight for standing in self._standing])
         self._spare_uses = {route: 0 for route in self.routes if route.weight <= 0}
         self._margin = 1 / (2 * max(len(self._standing), 2) - 2)
 
@@ -92,11 +94,16 @@ class Router:
         candidates = [standing for standing in self._standing if admissible(standing.route)]
         if not candidates:
             return self._pick_spare(admissible)
-        total = math.fsum([standing.route.weight for standing in candidates])
+        total = self._total
+        if len(candidates) < len(self._standing):
+            total = math.fsum([standing.weight for standing in candidates])
+        margin, picked, first = self._margin, candidates[0], (True, math.inf)
         for standing in candidates:
-            standing.credit += standing.route.weight / total
-        due = [standing for standing in candidates if standing.credit >= self._margin]
-        picked = min(due or candidates, key=self._time_left)
+            standing.credit = credit = standing.credit + standing.weight / total
+            # Those that are due first; of these, by the time until they must be picked, up to a factor.
+            order = credit < margin, (1 - margin - credit) / standing.weight
+            if order < first:
+                picked, first = standing, order
         picked.credit -= 1
         return picked.route
 
@@ -107,10 +114,6 @@ class Router:
         for own in successor._standing:
             own.credit = earned.get((own.route.prefill, own.route.decode), 0.0)
         return successor
-
-    def _time_left(self, standing: _Standing) -> float:
-        """Time until a route must be picked, up to a constant factor."""
-        return (1 - self._margin - standing.credit) / standing.route.weight
 
     def _pick_spare(self, admissible: Callable[[Route], bool]) -> Route | None:
         spares = [route for route in self._spare_uses if admissible(route)]

@@ -106,16 +106,20 @@ def test_a_queue_is_known_from_a_few_short_runs_better_than_by_their_shares(work
 def test_a_goodput_is_found_from_any_start_nearby(start):
     truth = queue_of(ALIKE, 20.0).largest_rate(0.1)
     fleet = Fleet(ALIKE, 20.0, 3)
-    found = precise_goodput(fleet, ALIKE, GOAL, start * truth, lambda _: 4000, 4000, runs=5)
+    found = precise_goodput(fleet, ALIKE, GOAL, start * truth, lambda _, length: 4000 * length, 4000, runs=5)
     assert found.req_s == pytest.approx(truth, rel=0.012)
     assert found.low_req_s <= found.req_s <= found.high_req_s and 1 <= len(found.trials) <= 5
 
 
 def test_no_more_than_arrives_is_promised_and_no_run_is_made_once_told_to_stop():
     fleet = Fleet(ALIKE, 20.0, 3)
-    enough = precise_goodput(fleet, ALIKE, GOAL, 12.0, lambda _: 2000, 2000, runs=5, most_req_s=10.0)
+    enough = precise_goodput(
+        fleet, ALIKE, GOAL, 12.0, lambda _, length: 2000 * length, 2000, runs=5, most_req_s=10.0
+    )
     assert enough.req_s == 10.0 and len(enough.trials) == 1
-    stopped = precise_goodput(fleet, ALIKE, GOAL, 12.0, lambda _: 2000, 2000, runs=5, stop=lambda: True)
+    stopped = precise_goodput(
+        fleet, ALIKE, GOAL, 12.0, lambda _, length: 2000 * length, 2000, runs=5, stop=lambda: True
+    )
     assert len(stopped.trials) == 1 and stopped.req_s > 0
 
 
@@ -129,6 +133,8 @@ def test_where_nothing_is_ever_in_time_nothing_is_promised():
             nothing = np.zeros(count, dtype=bool)
             return Trial(rate, trial.requests, nothing, trial.ttft_s, trial.tpot_s, trial.e2el_s, True)
 
-    found = precise_goodput(Late(ALIKE, 20.0, 3), ALIKE, hopeless, 15.0, lambda _: 1000, 1000, runs=3)
+    found = precise_goodput(
+        Late(ALIKE, 20.0, 3), ALIKE, hopeless, 15.0, lambda _, length: 1000 * length, 1000, runs=3
+    )
     assert found.req_s == 0 and math.isfinite(found.high_req_s)
     assert fleet.run(5.0, 100, 0).share == 1

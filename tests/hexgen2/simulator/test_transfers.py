@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
-from hexgen2.simulator.transfers import RouteCost, Transfers, _rates, _Resource, _Route, binding
+from hexgen2.simulator.transfers import RouteCost, Transfers, _demand, _Resource, _Route, binding
 
 
 class Clock:
@@ -171,12 +171,13 @@ def test_rates_are_fair_and_waste_nothing(data):
     for _ in range(data.draw(st.integers(1, 7))):
         own = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
         uses = [(resources[name], data.draw(st.floats(0.001, 1))) for name in own]
-        demand = data.draw(st.one_of(st.just(float("inf")), st.floats(0.1, 100)))
-        route = _Route(uses, min(1 / seconds for _, seconds in uses), 0.0, demand=demand)
-        for resource, _ in uses:
-            resource.users[route] = None
+        route = _Route(uses, min(1 / seconds for _, seconds in uses), 0.0)
+        # A demand may change before the rates are asked for.
+        for demand in data.draw(st.lists(st.floats(0.1, 1000), min_size=1, max_size=3)):
+            _demand(route, min(demand, route.alone))
         routes.append(route)
-    rates = _rates(routes)
+    rates = Transfers(Clock().schedule)._shared_rates(routes)
+    assert rates.keys() == set(routes)
     load = {
         name: sum(s * rates[route] for route in routes for used, s in route.uses if used is resource)
         for name, resource in resources.items()
