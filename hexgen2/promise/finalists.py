@@ -50,7 +50,7 @@ class Effort:
     first_targets, targets : and at least those that arrive in so many times the target for the first token:
         until then, few are late even where more arrive than can be served
     most, longest : of a single run, and of one that is to show that queues do not grow slowly
-    final_runs : runs that the promise rests on, at most
+    final_runs, enough : runs that the promise rests on, at most; none begins after so many requests
     challengers : requests of all challengers together, beside challengers_per_gpu for each GPU, but at most
         challenged_gpus of them: requests take longer to simulate in large fleets, too
     """
@@ -64,6 +64,7 @@ class Effort:
     most: int = 12_000
     longest: int = 24_000
     final_runs: int = 5
+    enough: int = 60_000
     challengers: int = 4000
     challengers_per_gpu: int = 100
     challenged_gpus: int = 64
@@ -191,8 +192,9 @@ class _Tournament:
         inside = max((trial.inside for trial in roughly.trials if trial.whole and trial.kept_up), default=0)
         hardly = HARDLY * (1 - self._goal.attainment)
         easy = all(1 - trial.share < hardly for trial in roughly.trials)
+        trials = self._trials(placement, seed_offset=1)
         return precise_goodput(
-            self._trials(placement, seed_offset=1),
+            trials,
             placement.workload,
             self._goal,
             roughly.req_s * BEFORE,
@@ -200,7 +202,7 @@ class _Tournament:
             self._count(self._effort.final, TURNS * placement.places),
             runs=self._effort.final_runs,
             most_req_s=self._most,
-            stop=self._stop,
+            stop=lambda: trials.requests >= self._effort.enough or self._stop(),
             easy_req_s=roughly.req_s if easy else 0.0,
         )
 

@@ -98,7 +98,6 @@ def precise_goodput(
                 break
             length = LONGER
             continue
-        length = 1
         if easy:
             too_high = min((t.rate for t in done if t.rate > highest), default=math.inf)
             rate = min(highest * (1 + EASY_STEP), (highest + too_high) / 2, ceiling)
