@@ -125,18 +125,19 @@ def check_degrees(placement: Placement) -> Iterator[Violation]:
 
 
 def check_names(placement: Placement) -> Iterator[Violation]:
-    """Replica ids are unique; routes lead from prefill to decode replicas that exist, each once."""
-    roles = {replica.id: replica.role for replica in placement.replicas}
+    """Replica ids are unique; routes lead from replicas that prefill to replicas that decode and exist, each
+    once; only a mixed one may have a route to itself."""
+    replicas = {replica.id: replica for replica in placement.replicas}
     for name, count in Counter(replica.id for replica in placement.replicas).items():
         if count > 1:
             yield "replicas", f"id '{name}' is used {count} times"
     seen = set()
     for k, route in enumerate(placement.routes):
         for end, role in ((route.from_, "prefill"), (route.to, "decode")):
-            if end not in roles:
+            if end not in replicas:
                 yield f"routes[{k}]", f"there is no replica '{end}'"
-            elif roles[end] != role:
-                yield f"routes[{k}]", f"'{end}' is a {roles[end]} replica, not a {role} one"
+            elif replicas[end].role not in (role, "mixed"):
+                yield f"routes[{k}]", f"'{end}' is a {replicas[end].role} replica, not a {role} one"
         if (route.from_, route.to) in seen:
             yield f"routes[{k}]", f"{route.from_} -> {route.to} is listed twice"
         seen.add((route.from_, route.to))
@@ -190,16 +191,25 @@ def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
 
 def check_flow(placement: Placement) -> Iterator[Violation]:
     """No route or replica carries more than its capacity, and utilisation agrees with the flow."""
-    load: dict[str, float] = defaultdict(float)
+    sent: dict[str, float] = defaultdict(float)
+    received: dict[str, float] = defaultdict(float)
     for k, route in enumerate(placement.routes):
-        load[route.from_] += route.flow_req_s
-        load[route.to] += route.flow_req_s
+        sent[route.from_] += route.flow_req_s
+        received[route.to] += route.flow_req_s
         if route.flow_req_s > route.capacity_req_s * (1 + TOLERANCE):
             yield f"routes[{k}].flow_req_s", f"{route.flow_req_s:.6g} exceeds {route.capacity_req_s:.6g}"
     for r, replica in enumerate(placement.replicas):
         if replica.role == "colocated":
             continue
-        carried = load[replica.id]
+        prompts, answers = sent[replica.id], received[replica.id]
+        if replica.role == "mixed":
+            used = replica.busy(prompts, answers)
+            if used > 1 + TOLERANCE:
+                yield f"replicas[{r}].region", f"is exceeded {used:.6g} times by the flow of its routes"
+            if abs(used - replica.utilisation) > TOLERANCE * max(used, 1e-9):
+                yield f"replicas[{r}].utilisation", "does not agree with the flow of its routes"
+            continue
+        carried = prompts + answers
         if carried > replica.capacity_req_s * (1 + TOLERANCE):
             key = f"replicas[{r}].capacity_req_s"
             yield key, f"{replica.capacity_req_s:.6g} is below its flow {carried:.6g}"
@@ -249,15 +259,19 @@ def traffic_of(
     ------
     KeyError : a GPU that the cluster lacks
     """
-    traffic = Traffic(cluster)
+    traffic, tokens = Traffic(cluster), dict[str, float]()
     for route in routes:
         traffic.add_transfer(KvTransfer.of(parts_of_gpus(cluster, route.parts)), route.flow_req_s)
-    tokens = {"prefill": costs.isl, "decode": costs.osl, "colocated": costs.isl + costs.osl}
+        tokens[route.from_] = tokens.get(route.from_, 0.0) + route.flow_req_s * costs.isl
+        tokens[route.to] = tokens.get(route.to, 0.0) + route.flow_req_s * costs.osl
     for replica in replicas:
         sent = activations(
             cluster.nodes_of(stage.gpus[0] for stage in replica.stages), costs.activation_bytes_per_token
         )
-        traffic.add(sent, replica.utilisation * replica.capacity_req_s * tokens[replica.role])
+        own = tokens.get(replica.id, 0.0)
+        if replica.role == "colocated":
+            own = replica.utilisation * replica.capacity_req_s * (costs.isl + costs.osl)
+        traffic.add(sent, own)
     return traffic
 
 

@@ -49,7 +49,8 @@ class RouteLink(_Strict):
 
 
 class Route(_Strict):
-    """KV cache from a prefill replica to a decode replica."""
+    """KV cache from a replica that prefills to one that decodes. Of a mixed replica to itself: the requests
+    that it serves alone, whose KV caches stay where they are."""
 
     from_: Name = Field(alias="from")
     to: Name
@@ -90,6 +91,16 @@ class Route(_Strict):
                 "links": links,
             }
         )
+
+    @classmethod
+    def within(cls, replica: Replica, flow_req_s: float) -> Route:
+        """The route of a mixed replica to itself, for requests that it serves alone."""
+        figures = {
+            "flow_req_s": flow_req_s,
+            "capacity_req_s": replica.capacity_req_s,
+            "kv_bytes_per_req": 0.0,
+        }
+        return cls.model_validate({"from": replica.id, "to": replica.id, **figures})
 
     @property
     def parts(self) -> Iterator[GpuPart]:
@@ -182,14 +193,25 @@ def _trace_step(step: dict[str, Any]) -> dict[str, Any]:
 TraceStep = Annotated[dict[str, Any], AfterValidator(_trace_step)]
 
 
+class Alternative(_Strict):
+    """What formulas give the best found where all replicas have to be "disaggregated", or all "colocated", or
+    none ("flexible"); kv_limited says whether KV routes limited it."""
+
+    phases: Literal["disaggregated", "colocated", "flexible"]
+    req_s: Figure
+    kv_limited: bool = False
+
+
 class SearchRecord(_Strict):
-    """How the placement was found. `cut` names what stopped the search early, if anything did."""
+    """How the placement was found. `cut` names what stopped the search early, if anything did;
+    `alternatives` are what a flexible search started from and came to."""
 
     seconds: Figure
     seed: Annotated[int, between(-(2**64), 2**64)]
     evaluations: Annotated[int, Field(ge=0), between(0, LARGEST)]
     trace: list[TraceStep] = []
     cut: Name | None = None
+    alternatives: list[Alternative] = Field(default=[], exclude_if=lambda found: not found)
 
 
 class Placement(_Strict):

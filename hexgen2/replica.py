@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from cost_model.base import CHUNK_TOKENS, PREFILL_TOKENS, TensorGroup
 from cost_model.fields import Name, between
 from cost_model.hardware import NO_LINK, Accelerator, Link
 from cost_model.pipeline import PipelineSemantics
 from hexgen2.moves import Figure
+from hexgen2.region import Region
 
-Role = Literal["prefill", "decode", "colocated"]
+Role = Literal["prefill", "decode", "colocated", "mixed"]
 Layer = Annotated[int, between(-1, 10**8)]
 Count = Annotated[int, Field(gt=0), between(1, 10**9)]
 
@@ -95,8 +104,16 @@ class EngineSettings(_Strict):
 
 
 class Replica(_Strict):
-    """One copy of the model. capacity_req_s is what it can process alone (within the goal's targets, if the
-    placement is to keep them), utilisation its share in use."""
+    """One copy of the model.
+
+    Attributes
+    ----------
+    role : what it does with a request: its prompt, the rest of it, all of it, or ("mixed") each of these,
+        also for requests that other replicas begin or end
+    capacity_req_s : what it can process alone (within the goal's targets, if the placement is to keep them)
+    utilisation : the share of that in use; of a mixed replica, of its region (see Region.busy)
+    region : of a mixed replica, the corners of what it can do, as prompts/s and answers/s
+    """
 
     id: Name
     role: Role
@@ -105,6 +122,40 @@ class Replica(_Strict):
     capacity_req_s: Figure
     utilisation: Figure = 0.0
     engine: EngineSettings = EngineSettings()
+    region: list[tuple[Figure, Figure]] | None = Field(
+        default=None, min_length=2, exclude_if=lambda corners: corners is None
+    )
+
+    @model_validator(mode="after")
+    def _region_of_mixed(self) -> Replica:
+        if (self.role == "mixed") != (self.region is not None):
+            raise PydanticCustomError("region", "a mixed replica has a region, and no other has one")
+        if self.region is not None and not Region(tuple(self.region)).sound:
+            text = (
+                "the corners of a region are those of a convex polygon, from (0, answers/s) to (prompts/s, 0)"
+            )
+            raise PydanticCustomError("region", text)
+        return self
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it decodes any requests."""
+        return self.role != "prefill"
+
+    @property
+    def prefills_for_others(self) -> bool:
+        """Whether it may compute prompts that another replica continues."""
+        return self.role in ("prefill", "mixed")
+
+    @property
+    def decodes_for_others(self) -> bool:
+        """Whether it may continue prompts that another replica computed."""
+        return self.role in ("decode", "mixed")
+
+    def busy(self, prompts: float, answers: float) -> float:
+        """The share of a mixed replica's region that so many prompts/s and answers/s take."""
+        assert self.region is not None
+        return Region(tuple(self.region)).busy(prompts, answers)
 
     @property
     def gpus(self) -> list[str]:

@@ -1,0 +1,47 @@
+"""The best division of both phases between replicas that can do both, where KV caches move freely.
+
+A fractional knapsack: everyone decodes, and those prefill first that give up the fewest answers for each
+prompt (comparative advantage), so that at most one replica is anywhere but in a corner of its region.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hexgen2.region import Point, Region
+from hexgen2.search.ties import greatest_first
+
+
+def best_points(prefill: float, decode: float, regions: Sequence[Region]) -> list[Point]:
+    """The points in these regions with which, beside so many prompts/s and answers/s of others, the most
+    requests are served if KV caches move freely: min of all prompts/s and all answers/s."""
+    at = [region.corners[0] for region in regions]
+    prompts = math.fsum((prefill, *(p for p, _ in at)))
+    answers = math.fsum((decode, *(d for _, d in at)))
+    sides = [
+        (k, start, end)
+        for k, region in enumerate(regions)
+        for start, end in zip(region.corners, region.corners[1:], strict=False)
+    ]
+
+    def gained(side: tuple[int, Point, Point]) -> float:
+        """Prompts gained, of all that changes: 1 if no answer is given up for them."""
+        _, (p, d), (q, e) = side
+        return (q - p) / ((q - p) + (d - e))
+
+    for k, (p, d), (q, e) in greatest_first(sides, gained):
+        if prompts >= answers:
+            break
+        share = min(1.0, (answers - prompts) / ((q - p) + (d - e)))
+        at[k] = p + share * (q - p), d - share * (d - e)
+        prompts += share * (q - p)
+        answers -= share * (d - e)
+        if share < 1:
+            break
+    return at
+
+
+def served(prefill: float, decode: float, points: Sequence[Point]) -> float:
+    """Requests/s with these points, beside so many prompts/s and answers/s, if KV caches move freely."""
+    return min(math.fsum((prefill, *(p for p, _ in points))), math.fsum((decode, *(d for _, d in points))))
