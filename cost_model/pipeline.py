@@ -62,10 +62,20 @@ def prefill_batches_held(semantics: PipelineSemantics, stages: int) -> int:
     return (stages if semantics == "pipelined" else 1) + 1
 
 
+BATCHES_PER_REPLICA = 2
+"""Batches of requests that a replica has at a time at most, so that it never waits for the next one."""
+
+
 def prompts_held(batch: float, steps: int) -> float:
     """Prompts whose KV caches a prefill replica holds for so many steps of `batch` prompts: one for each step
     at least, since a prompt has all of its memory while parts of it are computed."""
     return max(1.0, batch) * steps
+
+
+def outgoing_prompts(chunk: float, steps: int) -> float:
+    """Prompts for other replicas for whose KV caches a mixed replica keeps room, so that its steps, `steps`
+    of them in flight, always find a chunk of `chunk` prompts, while others are sent."""
+    return BATCHES_PER_REPLICA * prompts_held(chunk, steps + 1)
 
 
 def steps_to_fill(stage_s: Sequence[float], hop_s: Sequence[float]) -> int:
@@ -181,13 +191,20 @@ def mixed_pace(mixed: PhaseTimes, decode: PhaseTimes, decodes: float, osl: float
     """
     stages = len(decode.stage_s)
     share = min(1.0, decodes / (osl * mixed.batch))
-    hop_s = [share * m + (1 - share) * d for m, d in zip(mixed.hop_s, decode.hop_s, strict=True)]
-    walk = math.fsum((share * math.fsum(mixed.stage_s), (1 - share) * math.fsum(decode.stage_s), *hop_s))
-    slowest_s = _slowest_s(mixed.stage_s, decode.stage_s, share, 1 - exp(-decodes / osl))
-    period = max(slowest_s, walk / stages, *hop_s, 0.0)
+    period = mixed_period_s(mixed, decode, share)
     request_s = osl * period / decodes
     turn = decode_pace("pipelined", mixed.stage_s, mixed.hop_s, 1.0, 1.0).latency_s
     return Pace(1 / request_s, max(1.0, 1 / (chunk * stages)) * turn, stages * period)
+
+
+def mixed_period_s(mixed: PhaseTimes, decode: PhaseTimes, share: float) -> float:
+    """Mean seconds from one step to the next where a share of them is mixed; mixed.batch is the prompts in
+    such a step."""
+    hop_s = [share * m + (1 - share) * d for m, d in zip(mixed.hop_s, decode.hop_s, strict=True)]
+    walk = math.fsum((share * math.fsum(mixed.stage_s), (1 - share) * math.fsum(decode.stage_s), *hop_s))
+    begins = 1 - exp(-share * mixed.batch)
+    slowest_s = _slowest_s(mixed.stage_s, decode.stage_s, share, begins)
+    return max(slowest_s, walk / len(decode.stage_s), *hop_s, 0.0)
 
 
 def _slowest_s(mixed_s: Sequence[float], decode_s: Sequence[float], share: float, begins: float) -> float:
@@ -197,7 +214,7 @@ def _slowest_s(mixed_s: Sequence[float], decode_s: Sequence[float], share: float
     if len(mixed_s) == 1:
         return share * mixed_s[0] + (1 - share) * decode_s[0]
     # The chain forgets what the step was by this factor with each stage.
-    memory = 1 - begins / share if share < 1 else 0.0
+    memory = 1 - begins / share if 0 < share < 1 else 0.0
     mean, below = 0.0, 0.0
     for seconds in sorted({*mixed_s, *decode_s}):
         if any(d > seconds for d in decode_s):

@@ -10,12 +10,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import msgspec
 
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
+from hexgen2.replica import Role
 from runtime import logs
 from runtime.api.access import hosts_of, is_loopback
 from runtime.api.app import add_views, create_app
@@ -274,7 +275,7 @@ async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, Result]) ->
 
 def _banner(placement: Placement, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    roles = Counter(replica.role for replica in placement.replicas)
-    counts = ", ".join(f"{roles[role]} {role}" for role in ("prefill", "decode", "colocated") if roles[role])
+    counted = Counter(replica.role for replica in placement.replicas)
+    counts = ", ".join(f"{counted[role]} {role}" for role in get_args(Role) if counted[role])
     shown = f"[{host}]" if ":" in host else host
     return f"serving {placement.model.name} on http://{shown}:{port}  ({counts} replicas)"

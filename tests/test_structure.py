@@ -20,7 +20,10 @@ MAY_IMPORT = {
     "runtime": {"cost_model", "cluster_specs", "hexgen2"},
 }
 INTO_THE_RUNTIME = ("hexgen2.commands.launch", "hexgen2.commands.node")
-FOR_THE_RUNTIME = ("cluster", "devices", "placement", "checks", "workload", "network", "prediction")
+FOR_THE_RUNTIME = (
+    *("cluster", "devices", "placement", "replica", "region"),
+    *("checks", "workload", "network", "prediction"),
+)
 EXPORTS_THAT_ARE_STARTED = {
     "runtime.launcher.ray": "hexgen2.export.ray",
     "runtime.vllm.launcher": "hexgen2.export.vllm_command",

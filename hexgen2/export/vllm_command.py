@@ -245,9 +245,10 @@ def _of_replica(
 def _kv_transfer(role: str, cpu: bool) -> str:
     """Settings of the KV connector. engine_id is left out: each start then draws a new one, so that peers do
     not mistake a restarted replica for its predecessor."""
+    does = {"prefill": "kv_producer", "decode": "kv_consumer", "mixed": "kv_both"}
     settings = {
         "kv_connector": "NixlConnector",
-        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_role": does[role],
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"kv_lease_duration": KV_LEASE_S},
     }

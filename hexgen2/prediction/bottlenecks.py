@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from cost_model.base import CostModel
 from hexgen2.checks import traffic_of
 from hexgen2.cluster import Cluster
 from hexgen2.network.shared_links import Links
 from hexgen2.placement import Replica, Route
+from hexgen2.replica import Role
 
 FULL = 1 - 1e-6
 """Whatever is used to this share of its capacity counts as full."""
@@ -24,7 +26,7 @@ def bottlenecks_of(
 ) -> list[str]:
     """Every full replica, route and shared link, and the idle GPUs, one line each."""
     found = []
-    for role in ("prefill", "decode", "colocated"):
+    for role in get_args(Role):
         side = [r for r in replicas if r.role == role]
         if side and all(r.utilisation >= FULL for r in side):
             found.append(f"all {role} replicas are at capacity")

@@ -9,7 +9,7 @@ from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.from_workers import Load
 from runtime.protocol.message import Message
 from runtime.protocol.to_workers import Configure
-from runtime.routing.kv_budget import KvBudget, growth_tokens
+from runtime.routing.kv_budget import KvBudget, growth_tokens, outgoing_tokens
 
 FULL = 0.9
 """An engine that has requests waiting and uses this share of its KV cache gets no more requests."""
@@ -35,8 +35,15 @@ class Replica(KvBudget):
         growth_tokens: int = 0,
         high_water: float = 1.0,
         groups: int = 1,
+        outgoing_tokens: int | None = None,
+        rounding_tokens: int = 0,
     ) -> None:
-        super().__init__(kv_budget_tokens, max_batch, growth_tokens, high_water, groups=groups)
+        super().__init__(
+            *(kv_budget_tokens, max_batch, growth_tokens, high_water),
+            groups=groups,
+            outgoing_tokens=outgoing_tokens,
+            rounding_tokens=rounding_tokens,
+        )
         self.replica_id, self.role, self.driver, self.links = replica_id, role, driver, links
         self.free_blocks: int | None = None
         self.load: Load | None = None
@@ -86,9 +93,13 @@ def make_replicas(
             links={gpu: links[gpu] for gpu in replica.gpus if gpu in links},
             kv_budget_tokens=configurations[replica.gpus[0]].kv_budget_tokens,
             max_batch=replica.max_batch,
-            growth_tokens=growth_tokens(placement),
+            growth_tokens=growth_tokens(placement) if replica.decodes else 0,
             high_water=high_water,
             groups=replica.attention_data_parallel,
+            outgoing_tokens=outgoing_tokens(replica, placement),
+            rounding_tokens=(
+                configurations[replica.gpus[0]].block_tokens - 1 if replica.role == "mixed" else 0
+            ),
         )
         for replica in placement.replicas
     }

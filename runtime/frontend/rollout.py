@@ -30,7 +30,7 @@ def waves(
     staying : replicas in both sets, which serve throughout
     leaving : replicas that serve until their wave
     blockers : for each new replica, those of `leaving` that occupy its GPUs
-    roles : by replica: "prefill", "decode" or "colocated"
+    roles : by replica: "prefill", "decode", "colocated" or "mixed"
     """
     standing, left, found = set(staying) | set(leaving), dict(blockers), list[Wave]()
     while left:
@@ -52,4 +52,4 @@ def waves(
 
 def _serve(names: Collection[str], roles: Mapping[str, str]) -> bool:
     have = {roles[name] for name in names}
-    return "colocated" in have or have >= {"prefill", "decode"}
+    return bool(have & {"colocated", "mixed"}) or have >= {"prefill", "decode"}

@@ -66,12 +66,13 @@ def shares_of(cores: Sequence[int], workers: Sequence[str]) -> dict[str, tuple[i
 
 
 def emulated_links(placement: Placement) -> dict[str, tuple[KvLink, ...]]:
-    """The cluster's links from each prefill worker to every other GPU, by the sending worker.
+    """The cluster's links from each worker that prefills for other replicas to every other GPU, by the
+    sending worker.
 
     All other GPUs, because after a re-plan KV caches may go to any of them.
     """
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
-    senders = [gpu for replica in placement.replicas if replica.role == "prefill" for gpu in replica.gpus]
+    senders = [gpu for replica in placement.replicas if replica.prefills_for_others for gpu in replica.gpus]
     index = {gpu: number for number, gpu in enumerate(cluster.gpu_ids)}
 
     def link(source: str, destination: str) -> KvLink:

@@ -13,7 +13,7 @@ from runtime.routing.replica_state import ReplicaEvent, ReplicaStates
 from runtime.routing.router import Route, Router, routes_without
 
 SPREAD = 2.0
-"""A route may take so many times its planned share of a prefill replica's KV cache."""
+"""A route may take so many times its planned share of the KV cache for prompts of a replica that sends."""
 
 RoutesLeft = Callable[[Collection[str]], Iterable[Route]]
 
@@ -188,18 +188,19 @@ class Admission(Generic[Request]):
         )
 
     def _shares(self) -> Mapping[tuple[str, str], float]:
-        """The share of a prefill replica's KV cache that each of its routes may take, where that is not all:
-        SPREAD times its share of the flow. So the requests that wait for a slow link keep none of the others
-        from being computed."""
+        """The share that each route to another replica may take of the KV cache that its prefill replica has
+        for such routes, where that is not all: SPREAD times its share of their flow. So the requests that
+        wait for a slow link keep none of the others from being computed."""
         if self._shares_of is not self.router:
             flows: dict[str, float] = {}
-            for route in self.router.routes:
+            sending = [route for route in self.router.routes if not route.colocated]
+            for route in sending:
                 flows[route.prefill] = flows.get(route.prefill, 0.0) + route.weight
             self._shares_of = self.router
             self._known_shares = {
                 (route.prefill, route.decode): SPREAD * route.weight / flows[route.prefill]
-                for route in self.router.routes
-                if 0 < SPREAD * route.weight < flows[route.prefill] and not route.colocated
+                for route in sending
+                if 0 < SPREAD * route.weight < flows[route.prefill]
             }
         return self._known_shares
 
@@ -221,8 +222,8 @@ class Admission(Generic[Request]):
                     begins[prefill] = fits(prefill, whole if one_token else prompt, True)
                 if one_token or not begins[prefill]:
                     return begins[prefill]
-                share = shares.get((prefill, decode))
-                if share is not None and not replicas[prefill].has_room_toward(decode, prompt, share):
+                share = shares.get((prefill, decode), 1.0)
+                if not replicas[prefill].has_room_toward(decode, prompt, share):
                     return False
             if decode not in ends:
                 ends[decode] = fits(decode, whole, False)

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster_specs.loader import resolve
-from cost_model.pipeline import PipelineSemantics, prompts_held
+from cost_model.pipeline import BATCHES_PER_REPLICA, PipelineSemantics, outgoing_prompts, prompts_held
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
-
-BATCHES_PER_REPLICA = 2
 
 
 def kv_budgets(placement: Placement) -> dict[str, int]:
@@ -22,6 +20,7 @@ def kv_budgets(placement: Placement) -> dict[str, int]:
     For replicas that decode, the limit is BATCHES_PER_REPLICA full batches of the longest context. A prefill
     replica takes only as many prompts as keep it busy, so that waiting ones can still go elsewhere:
     BATCHES_PER_REPLICA times the prompts that it computes and sends, or the longest prompt if that is more.
+    A mixed replica has both.
     """
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     costs = placement.costs()
@@ -36,12 +35,26 @@ def growth_tokens(placement: Placement) -> int:
     return math.ceil(placement.workload.osl / 2)
 
 
+def outgoing_tokens(replica: Replica, placement: Placement) -> int | None:
+    """Tokens of KV cache that are kept for prompts for other replicas in a mixed replica, which may take no
+    more; None: nothing is kept, and they may take all (in other roles)."""
+    return _tokens_of_prompts(replica, placement) if replica.role == "mixed" else None
+
+
 def _useful_tokens(replica: Replica, placement: Placement) -> int:
-    longest = placement.model.max_position
-    if replica.role != "prefill":
-        return BATCHES_PER_REPLICA * replica.max_batch * longest
+    batches = BATCHES_PER_REPLICA * replica.max_batch * placement.model.max_position
+    if replica.role == "mixed":
+        return batches + _tokens_of_prompts(replica, placement)
+    return _tokens_of_prompts(replica, placement) if replica.role == "prefill" else batches
+
+
+def _tokens_of_prompts(replica: Replica, placement: Placement) -> int:
+    """Tokens of the prompts for other replicas that keep a replica busy."""
     semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
     isl, steps = placement.workload.isl, replica.engine.steps_in_flight(semantics, len(replica.stages))
+    if replica.role == "mixed":
+        return math.ceil(outgoing_prompts(replica.engine.chunk_tokens / isl, steps) * isl)
+    longest = placement.model.max_position
     prompts = min(replica.max_batch, replica.engine.step_tokens / isl)
     planned = math.ceil(prompts_held(prompts, steps + 1) * isl)
     return BATCHES_PER_REPLICA * max(planned, longest)
@@ -57,6 +70,10 @@ class KvBudget:
     when the replica had no room although the account showed some, until something is released. `crowded` is
     set while the engine reports so; it is ignored for an idle replica, whose report may be stale. The cache
     is in `groups` equal parts (attention data parallelism), and a request has to fit into one of them.
+    `outgoing_tokens` of it are kept for prompts for other replicas (None: none, and they may take all). Each
+    request may take up to `rounding_tokens` more than it holds, since memory comes in blocks. That counts
+    where prompts for others wait for memory (in mixed replicas) beside KV caches that others send: then all
+    of these always fit, and two replicas that send to each other never wait for each other.
     """
 
     kv_budget_tokens: int
@@ -68,8 +85,11 @@ class KvBudget:
     refused: bool = False
     crowded: bool = False
     groups: int = 1
+    outgoing_tokens: int | None = None
+    rounding_tokens: int = 0
     _targets: dict[Any, str] = field(default_factory=dict)
     _target_tokens: dict[str, int] = field(default_factory=dict)
+    _sent_tokens: int = 0
 
     @property
     def largest_request_tokens(self) -> int:
@@ -79,8 +99,8 @@ class KvBudget:
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
         """Whether a request of that many KV tokens, which fits an idle replica, may be sent now.
 
-        Prefill-only requests need room in the KV budget. Those that decode also need room for the expected
-        growth of all, and at most BATCHES_PER_REPLICA batches may be on the replica.
+        Those that decode here need room for the expected growth of all that do, and at most
+        BATCHES_PER_REPLICA batches of them may be on the replica. Prefill-only requests do not grow.
         """
         if self.refused:
             return False
@@ -88,16 +108,26 @@ class KvBudget:
             return True
         if self.crowded:
             return False
-        growth = 0 if prefill_only else self.growth_tokens * (len(self.held) + 1)
-        if self.held_tokens + tokens + growth > self.kv_budget_tokens * self.high_water:
+        decoding = len(self.held) - len(self._targets)
+        growth = self.growth_tokens * (decoding + (not prefill_only))
+        rounding = self.rounding_tokens * (len(self.held) + 1)
+        held, budget = self.held_tokens, self.kv_budget_tokens * self.high_water
+        if self.outgoing_tokens is not None:
+            if prefill_only:
+                return held + tokens + rounding <= budget
+            held, budget = held - self._sent_tokens, budget - self.outgoing_tokens
+        if held + tokens + growth + rounding > budget:
             return False
-        return prefill_only or len(self.held) < BATCHES_PER_REPLICA * self.max_batch
+        return prefill_only or decoding < BATCHES_PER_REPLICA * self.max_batch
 
     def has_room_toward(self, target: str, tokens: int, share: float) -> bool:
         """Whether requests that continue on the replica `target` may hold so many more tokens, if they have
-        at most this share of the budget; one request always may."""
+        at most this share of what prompts for other replicas may take together; one request always may."""
+        limit = self.kv_budget_tokens if self.outgoing_tokens is None else self.outgoing_tokens
         held = self._target_tokens.get(target, 0)
-        return not held or held + tokens <= share * self.kv_budget_tokens
+        if held and held + tokens > share * limit:
+            return False
+        return not self._sent_tokens or self._sent_tokens + tokens <= limit
 
     def hold(self, request_id: Any, tokens: int, target: str = "") -> None:
         """Count the tokens of a request, which continues on the replica `target` if it is prefilled here."""
@@ -106,6 +136,7 @@ class KvBudget:
         if target:
             self._targets[request_id] = target
             self._target_tokens[target] = self._target_tokens.get(target, 0) + tokens
+            self._sent_tokens += tokens
 
     def grow(self, request_id: Any, tokens: int = 1) -> None:
         """Count further tokens of a request that holds KV cache here."""
@@ -120,3 +151,4 @@ class KvBudget:
         self.refused = False
         if target := self._targets.pop(request_id, ""):
             self._target_tokens[target] -= tokens
+            self._sent_tokens -= tokens

@@ -2,8 +2,9 @@
 
 The front end repeats the flow step of the search (HexGen-2, section 3.3) in milliseconds: replicas and their
 plans stay, only the flow changes. It solves two linear programs: the first finds the maximum flow, the second
-a flow of that size with the lowest peak utilisation. Links, network cards, uplinks and GPU ports are shared
-as in hexgen2.checks, unless the placement says that links are pairwise.
+a flow of that size with the lowest peak utilisation. A mixed replica may carry any flow within its region:
+requests that it serves alone, prompts for others and answers for others. Links, network cards, uplinks and
+GPU ports are shared as in hexgen2.checks, unless the placement says that links are pairwise.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from scipy.optimize import linprog
@@ -27,11 +30,12 @@ from hexgen2.placement import Placement, Replica, Throughput
 from hexgen2.placement import Route as PlacedRoute
 from hexgen2.prediction.bottlenecks import bottlenecks_of
 from hexgen2.prediction.latency import latency_of
+from hexgen2.region import Region
 from runtime.routing.router import Route, routes_of
 
 MANY_PAIRS = 400
-"""Up to this many pairs of a prefill and a decode replica, every pair may become a route; beyond, only the
-placement's own routes, plus new ones for replicas that lost all of theirs."""
+"""Up to this many pairs of a replica that prefills and one that decodes, for others, every pair may become a
+route; beyond, only the placement's own routes, plus new ones for replicas that lost all of theirs."""
 PARTNERS = 4
 """New routes for such a replica: to this many others, those with the largest capacity."""
 NEGLIGIBLE = 1e-6
@@ -39,6 +43,8 @@ NEGLIGIBLE = 1e-6
 KEPT = (1 - 1e-9, 1 - 1e-6)
 """Shares of the largest flow that balancing has to keep, the first that the solver can: its largest flow may
 exceed the limits by its tolerance (1e-7), so that keeping all of it is impossible."""
+EACH_ROLE = 1e-4
+"""Weight of each role's peak utilisation beside the largest of them."""
 
 Pair = tuple[str, str]
 
@@ -66,7 +72,7 @@ class Reflow:
         """The routes without the lost replicas, with the flow in requests/s as weight; 0 makes a spare.
 
         Without a loss these are the placement's own routes. Colocated replicas keep their load. As long as a
-        prefill and a decode replica are left, there is a route between such a pair.
+        mixed replica, or a prefill and a decode replica are left, there is a route that can serve.
         """
         if not lost:
             return list(self._planned)
@@ -75,7 +81,7 @@ class Reflow:
         least = float(flows.sum()) * NEGLIGIBLE
         weights = (flow if flow > least else 0.0 for flow in flows.tolist())
         routes = [Route(*pair, weight) for pair, weight in zip(pairs, weights, strict=True)]
-        return routes + [r for r in self._planned if r.colocated and r.prefill not in lost]
+        return routes + [r for r in self._planned if self._stays(r) and r.prefill not in lost]
 
     def placement(self, lost: Collection[str]) -> Placement:
         """The placement without the lost replicas, with the recomputed flow and figures; it passes the same
@@ -83,22 +89,23 @@ class Reflow:
         if not lost:
             return self._placement
         routes = self.routes(lost)
-        loads: dict[str, float] = defaultdict(float)
+        prompts: dict[str, float] = defaultdict(float)
+        answers: dict[str, float] = defaultdict(float)
         for route in routes:
-            for name in {route.prefill, route.decode}:
-                loads[name] += route.weight
+            prompts[route.prefill] += route.weight
+            answers[route.decode] += route.weight
         replicas, gone = list[Replica](), set(self._placement.lost)
         for replica in self._placement.replicas:
             if replica.id in lost:
                 gone |= set(replica.gpus)
             else:
-                used = loads[replica.id] / replica.capacity_req_s if replica.capacity_req_s else 0.0
+                used = _utilisation(replica, prompts[replica.id], answers[replica.id])
                 replicas.append(replica.model_copy(update={"utilisation": used}))
         served = math.fsum(route.weight for route in routes)
         carrying = [
             self.between(route.prefill, route.decode).model_copy(update={"flow_req_s": route.weight})
             for route in routes
-            if not route.colocated and route.weight > 0
+            if not self._stays(route) and route.weight > 0
         ]
         serving = {gpu for replica in replicas for gpu in replica.gpus}
         idle = [gpu for gpu in self._cluster.gpu_ids if gpu not in gone | serving]
@@ -124,19 +131,24 @@ class Reflow:
             self._known[pair] = self._made(self._replicas[prefill], self._replicas[decode])
         return self._known[pair]
 
+    def _stays(self, route: Route) -> bool:
+        """Whether it is a colocated replica, whose load no loss changes."""
+        return self._replicas[route.prefill].role == "colocated"
+
     # -- candidates
 
     def _pairs(self, lost: Collection[str]) -> list[Pair]:
         """Pairs of remaining replicas that may become routes; the placement's own come first."""
         left = [replica for replica in self._placement.replicas if replica.id not in lost]
-        prefill = [replica for replica in left if replica.role == "prefill"]
-        decode = [replica for replica in left if replica.role == "decode"]
-        own = (route for route in self._planned if not route.colocated)
+        prefill = [replica for replica in left if replica.prefills_for_others]
+        decode = [replica for replica in left if replica.decodes_for_others]
+        own = (route for route in self._planned if not self._stays(route))
         pairs = dict.fromkeys(
             (route.prefill, route.decode)
             for route in own
             if route.prefill not in lost and route.decode not in lost
         )
+        pairs |= dict.fromkeys((each.id, each.id) for each in left if each.role == "mixed")
         if len(prefill) * len(decode) <= MANY_PAIRS:
             return list(pairs | dict.fromkeys((p.id, d.id) for p, d in product(prefill, decode)))
         served = {name for pair in pairs for name in pair}
@@ -149,7 +161,10 @@ class Reflow:
         return list(pairs)
 
     def _made(self, source: Replica, target: Replica) -> PlacedRoute:
-        """A new route between two replicas."""
+        """A new route between two replicas, or of a mixed one to itself."""
+        if source is target:
+            ends = {"from": source.id, "to": source.id, "capacity_req_s": source.capacity_req_s}
+            return PlacedRoute.model_validate(ends | {"flow_req_s": 0.0, "kv_bytes_per_req": 0.0})
         costs = self._costs
         route = PlacedRoute.between(
             source, target, costs.kv_bytes_per_layer, to_every_rank=costs.kv_to_every_rank
@@ -198,49 +213,114 @@ class Reflow:
 
     def _flow(self, pairs: list[Pair], lost: Collection[str]) -> np.ndarray:
         """The flow of each pair [pairs], in requests/s."""
-        sides = [_Side.of([pair[end] for pair in pairs], self._replicas) for end in (0, 1)]
+        limits = _Limits.of(pairs, self._replicas)
         shared, left = self._shared(pairs, lost)
-        unit = min(
-            float(side.capacity.sum()) for side in sides
-        )  # scale rates, so that tolerances are relative
+        unit = limits.unit_req_s  # scale rates, so that tolerances are relative
         if unit <= 0:
             return np.zeros(len(pairs))
-        capacities = [side.capacity / unit for side in sides]
+        capacity = limits.capacity / unit
         most = np.array([min(self.between(*pair).capacity_req_s / unit, 1.0) for pair in pairs])
-        matrix = vstack([*(side.members for side in sides), shared * unit], format="csr")
-        limits = np.concatenate([*capacities, left])
-        largest = _minimised(-np.ones(len(pairs)), matrix, limits, most)
+        matrix = vstack([limits.members, shared * unit], format="csr")
+        largest = _minimised(-np.ones(len(pairs)), matrix, np.concatenate([capacity, left]), most)
         value = 0.0 if largest is None else float(largest.sum())
         if largest is None or value <= 0:
             return np.zeros(len(pairs))
         # Balance: scale each capacity from the role's mean utilisation (slack 0) up to the whole (slack 1).
-        means = [min(1.0, value / float(capacity.sum())) for capacity in capacities]
-        even = [capacity * mean for capacity, mean in zip(capacities, means, strict=True)]
-        spread = [capacity * (mean - 1) for capacity, mean in zip(capacities, means, strict=True)]
-        slack = np.concatenate([*spread, np.zeros(len(left)), [0.0]])
-        whole = csr_array(-np.ones((1, len(pairs))))
-        matrix = hstack([vstack([matrix, whole]), csr_array(slack[:, None])], format="csr")
-        cost, most = np.append(np.zeros(len(pairs)), 1.0), np.append(most, 1.0)
+        # Columns: the pairs, the largest slack, and each role's.
+        means = limits.means(value, capacity)
+        roles = len(_Limits.ROLES)
+        spread = capacity * (means - 1)
+        slack = coo_array((spread, (range(len(spread)), limits.role)), shape=(len(spread), roles))
+        matrix = vstack(
+            [
+                hstack([limits.members, csr_array((len(spread), 1)), slack]),
+                hstack([shared * unit, csr_array((len(left), 1 + roles))]),
+                hstack([csr_array((roles, len(pairs))), -np.ones((roles, 1)), np.eye(roles)]),
+                hstack([-np.ones((1, len(pairs))), csr_array((1, 1 + roles))]),
+            ],
+            format="csr",
+        )
+        cost = np.concatenate([np.zeros(len(pairs)), [1.0], np.full(roles, EACH_ROLE)])
+        most = np.append(most, np.ones(1 + roles))
         for share in KEPT:
-            limits = np.concatenate([*even, left, [-value * share]])
-            balanced = _minimised(cost, matrix, limits, most)
+            sides = np.concatenate([capacity * means, left, np.zeros(roles), [-value * share]])
+            balanced = _minimised(cost, matrix, sides, most)
             if balanced is not None:
-                return balanced[:-1] * unit
+                return balanced[: len(pairs)] * unit
         return largest * unit
 
 
-class _Side:
-    """The replicas at one end of the pairs: which pairs belong to which [n, pairs], and capacities [n]."""
+@dataclass(frozen=True)
+class _Limits:
+    """What the replicas at the ends of some pairs can do: a row for each, but for a mixed one a row for each
+    edge of its region.
 
-    def __init__(self, members: csr_array, capacity: np.ndarray) -> None:
-        self.members, self.capacity = members, capacity
+    Attributes
+    ----------
+    members : requests/s of the row's capacity that one request/s of each pair takes [rows, pairs]
+    capacity : requests/s [rows]
+    role : of the row's replica, as an index of ROLES [rows]
+    unit_req_s : requests/s that all of them can prefill, or decode if that is less
+    """
+
+    ROLES: ClassVar = ("prefill", "decode", "mixed")
+
+    members: csr_array
+    capacity: np.ndarray
+    role: np.ndarray
+    unit_req_s: float
 
     @classmethod
-    def of(cls, names: list[str], replicas: dict[str, Replica]) -> _Side:
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        rows, columns = [numbers[name] for name in names], range(len(names))
-        members = coo_array((np.ones(len(names)), (rows, columns)), shape=(len(numbers), len(names)))
-        return cls(csr_array(members), np.array([replicas[name].capacity_req_s for name in numbers]))
+    def of(cls, pairs: list[Pair], replicas: dict[str, Replica]) -> _Limits:
+        rows: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
+        capacity, roles, sides = list[float](), list[int](), [0.0, 0.0]
+        for name in dict.fromkeys(name for pair in pairs for name in pair):
+            replica = replicas[name]
+            for prompts, answers, most in _edges(replica):
+                rows[name].append((len(capacity), prompts, answers))
+                capacity.append(most)
+                roles.append(cls.ROLES.index(replica.role))
+            if replica.prefills_for_others:
+                sides[0] += min(most / prompts for prompts, _, most in _edges(replica))
+            if replica.decodes_for_others:
+                sides[1] += min(most / answers for _, answers, most in _edges(replica))
+        entries = [
+            (row, column, share)
+            for column, (prefill, decode) in enumerate(pairs)
+            for row, share in [(r, a) for r, a, _ in rows[prefill]] + [(r, b) for r, _, b in rows[decode]]
+        ]
+        row, column, share = zip(*entries, strict=True)
+        members = coo_array((share, (row, column)), shape=(len(capacity), len(pairs)))
+        return cls(csr_array(members), np.array(capacity), np.array(roles), min(sides))
+
+    def means(self, value: float, capacity: np.ndarray) -> np.ndarray:
+        """A limit below which the busiest of each row's role can't be when so much is carried [rows]: the
+        mean utilisation of the role, or 0 where mixed replicas can take over its work.
+
+        Parameters
+        ----------
+        value, capacity : in the same unit
+        """
+        if self.ROLES.index("mixed") in self.role:
+            return np.zeros(len(capacity))
+        whole = np.bincount(self.role, weights=capacity)
+        return np.minimum(1.0, value / whole)[self.role]
+
+
+def _edges(replica: Replica) -> list[tuple[float, float, float]]:
+    """(a, b, c) of each limit a p + b d <= c on the prompts/s p and answers/s d of a replica; the larger of a
+    and b is 1, and c is in requests/s."""
+    if replica.region is None:
+        return [(1.0, 1.0, replica.capacity_req_s)]
+    edges = Region(tuple(replica.region)).edges
+    return [(a / max(a, b), b / max(a, b), 1 / max(a, b)) for a, b in edges]
+
+
+def _utilisation(replica: Replica, prompts: float, answers: float) -> float:
+    """The share of a replica that so many prompts/s and answers/s take."""
+    if replica.role == "mixed":
+        return replica.busy(prompts, answers)
+    return max(prompts, answers) / replica.capacity_req_s if replica.capacity_req_s else 0.0
 
 
 def _largest(replicas: list[Replica]) -> list[Replica]:

@@ -15,7 +15,8 @@ from hexgen2.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A prefill replica and the decode replica that continues its requests; the same one if colocated.
+    """A replica that prefills and the one that continues its requests; the same one if colocated, which a
+    mixed replica is for the requests that it serves alone.
 
     weight is the flow of the placement in requests per second (only proportions matter); a route with
     weight 0 is a spare.
@@ -33,7 +34,8 @@ class Route:
 def routes_of(placement: Placement) -> list[Route]:
     """The routes of a placement, one per pair of replicas, in its order.
 
-    A colocated replica is a route to itself, weighted with its planned load.
+    A colocated replica is a route to itself, weighted with its planned load; a mixed one has such a route in
+    the placement.
     """
     flows = {(route.from_, route.to): route.flow_req_s for route in placement.routes}
     for replica in placement.replicas:

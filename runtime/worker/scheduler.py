@@ -52,8 +52,14 @@ class Scheduler:
 
     Notes
     -----
-    First come, first served: a prompt that finds no blocks holds back those behind it. When a decode finds no
-    block, the request that came last gives up its own and goes to the head of the queue.
+    First come, first served: a prompt that finds no blocks holds back those behind it. Only prompts for other
+    replicas pass those of this one that find no room: they decode elsewhere, so that they need no place in
+    the batch, and memory is reserved for them there already. When a decode finds no block, the request that
+    came last of those that decode here gives up its own and goes to the head of the queue.
+
+    Attributes
+    ----------
+    growing : requests that will need more blocks, as many of which should stay free; any thread may read it
     """
 
     def __init__(
@@ -70,13 +76,14 @@ class Scheduler:
         self._most_in_flight, self._pool = in_flight, pool
         self._requests: dict[str, ScheduledRequest] = {}
         self._waiting: deque[ScheduledRequest] = deque()
+        self._outgoing: deque[ScheduledRequest] = deque()
         self._joining: deque[ScheduledRequest] = deque()
         self._running: dict[str, ScheduledRequest] = {}
         self._in_flight: dict[int, list[tuple[ScheduledRequest, bool]]] = {}
         self._preempted: list[str] = []
         self._faults = dict[str, str]()
         self._next_step = self._arrivals = 0
-        self.preemptions = 0
+        self.preemptions = self.growing = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -88,11 +95,6 @@ class Scheduler:
         """Whether a request still waits for its KV cache or its Decode."""
         request = self._requests.get(request_id)
         return request is not None and request.state is State.EXPECTED
-
-    @property
-    def growing(self) -> int:
-        """Number of requests that will need more blocks; as many should stay free. Safe from any thread."""
-        return len(self._running)
 
     # -- arrivals
 
@@ -111,7 +113,7 @@ class Scheduler:
         request.index, request.sampling = message.index, message.sampling
         if message.index + 1 < message.sampling.max_tokens:
             request.target, request.target_tokens = message.target, message.target_tokens
-        self._waiting.append(request)
+        self._queue_of(request).append(request)
 
     def decode(self, message: Decode) -> str:
         """Start to decode an expected request once its KV cache is here; returns why it can't run, or ""."""
@@ -240,21 +242,30 @@ class Scheduler:
         return bool(reason) or (request.cancelled and not request.steps)
 
     def _admit_landed(self) -> None:
-        while self._joining and self._occupied() < self._max_batch:
-            request = self._joining.popleft()
-            request.state = State.RUNNING
-            self._running[request.request_id] = request
+        while self._joining and self.growing < self._max_batch:
+            self._enter(self._joining.popleft())
 
-    def _occupied(self) -> int:
-        """Number of requests that decode here, or will once their prompt has run."""
-        return sum(not request.target for request in self._running.values())
+    def _enter(self, request: ScheduledRequest) -> None:
+        """Let a request take part in steps."""
+        request.state = State.RUNNING
+        self._running[request.request_id] = request
+        self.growing += not request.target
+
+    def _leave(self, request: ScheduledRequest) -> None:
+        """Take a request out of the steps, if it is in them."""
+        if self._running.pop(request.request_id, None):
+            self.growing -= not request.target
+
+    def _queue_of(self, request: ScheduledRequest) -> deque[ScheduledRequest]:
+        """Where a request waits for blocks."""
+        return self._outgoing if request.target else self._waiting
 
     def _decodes(self) -> list[ScheduledRequest]:
         """The requests that decode in this step, its share of all; each has a slot for its token."""
         ready = [
             r for r in self._running.values() if r.to_run == 1 and not (r.steps or r.target or r.cancelled)
         ]
-        share = -(-self._occupied() // self._most_in_flight)
+        share = -(-self.growing // self._most_in_flight)
         chosen: list[ScheduledRequest] = []
         for request in ready[:share]:
             if request.state is State.RUNNING and self._grow(request):
@@ -276,7 +287,7 @@ class Scheduler:
 
     def _preempt(self, request: ScheduledRequest) -> None:
         """Take a request's blocks away; it is recomputed when there is room again."""
-        del self._running[request.request_id]
+        self._leave(request)
         request.give_up_blocks(self._pool)
         request.state = State.WAITING
         if request.introduced:
@@ -295,17 +306,26 @@ class Scheduler:
                 chunks.append((request, count))
                 limit -= count
         histories = 0
-        while self._waiting and limit > 0 and self._begins(self._waiting[0]):
-            request = self._waiting.popleft()
-            count = min(request.to_run, limit)
-            chunks.append((request, count))
+        while limit > 0 and (begun := self._next_prompt()):
+            count = min(begun.to_run, limit)
+            chunks.append((begun, count))
             limit -= count
             # The next one may share these blocks: each layer stores all keys and values before it reads any.
-            request.publish(self._pool, request.computed + count)
-            histories += len(request.tokens) * request.sampling.needs_history
+            begun.publish(self._pool, begun.computed + count)
+            histories += len(begun.tokens) * begun.sampling.needs_history
             if histories > MAX_HISTORY_TOKENS:
                 break
         return chunks
+
+    def _next_prompt(self) -> ScheduledRequest | None:
+        """Take the next prompt that begins out of its queue; None if there is no room for one now."""
+        own, others = self._waiting, self._outgoing
+        own_is_first = own and not (others and others[0].arrival < own[0].arrival)
+        if own_is_first and self._begins(own[0]):
+            return own.popleft()
+        if others and self._begins(others[0]):
+            return others.popleft()
+        return None
 
     def _begins(self, request: ScheduledRequest) -> bool:
         """`_begin`, with an exception noted for `take_faults`."""
@@ -318,12 +338,11 @@ class Scheduler:
 
     def _begin(self, request: ScheduledRequest) -> bool:
         """Let a request run; False if the batch or the KV cache has no room for it now."""
-        if not request.target and self._occupied() >= self._max_batch:
+        if not request.target and self.growing >= self._max_batch:
             return False
-        if not request.take_blocks(self._pool, self._occupied()):
+        if not request.take_blocks(self._pool, self.growing):
             return False
-        request.state = State.RUNNING
-        self._running[request.request_id] = request
+        self._enter(request)
         return True
 
     def _issue(self, batch: list[tuple[ScheduledRequest, int]]) -> Step:
@@ -362,10 +381,10 @@ class Scheduler:
 
     def _forget(self, request: ScheduledRequest) -> bool:
         if request.state is State.WAITING:
-            self._waiting.remove(request)
+            self._queue_of(request).remove(request)
         elif request.state is State.JOINING:
             self._joining.remove(request)
-        self._running.pop(request.request_id, None)
+        self._leave(request)
         del self._requests[request.request_id]
         self._pool.release(request.blocks)
         return True

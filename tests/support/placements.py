@@ -30,13 +30,17 @@ def replica_of(
     max_batch: int = 8,
     capacity_req_s: float = 2.0,
     utilisation: float = 0.0,
+    region: Sequence[tuple[float, float]] | None = None,
 ) -> Replica:
     """A replica whose role is the start of its name.
 
     Parameters
     ----------
     stages : each stage's GPUs ("a/0 a/1") and number of layers
+    region : of a mixed replica; None: both phases take it as long
     """
+    if name.startswith("mixed"):
+        region = region or [(0.0, 2 * capacity_req_s), (2 * capacity_req_s, 0.0)]
     first, parts = 0, []
     for gpus, count in stages:
         parts.append(Stage(gpus=gpus.split(), layers=(first, first + count)))
@@ -48,6 +52,7 @@ def replica_of(
         max_batch=max_batch,
         capacity_req_s=capacity_req_s,
         utilisation=utilisation,
+        region=region,
     )
 
 

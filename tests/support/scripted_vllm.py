@@ -114,9 +114,8 @@ async def serving(routes: list[Route], revives: bool = False):
     servers, replicas, ends = {}, {}, {}
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
         driver, links = f"n/{name}", await begin(name, fleet, kv, servers, ends)
-        replicas[name] = Replica(
-            name, "decode" if name.startswith("d") else "prefill", driver, links, 1000, 4
-        )
+        role = {"p": "prefill", "d": "decode", "m": "mixed"}[name[0]]
+        replicas[name] = Replica(name, role, driver, links, 1000, 4)
     coordinator = Coordinator(Router(routes), replicas, ping_every_s=0.2)
     coordinator.start(lambda _: revives)
     try:

@@ -38,6 +38,21 @@ SHAPES = {
 }
 CAPACITY_REQ_S = 4.0
 FLOWS = {("prefill-0", "decode-0"): 1.0, ("prefill-1", "decode-0"): 1.0, ("prefill-1", "decode-1"): 2.0}
+MIXED_SHAPES = {
+    "mixed-0": [("box/0 box/1", 4)],
+    "mixed-1": [("box/2", 3), ("box/3", 1)],
+    "prefill-0": [("box/4", 4)],
+    "decode-0": [("box/5", 4)],
+}
+MIXED_FLOWS = {
+    ("mixed-0", "mixed-1"): 1.0,
+    ("mixed-1", "mixed-0"): 1.0,
+    ("mixed-0", "mixed-0"): 0.5,
+    ("mixed-1", "decode-0"): 0.5,
+    ("prefill-0", "mixed-0"): 0.5,
+    ("prefill-0", "mixed-1"): 0.5,
+}
+REGION = [(0.0, 12.0), (4.0, 6.0), (6.0, 0.0)]
 COMMAND = "from hexgen2.cli import main; main()"
 RUN = """
 import json
@@ -89,6 +104,35 @@ def make_placement(folder: Path) -> Placement:
             for (prefill, decode), flow in FLOWS.items()
         ],
     )
+
+
+def make_mixed_placement(folder: Path) -> Placement:
+    """Two mixed replicas (tp2; two stages) that prefill for each other, for a decode replica and for
+    themselves, and decode for a prefill replica, too; on the same six CPU workers."""
+    whole = make_placement(folder)
+    replicas = []
+    for name, stages in MIXED_SHAPES.items():
+        prompts = sum(flow for (source, _), flow in MIXED_FLOWS.items() if source == name)
+        answers = sum(flow for (_, target), flow in MIXED_FLOWS.items() if target == name)
+        mixed = name.startswith("mixed")
+        replica = replica_of(
+            name, stages, max_batch=4, capacity_req_s=CAPACITY_REQ_S, region=REGION if mixed else None
+        )
+        used = replica.busy(prompts, answers) if mixed else (prompts + answers) / CAPACITY_REQ_S
+        replicas.append(replica.model_copy(update={"utilisation": used}))
+    routes = [
+        Route(
+            from_=source,
+            to=target,
+            flow_req_s=flow,
+            capacity_req_s=CAPACITY_REQ_S,
+            kv_bytes_per_req=0.0 if source == target else 32 * whole.model.kv_bytes_per_token,
+        )
+        for (source, target), flow in MIXED_FLOWS.items()
+    ]
+    placement = placement_of(whole.cluster, whole.model, whole.workload, replicas, routes)
+    bound = placement.bound.model_copy(update={"req_s": 24.0})  # six GPUs at full load; also after a loss
+    return placement.model_copy(update={"bound": bound})
 
 
 def small(placement: Placement) -> Placement:

@@ -67,6 +67,18 @@ def test_scripts_run_what_the_placement_says(folder):
     assert environment[side] != others[side] and others["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.1"
 
 
+def test_a_mixed_replica_sends_and_takes_kv_caches(tmp_path):
+    shapes = {"mixed-0": [("a/0 a/1", 32)], "decode-0": [("a/2", 32)]}
+    routes = (("mixed-0", "decode-0"), ("mixed-0", "mixed-0"))
+    placement = by_hand(NODES, shapes, routes, addresses={"a": "10.0.0.1"})
+    write_folder(tmp_path / "out", vllm_files(placement, "m", "test"), force=False)
+    words, environment = run(tmp_path / "out", "mixed-0.sh")
+    assert json.loads(value(words, "--kv-transfer-config"))["kv_role"] == "kv_both"
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in environment
+    shares = json.loads((tmp_path / "out" / "routes.json").read_text())["routes"]
+    assert [(each["prefill"], each["decode"]) for each in shares] == list(routes)
+
+
 def test_a_replica_on_two_nodes_is_two_processes_with_ranks_in_order(folder):
     first, environment = run(folder, "colocated-0-rank-0.sh")
     second, others = run(folder, "colocated-0-rank-1.sh")
@@ -108,6 +120,7 @@ def test_routes_say_who_serves_where_and_how_much(folder):
     [
         ({"colocated-0": [("a/0 a/1", 20), ("b/0", 12)]}, "tp2,tp1"),
         ({"prefill-0": [("a/0", 32)], "decode-0": [("a/1", 16), ("a/2", 16)]}, "decode-0"),
+        ({"mixed-0": [("a/1", 16), ("a/2", 16)]}, "writes to one only"),
         ({"colocated-0": [("a/0 a/1", 16), ("a/2 b/0", 16)]}, "unequal"),
     ],
 )

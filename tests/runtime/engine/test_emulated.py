@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from served import alive, gauge, make_placement, until_idle
+from served import alive, gauge, make_mixed_placement, make_placement, until_idle
 
 from cluster_specs.loader import resolve
 from cost_model.base import Work
@@ -187,6 +187,32 @@ def test_a_killed_front_end_leaves_no_worker_not_even_one_that_is_stopped(fleet)
     while left := alive(family):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def test_mixed_replicas_answer_right_before_and_after_one_of_them_is_killed(model_folder, tmp_path):
+    placement = make_mixed_placement(model_folder)
+    vocabulary = placement.model.vocab
+    prompts = [[k, *range(20, 60)] for k in range(16)]
+    fleet = Fleet(placement, tmp_path)
+    try:
+        for count, killed in ((6, ""), (60, "box/1"), (6, "")):
+            body = {"model": placement.model.name, "prompt": prompts, "max_tokens": count, "temperature": 0}
+            texts = dict.fromkeys(range(len(prompts)), "")
+            with fleet.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                        texts[choice["index"]] += choice["text"]
+                        if killed and any(texts.values()):
+                            fleet.workers()[killed].kill()
+                            killed = ""
+            answers = [tokens(text) for text in texts.values()]
+            assert answers == [expected(prompt, count, vocabulary) for prompt in prompts]
+        assert gauge(fleet.http, "hexgen2_requests_resumed_total") > 0
+        assert gauge(fleet.http, "hexgen2_route_kv_bytes_total") > 0
+        until_idle(fleet.http)
+    finally:
+        fleet.close()
 
 
 def test_work_is_counted_as_the_cost_model_does():

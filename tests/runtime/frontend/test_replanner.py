@@ -5,11 +5,11 @@ import asyncio
 
 import pytest
 from scripted import Starter, run, serving, until
-from served import make_placement
+from served import make_mixed_placement, make_placement
 
 import runtime.frontend.supervisor
 from cost_model.errors import HexGen2Error
-from runtime.frontend.replanner import Replanner, broken
+from runtime.frontend.replanner import Replanner, broken, renamed
 from runtime.frontend.supervisor import Supervisor
 from runtime.routing.router import Route
 
@@ -100,6 +100,20 @@ def test_a_gone_machine_takes_all_its_gpus_and_is_searched_without_once(placemen
             await supervisor.stop()
 
     run(scenario)
+
+
+def test_a_new_placement_takes_over_the_names_of_mixed_replicas_that_run(model_folder):
+    found = make_mixed_placement(model_folder)
+    alive = {
+        {"mixed-0": "mixed-1", "mixed-1": "mixed-7"}.get(each.id, each.id): each for each in found.replicas
+    }
+    for replica in found.replicas:
+        replica.region = replica.region and [(p * 2, d) for p, d in replica.region]
+    after = renamed(found, alive)
+    assert [each.id for each in after.replicas] == list(alive)
+    pairs = {(route.from_, route.to): route.flow_req_s for route in after.routes}
+    assert pairs["mixed-1", "mixed-1"] == 0.5 and pairs["mixed-7", "mixed-1"] == 1.0
+    assert len(pairs) == len(found.routes)
 
 
 def test_a_machine_that_is_back_in_time_brings_no_search(placement):

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from runtime.frontend.rollout import waves
 
-ROLES = st.sampled_from(["prefill", "decode", "colocated"])
+ROLES = st.sampled_from(["prefill", "prefill", "decode", "decode", "colocated", "mixed"])
 
 
 def serve(names, roles):
     have = {roles[name] for name in names}
-    return "colocated" in have or {"prefill", "decode"} <= have
+    return "colocated" in have or "mixed" in have or {"prefill", "decode"} <= have
 
 
 @st.composite

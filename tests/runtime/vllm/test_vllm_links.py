@@ -19,6 +19,7 @@ from runtime.routing.router import Route
 from runtime.vllm.requests import EngineError, completion, outputs_of
 
 PAIR = [Route("p0", "d0", 1.0)]
+BOTH_WAYS = [Route(*ends, 1.0) for ends in (("m0", "m1"), ("m1", "m0"), ("m0", "m0"), ("p0", "m1"))]
 TWO = [Route("p0", "d0", 1.0), Route("p1", "d1", 1.0)]
 
 
@@ -32,6 +33,28 @@ def test_tokens_come_from_the_decode_side_with_the_cache_of_the_prefill_side():
             await settle(coordinator)
             assert all(body["max_tokens"] == 1 for body in servers["p0"].bodies)
             assert not servers["p0"].kv
+
+    run(scenario)
+
+
+def test_mixed_replicas_send_to_each_other_and_serve_alone():
+    async def scenario():
+        async with serving(BOTH_WAYS) as (coordinator, servers, ends):
+            several = [coordinator.submit([*PROMPT, k], Sampling(max_tokens=6)) for k in range(12)]
+            for k, each in enumerate(several):
+                assert await tokens_of(each) == following([*PROMPT, k], 6)
+                sent = each.record.prefill_replica != each.record.decode_replica
+                assert each.record.kv_arrived == sent
+            assert {each.route for each in several} == set(BOTH_WAYS)
+            await settle(coordinator)
+            assert not any(server.kv for server in servers.values())
+            servers["m0"].script = ["hang"]
+            several = [coordinator.submit([*PROMPT, k], Sampling(max_tokens=6)) for k in range(12)]
+            await servers["m0"].hung.wait()
+            ends["m0"].set()
+            for k, each in enumerate(several):
+                assert await tokens_of(each) == following([*PROMPT, k], 6)
+            assert "m0" in coordinator.lost
 
     run(scenario)
 

@@ -256,6 +256,53 @@ def test_the_youngest_gives_way_and_comes_back_with_all_its_tokens() -> None:
     assert pool.free == pool.blocks
 
 
+def test_prompts_for_others_pass_own_ones_that_find_no_place_in_the_batch() -> None:
+    scheduler, pool = make(max_batch=1, mixed=20)
+    joined(scheduler, pool, "d")
+    scheduler.prefill(prompt("own"))
+    for name in "ab":
+        scheduler.prefill(prompt(name, target="elsewhere"))
+    step = scheduler.next_step()
+    assert names(step) == ["d", "a", "b"]
+    assert scheduler.growing == 1
+    run(scheduler, step)
+    assert scheduler.cancel("d")
+    assert names(scheduler.next_step()) == ["own"]
+
+
+def test_prompts_for_others_pass_own_ones_that_find_no_blocks_but_not_the_other_way_round() -> None:
+    scheduler, pool = make(blocks=12, reuse=False)
+    expected(scheduler, pool, "d", 20)
+    scheduler.prefill(prompt("own", 32))
+    scheduler.prefill(prompt("a", 20, target="elsewhere"))
+    scheduler.prefill(prompt("b", 20, target="elsewhere"))
+    scheduler.prefill(prompt("later", 4))
+    step = scheduler.next_step()
+    assert names(step) == ["a"]
+    run(scheduler, step)
+    assert scheduler.next_step() is None  # b finds no blocks, and what came later has to wait for it
+    assert scheduler.cancel("d") and scheduler.cancel("own")
+    assert names(scheduler.next_step()) == ["b", "later"]
+
+
+def test_a_prompt_for_another_replica_keeps_its_blocks_when_decodes_find_none() -> None:
+    """Two incoming requests outgrow the pool while a prompt for another replica is cut into chunks."""
+    scheduler, pool = make(blocks=13, chunk=1, mixed=1, reuse=False)
+    for name in "ab":
+        joined(scheduler, pool, name, 8, max_tokens=14)
+    scheduler.prefill(prompt("z", 20, target="elsewhere"))
+    chunks, tokens = list[tuple[int, int]](), {"a": 1, "b": 1, "z": 0}
+    while step := scheduler.next_step():
+        chunks += [(first, count) for name, first, count in parts(step) if name == "z"]
+        assert "z" not in step.preempted
+        for output in run(scheduler, step).outputs:
+            tokens[output.request_id] += 1
+    assert scheduler.preemptions > 0
+    assert chunks == [(k, 1) for k in range(20)]
+    assert tokens == {"a": 14, "b": 14, "z": 1}
+    assert scheduler.sent("z") and pool.free == pool.blocks
+
+
 def test_cancel_frees_at_once_unless_a_step_or_a_transfer_is_under_way() -> None:
     scheduler, pool = make()
     scheduler.prefill(prompt("waiting"))
