@@ -1,7 +1,8 @@
 """A replica that decodes: requests run as a batch, and prompts are mixed into its steps.
 
 On a decode replica, requests join the batch at the first step after their KV cache has arrived, and the only
-prompts are those of requests that it preempted. On a colocated replica every request starts as a prompt.
+prompts are those of requests that it preempted. On a colocated replica every request starts as a prompt. On a
+mixed one there are both, and prompts of requests that go on elsewhere.
 
 KV cache is accounted for as in the runtime's scheduler, by what requests hold now, but in tokens instead of
 blocks. When the next tokens do not fit, the youngest request is preempted; it is recomputed later from its
@@ -14,11 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 from cost_model.base import Work
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.batching import Batching
 from hexgen2.simulator.decode_batch import DecodeBatch
+from hexgen2.simulator.prefill_replica import Begun
 from hexgen2.simulator.prompt_gate import PromptGate
 from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
@@ -26,7 +29,7 @@ from runtime.routing.kv_budget import KvBudget
 
 
 class DecodeReplica:
-    """One decode or colocated replica.
+    """One decode, colocated or mixed replica.
 
     Parameters
     ----------
@@ -35,6 +38,7 @@ class DecodeReplica:
         generated since they joined the batch
     schedule : the simulation's schedule(time_s, call, argument)
     ended : called with (request, now) when a request has its last token
+    begun, computed : as of PrefillReplica, for prompts of requests that go on elsewhere
     """
 
     def __init__(
@@ -48,10 +52,15 @@ class DecodeReplica:
         record: ReplicaRecord,
         schedule: Callable,
         ended: Callable[[int, float], None],
+        begun: Begun,
+        computed: Callable[[Any, float], None],
     ) -> None:
         self._batching, self._times, self._isl, self._osl = batching, times, isl, osl
         self._kv_budget, self._records, self._record = kv_budget, records, record
         self._schedule, self._ended = schedule, ended
+        self._begun, self._computed = begun, computed
+        # Requests that go on elsewhere, by numbers below 0 that stand for them here.
+        self._outgoing: dict[int, Any] = {}
         self._window = times.costs.model.window
         self.running = DecodeBatch(times.decode_turn, self._window)
         self._prompts = PromptQueue(self._take_room)
@@ -68,6 +77,7 @@ class DecodeReplica:
         self._busy = False
         self._planned = self._version = self._grown = 0
         self._grown_at = -1.0, 0
+        self._sent = 0
 
     # -- arrival and departure of requests
 
@@ -81,7 +91,7 @@ class DecodeReplica:
     def forget(self, request: int, now: float) -> None:
         """Release the reservation of a request that will not come."""
         self._free(request)
-        if self._prompts.queue:
+        if self._prompts:
             self._interrupt(now)
 
     def land(self, request: int, now: float, made: int = 1) -> None:
@@ -100,6 +110,41 @@ class DecodeReplica:
         self._prompts.add(Prompt(request, self._isl[request] + made, now))
         if first or gate.counts:
             self._interrupt(now)  # Otherwise the prompt ahead is being computed, or waits for room.
+
+    def submit_for_another(self, request: Any, tokens: int, now: float) -> None:
+        """Queue the prompt of a request that goes on elsewhere."""
+        first = not self._prompts
+        number = -1 - self._sent
+        self._sent += 1
+        self._outgoing[number] = request
+        self._prompts.add_other(Prompt(number, tokens, now))
+        if first:
+            self._interrupt(now)
+
+    def withdraw(self, request: Any, now: float) -> bool:
+        """Stop computing a prompt of a request that would go on elsewhere; returns False if none of it is
+        left to compute."""
+        number = self._number_of(request)
+        prompt = self._prompts.withdraw(number)
+        if prompt is None:
+            return False
+        self._computing.pop(number, None)
+        if prompt.begun:
+            self.release(request, prompt.tokens, now)
+        else:
+            del self._outgoing[number]
+        return True
+
+    def release(self, request: Any, _: int, now: float) -> None:
+        """Free the KV cache of a request that goes on elsewhere: it has been sent, or is no longer needed."""
+        number = self._number_of(request)
+        del self._outgoing[number]
+        self._free(number)
+        if self._prompts:
+            self._interrupt(now)
+
+    def _number_of(self, request: Any) -> int:
+        return next(number for number, other in self._outgoing.items() if other is request)
 
     def lose(self, now: float) -> list[tuple[int, int]]:
         """The replica is lost; returns its requests with the number of tokens that each has."""
@@ -144,7 +189,7 @@ class DecodeReplica:
         """Choose the next step at at_s. Choose it now if no prompt is queued and nothing can be preempted:
         only such a choice can be revised when something changes before at_s."""
         self._version += 1
-        if self._prompts.queue or self._free_tokens < len(self._joining):
+        if self._prompts or self._free_tokens < len(self._joining):
             self._busy = True
             self._schedule(at_s, self._choose, self._version)
         else:
@@ -163,7 +208,7 @@ class DecodeReplica:
         if running.count > record.peak_running:
             record.peak_running = running.count
         gate = self._gate
-        if self._prompts.queue and gate.open(running.count) and (steps := self._chunks()):
+        if self._prompts and gate.open(running.count) and (steps := self._chunks()):
             gate.ran_prompts()
             self._run(steps, now)
             return
@@ -197,7 +242,7 @@ class DecodeReplica:
         """The chunks for each of the steps that are in flight together, as far as there are prompts."""
         in_flight, batching, decodes = self._times.in_flight, self._batching, self.running.count
         steps: list[list[Chunk]] = []
-        while self._prompts.queue and len(steps) < in_flight:
+        while self._prompts and len(steps) < in_flight:
             own = -(-decodes // in_flight)
             limit = batching.prompt_tokens(own)
             chunks = self._prompts.take(limit, batching.whole, batching.any_length(own))
@@ -232,8 +277,17 @@ class DecodeReplica:
         self._record.busy_s += seconds
         self._record.running_s += seconds * running.count
         self._busy = True
+        if self._outgoing:
+            self._announce(steps, now, now + seconds)
         chunks = steps[0] if len(steps) == 1 else list(chain(*steps))
         self._schedule(now + seconds, self._ran, (chunks, decodes, self._version))
+
+    def _announce(self, steps: list[list[Chunk]], begun_s: float, ends_s: float) -> None:
+        """Tell of the chunks that are for others."""
+        own = ((self._outgoing.get(chunk.prompt.request), chunk.tokens) for chunk in chain(*steps))
+        sent = [(request, tokens) for request, tokens in own if request is not None]
+        if sent:
+            self._begun(sent, begun_s, ends_s)
 
     def _ran(self, now: float, turn: tuple[list[Chunk], int, int]) -> None:
         chunks, decodes, version = turn
@@ -253,7 +307,14 @@ class DecodeReplica:
     def _has_place(self) -> bool:
         """Whether the batch has a place beside the running requests and those whose prompt is being
         computed."""
-        return self.running.count + len(self._computing) < self._kv_budget.max_batch
+        return self.running.count + self._places_taken < self._kv_budget.max_batch
+
+    @property
+    def _places_taken(self) -> int:
+        """Requests whose prompts are being computed, and that will decode here."""
+        if not self._outgoing:
+            return len(self._computing)
+        return sum(request >= 0 for request in self._computing)
 
     def _admit_arrived(self, now: float) -> None:
         while self._joining and self._has_place():
@@ -265,6 +326,10 @@ class DecodeReplica:
     def _first(self, request: int, now: float) -> None:
         """A prompt is computed, and the token after it generated."""
         del self._computing[request]
+        if request in self._outgoing:
+            self._record.requests += 1
+            self._computed(self._outgoing[request], now)
+            return
         self._made[request] += 1
         self._kv_budget.grow(request)
         self._records.first(request, now)
@@ -306,13 +371,18 @@ class DecodeReplica:
 
     def _promise(self, request: int) -> int:
         """Tokens that are kept free for a request until it ends."""
-        return 0 if self._batching.preempts else self._isl[request] + self._osl[request]
+        if self._batching.preempts or request in self._outgoing:
+            return 0
+        return self._isl[request] + self._osl[request]
 
     def _take_room(self, prompt: Prompt) -> bool:
         """Reserve room for a prompt if it fits together with one more token of every other request, or, where
         none may be preempted, with all of their answers."""
-        occupied = self.running.count + len(self._computing)
-        if occupied >= self._kv_budget.max_batch or prompt.tokens + occupied > self._free_tokens:
+        running = self.running.count + self._places_taken
+        if prompt.request in self._outgoing:
+            if prompt.tokens + running > self._free_tokens:
+                return False
+        elif running >= self._kv_budget.max_batch or prompt.tokens + running > self._free_tokens:
             return False
         promise = self._promise(prompt.request)
         if self._promised_tokens + promise > self._kv_budget.kv_budget_tokens:
@@ -326,7 +396,7 @@ class DecodeReplica:
     def _make_room(self, now: float) -> None:
         """Preempt the youngest requests until the next tokens fit."""
         while self.running.count and self._free_tokens < 0 and len(self._held) > 1:
-            self._preempt(max(chain(self.running, self._computing)), now)
+            self._preempt(max(chain(self.running, self._computing)), now)  # never one that goes on elsewhere
 
     def _preempt(self, request: int, now: float) -> None:
         self._record.preemptions += 1

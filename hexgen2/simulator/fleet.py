@@ -15,7 +15,7 @@ from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.transfers import RouteCost, binding, route_cost
-from runtime.routing.kv_budget import KvBudget, growth_tokens, kv_budgets
+from runtime.routing.kv_budget import KvBudget, growth_tokens, kv_budgets, outgoing_tokens
 
 
 class Fleet:
@@ -55,7 +55,9 @@ class Fleet:
         budget = self._budgets[replica.id] * self._in_flight_per_place(replica)
         if replica.role == "prefill":
             return KvBudget(budget, places, groups=groups)
-        return LiveKvBudget(budget, places, growth_tokens(self.placement), groups=groups)
+        outgoing = outgoing_tokens(replica, self.placement)
+        growth = growth_tokens(self.placement)
+        return LiveKvBudget(budget, places, growth, groups=groups, outgoing_tokens=outgoing)
 
     def times(self, replica: Replica) -> StepTimes:
         """The step times of a replica."""
@@ -79,6 +81,7 @@ class Fleet:
             {
                 (route.from_, route.to): route_cost(route, self._cluster, shared, links, isl)
                 for route in (*self.placement.routes, *more)
+                if route.from_ != route.to
             }
         )
 

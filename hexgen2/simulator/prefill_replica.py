@@ -10,6 +10,8 @@ from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import ReplicaRecord
 
+Begun = Callable[[Sequence[tuple[Any, int]], float, float], None]
+
 
 class PrefillReplica:
     """Serves prompts first come, first served.
@@ -22,7 +24,7 @@ class PrefillReplica:
     step_tokens : most tokens in a step
     budget_tokens : KV cache capacity
     schedule : the simulation's schedule(time_s, call, argument)
-    begun : called with (chunks, begun_s, ends_s) when a step begins
+    begun : called with (sent, begun_s, ends_s) when a step begins: the requests in it, each with its tokens
     computed : called with (request, now) when the step with the last chunk of a prompt ends
     """
 
@@ -33,7 +35,7 @@ class PrefillReplica:
         budget_tokens: int,
         record: ReplicaRecord,
         schedule: Callable,
-        begun: Callable[[Sequence[Chunk], float, float], None],
+        begun: Begun,
         computed: Callable[[Any, float], None],
     ) -> None:
         self._step_tokens, self._times, self._record = step_tokens, times, record
@@ -58,10 +60,10 @@ class PrefillReplica:
         if prompt is None:
             return False
         if prompt.begun:
-            self.release(prompt.tokens, now)
+            self.release(request, prompt.tokens, now)
         return True
 
-    def release(self, tokens: int, now: float) -> None:
+    def release(self, _: object, tokens: int, now: float) -> None:
         """Free the KV cache of a prompt: it has been sent, or is no longer needed."""
         self._free_tokens += tokens
         self._begin(now)
@@ -108,7 +110,7 @@ class PrefillReplica:
         self._record.requests += ends
         self._in_flight += 1
         self._schedule(at, self._end, chunks)
-        self._begun(chunks, now, at)
+        self._begun([(chunk.prompt.request, chunk.tokens) for chunk in chunks], now, at)
 
     def _end(self, now: float, chunks: list[Chunk]) -> None:
         if self._alive:

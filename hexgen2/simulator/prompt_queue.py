@@ -47,7 +47,8 @@ def attended(chunks: Sequence[Chunk], window: Window | None) -> float:
 
 
 class PromptQueue:
-    """First come, first served. Only the first prompt of the queue may have begun.
+    """First come, first served, but prompts for other replicas pass own ones that find no room. Only the
+    first prompt of each kind may have begun.
 
     Parameters
     ----------
@@ -55,16 +56,24 @@ class PromptQueue:
 
     Attributes
     ----------
-    queue : prompts with tokens that are not yet part of a step
+    queue, others : own prompts with tokens that are not yet part of a step, and those for other replicas
     """
 
     def __init__(self, begin: Callable[[Prompt], bool]) -> None:
         self._begin = begin
         self.queue: deque[Prompt] = deque()
+        self.others: deque[Prompt] = deque()
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self.others)
 
     def add(self, prompt: Prompt) -> None:
         """Append a prompt."""
         self.queue.append(prompt)
+
+    def add_other(self, prompt: Prompt) -> None:
+        """Append a prompt for another replica."""
+        self.others.append(prompt)
 
     def put_first(self, prompt: Prompt) -> None:
         """Insert a prompt ahead of all that have not begun."""
@@ -72,23 +81,30 @@ class PromptQueue:
 
     def withdraw(self, request: object) -> Prompt | None:
         """Remove and return a request's prompt; None if all of it is part of steps already."""
-        found = next((prompt for prompt in self.queue if prompt.request is request), None)
-        if found is not None:
-            self.queue.remove(found)
-        return found
+        for queue in (self.queue, self.others):
+            for prompt in queue:
+                if prompt.request is request:
+                    queue.remove(prompt)
+                    return prompt
+        return None
 
     def clear(self) -> list[Prompt]:
         """Remove and return all prompts."""
-        prompts = list(self.queue)
+        prompts = [*self.queue, *self.others]
         self.queue.clear()
+        self.others.clear()
         return prompts
 
     def take(self, limit: int, whole: bool = False, any_length: bool = True) -> list[Chunk]:
         """Chunks for the next step, at most `limit` tokens in total. With `whole`, prompts are not divided;
         one longer than `limit` gets a step of its own with `any_length`, and waits without."""
         chunks: list[Chunk] = []
-        queue = self.queue
-        while queue and limit > 0:
+        queue: deque[Prompt] | None = self.queue
+        while limit > 0:
+            if self.others:
+                queue = self._next_of_both()
+            if not queue:
+                break
             prompt = queue[0]
             tokens = prompt.tokens - prompt.done
             if tokens > limit:
@@ -108,3 +124,12 @@ class PromptQueue:
             if last:
                 queue.popleft()
         return chunks
+
+    def _next_of_both(self) -> deque[Prompt] | None:
+        """The queue whose first prompt came first, of those that have begun or find room."""
+        queues = [queue for queue in (self.queue, self.others) if queue]
+        for queue in sorted(queues, key=lambda queue: queue[0].since_s):
+            if queue[0].begun or self._begin(queue[0]):
+                queue[0].begun = True
+                return queue
+        return None

@@ -27,7 +27,7 @@ from hexgen2.simulator.fleet import Fleet, LiveKvBudget
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.pipelined_replica import PipelinedReplica
 from hexgen2.simulator.prefill_replica import PrefillReplica
-from hexgen2.simulator.prompt_queue import Chunk
+from hexgen2.simulator.prompts_for_others import PromptsForOthers
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.transfers import RouteCost, Transfers
 from runtime.routing.admission import Admission
@@ -104,8 +104,8 @@ class Simulation:
         self._active: dict[int, _Request] = {}
         self.transfers = Transfers(self.schedule)
         self.kv_budgets: dict[str, KvBudget] = {}
-        self._prefill_replicas: dict[str, PrefillReplica] = {}
-        self._decode_replicas: dict[str, DecodeReplica] = {}
+        self._prefill_replicas: dict[str, PrefillReplica | PromptsForOthers] = {}
+        self._decode_replicas: dict[str, DecodeReplica | PipelinedReplica] = {}
         self._colocated_replicas: dict[str, DecodeReplica | PipelinedReplica] = {}
         self._running: dict[str, Replica] = {}
         self._routes: dict[tuple[str, str], RouteCost] = {}
@@ -174,24 +174,27 @@ class Simulation:
             budget, steps = kv_budget.kv_budget_tokens, (self.schedule, self._begun, self._computed)
             self._prefill_replicas[name] = PrefillReplica(batching.step_tokens, times, budget, record, *steps)
             return
-        lengths, calls = (self._isl, self._osl), (self.schedule, self._ended)
-        if replica.role == "colocated" and batching.policy == "mixed" and times.in_flight > 1:
-            self._colocated_replicas[name] = PipelinedReplica(
-                batching, times, *lengths, kv_budget, self.records, record, *calls
-            )
-            return
-        decoder = DecodeReplica(batching, times, *lengths, kv_budget, self.records, record, *calls)
-        if replica.role == "colocated":
+        lengths = self._isl, self._osl
+        calls = self.schedule, self._ended
+        sends = self._begun, self._computed
+        both = replica.role != "decode" and batching.policy == "mixed" and times.in_flight > 1
+        kind = PipelinedReplica if both else DecodeReplica
+        decoder = kind(batching, times, *lengths, kv_budget, self.records, record, *calls, *sends)
+        if replica.role != "decode":
             self._colocated_replicas[name] = decoder
-        else:
+        if replica.decodes_for_others:
             self._decode_replicas[name] = decoder
-        if isinstance(kv_budget, LiveKvBudget):
-            kv_budget.grown, kv_budget.grown_at_most = lambda: decoder.grown(self.now), decoder.grown_at_most
+        if replica.prefills_for_others:
+            self._prefill_replicas[name] = PromptsForOthers(decoder)
+        if isinstance(decoder, DecodeReplica) and isinstance(kv_budget, LiveKvBudget):
+            counted = decoder
+            kv_budget.grown, kv_budget.grown_at_most = lambda: counted.grown(self.now), counted.grown_at_most
 
     def _add_routes(self, fleet: Fleet, names: Mapping[str, str], more: Sequence[PlacedRoute] = ()) -> None:
         """Add the routes of a placement, and `more`. `names` maps its replica ids to the simulation's."""
         self._fleet, self._names = fleet, names
         capacity = {(r.from_, r.to): r.capacity_req_s for r in (*fleet.placement.routes, *more)}
+        # Those of mixed replicas to themselves move nothing.
         for (source, target), cost in fleet.routes(more).items():
             key = names[source], names[target]
             self._routes[key] = cost
@@ -236,30 +239,30 @@ class Simulation:
             self._decode_replicas[route.decode].expect(index, tokens, self.now)
         self._prefill_replicas[route.prefill].submit(request, tokens, self.now)
 
-    def _begun(self, chunks: Sequence[Chunk], begun_s: float, ends_s: float) -> None:
-        """A prefill replica begins a step; each layer is sent as soon as it is computed."""
+    def _begun(self, prompts: Sequence[tuple[_Request, int]], begun_s: float, ends_s: float) -> None:
+        """A step begins with so many tokens of each of these prompts, whose requests go on elsewhere; each
+        layer is sent as soon as it is computed."""
         layers = self.placement.model.layers
         sent = dict[RouteCost, tuple[list[_Request], list[int]]]()
-        for chunk in chunks:
-            request: _Request = chunk.prompt.request
+        for request, own in prompts:
             if not request.one_token:
                 request.on_their_way += 1
                 cost = self._routes[request.prefill, request.decode]
                 requests, tokens = sent.setdefault(cost, ([], []))
                 requests.append(request)
-                tokens.append(chunk.tokens)
+                tokens.append(own)
         for cost, (requests, tokens) in sent.items():
             self.transfers.begin(requests, cost, sum(tokens), layers, begun_s, ends_s, self._arrived)
 
     def _computed(self, request: _Request, now: float) -> None:
         """A prefill replica has computed a whole prompt."""
         if self._active.get(request.index) is not request:
-            self._prefill_replicas[request.prefill].release(request.prompt_tokens, now)
+            self._prefill_replicas[request.prefill].release(request, request.prompt_tokens, now)
             return
         request.phase, request.computed_s = "moving", now
         self.records.first(request.index, now)
         if request.one_token:
-            self._prefill_replicas[request.prefill].release(request.prompt_tokens, now)
+            self._prefill_replicas[request.prefill].release(request, request.prompt_tokens, now)
             self._ended(request.index, now)
         else:
             self.kv_budgets[request.decode].grow(request.index)
@@ -273,7 +276,7 @@ class Simulation:
     def _moved(self, request: _Request, now: float) -> None:
         """The whole KV cache of a request has arrived."""
         request.phase = "decode"
-        self._prefill_replicas[request.prefill].release(request.prompt_tokens, now)
+        self._prefill_replicas[request.prefill].release(request, request.prompt_tokens, now)
         self.kv_budgets[request.prefill].release(request.index)
         record = self.records.routes[request.prefill, request.decode]
         record.requests += 1
@@ -313,11 +316,13 @@ class Simulation:
     def _lose(self, now: float, name: str) -> None:
         """Lose a replica: its requests restart or fail, and the router continues without it."""
         made = dict[int, int]()
-        if name in self._prefill_replicas:
-            self._prefill_replicas[name].lose()
+        replica = (self._decode_replicas | self._colocated_replicas | self._prefill_replicas)[name]
+        if isinstance(replica, PromptsForOthers):
+            replica = replica.replica
+        if isinstance(replica, PrefillReplica):
+            replica.lose()
         else:
-            decoder = self._decode_replicas.get(name) or self._colocated_replicas[name]
-            made = dict(decoder.lose(now))
+            made = dict(replica.lose(now))
         self._running.pop(name, None)
         stranded = self._admission.lose(name, f"{name} is lost")
         victims = [r for r in self._active.values() if self._needs(r, name)]
@@ -363,7 +368,7 @@ class Simulation:
         if request.prefill != lost:
             prefiller = self._prefill_replicas[request.prefill]
             if not prefiller.withdraw(request, now) and request.phase == "moving":
-                prefiller.release(request.prompt_tokens, now)
+                prefiller.release(request, request.prompt_tokens, now)
 
     def _restart(self, request: _Request, made: int) -> None:
         """Put a request back at the head of the queue; its generated tokens become part of its prompt."""
