@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hexgen2.placement import Placement
     from hexgen2.results import SimulationResult
     from hexgen2.search.local_search import SearchState
-    from hexgen2.search.problem import Engine
+    from hexgen2.search.problem import Engine, Phases
     from hexgen2.simulator.batching import Policy
     from hexgen2.simulator.simulation import Simulation
     from hexgen2.workload.lengths import Workload
@@ -57,6 +57,7 @@ def search(
     pipeline: PipelineSemantics = "pipelined",
     links: Links = "shared",
     engine: Engine = "any",
+    phases: Phases = "disaggregated",
     certify: bool = False,
     robust: bool = False,
     seed: int = 0,
@@ -88,6 +89,8 @@ def search(
     pipeline : how the times of pipeline stages add up
     links : "shared" or "pairwise": whether KV routes compete for links, network cards and uplinks
     engine : "vllm" limits the search to replicas that vLLM can run
+    phases : whether replicas do one phase each ("disaggregated"), both for their own requests ("colocated"),
+        or whatever serves most, also for one another ("flexible"); for strategies hexgen2 and exact
     certify : spend some more seconds on proving how good the answer is
     robust : of the best placements found, choose the one that fares best where costs are off, by its 10th
         percentile over perturbations of them; `placement.robustness` then says how each fares
@@ -123,7 +126,9 @@ def search(
     elif make_goal(*options) != Goal():
         raise InputError("goal", "", "is given twice, as an object and as options", "give only one of them")
     check_goal(goal)
-    _check_choices(pipeline=pipeline, links=links, engine=engine)
+    _check_choices(pipeline=pipeline, links=links, engine=engine, phases=phases)
+    if phases != "disaggregated":
+        _check_phases(phases, strategy, goal, engine)
     if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency"):
         raise InputError("--certify", "", "only works with a plain search by hexgen2", "leave it out here")
     if robust and strategy not in ("hexgen2", "exact"):
@@ -134,6 +139,7 @@ def search(
         *(cluster, model, workload, isl, osl, cost_model, pipeline, goal),
         links=links,
         engine=engine,
+        phases=phases,
         weights=weights,
         kv=kv,
     )
@@ -141,6 +147,19 @@ def search(
     if engine == "vllm":
         check_vllm(placement, f"the placement of {strategy}")
     return _checked(placement)
+
+
+def _check_phases(phases: str, strategy: str, goal: Goal, engine: str) -> None:
+    """Refuse phases that the strategy, or the search for this goal, has no choice of."""
+    if strategy not in ("hexgen2", "exact"):
+        raise InputError(
+            "--phases", phases, f"does not go with --strategy {strategy}", "use hexgen2 or exact"
+        )
+    if goal.rents or goal.objective in ("cost", "latency"):
+        remedy = "leave it out, or ask for throughput or goodput on a given cluster"
+        raise InputError("--phases", phases, "is for objectives throughput and goodput", remedy)
+    if phases == "flexible" and engine == "vllm":
+        raise InputError("--phases", phases, "does not go with --engine vllm", "leave one of them out")
 
 
 def replan(
@@ -543,13 +562,14 @@ def _check_choices(**values: str | None) -> None:
 
     from cost_model.pipeline import PIPELINE_SEMANTICS
     from hexgen2.network.shared_links import Links
-    from hexgen2.search.problem import Engine
+    from hexgen2.search.problem import Engine, Phases
     from hexgen2.simulator.batching import POLICIES
 
     known: dict[str, Sequence[str]] = {
         "pipeline": PIPELINE_SEMANTICS,
         "links": get_args(Links),
         "engine": get_args(Engine),
+        "phases": get_args(Phases),
         "policy": POLICIES,
     }
     for name, value in values.items():

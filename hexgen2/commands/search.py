@@ -152,6 +152,14 @@ _detail = options("Modelling details")
     show_default=True,
     help="vllm: use only replicas that vLLM can run.",
 )
+@_detail(
+    "--phases",
+    type=click.Choice(["flexible", "disaggregated", "colocated"]),
+    default="disaggregated",
+    show_default=True,
+    help="Replicas prefill or decode; do both, each for its own requests; or, flexible, whatever serves "
+    "most, also for one another.",
+)
 def search(output: Path | None, as_json: bool, previous: Path | None, **asked: Any) -> None:
     """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow."""
     from hexgen2.strategies.registry import find_strategy
@@ -182,7 +190,7 @@ def _new(lost: str, added: str, horizon_s: float, load_gbyte_s: float, **asked: 
     return hexgen2.search(**_given(asked))
 
 
-def _next(previous: Path, strategy: str, certify: bool, robust: bool, engine: str, **asked: Any):
+def _next(previous: Path, strategy: str, certify: bool, robust: bool, engine: str, phases: str, **asked: Any):
     """A placement to switch to from a running one."""
     from hexgen2.replan.search import NAME
 
@@ -193,6 +201,9 @@ def _next(previous: Path, strategy: str, certify: bool, robust: bool, engine: st
     if engine != "any":
         remedy = "leave it out, or search a new placement"
         raise InputError("--engine", engine, "does not go with --from", remedy)
+    if phases != "disaggregated":
+        remedy = "leave it out, or search a new placement"
+        raise InputError("--phases", phases, "does not go with --from", remedy)
     if strategy != NAME:
         raise InputError("--strategy", strategy, "cannot re-plan", f"leave it out: {NAME} does")
     goal = ("objective", "request_rate", "ttft_ms", "tpot_ms", "budget_per_hour", "frontier")

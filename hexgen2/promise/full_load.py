@@ -3,7 +3,8 @@
 Formulas add up mean steps, and are within 3 % of that where requests are alike. They know nothing of long
 requests that wait at the head of the queue while others would fit, of KV caches that wait for a full link and
 hold room in decode replicas meanwhile, or of prompts that stay in phase in a colocated pipeline, since equal
-answers that begin together end together.
+answers that begin together end together; and of mixed replicas they know the region, but not how evenly work
+for others comes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def simulated_factor(placement: Placement, cluster: Cluster, seed: int) -> float
     stage. 1 as well where the fleet holds more requests than are worth simulating."""
     count = TURNS * placement.places
     in_phase = any(r.role == "colocated" and len(r.stages) > 1 for r in placement.replicas)
-    if not (in_phase or len(placement.workload.classes) > 1) or count > MOST:
+    mixed = any(r.role == "mixed" for r in placement.replicas)
+    if not (in_phase or mixed or len(placement.workload.classes) > 1) or count > MOST:
         return 1.0
     planned = placement.throughput.req_s
     trials, rate, served = Trials(placement, cluster, placement.goal, seed), planned, 0.0

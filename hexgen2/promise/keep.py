@@ -16,6 +16,7 @@ from hexgen2.promise.finalists import Effort, choose, residents
 from hexgen2.promise.full_load import simulated_factor
 from hexgen2.promise.goodput import Found
 from hexgen2.promise.trial import Trial, Trials
+from hexgen2.search.ties import greatest
 
 DEFAULT_EFFORT = Effort()
 CORRECTED = "queues by formulas, {:+.1%} as simulated"
@@ -31,7 +32,7 @@ def with_promise(
 ) -> Placement:
     """The best of the finalists by simulation, with what it is promised to do.
 
-    Without targets and request_rate, the first is the answer, with its requests/s at full load.
+    Without targets and request_rate, it is the one of the greatest requests/s at full load.
 
     Parameters
     ----------
@@ -44,7 +45,10 @@ def with_promise(
     if goal.ttft_ms is None and goal.tpot_ms is None:
         if goal.request_rate is not None:
             return _at_rate(placements[0], cluster, seed, effort)
-        return placements[0] if stop() else _at_full_load(placements[0], cluster, seed)
+        if stop():
+            return placements[0]
+        carrying = [_at_full_load(placement, cluster, seed) for placement in placements]
+        return greatest(carrying, lambda placement: placement.throughput.req_s)[0]
     compared = placements if goal.objective == "goodput" else placements[:1]
     chosen = choose(compared, cluster, goal, seed, stop, effort)
     best, found = chosen.placement, chosen.goodput
@@ -170,7 +174,13 @@ def scaled(placement: Placement, factor: float, why: str = CORRECTED) -> Placeme
         for route in placement.routes
     ]
     replicas = [
-        r.model_copy(update={"capacity_req_s": r.capacity_req_s * factor}) for r in placement.replicas
+        r.model_copy(
+            update={
+                "capacity_req_s": r.capacity_req_s * factor,
+                "region": r.region and [(p * factor, d * factor) for p, d in r.region],
+            }
+        )
+        for r in placement.replicas
     ]
     throughput, bound = placement.throughput, placement.bound
     req_s, most = throughput.req_s * factor, bound.req_s * max(1.0, factor)

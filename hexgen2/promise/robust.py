@@ -218,7 +218,7 @@ def replicas_text(replicas: Sequence[Replica]) -> str:
     return "; ".join(parts)
 
 
-_ROLES = ("prefill", "decode", "colocated")
+_ROLES = ("prefill", "decode", "colocated", "mixed")
 
 
 class _Valuation(ABC):

@@ -56,6 +56,8 @@ def print_placement(placement: Placement, console: Console) -> None:
         f"throughput  {placement.throughput.req_s:.4g}{error} requests/s, "
         f"{placement.throughput.output_tok_s:.5g} output tokens/s"
     )
+    if placement.search.alternatives:
+        console.print(_alternatives_text(placement))
     if caution := _ranking_caution(placement):
         console.print(caution)
     if placement.rented:
@@ -89,6 +91,26 @@ def print_placement(placement: Placement, console: Console) -> None:
         console.print(f"assumed     {assumption}", style="dim")
 
 
+def _alternatives_text(placement: Placement) -> str:
+    """What the same cluster would serve if all replicas did one phase, or both, by formulas, and how this one
+    differs."""
+    others = placement.search.alternatives
+    figures = [
+        f"{'' if each.phases == 'flexible' else 'all '}{each.phases} {each.req_s:.4g}" for each in others
+    ]
+    moved = sum(route.flow_req_s for route in placement.routes if route.from_ != route.to)
+    stay = 1 - moved / placement.throughput.req_s if placement.throughput.req_s else 1.0
+    text = f"phases      {', '.join(figures)} requests/s by formulas"
+    if stay > 0.995:
+        text += ": every request ends where it began"
+    else:
+        text += f": {1 - stay:.0%} of the requests move to another replica for their answers"
+    if any(each.phases == "disaggregated" and each.kv_limited for each in others):
+        size = placement.costs().kv_bytes_per_layer * placement.model.layers
+        text += f"; if all did, KV caches of {size / 1e9:.2g} GB per request would fill the links"
+    return text
+
+
 def _unmeasured(placement: Placement) -> list[str]:
     """What stands in for measurements of the placement's GPUs, a line for each kind."""
     costs, cards = placement.cost_model, " or ".join(placement.cost_model.unmeasured)
@@ -110,7 +132,8 @@ def _ranking_caution(placement: Placement) -> str | None:
         return None
     error, best = placement.cost_model.error, placement.throughput.req_s
     kinds = ("prefill", "decode", "colocated")
-    chosen = tuple(sum(replica.role == kind for replica in placement.replicas) for kind in kinds)
+    roles: list[str] = ["colocated" if r.role == "mixed" else r.role for r in placement.replicas]
+    chosen = tuple(roles.count(kind) for kind in kinds)
     rivals: dict[tuple[int, ...], float] = {}
     for step in placement.search.trace:
         makeup = tuple(step.get(f"{kind}_replicas", 0) for kind in kinds)

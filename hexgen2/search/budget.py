@@ -7,7 +7,7 @@ the budget are never accepted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -102,11 +102,16 @@ def trades(budget: Budget, solution: Solution, givers: list[int], takers: list[i
             if any(node == n for n, _ in given):
                 continue
             for count in _amounts(min(idle, budget.most(node, money))):
-                yield from _hires(solution, giver, given, (node, count), takers)
+                yield from _hires(solution, giver, given, (node, count), takers, budget.problem.roles)
 
 
 def _hires(
-    solution: Solution, giver: int | None, given: NodeCounts, hired: tuple[int, int], takers: list[int]
+    solution: Solution,
+    giver: int | None,
+    given: NodeCounts,
+    hired: tuple[int, int],
+    takers: list[int],
+    roles: Sequence[str],
 ) -> Iterator[Neighbour]:
     changed: dict[int, Group | None] = {}
     if giver is not None:
@@ -125,7 +130,7 @@ def _hires(
         counts[node] = counts.get(node, 0) + count
         larger = Group(group.role, counts_of(counts))
         yield step(group.role, new_group=False), replaced(solution, {**changed, a: larger})
-    for role in ("prefill", "decode"):
+    for role in roles:
         yield step(role, new_group=True), replaced(solution, changed, (Group(role, (hired,)),))
 
 

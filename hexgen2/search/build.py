@@ -17,6 +17,7 @@ from hexgen2.placement import (
     Throughput,
 )
 from hexgen2.prediction.bottlenecks import bottlenecks_of
+from hexgen2.region import Region
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
 from hexgen2.search.evaluator import Evaluation, PlannedReplica
 from hexgen2.search.flow.max_flow import balance, few_routes
@@ -47,27 +48,50 @@ def build_placement(
     carried = np.where(carried > carried.sum() * NEGLIGIBLE, carried, 0.0)
     carried = np.minimum(carried, evaluation.network.routes)  # which it may exceed by rounding
     names = names or fresh_names(problem, evaluation)
-    alone = evaluation.alone.tolist()
-    loads = [*carried.sum(axis=1), *carried.sum(axis=0), *alone]
-    replicas = [
-        _replica(problem, replica, name, float(load))
-        for replica, name, load in zip(evaluation.replicas, names, loads, strict=True)
-    ]
-    senders = len(evaluation.prefill)
+    alone = dict(zip((r.index for r in evaluation.colocated), evaluation.alone.tolist(), strict=True))
+    prompts, answers = dict(alone), dict(alone)
+    for side, work, loads in (
+        (evaluation.senders, prompts, carried.sum(axis=1)),
+        (evaluation.receivers, answers, carried.sum(axis=0)),
+    ):
+        for each, load in zip(side, loads.tolist(), strict=True):
+            work[each.index] = work.get(each.index, 0.0) + load
+    made = {
+        replica.index: _replica(
+            problem,
+            replica,
+            name,
+            prompts.get(replica.index, 0.0),
+            answers.get(replica.index, 0.0),
+            evaluation.region_of(replica),
+        )
+        for replica, name in zip(evaluation.replicas, names, strict=True)
+    }
+    replicas = list(made.values())
     routes = [
         Route.between(
-            replicas[i],
-            replicas[senders + j],
+            made[sender.index],
+            made[receiver.index],
             problem.costs.kv_bytes_per_layer,
             capacity_req_s=float(evaluation.network.routes[i, j]),
             flow_req_s=float(carried[i, j]),
             to_every_rank=problem.costs.kv_to_every_rank,
         )
-        for i in range(len(evaluation.prefill))
-        for j in range(len(evaluation.decode))
+        for i, sender in enumerate(evaluation.senders)
+        for j, receiver in enumerate(evaluation.receivers)
         if carried[i, j] > 0
     ]
-    served = math.fsum([*(route.flow_req_s for route in routes), *alone])
+    routes += [
+        Route.within(made[r.index], flow_req_s=alone[r.index])
+        for r in evaluation.colocated
+        if r.index in evaluation.mixed and alone[r.index] > 0
+    ]
+    served = math.fsum(
+        [
+            *(route.flow_req_s for route in routes),
+            *(own for index, own in alone.items() if index not in evaluation.mixed),
+        ]
+    )
     used = {gpu for name in names for stage in name.gpus for gpu in stage}
     cards = {problem.cluster.accelerators[gpu] for gpu in used}
     idle = [problem.cluster.gpu_ids[gpu] for gpu in problem.usable.tolist() if gpu not in used]
@@ -96,7 +120,16 @@ def build_placement(
     )
 
 
-def _replica(problem: Problem, replica: PlannedReplica, name: Name, load: float) -> Replica:
+def _replica(
+    problem: Problem,
+    replica: PlannedReplica,
+    name: Name,
+    prompts: float,
+    answers: float,
+    region: Region | None,
+) -> Replica:
+    """A replica that computes so many prompts/s and decodes so many answers/s; with its region if it is
+    mixed."""
     stages, layer = [], 0
     for stage, gpus in zip(replica.stages, name.gpus, strict=True):
         ids = [problem.cluster.gpu_ids[gpu] for gpu in gpus]
@@ -112,12 +145,13 @@ def _replica(problem: Problem, replica: PlannedReplica, name: Name, load: float)
     capacity = replica.plan.capacity_req_s
     return Replica(
         id=name.id,
-        role=replica.group.role,  # type: ignore[arg-type]
+        role="mixed" if region else replica.group.role,  # type: ignore[arg-type]
         stages=stages,
         max_batch=max(1, math.ceil(replica.plan.batch - ROUNDED_UP)),
         capacity_req_s=capacity,
-        utilisation=min(1.0, load / capacity),
+        utilisation=region.busy(prompts, answers) if region else min(1.0, max(prompts, answers) / capacity),
         engine=replica.plan.engine,
+        region=list(region.corners) if region else None,
     )
 
 
@@ -125,9 +159,13 @@ def _latency(evaluation: Evaluation, routes: np.ndarray) -> Latency:
     """Means over requests: a prefill step's time and a decode step's time where each request goes, the latter
     stretched by the prefills of a colocated replica."""
     alone = [(r.plan, float(w)) for r, w in zip(evaluation.colocated, evaluation.alone, strict=True)]
+    colocated = {r.index for r in evaluation.colocated}
     total = math.fsum([float(routes.sum()), *(w for _, w in alone)]) or 1.0
-    first = zip(evaluation.prefill, routes.sum(axis=1).tolist(), strict=True)
-    rest = zip(evaluation.decode, routes.sum(axis=0).tolist(), strict=True)
+    first = zip(evaluation.senders, routes.sum(axis=1).tolist(), strict=True)
+    rest = zip(evaluation.receivers, routes.sum(axis=0).tolist(), strict=True)
     ttft = [*(r.plan.latency_s * w for r, w in first), *(plan.latency_s * w for plan, w in alone)]
-    tpot = [*(r.plan.latency_s * w for r, w in rest), *(plan.token_s * w for plan, w in alone)]
+    tpot = [
+        *((r.plan.token_s if r.index in colocated else r.plan.latency_s) * w for r, w in rest),
+        *(plan.token_s * w for plan, w in alone),
+    ]
     return Latency(ttft_ms=math.fsum(ttft) / total * 1e3, tpot_ms=math.fsum(tpot) / total * 1e3)

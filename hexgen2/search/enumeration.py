@@ -11,8 +11,9 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from hexgen2.region import Region
 from hexgen2.search.bounds.upper_bounds import UpperBound
-from hexgen2.search.problem import Group, Solution, counts_of
+from hexgen2.search.problem import ROLES, Group, Solution, counts_of
 from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds
 
@@ -58,10 +59,13 @@ class _Enumeration:
         self._sizes = tuple(len(gpus) for gpus in problem.node_gpus)
         self._capacity: dict[tuple[str, Counts], float] = {}
         self._groups: list[Group] = []
+        # Of the colocated ones among them, if they may work for others.
+        self._regions: list[Region] = []
+        self._mixes = problem.mixes
         self._wanted = 0.0 if state.stopping.target_req_s == math.inf else state.stopping.target_req_s
 
     def run(self) -> bool:
-        return self._descend(self._sizes, 0, None, {"prefill": 0.0, "decode": 0.0})
+        return self._descend(self._sizes, 0, None, dict.fromkeys(ROLES["flexible"], 0.0))
 
     def _descend(self, free: Counts, node: int, below: Counts | None, done: dict[str, float]) -> bool:
         """Try all ways to go on; False if cut short or done."""
@@ -75,7 +79,7 @@ class _Enumeration:
         if state.budget and not state.budget.affordable(Solution(tuple(self._groups))):
             return True
         best = max(state.incumbent.best.net_req_s if state.incumbent.best else 0.0, self._wanted * (1 - 1e-8))
-        if not exceeds(state.evaluator.limit_with_rest(done, free), best):
+        if not exceeds(state.evaluator.limit_with_rest(done, free, self._regions), best):
             return True
         if node == len(free):
             if self._left is not None:
@@ -90,13 +94,17 @@ class _Enumeration:
             if below is not None and counts > below:
                 continue
             rest = tuple(f - c for f, c in zip(free, counts, strict=True))
-            for role in ("prefill", "decode"):
+            for role in self._state.evaluator.problem.roles:
                 gained = self._capacity_of(role, counts)
                 if gained <= 0:
                     continue
-                self._groups.append(Group(role, counts_of(dict(enumerate(counts)))))
+                group = Group(role, counts_of(dict(enumerate(counts))))
+                self._groups.append(group)
+                mixed = [state.evaluator.plan_region(group)] if role == "colocated" and self._mixes else []
+                self._regions += [region for region in mixed if region]
                 complete = self._descend(rest, node, counts, {**done, role: done[role] + gained})
                 self._groups.pop()
+                del self._regions[len(self._regions) - len(mixed) :]
                 if not complete:
                     return False
         return True

@@ -6,6 +6,7 @@ decide it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,21 @@ from functools import cached_property
 
 import numpy as np
 
+from hexgen2.region import Region
 from hexgen2.search.bounds.relaxations import Relaxations
-from hexgen2.search.bounds.upper_bounds import best_split, mixed_rates, node_rates
+from hexgen2.search.bounds.upper_bounds import (
+    best_mixture,
+    best_split,
+    mixed_rates,
+    node_rates,
+    node_regions,
+)
 from hexgen2.search.flow.duals import Duals, Stages
 from hexgen2.search.flow.max_flow import Flow, FlowNetwork, settled, solve
+from hexgen2.search.flow.regions import Share, shares_by_program
 from hexgen2.search.flow.routes import RouteUse, pipeline_use, route_use
 from hexgen2.search.flow.shared_use import SharedUse, shared_use
+from hexgen2.search.knapsack import best_points, served
 from hexgen2.search.operators import Alike
 from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.planning.plan import LESS, GroupPlan, PlannedStage, Planner
@@ -47,7 +57,9 @@ class Evaluation:
     Attributes
     ----------
     prefill, decode, colocated : replicas by role
-    network, flow : between prefill and decode replicas
+    senders, receivers : prefill and decode replicas, and after them colocated ones that work for others
+    network, flow : between senders and receivers; the capacity of a colocated one is its share
+    regions : of the colocated replicas that may work for others
     score : guides the local search: throughput less cost, plus a small share of the replicas' capacities
     alone : [C] requests/s that each colocated replica serves by itself; where colocated replicas share links
         with KV routes, they take precedence
@@ -64,6 +76,25 @@ class Evaluation:
     alone: np.ndarray
     cost_req_s: float = 0.0
     idle_req_s: float = 0.0
+    senders: tuple[PlannedReplica, ...] = ()
+    receivers: tuple[PlannedReplica, ...] = ()
+    regions: tuple[Region, ...] = ()
+
+    def region_of(self, replica: PlannedReplica) -> Region | None:
+        """What the replica can do if it is a mixed one, else None."""
+        if replica.index not in self.mixed:
+            return None
+        return self.regions[[r.index for r in self.colocated].index(replica.index)]
+
+    @cached_property
+    def mixed(self) -> frozenset[int]:
+        """Which groups are colocated ones that work for others, by their places in the solution."""
+        ends = {replica.index for replica in (*self.senders, *self.receivers)}
+        return frozenset(replica.index for replica in self.colocated if replica.index in ends)
+
+    def role_of(self, replica: PlannedReplica) -> str:
+        """The replica's role in a placement: "mixed" if it is colocated and works for others, too."""
+        return "mixed" if replica.index in self.mixed else replica.group.role
 
     @cached_property
     def plans(self) -> dict[tuple[str, NodeCounts], GroupPlan]:
@@ -75,6 +106,11 @@ class Evaluation:
         """[P, D] what each route carries, in requests/s: of all maximum flows the one to read (see
         flow.settled)."""
         return settled(self.network, self.flow).routes
+
+    @property
+    def kv_limited(self) -> bool:
+        """Whether KV routes, and not the replicas, limit the flow."""
+        return self.flow.value < min(self.network.prefill.sum(), self.network.decode.sum()) * (1 - 1e-6)
 
     @property
     def req_s(self) -> float:
@@ -101,6 +137,8 @@ class Evaluation:
         return ranks_above(self.rank, other.rank)
 
 
+SMALL = 1e-9
+"""Requests/s that are rounding."""
 _NEVER = math.inf
 """Stretches the transfers of routes that are not to be used."""
 
@@ -122,6 +160,8 @@ class Evaluator:
             "decode": [q for _, q in self._node_rates],
             "colocated": mixed_rates(problem),
         }
+        self._node_regions = node_regions(problem) if problem.mixes else []
+        self._rate_regions: dict[NodeCounts, Region] = {}
         self._rate_limits: dict[tuple[str, NodeCounts], float] = {}
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
@@ -136,7 +176,7 @@ class Evaluator:
     @cached_property
     def relaxed(self) -> Relaxations:
         """The relaxations of the problem, with the same plans."""
-        return Relaxations(self.planner)
+        return Relaxations(self.planner, self.problem)
 
     def plan_of(self, group: Group) -> GroupPlan | None:
         """The plan that a group runs."""
@@ -166,6 +206,8 @@ class Evaluator:
         if evaluation.flow.value >= limit * (1 - 1e-6) or key in self._reordered_keys:
             return self._evaluated.get(key, evaluation)
         self._reordered_keys.add(key)
+        if evaluation.mixed:
+            return evaluation
         self._evaluated[key] = self._reorder(evaluation)
         return self._evaluated[key]
 
@@ -186,21 +228,59 @@ class Evaluator:
 
         Plans are made only if the GPUs' own rates leave hope of passing the threshold.
         """
-        limit = self._limit(solution, self._rate_limit)
-        return limit if limit <= threshold else self._limit(solution, self._plan_capacity)
+        limit = self._limit(solution, self._rate_limit, self._rate_region)
+        if limit > threshold and any(group.role == "colocated" for group in solution.groups):
+            # To plan a group for both phases takes long.
+            limit = self._limit(solution, self._capacity_limit, self._region_limit)
+        return limit if limit <= threshold else self._limit(solution, self._plan_capacity, self.plan_region)
 
-    def limit_with_rest(self, done: dict[str, float], free: Sequence[int]) -> float:
-        """An upper limit on the flow of groups with these capacities (requests/s by role) once the free GPUs
-        (counted per node) have joined either role at their best rates."""
+    def limit_with_rest(
+        self, done: Mapping[str, float], free: Sequence[int], done_regions: Sequence[Region] = ()
+    ) -> float:
+        """An upper limit on the flow of groups with these capacities (requests/s by role; those of colocated
+        groups that may work for others as regions) once the free GPUs (counted per node) have joined any role
+        at their best rates."""
+        if self.problem.mixes:
+            regions = list(done_regions)
+            regions += [region.times(n) for region, n in zip(self._node_regions, free, strict=True) if n]
+            points = best_points(done["prefill"], done["decode"], regions)
+            return served(done["prefill"], done["decode"], points)
+        if "colocated" in self.problem.roles:
+            mixed = zip(self._node_rates, self._rates["colocated"], free, strict=True)
+            rest = [(p * n, q * n, r * n) for (p, q), r, n in mixed if n]
+            return best_mixture(rest, done["prefill"], done["decode"]) + done["colocated"]
         rates = [(p * n, q * n) for (p, q), n in zip(self._node_rates, free, strict=True) if n]
         return best_split(rates, done["prefill"], done["decode"])
 
-    def _limit(self, solution: Solution, capacity_of: Callable[[Group], float]) -> float:
+    def _limit(
+        self,
+        solution: Solution,
+        capacity_of: Callable[[Group], float],
+        region_of: Callable[[Group], Region | None],
+    ) -> float:
         capacity = {"prefill": 0.0, "decode": 0.0, "colocated": 0.0}
         for group in solution.groups:
             capacity[group.role] += capacity_of(group)
-        served = min(capacity["prefill"], capacity["decode"]) + capacity["colocated"]
-        return served + self.params.plateau_share * math.fsum(capacity.values())
+        prefill, decode = capacity["prefill"], capacity["decode"]
+        if capacity["colocated"] and self.problem.mixes:
+            regions = [r for g in solution.groups if g.role == "colocated" and (r := region_of(g))]
+            carried = served(prefill, decode, best_points(prefill, decode, regions))
+        else:
+            carried = min(prefill, decode) + capacity["colocated"]
+        return carried + self.params.plateau_share * math.fsum(capacity.values())
+
+    def _rate_region(self, group: Group) -> Region:
+        """What a colocated group could do if each of its GPUs worked alone at its best."""
+        found = self._rate_regions.get(group.counts)
+        if found is None:
+            parts = [self._node_regions[node].times(count) for node, count in group.counts]
+            found = self._rate_regions[group.counts] = functools.reduce(Region.plus, parts)
+        return found
+
+    def plan_region(self, group: Group) -> Region | None:
+        """What a colocated group can do that may work for others; None if the model does not fit."""
+        plan = self.plan_of(group)
+        return self.planner.region(plan) if plan else None
 
     def _rate_limit(self, group: Group) -> float:
         key = (group.role, group.counts)
@@ -209,6 +289,15 @@ class Evaluator:
             rates = self._rates[group.role]
             known = self._rate_limits[key] = math.fsum(count * rates[node] for node, count in group.counts)
         return known
+
+    def _region_limit(self, group: Group) -> Region | None:
+        return self.planner.region_limit(group.counts)
+
+    def _capacity_limit(self, group: Group) -> float:
+        if group.role != "colocated":
+            return self._plan_capacity(group)
+        limit = self._region_limit(group)
+        return limit.balanced if limit else 0.0
 
     def _plan_capacity(self, group: Group) -> float:
         plan = self.plan_of(group)
@@ -232,29 +321,89 @@ class Evaluator:
         colocated: tuple[PlannedReplica, ...] = (),
     ) -> Evaluation:
         """The solution's value where each replica runs the plan it has here."""
-        self.routes += len(prefill) * len(decode)
-        alone, busy = self._alone(colocated)
-        uses = [[self.route_use(p, d) for d in decode] for p in prefill]
+        if not (colocated and self.problem.mixes):
+            return self._with_shares(solution, prefill, decode, colocated)
+        regions = tuple(self.planner.region(replica.plan) for replica in colocated)
+        points = best_points(_capacity(prefill), _capacity(decode), regions)
+        shares = [Share(min(p, d), max(0.0, p - d), max(0.0, d - p)) for p, d in points]
+        found = self._with_shares(solution, prefill, decode, colocated, shares, regions)
+        most = served(_capacity(prefill), _capacity(decode), points)
+        if found.req_s >= most * (1 - 1e-6):
+            return found
+        shares = self._shares_by_program(prefill, decode, colocated, regions)
+        return self._with_shares(solution, prefill, decode, colocated, shares, regions)
+
+    def _shares_by_program(
+        self,
+        prefill: tuple[PlannedReplica, ...],
+        decode: tuple[PlannedReplica, ...],
+        mixed: tuple[PlannedReplica, ...],
+        regions: Sequence[Region],
+    ) -> list[Share]:
+        """What each mixed replica does where the links limit the flow."""
+        senders, receivers = (*prefill, *mixed), (*decode, *mixed)
+        sends, takes = (np.array([r.plan.capacity_req_s for r in side]) for side in (senders, receivers))
+        routes, shared = self._routes_between(senders, receivers)
+        own = [pipeline_use(self.problem, r.stages) for r in mixed]
+        at = np.repeat(np.arange(len(mixed)), [len(use.resources) for use in own])
+        resource, busy_s = (
+            np.concatenate(parts) for parts in ([use.resources for use in own], [use.busy_s for use in own])
+        )
+        return shares_by_program(FlowNetwork(sends, takes, routes, shared), regions, resource, at, busy_s)
+
+    def _routes_between(
+        self, senders: tuple[PlannedReplica, ...], receivers: tuple[PlannedReplica, ...]
+    ) -> tuple[np.ndarray, SharedUse | None]:
+        """[S, R] requests/s that each route can carry alone, and what all of them share."""
+        self.routes += len(senders) * len(receivers)
+        uses = [[self.route_use(p, d) for d in receivers] for p in senders]
         transfers = np.array(
             [
                 use.transfer_s * self._slowed(use, d)
                 for row in uses
-                for use, d in zip(row, decode, strict=True)
+                for use, d in zip(row, receivers, strict=True)
             ]
         )
-        shared = self._shared(uses)
+        # Inside a replica nothing is moved.
+        carried = np.divide(1.0, transfers, out=np.full(len(transfers), np.inf), where=transfers > 0)
+        return carried.reshape(len(senders), len(receivers)), self._shared(uses)
+
+    def _with_shares(
+        self,
+        solution: Solution,
+        prefill: tuple[PlannedReplica, ...],
+        decode: tuple[PlannedReplica, ...],
+        colocated: tuple[PlannedReplica, ...],
+        shares: Sequence[Share] = (),
+        regions: tuple[Region, ...] = (),
+    ) -> Evaluation:
+        """The solution's value where colocated replicas have these shares in their regions; each serves its
+        own requests at its capacity if none are given."""
+        alone, busy = self._alone(colocated, shares)
+        sending = [(r, share.sent) for r, share in zip(colocated, shares, strict=False) if share.sent > SMALL]
+        taking = [
+            (r, share.received) for r, share in zip(colocated, shares, strict=False) if share.received > SMALL
+        ]
+        senders, receivers = (*prefill, *(r for r, _ in sending)), (*decode, *(r for r, _ in taking))
+        routes, shared = self._routes_between(senders, receivers)
+        for i, j in itertools.product(range(len(prefill), len(senders)), range(len(decode), len(receivers))):
+            if senders[i].index == receivers[j].index:
+                routes[i, j] = SMALL
         network = FlowNetwork(
-            np.array([r.plan.capacity_req_s for r in prefill]),
-            np.array([r.plan.capacity_req_s for r in decode]),
-            (1 / transfers).reshape(len(prefill), len(decode)),
+            np.array([*(r.plan.capacity_req_s for r in prefill), *(sent for _, sent in sending)]),
+            np.array([*(r.plan.capacity_req_s for r in decode), *(received for _, received in taking)]),
+            routes,
             shared.beside(busy) if shared and colocated else shared,
         )
         flow = solve(network)
-        served = flow.value + float(alone.sum())
-        total = float(network.prefill.sum() + network.decode.sum()) + _capacity(colocated)
-        cost, idle = self.way_cost((*prefill, *decode, *colocated), served)
-        score = served - cost + self.params.plateau_share * (total - idle)
-        return Evaluation(solution, prefill, decode, network, flow, score, colocated, alone, cost, idle)
+        carried = flow.value + float(alone.sum())
+        total = _capacity(prefill) + _capacity(decode) + _capacity(colocated)
+        cost, idle = self.way_cost((*prefill, *decode, *colocated), carried)
+        score = carried - cost + self.params.plateau_share * (total - idle)
+        return Evaluation(
+            *(solution, prefill, decode, network, flow, score, colocated, alone, cost, idle),
+            *(senders, receivers, regions),
+        )
 
     def _slowed(self, use: RouteUse, decode: PlannedReplica) -> float:
         """1, or very much where a transfer alone makes the output tokens of its request late on average, so
@@ -265,10 +414,15 @@ class Evaluator:
         spare_s = max(self.params.transfer_part * target_s, target_s - decode.plan.latency_s)
         return 1.0 if use.transfer_s <= gaps * spare_s else _NEVER
 
-    def _alone(self, colocated: tuple[PlannedReplica, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """[C] requests/s of colocated replicas: their capacities, unless their pipelines share links that
-        cannot carry all of it; and how busy that keeps each link, network card and uplink."""
+    def _alone(
+        self, colocated: tuple[PlannedReplica, ...], shares: Sequence[Share]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[C] requests/s that colocated replicas serve alone: their shares, or capacities, unless their
+        pipelines share links that cannot carry all of it; and how busy that keeps each link, network card and
+        uplink."""
         capacity = np.array([r.plan.capacity_req_s for r in colocated])
+        if shares:
+            capacity = np.array([share.alone for share in shares])
         shared = self._shared([[pipeline_use(self.problem, r.stages) for r in colocated]])
         if not colocated or shared is None:
             return capacity, np.zeros(0)
@@ -317,8 +471,9 @@ class Evaluator:
             [(replica.stages, replica.plan.capacity_req_s) for replica in side]
             for side in (self._replicas(solution, role, near.plans) for role in ("prefill", "decode"))
         ]
-        total = math.fsum(capacity for side in sides for _, capacity in side)
-        return duals.flow_bound(*sides) + self.params.plateau_share * total
+        alone = _capacity(self._replicas(solution, "colocated", near.plans))
+        total = math.fsum(capacity for side in sides for _, capacity in side) + alone
+        return duals.flow_bound(*sides) + alone + self.params.plateau_share * total
 
     def _reorder(self, start: Evaluation) -> Evaluation:
         """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).

@@ -92,12 +92,12 @@ class LinearProgram:
         return Optimum(value, value, np.asarray(solver.variable_values()), duals)
 
     def solve_integer(
-        self, first: int, gap: float, branches: int | None = None, time_s: float | None = None
+        self, whole: Iterable[int], gap: float, branches: int | None = None, time_s: float | None = None
     ) -> Optimum:
-        """The best solution found with whole numbers from variable `first` on, until it is within this
+        """The best solution found with whole numbers for these variables, until it is within this
         relative gap of the bound, or so many branches or seconds are spent. If none is found, its value is
         0."""
-        for column in range(first, self.size):
+        for column in whole:
             self._model.set_var_integrality(column, True)
         solver = linear.ModelSolverHelper("scip")
         parameters = [f"limits/gap = {gap}", "misc/catchctrlc = FALSE"]

@@ -79,35 +79,35 @@ def guided_steps(
 ) -> Iterator[Neighbour]:
     """Steps that relieve bottlenecks: they give GPUs of idle replicas to full ones and change the ends of
     full routes. With a budget, they also rent other GPUs."""
-    solution, alike = evaluation.solution, evaluator.alike
+    solution, alike, roles = evaluation.solution, evaluator.alike, evaluator.problem.roles
     full, spare = _pressure(evaluation)
     if full and spare:
         yield from moves(solution, spare, full, alike)
         yield from swaps(solution, spare, full, alike)
-        yield from flips(solution, spare, alike)
+        yield from flips(solution, spare, alike, roles)
     if budget:
         yield from trades(budget, solution, spare, full)
     else:
-        yield from recruits(solution, idle_gpus(solution, _node_sizes(evaluator)), alike)
+        yield from recruits(solution, idle_gpus(solution, _node_sizes(evaluator)), alike, roles)
     ends = _full_route_ends(evaluation)
     if ends:
         everyone = list(range(len(solution.groups)))
         yield from swaps(solution, ends, everyone, alike)
-        yield from flips(solution, ends, alike)
+        yield from flips(solution, ends, alike, roles)
 
 
 def all_steps(
     evaluator: Evaluator, evaluation: Evaluation, budget: Budget | None = None
 ) -> Iterator[Neighbour]:
     """The whole neighbourhood."""
-    solution, alike = evaluation.solution, evaluator.alike
+    solution, alike, roles = evaluation.solution, evaluator.alike, evaluator.problem.roles
     everyone = list(range(len(solution.groups)))
     return itertools.chain(
         moves(solution, everyone, everyone, alike),
         swaps(solution, everyone, everyone, alike),
-        flips(solution, everyone, alike),
-        merges(solution, alike),
-        splits(solution, alike),
+        flips(solution, everyone, alike, roles),
+        merges(solution, alike, roles),
+        splits(solution, alike, roles),
         trades(budget, solution, everyone, everyone) if budget else (),
     )
 
@@ -122,8 +122,8 @@ def _pressure(evaluation: Evaluation) -> tuple[list[int], list[int]]:
     full = [
         replica.index
         for replicas, capacity, carried in (
-            (evaluation.prefill, evaluation.network.prefill, loads.sum(axis=1)),
-            (evaluation.decode, evaluation.network.decode, loads.sum(axis=0)),
+            (evaluation.senders, evaluation.network.prefill, loads.sum(axis=1)),
+            (evaluation.receivers, evaluation.network.decode, loads.sum(axis=0)),
         )
         for replica, limit, load in zip(replicas, capacity, carried, strict=True)
         if load >= limit * FULL
@@ -140,5 +140,5 @@ def _full_route_ends(evaluation: Evaluation) -> list[int]:
     if network.shared is not None:
         full |= network.shared.full_routes(flow)
     rows, columns = np.nonzero(full)
-    ends = {evaluation.prefill[i].index for i in rows} | {evaluation.decode[j].index for j in columns}
+    ends = {evaluation.senders[i].index for i in rows} | {evaluation.receivers[j].index for j in columns}
     return sorted(ends)

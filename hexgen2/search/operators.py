@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_model.hardware import Link
-from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
+from hexgen2.search.problem import ROLES, Group, NodeCounts, Solution, counts_of
 from hexgen2.search.steps import (
     FlipPhase,
     MergeGroups,
@@ -23,7 +23,12 @@ from hexgen2.search.steps import (
     SwapGpus,
 )
 
-OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
+PURE = ROLES["disaggregated"]
+
+
+def _roles_for(role: str, roles: Sequence[str]) -> Sequence[str]:
+    """The roles that a group of this role, or its parts, may have: its own kind where it is none of these."""
+    return roles if role in roles else (role,)
 
 
 def replaced(solution: Solution, changed: dict[int, Group | None], added: tuple[Group, ...] = ()) -> Solution:
@@ -152,36 +157,39 @@ def swaps(
             )
 
 
-def flips(solution: Solution, which: list[int], alike: Alike | None = None) -> Iterator[Neighbour]:
-    """A replica of one phase changes it."""
+def flips(
+    solution: Solution, which: list[int], alike: Alike | None = None, roles: Sequence[str] = PURE
+) -> Iterator[Neighbour]:
+    """A replica changes its role."""
     for a in alike.single(solution, which) if alike else which:
         group = solution.groups[a]
-        if group.role not in OTHER_ROLE:
-            continue
-        yield (
-            FlipPhase(group.role, OTHER_ROLE[group.role]),
-            replaced(solution, {a: Group(OTHER_ROLE[group.role], group.counts)}),
-        )
+        for role in _roles_for(group.role, roles):
+            if role != group.role:
+                step = FlipPhase(group.role, role)
+                yield step, replaced(solution, {a: Group(role, group.counts)})
 
 
-def merges(solution: Solution, alike: Alike | None = None) -> Iterator[Neighbour]:
-    """Two groups become one, of either role."""
+def merges(
+    solution: Solution, alike: Alike | None = None, roles: Sequence[str] = PURE
+) -> Iterator[Neighbour]:
+    """Two groups become one, of either role, or colocated if that is one of the roles."""
     everyone = list(range(len(solution.groups)))
     for a, b in sorted({(min(p), max(p)) for p in _pairs(solution, everyone, everyone, alike)}):
         one, two = solution.groups[a], solution.groups[b]
         counts = dict(one.counts)
         for node, count in two.counts:
             counts[node] = counts.get(node, 0) + count
-        for role in sorted({one.role, two.role}):
+        for role in sorted({one.role, two.role, *(r for r in roles if r == "colocated")}):
             yield (
                 MergeGroups(one.role, two.role, role),
                 replaced(solution, {a: Group(role, counts_of(counts)), b: None}),
             )
 
 
-def splits(solution: Solution, alike: Alike | None = None) -> Iterator[Neighbour]:
-    """A group becomes two, cut by node or inside each node in half, with every pair of roles; a colocated
-    group becomes two of its kind."""
+def splits(
+    solution: Solution, alike: Alike | None = None, roles: Sequence[str] = PURE
+) -> Iterator[Neighbour]:
+    """A group becomes two, cut by node or inside each node in half, with every pair of roles."""
     everyone = range(len(solution.groups))
     for a in alike.single(solution, everyone) if alike else everyone:
         group = solution.groups[a]
@@ -191,8 +199,7 @@ def splits(solution: Solution, alike: Alike | None = None) -> Iterator[Neighbour
             rest = counts_of({n: c - dict(part).get(n, 0) for n, c in group.counts})
             if not part or not rest:
                 continue
-            roles = ("colocated",) if group.role == "colocated" else ("prefill", "decode")
-            for one, two in itertools.product(roles, repeat=2):
+            for one, two in itertools.product(_roles_for(group.role, roles), repeat=2):
                 yield (
                     SplitGroup(group.role, one, two),
                     replaced(solution, {a: Group(one, part)}, (Group(two, rest),)),
@@ -208,7 +215,9 @@ def _parts(counts: NodeCounts) -> Iterator[NodeCounts]:
     yield counts_of({node: (count + 1) // 2 for node, count in counts})
 
 
-def recruits(solution: Solution, idle: NodeCounts, alike: Alike | None = None) -> Iterator[Neighbour]:
+def recruits(
+    solution: Solution, idle: NodeCounts, alike: Alike | None = None, roles: Sequence[str] = PURE
+) -> Iterator[Neighbour]:
     """Idle GPUs join a group or form one."""
     for node, count in alike.nodes(idle) if alike else idle:
         for taken in sorted({1, count}):
@@ -217,5 +226,5 @@ def recruits(solution: Solution, idle: NodeCounts, alike: Alike | None = None) -
                     RecruitGpus(taken, node, group.role),
                     replaced(solution, {a: Group(group.role, _shift(group.counts, node, taken))}),
                 )
-    for role in ("prefill", "decode") if idle else ():
+    for role in roles if idle else ():
         yield RecruitIdle(role), replaced(solution, {}, (Group(role, idle),))

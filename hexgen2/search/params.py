@@ -26,6 +26,8 @@ class Params:
     perturbations : perturb-and-refine rounds at most
     perturbation_steps : random steps of one perturbation at most (two at least): how far it leaves the best
 
+    pure_effort : of the searches among purely disaggregated and purely colocated solutions from which a
+        flexible one starts
     rental_effort : of the search over all that could be rented, beside the searches of single GPU types
     rental_attempt_effort : for one of many budgets
     rental_branches, rental_perturbations : as above, for rentals
@@ -67,6 +69,8 @@ class Params:
     enumeration_branches: int = 20_000
     perturbations: int = 100
     perturbation_steps: int = 3
+
+    pure_effort: float = 1200
 
     rental_effort: float = 8000
     rental_attempt_effort: float = 2500

@@ -30,6 +30,7 @@ def perturbed(
     rng: np.random.Generator, solution: Solution, evaluator: Evaluator, budget: Budget | None = None
 ) -> Neighbour:
     """A solution two or three random steps of random kinds away; with a budget, steps that keep to it."""
+    roles = evaluator.problem.roles
     sizes = tuple(len(gpus) for gpus in evaluator.problem.node_gpus)
     done = []
     for _ in range(int(rng.integers(2, evaluator.params.perturbation_steps + 1))):
@@ -37,10 +38,12 @@ def perturbed(
         kinds = [
             lambda s, e: list(moves(s, e, e)),
             lambda s, e: list(swaps(s, e, e)),
-            lambda s, e: list(flips(s, e)),
-            lambda s, e: list(merges(s)),
-            lambda s, e: list(splits(s)),
-            lambda s, e: list(trades(budget, s, e, e) if budget else recruits(s, idle_gpus(s, sizes))),
+            lambda s, e: list(flips(s, e, roles=roles)),
+            lambda s, e: list(merges(s, roles=roles)),
+            lambda s, e: list(splits(s, roles=roles)),
+            lambda s, e: list(
+                trades(budget, s, e, e) if budget else recruits(s, idle_gpus(s, sizes), roles=roles)
+            ),
         ]
         steps = kinds[int(rng.integers(len(kinds)))](solution, everyone)
         if steps:

@@ -28,6 +28,13 @@ from hexgen2.workload.classes import load_workload
 from hexgen2.workload.lengths import Workload
 
 Engine = Literal["any", "vllm"]
+Phases = Literal["flexible", "disaggregated", "colocated"]
+ROLES: dict[Phases, tuple[str, ...]] = {
+    "flexible": ("prefill", "decode", "colocated"),
+    "disaggregated": ("prefill", "decode"),
+    "colocated": ("colocated",),
+}
+"""The roles that groups may have."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Problem:
 
     `lost` are ids of GPUs that are out of service: no group has them, but they keep their place in the
     cluster, so that ids and links stay as they are.
+
+    `phases` says which roles groups may have (see ROLES).
     """
 
     spec: ClusterSpec
@@ -55,6 +64,17 @@ class Problem:
     lost: frozenset[str] = frozenset()
     links: Links = "shared"
     engine: Engine = "any"
+    phases: Phases = "disaggregated"
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a colocated group may also work for others (a mixed replica)."""
+        return self.phases == "flexible" and self.pipeline == "pipelined" and self.engine == "any"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that groups may have."""
+        return ROLES[self.phases]
 
     @cached_property
     def usable(self) -> np.ndarray:
@@ -164,6 +184,7 @@ def make_problem(
     goal: Goal | None = None,
     links: str = "shared",
     engine: Engine = "any",
+    phases: Phases = "disaggregated",
     weights: str | None = None,
     kv: str | None = None,
 ) -> Problem:
@@ -190,4 +211,5 @@ def make_problem(
     arrays = Cluster.from_spec(spec)
     check_kernels(arrays.accelerators, architecture.weight_type, "--weights" if weights else "--model")
     options: dict[str, Any] = {"pipeline": pipeline, "goal": goal, "links": links, "engine": engine}
+    options["phases"] = phases
     return Problem(spec, arrays, architecture, load, costs, **options)

@@ -19,6 +19,8 @@ from hexgen2.search.stopping import Stopping
 class SearchState:
     """A search under way. With a budget, only solutions that keep to it count.
 
+    unmixed : the best offered in which no replica works for both itself and others
+    pure : the best of all disaggregated and of all colocated solutions, in a flexible search
     keeps_finalists : whether finalists are kept without latency targets, too
     progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the best
     stays in the incumbent.
@@ -31,6 +33,8 @@ class SearchState:
     progress: Callable[[SearchState], None] | None = None
     keeps_finalists: bool = False
     groups_looked_at: int = 0
+    unmixed: Evaluation | None = None
+    pure: dict[str, Evaluation] = field(default_factory=dict)
 
     @cached_property
     def finalists(self) -> Finalists:
@@ -45,6 +49,8 @@ class SearchState:
         wanted = self.keeps_finalists or self.evaluator.problem.targets.given
         if evaluation.req_s > 0 and wanted:
             self.finalists.offer(evaluation, evaluation.req_s)
+        if not evaluation.mixed and (self.unmixed is None or evaluation.better_than(self.unmixed)):
+            self.unmixed = evaluation
         if self.incumbent.offer(evaluation):
             self.note(step)
 

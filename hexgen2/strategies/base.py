@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from cost_model.errors import InfeasibleError, InputError
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
-from hexgen2.placement import Placement, SearchRecord
+from hexgen2.placement import Alternative, Placement, SearchRecord
 from hexgen2.promise.cost_errors import CostErrors
 from hexgen2.promise.keep import with_promise
 from hexgen2.promise.planned import under_costs_of
@@ -92,6 +92,8 @@ def run_search(
     if problem.goal.objective not in (*objectives, "cost"):
         problem_text = f"does not search for --objective {problem.goal.objective}"
         raise InputError("--strategy", name, problem_text, "use hexgen2")
+    if "colocated" in problem.roles:
+        fewest_gpus = 1
     if len(problem.usable) < fewest_gpus:
         count = "one GPU" if len(problem.usable) else "no GPU"
         raise InfeasibleError(
@@ -120,6 +122,11 @@ def run_search(
         evaluations=state.evaluator.evaluations,
         trace=incumbent.trace,
         cut=stopping.cut,
+        alternatives=[
+            Alternative(phases=phases, req_s=found.req_s, kv_limited=found.kv_limited)  # type: ignore[arg-type]
+            for phases, found in [*state.pure.items(), ("flexible", incumbent.best)]
+            if state.pure
+        ],
     )
     if problem.goal.rents:
         finalists = [build_rental(problem, state, name, record)]
@@ -128,6 +135,8 @@ def run_search(
         others = [each for each in state.finalists.best() if each.solution.key != best.solution.key]
         several = options.robust or problem.goal.objective in ("goodput", "latency")
         kept = [best, *others] if several else [best]
+        if best.mixed and state.unmixed is not None and not several:
+            kept.append(state.unmixed)  # which formulas know better
         finalists = [build(problem, each, name, record, incumbent.bound) for each in kept]
     found = finalists[0]
     cluster = Cluster.from_spec(found.cluster)

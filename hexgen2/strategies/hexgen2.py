@@ -20,11 +20,12 @@ from hexgen2.rent.cheapest import explore_cost
 from hexgen2.rent.frontier import explore_frontier
 from hexgen2.rent.within_budget import explore_budget
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
 from hexgen2.search.perturbation import perturb_and_refine
-from hexgen2.search.problem import Problem
+from hexgen2.search.problem import Group, Phases, Problem, Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest
@@ -37,6 +38,8 @@ PARTITIONERS = (spectral_and_swaps, metis_partition)
 """They take turns over the numbers of groups, the paper's first: neither is better everywhere."""
 
 
+PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
+"""A flexible search begins with the best solutions of these."""
 CHEAPEST_TRIES = 4
 """How often a rental is looked for that also keeps the targets in the simulator."""
 HEADROOM = 1.01
@@ -117,8 +120,29 @@ def explore(state: SearchState, seed: int) -> None:
     params = state.evaluator.params
     large = len(state.evaluator.problem.usable) > params.large_gpus
     state.spend(params.effort, params.close_gap if large else 0.0)
+    if state.evaluator.problem.phases == "flexible":
+        for phases in PURE:
+            _climb_from_pure(state, phases, seed)
     climb_from_starts(state)
     settle(state, seed)
+
+
+def _climb_from_pure(state: SearchState, phases: Phases, seed: int) -> None:
+    """Search among solutions with these phases only, and refine the best with all steps."""
+    evaluator = state.evaluator
+    restricted = replace(evaluator.problem, phases=phases)
+    pure = SearchState(Evaluator(restricted, evaluator.params, evaluator.planner), state.stopping.again())
+    pure.spend(evaluator.params.pure_effort)
+    climb_from_starts(pure)
+    settle(pure, seed)
+    state.stopping.cut = state.stopping.cut or pure.stopping.cut
+    found = pure.incumbent.best
+    if found is None or found.req_s <= 0:
+        return
+    state.pure[phases] = found
+    same = evaluator.evaluate(found.solution, found)
+    state.offer(same, f"best of those all {phases}")
+    refine(state, same.solution, f"start all {phases}")
 
 
 def climb_from_starts(state: SearchState) -> None:
@@ -128,12 +152,21 @@ def climb_from_starts(state: SearchState) -> None:
     linear = greatest(laid_out, lambda solution: evaluator.evaluate(solution).score)[0]
     if linear.groups:
         refine(state, linear, "start from the linear program")
+    if evaluator.problem.phases == "colocated":
+        refine(state, _a_group_per_node(evaluator.problem), "start with a colocated group per node")
+        return
     sizes = start_sizes(state.evaluator.problem)
     for groups, partitioner in zip(sizes, itertools.cycle(PARTITIONERS), strict=False):
         if state.finished():
             return
         start = initial_solution(state.evaluator, groups, partitioner)
         refine(state, start, f"start with {groups} groups")
+
+
+def _a_group_per_node(problem: Problem) -> Solution:
+    """A colocated group on the GPUs of each node."""
+    sizes = enumerate(map(len, problem.node_gpus))
+    return Solution(tuple(Group("colocated", ((node, count),)) for node, count in sizes if count))
 
 
 def settle(state: SearchState, seed: int) -> None:

@@ -6,20 +6,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from hexgen2.region import Region
 from hexgen2.search.planning.classes import Pattern, widest_span
 from hexgen2.search.planning.plan import Planner
+from hexgen2.search.problem import Problem
 from hexgen2.search.ties import exceeds
-
-ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A pattern of GPUs in a role, with the capacity of its best plan in requests/s."""
+    """A pattern of GPUs in a role, with the capacity of its best plan in requests/s; and what it can do for
+    others, if it may work for them (colocated groups)."""
 
     role: str
     pattern: Pattern
     capacity_req_s: float
+    region: Region | None = None
 
     @cached_property
     def gpus(self) -> tuple[tuple[int, int], ...]:
@@ -30,14 +32,26 @@ class Column:
         return tuple(used.items())
 
 
-def list_columns(planner: Planner) -> list[Column]:
-    """All patterns of up to `widest_span` nodes in which the model fits, in both roles."""
-    classes, columns = planner.classes, []
-    for nodes in range(1, widest_span(planner.problem) + 1):
+def list_columns(planner: Planner, problem: Problem) -> list[Column]:
+    """All patterns of up to `widest_span` nodes in which the model fits, in every role that groups may have.
+    Colocated ones on several nodes are worth what no plan exceeds."""
+    classes, columns, roles = planner.classes, [], problem.roles
+    for nodes in range(1, widest_span(problem) + 1):
         for pattern in classes.patterns(nodes):
             counts = classes.counts(pattern)
-            plans = ((role, planner.plan(role, counts)) for role in ROLES)
-            columns += [Column(role, pattern, plan.capacity_req_s) for role, plan in plans if plan]
+            for role in roles:
+                if role == "colocated" and nodes > 1:
+                    # There are many, each takes long to plan, and few are worth it.
+                    limit = planner.region_limit(counts)
+                    if limit:
+                        region = limit if problem.mixes else None
+                        columns.append(Column(role, pattern, limit.balanced, region))
+                    continue
+                plan = planner.plan(role, counts)
+                if plan:
+                    mixed = role == "colocated" and problem.mixes
+                    region = planner.region(plan) if mixed else None
+                    columns.append(Column(role, pattern, plan.capacity_req_s, region))
     return columns
 
 
@@ -46,8 +60,21 @@ def undominated(columns: Sequence[Column]) -> list[Column]:
     taken off one by one). The division must use all the GPUs: an idle one would bring no KV cache in or
     out."""
     best: dict[tuple[str, Pattern], float] = {}
+    able: dict[Pattern, Region] = {}
     kept = []
     for column in sorted(columns, key=lambda c: sum(n for _, n in c.pattern)):
+        if column.region is not None:
+            together = [
+                corner
+                for part, rest in _divisions(column.pattern)
+                if part in able and rest in able
+                for corner in able[part].plus(able[rest]).corners
+            ]
+            able[column.pattern] = Region.around([*column.region.corners, *together])
+            of_parts = Region.around(together) if together else None
+            if of_parts is None or not all(map(of_parts.contains, column.region.corners)):
+                kept.append(column)
+            continue
         parts = max(
             (
                 best[column.role, part] + best[column.role, rest]

@@ -4,14 +4,20 @@ A linear program over columns (see columns.py), as in cutting stock (Gilmore & G
 of a column is how many such groups there are, F the throughput in requests/s:
 
     max F   with   F <= sum of capacity z over prefill columns, and over decode columns,
+                   each with that over colocated columns,
                    sum of GPUs z <= GPUs of each class,
                    sum of price z <= the budget, if there is one.
 
 The KV cache of every request moves, layer by layer, from where it was computed to where it is read. Let
 y[a, b] be the requests/s, times the share of their layers, that move from class a to class b:
 
-    sum of y = F,    KV bytes y <= what the links, cards and uplinks in between carry,
+    sum of y + sum of capacity z over colocated columns >= F,
+    KV bytes y <= what the links, cards and uplinks in between carry,
     sum over b of y[a, b] <= what the GPUs in prefill columns on class a can do; likewise for decode.
+
+A colocated column whose groups may work for others has a variable for each corner of its region instead of
+one capacity; together they are at most z. Of these, no more than all their prompts, or all their answers,
+stay where they are.
 
 Every placement is a solution, whatever its routes and the order of its stages. So the value is an upper
 bound (upper_bounds.py), and with whole z a tighter one. Rounded to whole groups on nodes it is a start for
@@ -30,7 +36,8 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from hexgen2.placement import OPTIMAL
-from hexgen2.search.bounds.columns import ROLES, Column
+from hexgen2.region import Point
+from hexgen2.search.bounds.columns import Column
 from hexgen2.search.bounds.upper_bounds import node_rates
 from hexgen2.search.linear_program import LinearProgram, Optimum
 from hexgen2.search.partition.coarsen import sums_by
@@ -38,6 +45,7 @@ from hexgen2.search.planning.classes import NodeClasses
 from hexgen2.search.ties import spread
 
 INFINITY = math.inf
+PHASES = ("prefill", "decode")
 TIE = 1e-3
 """Share of a column's capacity by which a rule may prefer another one: the solver's tolerance is 1e-6."""
 Entries = list[tuple[int, float]]
@@ -54,9 +62,9 @@ class Relaxation:
     amounts: np.ndarray
 
     @classmethod
-    def of(cls, found: Optimum, first: int) -> Relaxation:
-        """From the solution of a program whose columns begin at this variable."""
-        return cls(found.value, found.bound, found.x[first:])
+    def of(cls, found: Optimum, groups: range) -> Relaxation:
+        """From the solution of a program, with the variables of its columns."""
+        return cls(found.value, found.bound, found.x[groups.start : groups.stop])
 
 
 class ConfigurationLP:
@@ -67,15 +75,16 @@ class ConfigurationLP:
         self._problem = problem = classes.problem
         self._with_kv = with_kv and len(problem.node_gpus) > 1
         self._rows: list[tuple[float, float]] = []
-        self._flow: Entries = [(self._row(0.0, INFINITY), -1.0) for _ in ROLES]
+        self._flow: Entries = [(self._row(0.0, INFINITY), -1.0) for _ in PHASES]
         self._gpu_row = [self._row(-INFINITY, float(gpus)) for gpus in classes.gpus]
         self._price = [problem.node_price[nodes[0]] for nodes in classes.nodes]
         self._price_row = self._row(-INFINITY, INFINITY)
         self._moves: list[Entries] = []
+        self._local: list[Entries] = []
         if self._with_kv:
             rates = node_rates(problem)
             at_best = [rates[nodes[0]] for nodes in classes.nodes]
-            self._rates = dict(zip(ROLES, zip(*at_best, strict=True), strict=True))
+            self._rates = dict(zip(PHASES, zip(*at_best, strict=True), strict=True))
             self._lay_kv_rows()
 
     def _row(self, low: float, high: float) -> int:
@@ -94,9 +103,14 @@ class ConfigurationLP:
         between = sums_by(sums_by(links, class_of).T, class_of).T / kv_bytes
         card = sums_by(problem.cluster.card_bytes_s, class_of) / kv_bytes
 
-        total = self._row(0.0, 0.0)
+        alone = "colocated" in problem.roles
+        self._moved_row = total = self._row(0.0, INFINITY if alone else 0.0)
         self._flow.append((total, -1.0))
-        self._rate_row = {role: [self._row(-INFINITY, 0.0) for _ in classes] for role in ROLES}
+        if problem.mixes:
+            # Requests that mixed groups keep: as far as they compute the prompts and decode the answers.
+            self._local_rows = [self._row(-INFINITY, 0.0) for _ in PHASES]
+            self._local.append([(total, 1.0), *((row, 1.0) for row in self._local_rows)])
+        self._rate_row = {role: [self._row(-INFINITY, 0.0) for _ in classes] for role in PHASES}
         out, into = ([self._row(-INFINITY, float(c)) for c in card] for _ in range(2))
         uplinks = []
         for uplink in problem.cluster.uplinks:
@@ -118,19 +132,33 @@ class ConfigurationLP:
 
     def _entries(self, column: Column) -> Entries:
         """The entries of a column: its capacity, price, GPUs and, negated, the KV caches that its GPUs can
-        handle."""
-        entries = [(ROLES.index(column.role), column.capacity_req_s)]
+        handle; those of a colocated one need not be moved."""
+        colocated = column.role == "colocated"
+        entries: Entries = []
+        if column.region is None:
+            roles = enumerate(PHASES)
+            entries = [(k, column.capacity_req_s) for k, role in roles if colocated or role == column.role]
+            if colocated and self._with_kv:
+                entries.append((self._moved_row, column.capacity_req_s))
         entries.append((self._price_row, self.price_of(column)))
         for which, count in column.gpus:
             entries.append((self._gpu_row[which], float(count)))
             if self._with_kv:
-                rate = self._rates[column.role][which]
-                entries.append((self._rate_row[column.role][which], -rate * count))
+                for phase in PHASES if column.region else (column.role,) if not colocated else ():
+                    rate = self._rates[phase][which]
+                    entries.append((self._rate_row[phase][which], -rate * count))
+        return entries
+
+    def _corner_entries(self, corner: Point, row: int) -> Entries:
+        """The entries of a corner of a mixed column, whose groups the row counts."""
+        entries = [(row, 1.0), *enumerate(corner)]
+        if self._with_kv:
+            entries += [(local, -rate) for local, rate in zip(self._local_rows, corner, strict=True)]
         return entries
 
     def relaxed_groups(self, columns: Sequence[Column], budget: float = INFINITY) -> RelaxedGroups:
         """The program over these columns, within a budget (US dollars per hour)."""
-        return RelaxedGroups(*self._program(columns, budget))
+        return RelaxedGroups(*self._program(columns, budget), len(columns))
 
     def solve(self, columns: Sequence[Column], budget: float = INFINITY) -> Relaxation:
         """The optimum over these columns, within a budget (US dollars per hour)."""
@@ -147,12 +175,14 @@ class ConfigurationLP:
         program, first = self._program(columns, budget)
         for k, column in enumerate(columns, first):
             program.at_most(k, min(self._classes.gpus[c] // n for c, n in column.gpus))
-        return Relaxation.of(program.solve_integer(first, OPTIMAL, branches, time_s), first)
+        groups = range(first, first + len(columns))
+        return Relaxation.of(program.solve_integer(groups, OPTIMAL, branches, time_s), groups)
 
     def least_price(self, columns: Sequence[Column], req_s: float) -> float:
         """US dollars per hour below which no placement carries req_s; infinity if none does."""
         program, first = self._program(columns)
-        program.minimise([0.0] * first + [self.price_of(column) for column in columns])
+        prices = [self.price_of(column) for column in columns]
+        program.minimise([0.0] * first + prices + [0.0] * (program.size - first - len(columns)))
         program.at_least(0, req_s)
         found = program.solve()
         return found.value if found else INFINITY
@@ -163,15 +193,21 @@ class ConfigurationLP:
 
     def _program(self, columns: Sequence[Column], budget: float = INFINITY) -> tuple[LinearProgram, int]:
         """The linear program, and the number of the variable with which its columns z begin."""
-        fixed = [self._flow, *self._moves]
-        matrix = [*fixed, *(self._entries(column) for column in columns)]
+        fixed = [self._flow, *self._local, *self._moves]
+        groups, corners, rows = [self._entries(column) for column in columns], list[Entries](), [*self._rows]
+        for column, entries in zip(columns, groups, strict=True):
+            if column.region is not None:
+                entries.append((len(rows), -1.0))
+                corners += [self._corner_entries(corner, len(rows)) for corner in column.region.corners]
+                rows.append((-INFINITY, 0.0))
+        matrix = [*fixed, *groups, *corners]
         first, size = len(fixed), len(matrix)
         gain = np.zeros(size)
         gain[0] = 1.0
         row, value = np.array([entry for entries in matrix for entry in entries]).T
-        column = np.repeat(np.arange(size), [len(entries) for entries in matrix])
-        coefficients = csr_array((value, (row.astype(int), column)), shape=(len(self._rows), size))
-        row_least, row_most = (np.array(limits) for limits in zip(*self._rows, strict=True))
+        variable = np.repeat(np.arange(size), [len(entries) for entries in matrix])
+        coefficients = csr_array((value, (row.astype(int), variable)), shape=(len(rows), size))
+        row_least, row_most = (np.array(limits) for limits in zip(*rows, strict=True))
         program = LinearProgram(gain, coefficients, row_least, row_most)
         program.row_at_most(self._price_row, budget)
         return program, first
@@ -180,8 +216,8 @@ class ConfigurationLP:
 class RelaxedGroups:
     """The program, with columns that can be held to whole numbers of groups, one after the other."""
 
-    def __init__(self, program: LinearProgram, first: int) -> None:
-        self._program, self._first = program, first
+    def __init__(self, program: LinearProgram, first: int, columns: int) -> None:
+        self._program, self._first, self._columns = program, first, columns
 
     def break_ties(self, capacities: Sequence[float]) -> None:
         """From now on, of the solutions within TIE of the optimum take the one that weighs least, by weights
@@ -206,5 +242,5 @@ class RelaxedGroups:
         """The optimum; a value of 0 and no groups if there is none."""
         found = self._program.solve()
         if found is None:
-            return Relaxation(0.0, 0.0, np.zeros(self._program.size - self._first))
-        return Relaxation.of(found, self._first)
+            return Relaxation(0.0, 0.0, np.zeros(self._columns))
+        return Relaxation.of(found, range(self._first, self._first + self._columns))

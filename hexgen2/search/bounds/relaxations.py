@@ -12,15 +12,16 @@ from hexgen2.search.bounds.rounding import lay_out, rounded
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
 from hexgen2.search.planning.classes import widest_span
 from hexgen2.search.planning.plan import Planner
-from hexgen2.search.problem import Solution
+from hexgen2.search.problem import Problem, Solution
 
 
 class Relaxations:
-    """The configuration LP of one problem, and its integer program. Budgets are in US dollars per hour for
+    """The configuration LP of one problem (by default the planner's, or one that differs in its phases), and
+    its integer program. Budgets are in US dollars per hour for
     the GPUs in use."""
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner, self._problem, self._classes = planner, planner.problem, planner.classes
+    def __init__(self, planner: Planner, problem: Problem | None = None) -> None:
+        self._planner, self._problem, self._classes = planner, problem or planner.problem, planner.classes
 
     @cached_property
     def _complete(self) -> bool:
@@ -30,7 +31,7 @@ class Relaxations:
     @cached_property
     def columns(self) -> list[Column]:
         """The groups to choose from."""
-        return undominated(list_columns(self._planner))
+        return undominated(list_columns(self._planner, self._problem))
 
     @cached_property
     def _lp(self) -> ConfigurationLP:

@@ -19,6 +19,8 @@ from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
 from hexgen2.search.ties import first_largest, greatest, least
 
 ROUNDING = 1e-6
+_SIGN = {"prefill": 1, "decode": -1, "colocated": 0}
+"""Of a group's capacity in the surplus of prefill over decode."""
 
 
 def rounded(
@@ -97,7 +99,7 @@ class Layout:
         counts = self._room(column)
         if counts is None:
             return False
-        sign = 1 if column.role == "prefill" else -1
+        sign = _SIGN[column.role]
         for node, count in counts:
             self._free[node] -= count
             self._surplus[node] += sign * column.capacity_req_s / len(counts)
@@ -107,7 +109,7 @@ class Layout:
     def _room(self, column: Column) -> NodeCounts | None:
         """GPUs for a group of the column on nodes with room for it; None if there are none."""
         links = self._classes.problem.node_links
-        sign = (1 if column.role == "prefill" else -1) if self._pair_roles else 0
+        sign = _SIGN[column.role] if self._pair_roles else 0
         taken: list[int] = []
         for which, count in sorted(column.pattern, key=lambda part: -part[1]):
             free = [n for n in self._classes.nodes[which] if self._free[n] >= count and n not in taken]

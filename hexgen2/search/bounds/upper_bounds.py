@@ -27,9 +27,13 @@ from cost_model.base import TensorGroup
 from cost_model.hardware import NO_LINK
 from cost_model.pipeline import CHUNKS, mixed_decodes, mixed_request_s
 from hexgen2.placement import BoundRecord
+from hexgen2.region import Region
+from hexgen2.search.knapsack import best_points, served
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import greatest_first
 
+BATCH_SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
+"""Shares of the largest batch at which mixed steps of a single GPU are looked at."""
 ROUNDING = 1e-9
 """A gap below this is that of floating point."""
 
@@ -61,8 +65,11 @@ class UpperBound:
         )
 
 
-def rates_bound(problem: Problem, colocated: bool = False) -> UpperBound:
-    """The bound by rates (see above), of placements that may have colocated replicas, or do not."""
+def rates_bound(problem: Problem, colocated: bool | None = None) -> UpperBound:
+    """The bound by rates (see above), of placements that may have colocated replicas, or do not; by default
+    as the problem says."""
+    if colocated is None:
+        colocated = "colocated" in problem.roles
     batch = decode_batch_limit(problem)
     assumptions = (
         "KV transfers take no time",
@@ -73,6 +80,9 @@ def rates_bound(problem: Problem, colocated: bool = False) -> UpperBound:
     rates, sizes = node_rates(problem), [len(gpus) for gpus in problem.node_gpus]
     if batch < 1:
         req_s = 0.0
+    elif problem.mixes:
+        regions = [region.times(n) for region, n in zip(node_regions(problem), sizes, strict=True) if n]
+        req_s = served(0.0, 0.0, best_points(0.0, 0.0, regions))
     elif colocated:
         mixed = zip(rates, mixed_rates(problem), sizes, strict=True)
         req_s = best_mixture([(p * n, q * n, r * n) for (p, q), r, n in mixed if n])
@@ -116,6 +126,23 @@ def mixed_rates(problem: Problem) -> list[float]:
     return rates
 
 
+def node_regions(problem: Problem) -> list[Region]:
+    """For each node, what one of its GPUs can do of both phases if it worked alone at its best."""
+    costs, layers, osl = problem.costs, problem.model.layers, problem.costs.osl
+    most, found = max(1, decode_batch_limit(problem)), []
+    rates = zip(problem.node_accelerator, node_rates(problem), mixed_rates(problem), strict=True)
+    for accelerator, (prefill, decode), both in rates:
+        alone = TensorGroup(accelerator, 1, NO_LINK)
+        points = [(prefill, 0.0), (0.0, decode), (both, both)]
+        for chunk in (*(tokens / costs.isl for tokens in CHUNKS), 1.0):
+            for share in BATCH_SHARES:
+                decodes = max(1.0, most * share)
+                step_s = costs.layer_work_s(alone, costs.mixed_work(chunk, decodes)) * layers
+                points.append((chunk / step_s, decodes / (osl * step_s)))
+        found.append(Region.around(points))
+    return found
+
+
 def decode_batch_limit(problem: Problem) -> int:
     """The most requests that any decode replica holds: the batch cap, or what fits in all GPUs together."""
     costs, layers = problem.costs, problem.model.layers
@@ -130,13 +157,19 @@ def decode_batch_limit(problem: Problem) -> int:
     return int(max(0.0, min(costs.batch_cap, (room - weights) // per_request)))
 
 
-def best_mixture(rates: Sequence[tuple[float, float, float]]) -> float:
+def best_mixture(
+    rates: Sequence[tuple[float, float, float]], prefill: float = 0.0, decode: float = 0.0
+) -> float:
     """min over l in [0, 1] of sum max(l p, (1 - l) q, r) for GPUs of rates (p, q, r) in requests/s: convex
-    and piecewise linear in l, so the least is where two of the three are equal, or at an end."""
+    and piecewise linear in l, so the least is where two of the three are equal, or at an end. `prefill` and
+    `decode` are what others carry already, in requests/s."""
     ends = [0.0, 1.0]
     for p, q, r in rates:
         ends += [q / (p + q), *(end for end in (r / p, 1 - r / q) if 0 < end < 1)]
-    return min(math.fsum(max(at * p, (1 - at) * q, r) for p, q, r in rates) for at in ends)
+    return min(
+        math.fsum([at * prefill, (1 - at) * decode, *(max(at * p, (1 - at) * q, r) for p, q, r in rates)])
+        for at in ends
+    )
 
 
 def best_split(rates: Iterable[tuple[float, float]], prefill: float = 0.0, decode: float = 0.0) -> float:

@@ -41,6 +41,7 @@ class StageKind:
     memory: dict[tuple[Phase, bool, bool], StageMemory]
     layer_s: dict[tuple[Phase, float], float]
     edge_s: dict[tuple[Phase, float, bool], float]
+    mixed_edge_s: dict[tuple[float, bool], float]
     layers_s: dict[tuple[str, float, float], float]
     work_s: dict[Work, float]
 
@@ -114,6 +115,7 @@ class Pipelines:
         self.chunks = tuple(tokens / problem.costs.isl for tokens in CHUNKS) if mixes else ()
         self.prefill_batches = tuple(dict.fromkeys((full, min(1.0, full))))
         self._stage_kinds: dict[tuple[int, ...], StageKind] = {}
+        self._works: dict[tuple[float, float], Work] = {}
 
     def of(self, role: str, shape: Sequence[StageShape]) -> Pipeline | None:
         """The pipeline of this shape; None if the model does not fit."""
@@ -172,7 +174,7 @@ class Pipelines:
             )
             ends = itertools.product(("prefill", "decode"), (True, False), (True, False))
             memory = {end: self.problem.costs.stage_memory(end[0], group, *end[1:]) for end in ends}  # type: ignore[arg-type]
-            self._stage_kinds[key] = StageKind(group, memory, {}, {}, {}, {})  # type: ignore[arg-type]
+            self._stage_kinds[key] = StageKind(group, memory, {}, {}, {}, {}, {})  # type: ignore[arg-type]
         return self._stage_kinds[key]
 
     def _mixed_s(self, kind: StageKind, running: float, chunk: float) -> float:
@@ -180,7 +182,7 @@ class Pipelines:
         and chunks of `chunk` prompts."""
         costs = self.problem.costs
         decodes = mixed_decodes(running, 1, chunk, costs.osl)
-        both = self._of_work_s(kind, costs.mixed_work(chunk, decodes))
+        both = self._of_work_s(kind, self._mixed_work(chunk, decodes))
         return mixed_request_s(both, self._layer_s(kind, "decode", decodes), chunk, decodes, costs.osl)
 
     def at_once(self, split: list[int]) -> int:
@@ -239,21 +241,39 @@ class Pipelines:
         """Mean seconds of each stage and hop for a mixed step beside so many decodes, and the prompts in it,
         of which there may be `chunk`."""
         (first, share), *more = mixed_steps(chunk, decodes, self.problem.costs.osl)
-        mean, prompts = self._mixed_step(pipeline, decodes, first).times(share), share * first
+        mean, prompts = self.mixed_step(pipeline, decodes, first).times(share), share * first
         for other, share in more:
-            mean = mean.plus(self._mixed_step(pipeline, decodes, other), share)
+            mean = mean.plus(self.mixed_step(pipeline, decodes, other), share)
             prompts += share * other
         return mean, prompts
 
-    def _mixed_step(self, pipeline: Pipeline, decodes: float, prompts: float) -> Timing:
+    def most_steps_s(self, pipeline: Pipeline, work: Work) -> float:
+        """An upper limit on the steps/s of this work, however the layers are divided."""
+        return math.fsum(1 / self._of_work_s(k, work) for k in pipeline.kinds) / self.problem.model.layers
+
+    def mixed_step(self, pipeline: Pipeline, decodes: float, prompts: float) -> Timing:
         """Seconds of each stage and hop for a step with so many prompts and decodes."""
-        costs, kinds = self.problem.costs, pipeline.kinds
-        work, last = costs.mixed_work(prompts, decodes), len(kinds) - 1
+        kinds, last = pipeline.kinds, len(pipeline.kinds) - 1
+        work = self._mixed_work(prompts, decodes)
         return Timing(
             [self._of_work_s(kind, work) for kind in kinds],
-            [costs.edge_work_s(kind.group, work.sampled, j == last) for j, kind in enumerate(kinds)],
-            [costs.hop_work_s(hop, work.tokens) for hop in pipeline.hops],
+            [self._edge_of_work_s(kind, work.sampled, j == last) for j, kind in enumerate(kinds)],
+            [self.problem.costs.hop_work_s(hop, work.tokens) for hop in pipeline.hops],
         )
+
+    def _mixed_work(self, prompts: float, decodes: float) -> Work:
+        """The work of a mixed step, remembered."""
+        key = prompts, decodes
+        if key not in self._works:
+            self._works[key] = self.problem.costs.mixed_work(prompts, decodes)
+        return self._works[key]
+
+    def _edge_of_work_s(self, kind: StageKind, sampled: float, last: bool) -> float:
+        """Seconds of the first or last stage for what is beside the layers, remembered."""
+        key = sampled, last
+        if key not in kind.mixed_edge_s:
+            kind.mixed_edge_s[key] = self.problem.costs.edge_work_s(kind.group, sampled, last)
+        return kind.mixed_edge_s[key]
 
     def _decode_timing(self, pipeline: Pipeline, batch: float) -> Timing:
         """Seconds of a decode step while `batch` requests are held."""

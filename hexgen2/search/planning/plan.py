@@ -15,6 +15,9 @@ from typing import NamedTuple
 from cost_model.hardware import Link
 from cost_model.pipeline import (
     Pace,
+    PhaseTimes,
+    mixed_period_s,
+    outgoing_prompts,
     prefill_batches_held,
     prefill_pace,
     prompt_s,
@@ -22,6 +25,7 @@ from cost_model.pipeline import (
     steps_to_fill,
 )
 from cost_model.queueing import DecodeQueue, PrefillQueue
+from hexgen2.region import Point, Region
 from hexgen2.replica import EngineSettings
 from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines, Timing
@@ -39,6 +43,8 @@ SMALLEST_STEP = 256
 """Tokens of the smallest prefill step tried under a target for the first token."""
 SOON = 0.3
 """If a prompt takes less than this part of the target for the first token, no quicker division is tried."""
+SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
+"""Shares of mixed steps at which a mixed replica's region is looked at."""
 LESS = 1 - 1e-6
 """Rates that differ by less may be ties, and are compared with care (see ties.py)."""
 DEFAULT_ENGINE = EngineSettings()
@@ -134,6 +140,9 @@ class Planner:
         )
         self._made: dict[tuple[str, NodeCounts], list[Pipeline]] = alike._made if alike else {}
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
+        self._regions: dict[tuple, Region] = {}
+        self._limits: dict[NodeCounts, Region | None] = {}
+        self._limits_by_kind: dict[tuple, Region | None] = {}
         kinds: dict[Link, int] = {}
         self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
         pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
@@ -151,13 +160,8 @@ class Planner:
 
     def _from_memo(self, role: str, counts: NodeCounts) -> GroupPlan | None:
         """The plan of a group: that of a group of the same kinds of nodes and links, if one was made."""
-        # Sorted by kind, so that all groups of the same kinds share a plan, whichever nodes come first.
-        counts = tuple(sorted(counts, key=lambda part: (self.problem.node_kind[part[0]], -part[1])))
-        nodes = [node for node, _ in counts]
-        kinds = tuple((self.problem.node_kind[node], count) for node, count in counts)
-        pairs = () if self._one_network else itertools.combinations(nodes, 2)
-        between = tuple(self._link_kind[a][b] for a, b in pairs)
-        key = (role, kinds, between)
+        counts, nodes, alike = self._by_kind(counts)
+        key = (role, *alike)
         if key not in self._memo:
             self.computed += 1
             if role == "prefill" and self._several:
@@ -174,6 +178,15 @@ class Planner:
         at = dict(zip(planned_on, nodes, strict=True))
         stages = tuple(s._replace(node=at[s.node]) for s in plan.stages)
         return replace(plan, stages=stages)
+
+    def _by_kind(self, counts: NodeCounts) -> tuple[NodeCounts, list[int], tuple]:
+        """The group and its nodes sorted by kind, so that groups of the same kinds share a plan, whichever
+        nodes come first; and a key that groups of the same kinds of nodes and links have in common."""
+        counts = tuple(sorted(counts, key=lambda part: (self.problem.node_kind[part[0]], -part[1])))
+        nodes = [node for node, _ in counts]
+        kinds = tuple((self.problem.node_kind[node], count) for node, count in counts)
+        pairs = () if self._one_network else itertools.combinations(nodes, 2)
+        return counts, nodes, (kinds, tuple(self._link_kind[a][b] for a, b in pairs))
 
     def _shapes_of(self, role: str, counts: NodeCounts) -> Iterator[list[StageShape]]:
         """The shapes that the engine can run."""
@@ -477,6 +490,81 @@ class Planner:
         """How a decode replica with this plan fares under any load."""
         pipeline, split = self._planned_pipeline("decode", plan)
         return self._decode_queue(pipeline, split, int(plan.batch))
+
+    def region_limit(self, counts: NodeCounts) -> Region | None:
+        """What no plan of a colocated group exceeds, also if it works for others: as if layers could be cut
+        up, so that no stage ever waits for another; None if the model does not fit. Much faster than to
+        plan."""
+        if len(counts) > self.span:
+            return None
+        if counts not in self._limits:
+            like, _, key = self._by_kind(counts)
+            if key not in self._limits_by_kind:
+                limits = [self._limit_of(pipeline) for pipeline in self._pipelines_of("colocated", like)]
+                corners = [corner for limit in limits for corner in limit.corners]
+                self._limits_by_kind[key] = Region.around(corners) if corners else None
+            self._limits[counts] = self._limits_by_kind[key]
+        return self._limits[counts]
+
+    def _limit_of(self, pipeline: Pipeline) -> Region:
+        costs, most = self.problem.costs, pipeline.batch / len(pipeline.kinds)
+        own, alone = pipeline.limit_req_s, self._pipelines.most_steps_s
+        prompts = costs.prefill_batch()
+        corners = [
+            (own, own),
+            (alone(pipeline, costs.work("prefill", prompts)) * prompts, 0.0),
+            (0.0, alone(pipeline, costs.work("decode", most)) * most / costs.osl),
+        ]
+        for chunk in self._pipelines.chunks:
+            steps_s = alone(pipeline, costs.mixed_work(chunk, most))
+            corners.append((steps_s * chunk, steps_s * most / costs.osl))
+        return Region.around(corners)
+
+    def region(self, plan: GroupPlan) -> Region:
+        """What a colocated group with this plan can do if it also works for other replicas, in requests/s
+        within the targets: its own requests at its capacity, either phase alone, and steps that all have a
+        chunk."""
+        key = (plan.stages, plan.batch, plan.engine, plan.capacity_req_s)
+        if key not in self._regions:
+            self._regions[key] = self._region(plan)
+        return self._regions[key]
+
+    def _region(self, plan: GroupPlan) -> Region:
+        costs, osl = self.problem.costs, self.problem.costs.osl
+        pipeline, split = self._planned_pipeline("colocated", plan)
+        chunk, stages = plan.engine.chunk_tokens / costs.isl, len(split)
+        # Room is kept for prompts that go on elsewhere.
+        room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
+        kept = outgoing_prompts(chunk, stages) * costs.isl / (costs.isl + costs.osl)
+        batch = min(plan.batch, room - kept)
+        if batch < 1:
+            return Region.around([(plan.capacity_req_s, plan.capacity_req_s)])
+        held = batch / stages
+
+        def times(decodes: float, prompts: float) -> PhaseTimes:
+            step = self._pipelines.mixed_step(pipeline, decodes, prompts)
+            return PhaseTimes(step.stage_s(split), step.hop_s, prompts)
+
+        def point(decodes: float, share: float) -> Point:
+            mixed = times(decodes, chunk)
+            rest = self._pipelines.timing(pipeline, "decode", decodes) if decodes else None
+            decode = PhaseTimes(rest.stage_s(split), rest.hop_s, decodes) if rest else mixed
+            period_s = mixed_period_s(mixed, decode, share)
+            return share * chunk / period_s, decodes / (osl * period_s)
+
+        # The engine spreads decodes over all steps: as long as there are any, prompts come in chunks.
+        prompts_only, every_step, none = point(0.0, 1.0), point(held, 1.0), point(held, 0.0)
+        answers = none[1]
+        for p, d in (point(held, share) for share in SHARES):
+            if p < every_step[0]:  # Where one step in a pipeline delays all, less than on a line in between.
+                answers = min(answers, d + (d - every_step[1]) * p / (every_step[0] - p))
+        # Of its own requests alone, the plan knows better how prompts and answers come.
+        both = plan.capacity_req_s
+        balanced = self._pipelines.decode_pace(pipeline, split, int(plan.batch), chunk).capacity_req_s
+        within = min(1.0, both / balanced)
+        corners = [(p * within, d * within) for p, d in (prompts_only, every_step, (0.0, answers))]
+        found = Region.around([(both, both), *corners])
+        return found if found.balanced <= both * (1 + 1e-9) else found.times(both / found.balanced)
 
     def _planned_pipeline(self, role: str, plan: GroupPlan) -> tuple[Pipeline, list[int]]:
         """The pipeline of a plan, and the layers of its stages."""

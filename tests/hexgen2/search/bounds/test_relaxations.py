@@ -92,7 +92,7 @@ def test_patterns_are_counted_and_no_dominated_column_matters(spec, model):
     for nodes in range(1, len(problem.node_gpus) + 1):
         patterns = list(classes.patterns(nodes))
         assert len(set(patterns)) == len(patterns) == classes.count_patterns(nodes)
-    columns = list_columns(Evaluator(problem).planner)
+    columns = list_columns(Evaluator(problem).planner, problem)
     assume(columns)
     for with_kv in (True, False):
         master = ConfigurationLP(classes, with_kv)

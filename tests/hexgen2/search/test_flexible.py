@@ -1,0 +1,170 @@
+"""The flexible search: mixtures of prefill, decode, colocated and mixed replicas."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import problems
+
+import hexgen2
+from cost_model.errors import InfeasibleError, InputError
+from hexgen2.checks import violations
+from hexgen2.placement import Placement
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.knapsack import best_points, served
+from hexgen2.search.problem import ROLES, Group, Problem, Solution, counts_of, make_problem
+from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.registry import find_strategy
+
+OPTIONS = SearchOptions(simulated=False)
+"""Searches are compared by the formulas that they go by."""
+
+
+def run(strategy: str, problem: Problem, phases: str = "flexible") -> Placement:
+    placement = find_strategy(strategy)(replace(problem, phases=phases), OPTIONS)  # type: ignore[arg-type]
+    assert violations(placement) == []
+    return placement
+
+
+def req_s(strategy: str, problem: Problem, phases: str) -> float:
+    """What a search finds; 0 where nothing fits."""
+    try:
+        return run(strategy, problem, phases).throughput.req_s
+    except InfeasibleError:
+        return 0.0
+
+
+def solutions(problem: Problem):
+    """Every division of all GPUs, and of all but one, into groups with roles."""
+    node_of = problem.cluster.node_of
+    everyone = list(range(len(node_of)))
+    for used in (everyone, *([g for g in everyone if g != left] for left in everyone)):
+        for parts in partitions(used):
+            counts = []
+            for part in parts:
+                nodes = [int(node_of[g]) for g in part]
+                counts.append(counts_of({n: nodes.count(n) for n in nodes}))
+            for roles in itertools.product(ROLES["flexible"], repeat=len(parts)):
+                yield Solution(tuple(Group(r, c) for r, c in zip(roles, counts, strict=True)))
+
+
+def partitions(items: list[int]):
+    """All ways to divide the items into groups."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for size in range(len(rest) + 1):
+        for others in itertools.combinations(rest, size):
+            left = [item for item in rest if item not in others]
+            for found in partitions(left):
+                yield [[first, *others], *found]
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(max_gpus=4))
+def test_exact_is_the_best_of_all_mixtures(problem):
+    evaluator = Evaluator(replace(problem, phases="flexible"))
+    found = (evaluator.reordered(evaluator.evaluate(each)).req_s for each in solutions(problem))
+    best = max(found, default=0.0)
+    exact = req_s("exact", problem, "flexible")
+    assert exact >= best * (1 - 1e-6)
+    assert exact <= evaluator.relaxed.upper_bound().req_s * (1 + 1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(max_gpus=7))
+def test_a_flexible_search_is_near_the_exact_one_and_never_below_a_pure_one(problem):
+    exact = req_s("exact", problem, "flexible")
+    found = req_s("hexgen2", problem, "flexible")
+    assert 0.98 * exact <= found <= exact * (1 + 1e-6)
+    for phases in ("disaggregated", "colocated"):
+        assert found >= 0.995 * req_s("hexgen2", problem, phases)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(max_gpus=8), st.data())
+def test_what_mixed_replicas_add_is_what_their_regions_allow(problem, data):
+    """At least what groups do that keep to themselves, at most what they could if KV caches moved freely."""
+    groups = []
+    for node, gpus in enumerate(problem.node_gpus):
+        left = len(gpus)
+        while left:
+            count = data.draw(st.integers(1, left))
+            groups.append(Group(data.draw(st.sampled_from(ROLES["flexible"])), ((node, count),)))
+            left -= count
+    solution = Solution(tuple(groups))
+    apart = Evaluator(replace(problem, phases="flexible", engine="vllm")).evaluate(solution)
+    evaluator = Evaluator(replace(problem, phases="flexible"))
+    together = evaluator.evaluate(solution)
+    if {r.index for r in apart.replicas} == {r.index for r in together.replicas} and all(
+        a.plan == b.plan for a, b in zip(apart.replicas, together.replicas, strict=True)
+    ):
+        assert together.req_s >= apart.req_s * (1 - 1e-6)
+    capacity = {
+        role: sum(r.plan.capacity_req_s for r in together.replicas if r.group.role == role)
+        for role in ("prefill", "decode")
+    }
+    regions = [evaluator.planner.region(r.plan) for r in together.colocated]
+    points = best_points(capacity["prefill"], capacity["decode"], regions)
+    assert together.req_s <= served(capacity["prefill"], capacity["decode"], points) * (1 + 1e-6)
+    assert together.score <= evaluator.score_limit(solution, -1.0) * (1 + 1e-6)
+    for replica, region in zip(together.colocated, regions, strict=True):
+        alone = together.alone[[r.index for r in together.colocated].index(replica.index)]
+        ends = (
+            (together.senders, together.flow.routes.sum(axis=1)),
+            (
+                together.receivers,
+                together.flow.routes.sum(axis=0),
+            ),
+        )
+        prompts, answers = (
+            alone + sum(w for r, w in zip(side, loads, strict=True) if r.index == replica.index)
+            for side, loads in ends
+        )
+        assert region.busy(prompts, answers) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model", "workload"),
+    [
+        ("hexgen2-homogeneous", "llama-2-70b", "LPHD"),
+        ("hexgen2-setting-4", "opt-30b", "HPLD"),
+        ("hexgen2-case-study", "llama-2-13b", "online"),
+    ],
+)
+def test_flexible_beats_both_pure_forms_on_the_papers_clusters(cluster, model, workload):
+    problem = make_problem(cluster, model, workload)
+    found = run("hexgen2", problem)
+    pure = [run("hexgen2", problem, phases).throughput.req_s for phases in ("disaggregated", "colocated")]
+    assert found.throughput.req_s >= 1.01 * max(pure)
+    assert any(replica.role == "mixed" for replica in found.replicas)
+    by_phases = {each.phases: each.req_s for each in found.search.alternatives}
+    assert by_phases["flexible"] == pytest.approx(found.throughput.req_s)
+    assert Placement.model_validate_json(found.to_json()) == found
+
+
+def test_a_plain_search_has_roles_of_one_phase_and_a_colocated_one_has_none():
+    problem = make_problem("hexgen2-case-study", "llama-2-13b", "LPLD")
+    roles = {phases: {r.role for r in run("hexgen2", problem, phases).replicas} for phases in ROLES}
+    assert roles["disaggregated"] == {"prefill", "decode"}
+    assert roles["colocated"] == {"colocated"}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"strategy": "vllm"}, "--strategy vllm"),
+        ({"objective": "cost", "request_rate": 1.0}, "objectives"),
+        ({"engine": "vllm"}, "--engine vllm"),
+    ],
+)
+def test_phases_are_refused_where_there_is_no_choice(options, text):
+    with pytest.raises(InputError, match=text):
+        hexgen2.search(
+            cluster="hexgen2-case-study", model="llama-2-13b", workload="LPLD", phases="flexible", **options
+        )
