@@ -444,6 +444,9 @@ class Planner:
                 req_s = 0.0
                 if not targets.given or pace.capacity_req_s > above:
                     req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch, chunk))
+                if pipeline.role == "colocated" and targets.ttft_s is not None and req_s > above:
+                    # Prompts wait for one another, at what both phases leave of the replica's time.
+                    req_s = min(req_s, targets.prefill_req_s(pace, chunk or 1.0))
                 if pipeline.role == "decode" and not targets.given:
                     req_s = self._beside_prompts(pipeline, split, batch, pace)
                 steps = 1 if self.problem.pipeline == "literal" else len(split)

@@ -13,6 +13,7 @@ from problems import problems
 import hexgen2
 from cost_model.errors import InfeasibleError, InputError
 from hexgen2.checks import violations
+from hexgen2.goal import Goal
 from hexgen2.placement import Placement
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.knapsack import best_points, served
@@ -168,3 +169,27 @@ def test_phases_are_refused_where_there_is_no_choice(options, text):
         hexgen2.search(
             cluster="hexgen2-case-study", model="llama-2-13b", workload="LPLD", phases="flexible", **options
         )
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "tpot_ms"), [(800.0, 50.0), (4000.0, 200.0), (None, 80.0), (1500.0, None)]
+)
+def test_under_targets_too_a_flexible_search_is_never_below_a_pure_one(ttft_ms, tpot_ms):
+    goal = Goal(objective="goodput", ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+    problem = make_problem("hexgen2-homogeneous", "llama-2-70b", "online", goal=goal)
+    found = req_s("hexgen2", problem, "flexible")
+    pure = {phases: req_s("hexgen2", problem, phases) for phases in ("disaggregated", "colocated")}
+    assert found >= 0.995 * max(pure.values()) > 0
+
+
+def test_prompts_of_a_colocated_replica_are_in_time_for_the_first_token():
+    """The tighter the target, the less is planned, and nothing once a prompt alone takes longer."""
+
+    def planned(ttft_ms: float) -> float:
+        goal = Goal(objective="goodput", ttft_ms=ttft_ms)
+        return req_s(
+            "hexgen2", make_problem("hexgen2-homogeneous", "llama-2-70b", "HPLD", goal=goal), "colocated"
+        )
+
+    rates = [planned(ttft_ms) for ttft_ms in (10_000, 2000, 500, 10)]
+    assert rates == sorted(rates, reverse=True) and rates[0] > rates[2] > rates[3] == 0
