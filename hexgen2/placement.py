@@ -251,6 +251,11 @@ class Placement(_Strict):
         raise KeyError(replica_id)
 
     @property
+    def phases(self) -> Literal["flexible", "disaggregated"]:
+        """What a search among placements of its kind may do: flexible if it has mixed replicas."""
+        return "flexible" if any(replica.role == "mixed" for replica in self.replicas) else "disaggregated"
+
+    @property
     def places(self) -> int:
         """Requests that its replicas decode at a time at most, those without any route left aside."""
         reached = {route.to for route in self.routes if route.flow_req_s > 0}

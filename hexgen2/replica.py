@@ -138,6 +138,11 @@ class Replica(_Strict):
         return self
 
     @property
+    def role_of_group(self) -> str:
+        """Its role while a search plans it: a mixed replica is a colocated one that works for others, too."""
+        return "colocated" if self.role == "mixed" else self.role
+
+    @property
     def decodes(self) -> bool:
         """Whether it decodes any requests."""
         return self.role != "prefill"

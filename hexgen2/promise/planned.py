@@ -24,7 +24,7 @@ def planned_req_s(placements: Sequence[Placement], cluster: Cluster, costs: Cost
     cluster, costs : instead of the placements' own; with the same nodes, for the same requests
     """
     first = placements[0]
-    mixed = any(replica.role == "mixed" for placement in placements for replica in placement.replicas)
+    flexible = any(placement.phases == "flexible" for placement in placements)
     problem = Problem(
         first.cluster,
         cluster,
@@ -35,7 +35,7 @@ def planned_req_s(placements: Sequence[Placement], cluster: Cluster, costs: Cost
         first.goal,
         frozenset(first.lost),
         first.cost_model.links,
-        phases="flexible" if mixed else "disaggregated",
+        phases="flexible" if flexible else "disaggregated",
     )
     evaluator = Evaluator(problem)
     return [_req_s(evaluator, placement) for placement in placements]
@@ -68,7 +68,7 @@ def _req_s(evaluator: Evaluator, placement: Placement) -> float:
         planned = _planned(evaluator, replica, len(groups))
         groups.append(_group(evaluator.problem, replica))
         if planned is not None:
-            sides[_role_in_search(replica)].append(planned)
+            sides[replica.role_of_group].append(planned)
     if not sides["colocated"] and not (sides["prefill"] and sides["decode"]):
         return 0.0
     found = evaluator.with_plans(Solution(tuple(groups)), *(tuple(side) for side in sides.values()))
@@ -91,7 +91,7 @@ def _planned(evaluator: Evaluator, replica: Replica, index: int) -> PlannedRepli
     )
     batch = None if replica.role == "prefill" else replica.max_batch
     engine = replica.engine.explicit(problem.pipeline, len(stages))
-    plan = evaluator.planner.plan_layers(_role_in_search(replica), stages, batch, engine)
+    plan = evaluator.planner.plan_layers(replica.role_of_group, stages, batch, engine)
     return None if plan is None else PlannedReplica(index, _group(problem, replica), plan)
 
 
@@ -99,9 +99,4 @@ def _group(problem: Problem, replica: Replica) -> Group:
     counts: dict[int, int] = {}
     for node in problem.cluster.nodes_of(replica.gpus):
         counts[node] = counts.get(node, 0) + 1
-    return Group(_role_in_search(replica), counts_of(counts))
-
-
-def _role_in_search(replica: Replica) -> str:
-    """A mixed replica is a colocated one that works for others, too."""
-    return "colocated" if replica.role == "mixed" else replica.role
+    return Group(replica.role_of_group, counts_of(counts))

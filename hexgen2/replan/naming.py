@@ -23,11 +23,11 @@ def moved_names(migrator: Migrator, evaluation: Evaluation) -> tuple[list[Name],
     known = {old.id for old in migrator.previous.replicas}
     names, moves = [], []
     for successor in found:
-        role, old = successor.replica.group.role, successor.old
-        if old is not None and old.role == role:
+        replica, old = successor.replica, successor.old
+        if old is not None and old.role == replica.group.role:
             name = old.id
         else:
-            name = next(n for n in _numbered(role) if n not in known)
+            name = next(n for n in _numbered(evaluation.role_of(replica)) if n not in known)
             known.add(name)
         names.append(Name(name, successor.gpus))
         costs = successor.load_bytes, successor.drain_s, successor.load_s

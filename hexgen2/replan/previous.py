@@ -85,7 +85,7 @@ class Previous:
         alive = all(gpu is not None for stage in gpus for gpu in stage)
         return OldReplica(
             id=replica.id,
-            role=replica.role,
+            role=replica.role_of_group,
             batch=replica.max_batch,
             engine=replica.engine.explicit(self.placement.cost_model.pipeline, len(replica.stages)),  # type: ignore[arg-type]
             stages=self._stages(replica, gpus) if alive else None,

@@ -77,6 +77,7 @@ def replan_problem(
         Goal(),
         frozenset((out | leaving) - back),
         links or previous.cost_model.links,  # type: ignore[arg-type]
+        phases=previous.phases,
     )
 
 

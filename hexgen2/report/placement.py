@@ -132,7 +132,7 @@ def _ranking_caution(placement: Placement) -> str | None:
         return None
     error, best = placement.cost_model.error, placement.throughput.req_s
     kinds = ("prefill", "decode", "colocated")
-    roles: list[str] = ["colocated" if r.role == "mixed" else r.role for r in placement.replicas]
+    roles = [replica.role_of_group for replica in placement.replicas]
     chosen = tuple(roles.count(kind) for kind in kinds)
     rivals: dict[tuple[int, ...], float] = {}
     for step in placement.search.trace:

@@ -193,3 +193,14 @@ def test_prompts_of_a_colocated_replica_are_in_time_for_the_first_token():
 
     rates = [planned(ttft_ms) for ttft_ms in (10_000, 2000, 500, 10)]
     assert rates == sorted(rates, reverse=True) and rates[0] > rates[2] > rates[3] == 0
+
+
+@pytest.mark.parametrize("lost", ["a100-3/0", "h100-1"])
+def test_a_placement_with_mixed_replicas_is_planned_again_after_a_loss(lost):
+    running = run("hexgen2", make_problem("hexgen2-setting-4", "llama-2-70b", "LPHD"))
+    found = hexgen2.replan(running, lost=lost)
+    assert violations(found) == []
+    assert found.migration is not None and found.migration.unchanged_req_s <= found.throughput.req_s
+    kept = {move.replica for move in found.moves if move.action == "keep"}
+    assert kept and kept <= {replica.id for replica in running.replicas}
+    assert not any(gpu.startswith(lost) for replica in found.replicas for gpu in replica.gpus)
