@@ -23,7 +23,7 @@ from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.promise.trial import Trials
 from hexgen2.search.problem import Phases
-from hexgen2.simulator.run import MOST, steady_requests
+from hexgen2.simulator.run import FEWEST, TURNS
 
 PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 CLUSTERS = ("homogeneous", "setting-1", "setting-2", "setting-3", "setting-4", "setting-5")
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--fixed", type=int, default=len(CELLS), help="cells of the paper's clusters")
     parser.add_argument("--clusters", type=int, default=10, help="clusters drawn at random")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--requests", type=int, default=MOST, help="of a simulation, at most")
+    parser.add_argument("--requests", type=int, default=60_000, help="of a simulation, at most")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     print(f"seed {options.seed}")
@@ -88,7 +88,7 @@ def simulated(placement: Placement, options: argparse.Namespace) -> float:
     """Requests/s of the simulator's steady state at full load."""
     cluster = Cluster.from_spec(placement.cluster)
     trials = Trials(placement, cluster, placement.goal, options.seed)
-    count = min(options.requests, steady_requests(placement))
+    count = min(options.requests, max(FEWEST, TURNS * placement.places))
     return trials.served_req_s(BEYOND * placement.throughput.req_s, count, 0)
 
 

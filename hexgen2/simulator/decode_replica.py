@@ -21,7 +21,7 @@ from cost_model.base import Work
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.batching import Batching
 from hexgen2.simulator.decode_batch import DecodeBatch
-from hexgen2.simulator.prefill_replica import Begun
+from hexgen2.simulator.prefill_replica import Begun, nobody
 from hexgen2.simulator.prompt_gate import PromptGate
 from hexgen2.simulator.prompt_queue import Chunk, Prompt, PromptQueue, attended
 from hexgen2.simulator.records import BatchGaps, Records, ReplicaRecord
@@ -52,8 +52,8 @@ class DecodeReplica:
         record: ReplicaRecord,
         schedule: Callable,
         ended: Callable[[int, float], None],
-        begun: Begun,
-        computed: Callable[[Any, float], None],
+        begun: Begun = nobody,
+        computed: Callable[[Any, float], None] = nobody,
     ) -> None:
         self._batching, self._times, self._isl, self._osl = batching, times, isl, osl
         self._kv_budget, self._records, self._record = kv_budget, records, record

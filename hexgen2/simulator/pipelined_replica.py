@@ -18,7 +18,7 @@ from cost_model.base import Work
 from cost_model.lengths import attended_tokens, context_tokens
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.batching import Batching
-from hexgen2.simulator.prefill_replica import Begun
+from hexgen2.simulator.prefill_replica import Begun, nobody
 from hexgen2.simulator.records import Records, ReplicaRecord
 from runtime.routing.kv_budget import KvBudget
 
@@ -101,8 +101,8 @@ class PipelinedReplica:
         record: ReplicaRecord,
         schedule: Callable,
         ended: Callable[[int, float], None],
-        begun: Begun,
-        computed: Callable[[Any, float], None],
+        begun: Begun = nobody,
+        computed: Callable[[Any, float], None] = nobody,
     ) -> None:
         self._batching, self._times, self._isl, self._osl = batching, times, isl, osl
         self._kv_budget, self._records, self._record = kv_budget, records, record

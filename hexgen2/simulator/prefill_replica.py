@@ -13,6 +13,10 @@ from hexgen2.simulator.records import ReplicaRecord
 Begun = Callable[[Sequence[tuple[Any, int]], float, float], None]
 
 
+def nobody(*_: object) -> None:
+    """Hears of requests that go on elsewhere where there are none."""
+
+
 class PrefillReplica:
     """Serves prompts first come, first served.
 

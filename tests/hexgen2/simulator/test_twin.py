@@ -180,10 +180,10 @@ def test_a_prefill_replica_makes_every_step_that_the_runtime_makes(rows, stages,
 
     def computed(request, now):
         found[request] = now
-        clock.schedule_first(now + sent_s, lambda now: prefiller.release(rows[request][1], now))
+        clock.schedule_first(now + sent_s, lambda now: prefiller.release(request, rows[request][1], now))
 
-    def begun(chunks, begun_s, _):
-        steps.append((approx(begun_s), [chunk.tokens for chunk in chunks]))
+    def begun(prompts, begun_s, _):
+        steps.append((approx(begun_s), [tokens for _, tokens in prompts]))
 
     prefiller = PrefillReplica(PREFILL, times, kv_tokens, ReplicaRecord(), clock.schedule, begun, computed)
     reference = Reference(times, kv_tokens, 99, sent_s)

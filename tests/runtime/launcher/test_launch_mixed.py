@@ -1,11 +1,13 @@
 """Launch a placement of mixed replicas: its requests take every route, and survive the loss of one."""
 
 import json
+import math
 
 import httpx
 import pytest
 from served import MIXED_FLOWS, SECONDS, Server, gauge, make_mixed_placement, until_idle
 
+from cost_model.pipeline import outgoing_prompts
 from hexgen2.checks import violations
 from hexgen2.placement import Placement
 from runtime.launcher.configure import configurations, emulated_links
@@ -83,6 +85,8 @@ def test_the_workers_of_mixed_replicas_send_and_hold_batches(placement, model_fo
     assert {configured[gpu].role for gpu in ("box/0", "box/2")} == {"mixed"}
     longest, budgets = placement.model.max_position, kv_budgets(placement)
     prefill, mixed = placement.replica("prefill-0"), placement.replica("mixed-0")
-    assert outgoing_tokens(mixed, placement) == budgets["prefill-0"]
-    assert budgets["mixed-0"] == 2 * mixed.max_batch * longest + budgets["prefill-0"]
+    isl = placement.workload.isl
+    kept = outgoing_tokens(mixed, placement)
+    assert kept == math.ceil(outgoing_prompts(mixed.engine.chunk_tokens / isl, len(mixed.stages)) * isl)
+    assert budgets["mixed-0"] == 2 * mixed.max_batch * longest + kept
     assert outgoing_tokens(prefill, placement) is None
