@@ -149,19 +149,6 @@ def search(
     return _checked(placement)
 
 
-def _check_phases(phases: str, strategy: str, goal: Goal, engine: str) -> None:
-    """Refuse phases that the strategy, or the search for this goal, has no choice of."""
-    if strategy not in ("hexgen2", "exact"):
-        raise InputError(
-            "--phases", phases, f"does not go with --strategy {strategy}", "use hexgen2 or exact"
-        )
-    if goal.rents or goal.objective in ("cost", "latency"):
-        remedy = "leave it out, or ask for throughput or goodput on a given cluster"
-        raise InputError("--phases", phases, "is for objectives throughput and goodput", remedy)
-    if phases == "flexible" and engine == "vllm":
-        raise InputError("--phases", phases, "does not go with --engine vllm", "leave one of them out")
-
-
 def replan(
     placement: Placement | str | Path,
     *,
@@ -554,6 +541,19 @@ def _in_range(option: str, value: float, least: float | None = None, most: float
     if not least <= value <= most:
         raise InputError(option, "", f"is {value!r}", f"give a number from {least:g} to {most:g}")
     return value
+
+
+def _check_phases(phases: str, strategy: str, goal: Goal, engine: str) -> None:
+    """Refuse phases that the strategy, or the search for this goal, has no choice of."""
+    if strategy not in ("hexgen2", "exact"):
+        raise InputError(
+            "--phases", phases, f"does not go with --strategy {strategy}", "use hexgen2 or exact"
+        )
+    if goal.rents or goal.objective in ("cost", "latency"):
+        remedy = "leave it out, or ask for throughput or goodput on a given cluster"
+        raise InputError("--phases", phases, "is for objectives throughput and goodput", remedy)
+    if phases == "flexible" and engine == "vllm":
+        raise InputError("--phases", phases, "does not go with --engine vllm", "leave one of them out")
 
 
 def _check_choices(**values: str | None) -> None:

@@ -92,7 +92,9 @@ def _heading(root: Element, placement: Placement) -> None:
 def _replica(root: Element, replica: Replica, box: Box, types: Types) -> None:
     """A box with a title, and a line for each stage."""
     x, y, height = box
-    served = f"{replica.capacity_req_s * replica.utilisation:.3g} requests/s, {replica.utilisation:.0%} used"
+    served = f"{replica.utilisation:.0%} used"
+    if replica.role != "mixed":  # whose work is prompts and answers, not whole requests
+        served = f"{replica.capacity_req_s * replica.utilisation:.3g} requests/s, {served}"
     _rectangle(root, x, y, BOX_WIDTH, height, "#f7f7f7", rx="6", stroke="#888888")
     _text(root, x + 10, y + 19, replica.id, bold=True)
     _text(root, x + BOX_WIDTH - 10, y + 19, served, GREY, anchor="end")

@@ -42,10 +42,11 @@ from hexgen2.search.bounds.upper_bounds import node_rates
 from hexgen2.search.linear_program import LinearProgram, Optimum
 from hexgen2.search.partition.coarsen import sums_by
 from hexgen2.search.planning.classes import NodeClasses
+from hexgen2.search.problem import ROLES
 from hexgen2.search.ties import spread
 
 INFINITY = math.inf
-PHASES = ("prefill", "decode")
+PHASES = ROLES["disaggregated"]
 TIE = 1e-3
 """Share of a column's capacity by which a rule may prefer another one: the solver's tolerance is 1e-6."""
 Entries = list[tuple[int, float]]

@@ -16,9 +16,8 @@ from hexgen2.search.problem import Problem, Solution
 
 
 class Relaxations:
-    """The configuration LP of one problem (by default the planner's, or one that differs in its phases), and
-    its integer program. Budgets are in US dollars per hour for
-    the GPUs in use."""
+    """The configuration LP of one problem (the planner's, or one that differs in its phases), and its integer
+    program. Budgets are in US dollars per hour for the GPUs in use."""
 
     def __init__(self, planner: Planner, problem: Problem | None = None) -> None:
         self._planner, self._problem, self._classes = planner, problem or planner.problem, planner.classes

@@ -182,7 +182,7 @@ class Pipelines:
         and chunks of `chunk` prompts."""
         costs = self.problem.costs
         decodes = mixed_decodes(running, 1, chunk, costs.osl)
-        both = self._of_work_s(kind, self._mixed_work(chunk, decodes))
+        both = self._of_work_s(kind, self.mixed_work(chunk, decodes))
         return mixed_request_s(both, self._layer_s(kind, "decode", decodes), chunk, decodes, costs.osl)
 
     def at_once(self, split: list[int]) -> int:
@@ -254,14 +254,14 @@ class Pipelines:
     def mixed_step(self, pipeline: Pipeline, decodes: float, prompts: float) -> Timing:
         """Seconds of each stage and hop for a step with so many prompts and decodes."""
         kinds, last = pipeline.kinds, len(pipeline.kinds) - 1
-        work = self._mixed_work(prompts, decodes)
+        work = self.mixed_work(prompts, decodes)
         return Timing(
             [self._of_work_s(kind, work) for kind in kinds],
             [self._edge_of_work_s(kind, work.sampled, j == last) for j, kind in enumerate(kinds)],
             [self.problem.costs.hop_work_s(hop, work.tokens) for hop in pipeline.hops],
         )
 
-    def _mixed_work(self, prompts: float, decodes: float) -> Work:
+    def mixed_work(self, prompts: float, decodes: float) -> Work:
         """The work of a mixed step, remembered."""
         key = prompts, decodes
         if key not in self._works:

@@ -519,7 +519,7 @@ class Planner:
             (0.0, alone(pipeline, costs.work("decode", most)) * most / costs.osl),
         ]
         for chunk in self._pipelines.chunks:
-            steps_s = alone(pipeline, costs.mixed_work(chunk, most))
+            steps_s = alone(pipeline, self._pipelines.mixed_work(chunk, most))
             corners.append((steps_s * chunk, steps_s * most / costs.osl))
         return Region.around(corners)
 
