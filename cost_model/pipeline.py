@@ -215,10 +215,8 @@ def _slowest_s(mixed_s: Sequence[float], decode_s: Sequence[float], share: float
         return share * mixed_s[0] + (1 - share) * decode_s[0]
     # The chain forgets what the step was by this factor with each stage.
     memory = 1 - begins / share if 0 < share < 1 else 0.0
-    mean, below = 0.0, 0.0
-    for seconds in sorted({*mixed_s, *decode_s}):
-        if any(d > seconds for d in decode_s):
-            continue
+    mean, below, least_s = 0.0, 0.0, max(decode_s)
+    for seconds in sorted({least_s, *(m for m in mixed_s if m > least_s)}):
         # The stages that must not have a mixed step, for none to be slower.
         within, remembered = 1.0, 0.0
         for m in mixed_s:

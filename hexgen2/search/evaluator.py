@@ -162,6 +162,7 @@ class Evaluator:
         }
         self._node_regions = node_regions(problem) if problem.mixes else []
         self._rate_regions: dict[NodeCounts, Region] = {}
+        self._plan_regions: dict[NodeCounts, Region | None] = {}
         self._rate_limits: dict[tuple[str, NodeCounts], float] = {}
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
@@ -279,8 +280,10 @@ class Evaluator:
 
     def plan_region(self, group: Group) -> Region | None:
         """What a colocated group can do that may work for others; None if the model does not fit."""
-        plan = self.plan_of(group)
-        return self.planner.region(plan) if plan else None
+        if group.counts not in self._plan_regions:
+            plan = self.plan_of(group)
+            self._plan_regions[group.counts] = self.planner.region(plan) if plan else None
+        return self._plan_regions[group.counts]
 
     def _rate_limit(self, group: Group) -> float:
         key = (group.role, group.counts)

@@ -64,6 +64,12 @@ def greatest(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
     return [item for item, v in zip(found, values, strict=True) if v >= floor]
 
 
+def first_greatest(items: Sequence[T], values: Sequence[float]) -> T:
+    """The first of the items that tie for the greatest value."""
+    floor = _just_below(max(values))
+    return next(item for item, value in zip(items, values, strict=True) if value >= floor)
+
+
 def least(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
     """The items that tie for the smallest value, in their order."""
     return greatest(items, lambda item: -value(item))

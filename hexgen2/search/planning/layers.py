@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hexgen2.search.ties import greatest, order
+from hexgen2.search.ties import first_greatest, order
 
 
 def balance_layers(
@@ -33,13 +33,11 @@ def balance_layers(
     missing = layers - sum(split)
     while missing > 0:
         room = [j for j in range(stages) if split[j] < limit[j]]
-        j = greatest(room, lambda j: -(layer_s[j] * (split[j] + 1) + edge_s[j]))[0]
-        split[j] += 1
+        split[first_greatest(room, [-(layer_s[j] * (split[j] + 1) + edge_s[j]) for j in room])] += 1
         missing -= 1
     while missing < 0:
-        several = (j for j in range(stages) if split[j] > 1)
-        j = greatest(several, lambda j: layer_s[j] * split[j] + edge_s[j])[0]
-        split[j] -= 1
+        several = [j for j in range(stages) if split[j] > 1]
+        split[first_greatest(several, [layer_s[j] * split[j] + edge_s[j] for j in several])] -= 1
         missing += 1
     return split
 

@@ -39,11 +39,11 @@ class StageKind:
 
     group: TensorGroup
     memory: dict[tuple[Phase, bool, bool], StageMemory]
-    layer_s: dict[tuple[Phase, float], float]
-    edge_s: dict[tuple[Phase, float, bool], float]
-    mixed_edge_s: dict[tuple[float, bool], float]
-    layers_s: dict[tuple[str, float, float], float]
-    work_s: dict[Work, float]
+    layer_s: dict[tuple[Phase, float], float] = field(default_factory=dict)
+    edge_s: dict[tuple[Phase, float, bool], float] = field(default_factory=dict)
+    layers_s: dict[tuple[str, float, float], float] = field(default_factory=dict)
+    mixed_layer_s: dict[tuple[float, float], float] = field(default_factory=dict)
+    mixed_edge_s: dict[tuple[float, bool], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Pipeline:
     shape : node and degrees of each stage
     batch : the requests that fit; for prefill, the prompts in a step
     limit_req_s : an upper limit on the capacity, however the layers are divided
-    timings, paces : those that were asked for, by phase and batch; and by layers, batch and chunk
+    timings, mixed, paces : those that were asked for, by phase and batch; by decodes and chunk; and by
+        layers, batch and chunk
     """
 
     role: str
@@ -95,6 +96,7 @@ class Pipeline:
     batch: float
     limit_req_s: float
     timings: dict[tuple[Phase, float], Timing] = field(default_factory=dict)
+    mixed: dict[tuple[float, float], tuple[Timing, float]] = field(default_factory=dict)
     paces: dict[tuple[tuple[int, ...], float, float], Pace] = field(default_factory=dict)
 
 
@@ -174,7 +176,7 @@ class Pipelines:
             )
             ends = itertools.product(("prefill", "decode"), (True, False), (True, False))
             memory = {end: self.problem.costs.stage_memory(end[0], group, *end[1:]) for end in ends}  # type: ignore[arg-type]
-            self._stage_kinds[key] = StageKind(group, memory, {}, {}, {}, {}, {})  # type: ignore[arg-type]
+            self._stage_kinds[key] = StageKind(group, memory)  # type: ignore[arg-type]
         return self._stage_kinds[key]
 
     def _mixed_s(self, kind: StageKind, running: float, chunk: float) -> float:
@@ -182,7 +184,7 @@ class Pipelines:
         and chunks of `chunk` prompts."""
         costs = self.problem.costs
         decodes = mixed_decodes(running, 1, chunk, costs.osl)
-        both = self._of_work_s(kind, self.mixed_work(chunk, decodes))
+        both = self._mixed_layer_s(kind, chunk, decodes)
         return mixed_request_s(both, self._layer_s(kind, "decode", decodes), chunk, decodes, costs.osl)
 
     def at_once(self, split: list[int]) -> int:
@@ -239,24 +241,33 @@ class Pipelines:
 
     def _mixed(self, pipeline: Pipeline, decodes: float, chunk: float) -> tuple[Timing, float]:
         """Mean seconds of each stage and hop for a mixed step beside so many decodes, and the prompts in it,
-        of which there may be `chunk`."""
+        of which there may be `chunk`; remembered."""
+        key = decodes, chunk
+        if key not in pipeline.mixed:
+            pipeline.mixed[key] = self._mean_mixed(pipeline, decodes, chunk)
+        return pipeline.mixed[key]
+
+    def _mean_mixed(self, pipeline: Pipeline, decodes: float, chunk: float) -> tuple[Timing, float]:
         (first, share), *more = mixed_steps(chunk, decodes, self.problem.costs.osl)
-        mean, prompts = self.mixed_step(pipeline, decodes, first).times(share), share * first
+        mean, prompts = self.mixed_step(pipeline, decodes, first), first
+        if share < 1:
+            mean, prompts = mean.times(share), share * first
         for other, share in more:
             mean = mean.plus(self.mixed_step(pipeline, decodes, other), share)
             prompts += share * other
         return mean, prompts
 
-    def most_steps_s(self, pipeline: Pipeline, work: Work) -> float:
-        """An upper limit on the steps/s of this work, however the layers are divided."""
-        return math.fsum(1 / self._of_work_s(k, work) for k in pipeline.kinds) / self.problem.model.layers
+    def most_steps_s(self, pipeline: Pipeline, prompts: float, decodes: float) -> float:
+        """An upper limit on the steps/s with so many prompts and decodes, however the layers are divided."""
+        layers_s = math.fsum(1 / self._mixed_layer_s(kind, prompts, decodes) for kind in pipeline.kinds)
+        return layers_s / self.problem.model.layers
 
     def mixed_step(self, pipeline: Pipeline, decodes: float, prompts: float) -> Timing:
         """Seconds of each stage and hop for a step with so many prompts and decodes."""
         kinds, last = pipeline.kinds, len(pipeline.kinds) - 1
         work = self.mixed_work(prompts, decodes)
         return Timing(
-            [self._of_work_s(kind, work) for kind in kinds],
+            [self._mixed_layer_s(kind, prompts, decodes) for kind in kinds],
             [self._edge_of_work_s(kind, work.sampled, j == last) for j, kind in enumerate(kinds)],
             [self.problem.costs.hop_work_s(hop, work.tokens) for hop in pipeline.hops],
         )
@@ -317,11 +328,14 @@ class Pipelines:
             kind.layer_s[key] = self.problem.costs.layer_s(phase, kind.group, batch)
         return kind.layer_s[key]
 
-    def _of_work_s(self, kind: StageKind, work: Work) -> float:
-        """Seconds of one layer for a step of this work, remembered."""
-        if work not in kind.work_s:
-            kind.work_s[work] = self.problem.costs.layer_work_s(kind.group, work)
-        return kind.work_s[work]
+    def _mixed_layer_s(self, kind: StageKind, prompts: float, decodes: float) -> float:
+        """Seconds of one layer for a step with so many prompts and decodes, remembered."""
+        key = prompts, decodes
+        found = kind.mixed_layer_s.get(key)
+        if found is None:
+            work = self.mixed_work(prompts, decodes)
+            found = kind.mixed_layer_s[key] = self.problem.costs.layer_work_s(kind.group, work)
+        return found
 
     def split(self, timing: Timing, limits: list[int], by_sum: bool) -> list[int] | None:
         """Layers of each stage, at most `limits`: with the least total time (by_sum), or the least time of

@@ -141,6 +141,7 @@ class Planner:
         self._made: dict[tuple[str, NodeCounts], list[Pipeline]] = alike._made if alike else {}
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         self._regions: dict[tuple, Region] = {}
+        self._engines: dict[tuple[int, int], EngineSettings] = {}
         self._limits: dict[NodeCounts, Region | None] = {}
         self._limits_by_kind: dict[tuple, Region | None] = {}
         kinds: dict[Link, int] = {}
@@ -297,8 +298,11 @@ class Planner:
             room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
             largest = min(self.problem.costs.batch_cap, room)
             held = largest if batch is None else batch if batch <= largest else 0
-            divisions = self._within_targets(pipeline, split, held, engine) if held >= 1 else iter(())
-            found = next(iter(greatest(divisions, lambda one: one.req_s)), None)
+            chunks = self._chunks_of(pipeline) if held >= 1 else ()
+            if engine and chunks and chunks[0]:
+                chunks = (engine.chunk_tokens / self.problem.costs.isl,)
+            divisions = (self._within_targets(pipeline, split, held, chunk, engine) for chunk in chunks)
+            found = next(iter(greatest(filter(None, divisions), lambda one: one.req_s)), None)
         return _plan_of(stages, found) if found and found.req_s > 0 else None
 
     def _plan(self, pipeline: Pipeline, above: float = 0.0) -> GroupPlan | None:
@@ -398,25 +402,37 @@ class Planner:
     def _decode_up_to(self, pipeline: Pipeline, most: float, above: float) -> Iterator[_Division]:
         """Divisions chosen for at most so many requests, each with the most requests that it has memory
         for."""
-        ways: tuple[bool, ...] = (True,) if self.problem.pipeline == "literal" else (False,)
-        if pipeline.role == "colocated" and self.problem.pipeline == "paper_optimistic":
-            ways = (False, True)  # Its prefills take the sum of the stages, its decode steps the slowest.
         chunks = self._chunks_of(pipeline)
         for batch in dict.fromkeys(max(1, int(most * share)) for share in BATCH_SHARES):
             limits = [m.max_layers(batch) for m in pipeline.memory]
-            turns = [turn for chunk in chunks for turn in self._pipelines.turns(pipeline, batch, chunk)]
-            divided = [self._pipelines.split(turn, limits, by_sum) for turn in turns for by_sum in ways]
-            splits = list(dict.fromkeys(tuple(s) for s in divided if s))
+            splits = dict.fromkeys(
+                tuple(split) for chunk in chunks for split in self._splits(pipeline, batch, chunk, limits)
+            )
             for split in splits:
                 # The layers chosen may leave room for more requests than they were chosen for.
                 room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
                 largest = min(self.problem.costs.batch_cap, *room)
-                for found in self._within_targets(pipeline, list(split), largest, above=above):
-                    above = max(above, found.req_s * LESS)
-                    yield found
+                for chunk in chunks:
+                    found = self._within_targets(pipeline, list(split), largest, chunk, above=above)
+                    if found:
+                        above = max(above, found.req_s * LESS)
+                        yield found
             # If memory limits no stage, a smaller batch is no better.
             if all(n < limit for split in splits for n, limit in zip(split, limits, strict=True)):
                 break
+
+    def _splits(
+        self, pipeline: Pipeline, batch: float, chunk: float, limits: list[int]
+    ) -> Iterator[list[int]]:
+        """The layers of each stage, at most `limits`, that suit a replica which decodes so many requests."""
+        ways: tuple[bool, ...] = (True,) if self.problem.pipeline == "literal" else (False,)
+        if pipeline.role == "colocated" and self.problem.pipeline == "paper_optimistic":
+            ways = (False, True)  # Its prefills take the sum of the stages, its decode steps the slowest.
+        for turn in self._pipelines.turns(pipeline, batch, chunk):
+            for by_sum in ways:
+                split = self._pipelines.split(turn, limits, by_sum)
+                if split:
+                    yield split
 
     def _chunks_of(self, pipeline: Pipeline) -> Sequence[float]:
         """The chunks worth trying in a replica's mixed steps, in prompts; 0 where no step is mixed."""
@@ -427,33 +443,38 @@ class Planner:
         pipeline: Pipeline,
         split: list[int],
         most: int,
+        chunk: float,
         given: EngineSettings | None = None,
         above: float = 0.0,
-    ) -> Iterator[_Division]:
-        """For each size of chunks, or the given one, the division with the most requests, up to `most`, that
-        meet the targets; nothing if none do."""
-        targets, isl = self.problem.targets, self.problem.costs.isl
-        chunks = self._chunks_of(pipeline)
-        if given and chunks[0]:
-            chunks = (given.chunk_tokens / isl,)
-        for chunk in chunks:
+    ) -> _Division | None:
+        """The division with the most requests, up to `most`, that meet the targets; None if none do. The
+        requests/s may be 0 if they are no more than `above`."""
+        targets, batch = self.problem.targets, most
+        if targets.tpot_s is not None:
             places = self._decode_queue(pipeline, split, most, chunk).places_within(targets.tpot_s)
             batch = places // self._pipelines.at_once(split)
-            if batch:
-                pace = self._pipelines.decode_pace(pipeline, split, batch, chunk)
-                req_s = 0.0
-                if not targets.given or pace.capacity_req_s > above:
-                    req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch, chunk))
-                if pipeline.role == "colocated" and targets.ttft_s is not None and req_s > above:
-                    # Prompts wait for one another, at what both phases leave of the replica's time.
-                    req_s = min(req_s, targets.prefill_req_s(pace, chunk or 1.0))
-                if pipeline.role == "decode" and not targets.given:
-                    req_s = self._beside_prompts(pipeline, split, batch, pace)
-                steps = 1 if self.problem.pipeline == "literal" else len(split)
-                engine = EngineSettings(in_flight=steps)
-                if chunk:
-                    engine = EngineSettings(chunk_tokens=round(chunk * isl), in_flight=steps)
-                yield _Division(split, batch, pace, req_s, given or engine)
+        if not batch:
+            return None
+        pace = self._pipelines.decode_pace(pipeline, split, batch, chunk)
+        req_s = 0.0 if targets.given else pace.capacity_req_s
+        if targets.given and pace.capacity_req_s > above:
+            req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch, chunk))
+        if pipeline.role == "colocated" and targets.ttft_s is not None and req_s > above:
+            # Prompts wait for one another, at what both phases leave of the replica's time.
+            req_s = min(req_s, targets.prefill_req_s(pace, chunk or 1.0))
+        if pipeline.role == "decode" and not targets.given:
+            req_s = self._beside_prompts(pipeline, split, batch, pace)
+        steps = 1 if self.problem.pipeline == "literal" else len(split)
+        engine = given or self._engine(round(chunk * self.problem.costs.isl), steps)
+        return _Division(split, batch, pace, req_s, engine)
+
+    def _engine(self, chunk_tokens: int, in_flight: int) -> EngineSettings:
+        """The settings of a replica that decodes, with chunks of so many tokens unless they are 0."""
+        key = chunk_tokens, in_flight
+        if key not in self._engines:
+            chunks = {"chunk_tokens": chunk_tokens} if chunk_tokens else {}
+            self._engines[key] = EngineSettings(in_flight=in_flight, **chunks)
+        return self._engines[key]
 
     def _beside_prompts(self, pipeline: Pipeline, split: list[int], batch: int, pace: Pace) -> float:
         """Requests/s of a decode replica that runs up to `batch` requests at that pace, and whose memory also
@@ -515,11 +536,11 @@ class Planner:
         prompts = costs.prefill_batch()
         corners = [
             (own, own),
-            (alone(pipeline, costs.work("prefill", prompts)) * prompts, 0.0),
-            (0.0, alone(pipeline, costs.work("decode", most)) * most / costs.osl),
+            (alone(pipeline, prompts, 0.0) * prompts, 0.0),
+            (0.0, alone(pipeline, 0.0, most) * most / costs.osl),
         ]
         for chunk in self._pipelines.chunks:
-            steps_s = alone(pipeline, self._pipelines.mixed_work(chunk, most))
+            steps_s = alone(pipeline, chunk, most)
             corners.append((steps_s * chunk, steps_s * most / costs.osl))
         return Region.around(corners)
 
