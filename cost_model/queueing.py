@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from scipy.special import gammainccinv, pdtr
@@ -166,6 +166,11 @@ class DecodeQueue:
     def capacity_req_s(self) -> float:
         """Requests/s with all places taken."""
         return self.places / (self.osl * self.tpot_s(self.places))
+
+    def at_capacity(self, req_s: float) -> DecodeQueue:
+        """The same places at so many requests/s with all of them taken: tokens take as much longer."""
+        slower, tpot_s = self.capacity_req_s / req_s, self.tpot_s
+        return self if slower == 1 else replace(self, tpot_s=lambda requests: slower * tpot_s(requests))
 
     def mean_tpot_s(self, others: float) -> float:
         """Seconds per output token of a request beside whom so many others are under way on average."""

@@ -57,7 +57,7 @@ def search(
     pipeline: PipelineSemantics = "pipelined",
     links: Links = "shared",
     engine: Engine = "any",
-    phases: Phases = "disaggregated",
+    phases: Phases | None = None,
     certify: bool = False,
     robust: bool = False,
     seed: int = 0,
@@ -90,7 +90,8 @@ def search(
     links : "shared" or "pairwise": whether KV routes compete for links, network cards and uplinks
     engine : "vllm" limits the search to replicas that vLLM can run
     phases : whether replicas do one phase each ("disaggregated"), both for their own requests ("colocated"),
-        or whatever serves most, also for one another ("flexible"); for strategies hexgen2 and exact
+        or whatever serves most, also for one another ("flexible", the default); only strategies hexgen2 and
+        exact have this choice
     certify : spend some more seconds on proving how good the answer is
     robust : of the best placements found, choose the one that fares best where costs are off, by its 10th
         percentile over perturbations of them; `placement.robustness` then says how each fares
@@ -117,7 +118,7 @@ def search(
     from hexgen2.export.vllm_command import check_vllm
     from hexgen2.goal import Goal, check_goal, make_goal
     from hexgen2.search.problem import make_problem
-    from hexgen2.strategies.registry import find_strategy
+    from hexgen2.strategies.registry import CHOOSE_PHASES, find_strategy, phases_of
 
     find = find_strategy(strategy)
     options = objective, request_rate, ttft_ms, tpot_ms, budget_per_hour, frontier
@@ -127,8 +128,9 @@ def search(
         raise InputError("goal", "", "is given twice, as an object and as options", "give only one of them")
     check_goal(goal)
     _check_choices(pipeline=pipeline, links=links, engine=engine, phases=phases)
-    if phases != "disaggregated":
-        _check_phases(phases, strategy, goal, engine)
+    if phases is not None and strategy not in CHOOSE_PHASES:
+        remedy = f"leave it out, or use {' or '.join(CHOOSE_PHASES)}"
+        raise InputError("--phases", phases, f"does not go with --strategy {strategy}", remedy)
     if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency"):
         raise InputError("--certify", "", "only works with a plain search by hexgen2", "leave it out here")
     if robust and strategy not in ("hexgen2", "exact"):
@@ -139,7 +141,7 @@ def search(
         *(cluster, model, workload, isl, osl, cost_model, pipeline, goal),
         links=links,
         engine=engine,
-        phases=phases,
+        phases=phases or phases_of(strategy),
         weights=weights,
         kv=kv,
     )
@@ -541,19 +543,6 @@ def _in_range(option: str, value: float, least: float | None = None, most: float
     if not least <= value <= most:
         raise InputError(option, "", f"is {value!r}", f"give a number from {least:g} to {most:g}")
     return value
-
-
-def _check_phases(phases: str, strategy: str, goal: Goal, engine: str) -> None:
-    """Refuse phases that the strategy, or the search for this goal, has no choice of."""
-    if strategy not in ("hexgen2", "exact"):
-        raise InputError(
-            "--phases", phases, f"does not go with --strategy {strategy}", "use hexgen2 or exact"
-        )
-    if goal.rents or goal.objective in ("cost", "latency"):
-        remedy = "leave it out, or ask for throughput or goodput on a given cluster"
-        raise InputError("--phases", phases, "is for objectives throughput and goodput", remedy)
-    if phases == "flexible" and engine == "vllm":
-        raise InputError("--phases", phases, "does not go with --engine vllm", "leave one of them out")
 
 
 def _check_choices(**values: str | None) -> None:

@@ -155,10 +155,9 @@ _detail = options("Modelling details")
 @_detail(
     "--phases",
     type=click.Choice(["flexible", "disaggregated", "colocated"]),
-    default="disaggregated",
-    show_default=True,
-    help="Replicas prefill or decode; do both, each for its own requests; or, flexible, whatever serves "
-    "most, also for one another.",
+    help="Replicas prefill or decode (disaggregated); do both, each for its own requests (colocated); or "
+    "whatever serves most, also for one another (flexible).  [default: flexible; the strategy's own for all "
+    "but hexgen2 and exact]",
 )
 def search(output: Path | None, as_json: bool, previous: Path | None, **asked: Any) -> None:
     """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow."""
@@ -190,7 +189,9 @@ def _new(lost: str, added: str, horizon_s: float, load_gbyte_s: float, **asked: 
     return hexgen2.search(**_given(asked))
 
 
-def _next(previous: Path, strategy: str, certify: bool, robust: bool, engine: str, phases: str, **asked: Any):
+def _next(
+    previous: Path, strategy: str, certify: bool, robust: bool, engine: str, phases: str | None, **asked: Any
+):
     """A placement to switch to from a running one."""
     from hexgen2.replan.search import NAME
 
@@ -201,7 +202,7 @@ def _next(previous: Path, strategy: str, certify: bool, robust: bool, engine: st
     if engine != "any":
         remedy = "leave it out, or search a new placement"
         raise InputError("--engine", engine, "does not go with --from", remedy)
-    if phases != "disaggregated":
+    if phases is not None:
         remedy = "leave it out, or search a new placement"
         raise InputError("--phases", phases, "does not go with --from", remedy)
     if strategy != NAME:

@@ -29,7 +29,7 @@ from hexgen2.simulator.records import Records
 from hexgen2.simulator.run import results, steady_requests
 from hexgen2.simulator.simulation import Simulation
 from hexgen2.strategies.base import SearchOptions
-from hexgen2.strategies.registry import find_strategy
+from hexgen2.strategies.registry import find_strategy, phases_of
 from hexgen2.workload.arrivals import LengthSource, offline, online
 from hexgen2.workload.lengths import Workload
 from hexgen2.workload.requests import Requests
@@ -168,7 +168,8 @@ def compare(
 
 def _problem(contender: Contender, workload: Workload, settings: Settings) -> Problem:
     asked = settings.model, workload, None, None, settings.cost_model, settings.pipeline
-    return make_problem(contender.spec or contender.cluster, *asked, links=settings.links)
+    phases = phases_of(contender.strategy)
+    return make_problem(contender.spec or contender.cluster, *asked, links=settings.links, phases=phases)
 
 
 def _offline(

@@ -213,7 +213,7 @@ class Evaluator:
         return self._evaluated[key]
 
     def at_full_load(self, evaluation: Evaluation) -> Evaluation:
-        """The same prefill and decode replicas at the load that they carry without latency targets."""
+        """The same replicas at the load that they carry without latency targets."""
         planner = self.planner
 
         def full(replicas: tuple[PlannedReplica, ...], queue_of: Callable) -> tuple[PlannedReplica, ...]:
@@ -222,7 +222,8 @@ class Evaluator:
 
         prefill = full(evaluation.prefill, planner.prefill_queue)
         decode = full(evaluation.decode, planner.decode_queue)
-        return self.with_plans(evaluation.solution, prefill, decode, evaluation.colocated)
+        colocated = full(evaluation.colocated, lambda plan: planner.colocated_queues(plan)[0])
+        return self.with_plans(evaluation.solution, prefill, decode, colocated)
 
     def score_limit(self, solution: Solution, threshold: float) -> float:
         """An upper limit on the score without routes or flow: what the replicas alone could do.

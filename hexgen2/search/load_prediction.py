@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,8 +22,9 @@ ASSUMPTIONS = [
 
 @dataclass(frozen=True)
 class LoadedPlacement:
-    """The queues of an evaluated solution without colocated replicas, and the share of all requests on each
-    route, [P, D]; transfer_s [P, D] is what a request's KV cache takes."""
+    """The queues of an evaluated solution, and the share of all requests on each route, [P, D]; transfer_s
+    [P, D] is what a request's KV cache takes. The last rows and columns are those of colocated replicas, each
+    with a route to itself."""
 
     prefill: list[PrefillQueue]
     decode: list[DecodeQueue]
@@ -34,16 +35,42 @@ class LoadedPlacement:
 
     @classmethod
     def of(cls, planner: Planner, evaluation: Evaluation, carried: np.ndarray) -> LoadedPlacement:
-        """The planner's solution under the flows [P, D] in requests/s that it is to carry."""
+        """The planner's solution under the flows between senders and receivers, in requests/s, that it is to
+        carry."""
         targets = Targets.of(planner.problem.goal, planner.problem.costs)
         prefill = [planner.prefill_queue(r.plan) for r in evaluation.prefill]
         decode = [planner.decode_queue(r.plan) for r in evaluation.decode]
-        routes = carried / carried.sum()
-        ends = [(q.capacity_req_s, w) for q, w in zip(prefill, routes.sum(axis=1), strict=True)]
-        ends += [(q.capacity_req_s, w) for q, w in zip(decode, routes.sum(axis=0), strict=True)]
-        links = zip(evaluation.network.routes.ravel(), routes.ravel(), strict=True)
+        rows, columns = len(prefill), len(decode)
+        row = {r.index: rows + k for k, r in enumerate(evaluation.colocated)}
+        column = {r.index: columns + k for k, r in enumerate(evaluation.colocated)}
+        row |= {r.index: k for k, r in enumerate(evaluation.prefill)}
+        column |= {r.index: k for k, r in enumerate(evaluation.decode)}
+        routes = np.zeros((rows + len(evaluation.colocated), columns + len(evaluation.colocated)))
+        transfer_s = np.zeros_like(routes)
+        between = np.ix_(
+            [row[r.index] for r in evaluation.senders], [column[r.index] for r in evaluation.receivers]
+        )
+        routes[between], transfer_s[between] = carried, 1 / evaluation.network.routes
+        for k, alone in enumerate(evaluation.alone):
+            routes[rows + k, columns + k], transfer_s[rows + k, columns + k] = alone, 0.0
+        routes /= routes.sum()
+        first, rest = routes.sum(axis=1), routes.sum(axis=0)
+        ends = [*zip((q.capacity_req_s for q in prefill), first[:rows], strict=True)]
+        ends += zip((q.capacity_req_s for q in decode), rest[:columns], strict=True)
+        for replica in evaluation.colocated:
+            prompts, answers = first[row[replica.index]], rest[column[replica.index]]
+            queues = planner.colocated_queues(replica.plan)
+            region = evaluation.region_of(replica)
+            most = queues[0].capacity_req_s / max(prompts, answers, 1e-12)
+            if region and prompts + answers > 0:  # What its work for others leaves of each phase.
+                most = 1 / region.busy(prompts, answers)
+            # A queue is as busy as the replica.
+            prefill.append(replace(queues[0], capacity_req_s=most * prompts or queues[0].capacity_req_s))
+            decode.append(queues[1].at_capacity(most * answers or queues[1].capacity_req_s))
+            ends.append((most, 1.0))
+        links = zip((1 / transfer_s[transfer_s > 0]).tolist(), routes[transfer_s > 0], strict=True)
         limit = min(capacity / share for capacity, share in (*ends, *links) if share > 0)
-        return cls(prefill, decode, routes, 1 / evaluation.network.routes, targets, float(limit))
+        return cls(prefill, decode, routes, transfer_s, targets, float(limit))
 
     def attained(self, rate: float) -> float:
         """Share of the requests that meet the targets."""

@@ -69,7 +69,7 @@ class Problem:
     @property
     def mixes(self) -> bool:
         """Whether a colocated group may also work for others (a mixed replica)."""
-        return self.phases == "flexible" and self.pipeline == "pipelined" and self.engine == "any"
+        return self.phases == "flexible" and self.pipeline == "pipelined"
 
     @property
     def roles(self) -> tuple[str, ...]:

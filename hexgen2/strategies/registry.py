@@ -6,6 +6,7 @@ import difflib
 
 from cost_model.errors import InputError
 from hexgen2.search.enumeration import MAX_GPUS
+from hexgen2.search.problem import Phases
 from hexgen2.strategies import exact, hexgen2
 from hexgen2.strategies.base import Strategy
 from hexgen2.strategies.baselines import distserve, genetic, hexgen, paper, random_swap, splitwise, vllm
@@ -27,6 +28,15 @@ STRATEGIES: dict[str, tuple[Strategy, str]] = {
     splitwise.NAME: (splitwise.search, "Splitwise: fast GPU types prefill, slow ones decode"),
     distserve.NAME: (distserve.search, "DistServe: one GPU type per phase, uniform tensor x pipeline shapes"),
 }
+
+
+CHOOSE_PHASES = (hexgen2.NAME, exact.NAME)
+"""The strategies that decide which replicas do which phase, unless --phases says so."""
+
+
+def phases_of(strategy: str) -> Phases:
+    """The phases among which a strategy chooses. All others have roles of their own."""
+    return "flexible" if strategy in CHOOSE_PHASES else "disaggregated"
 
 
 def find_strategy(name: str) -> Strategy:

@@ -515,6 +515,15 @@ class Planner:
         pipeline, split = self._planned_pipeline("decode", plan)
         return self._decode_queue(pipeline, split, int(plan.batch))
 
+    def colocated_queues(self, plan: GroupPlan) -> tuple[PrefillQueue, DecodeQueue]:
+        """How a colocated replica with this plan fares under any load of its own, where prompts wait at what
+        both phases leave of its time at full load."""
+        pipeline, split = self._planned_pipeline("colocated", plan)
+        chunk = plan.engine.chunk_tokens / self.problem.costs.isl if self._chunks_of(pipeline)[0] else 0.0
+        pace = self._pipelines.decode_pace(pipeline, split, plan.batch, chunk)
+        first = self.problem.targets.prefill_queue(pace, chunk or 1.0)
+        return first, self._decode_queue(pipeline, split, int(plan.batch), chunk)
+
     def region_limit(self, counts: NodeCounts) -> Region | None:
         """What no plan of a colocated group exceeds, also if it works for others: as if layers could be cut
         up, so that no stage ever waits for another; None if the model does not fit. Much faster than to
