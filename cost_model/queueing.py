@@ -23,6 +23,8 @@ from cost_model.portable import exp, twelve_digits
 _STEPS = 60
 _JUMPS = 8
 """Numbers of requests at which a queue of tiled steps is looked at for jumps of their time."""
+_JUMP = 0.8
+"""Requests/s just beyond such a jump, at least, of those just before it."""
 _BEYOND = 1 + 1e-9
 """Just beyond a number of requests that fills whole tiles."""
 
@@ -151,15 +153,25 @@ class DecodeQueue:
     osl: float
     tiled: bool = False
 
-    def places_within(self, tpot_s: float | None) -> int:
+    def places_within(self, tpot_s: float | None, above: float = 0.0) -> int:
         """The most requests at a time whose tokens take at most tpot_s each, 0 if none; without a target all
-        places."""
-        if tpot_s is None or self.tpot_s(self.places) <= tpot_s:
+        places. Perhaps 0, too, if so many would be no more than `above` requests/s."""
+        if tpot_s is None:
             return self.places
-        low, high = 0, self.places
+        # More places are more requests/s, but for jumps.
+        hopeless = above * (_JUMP if self.tiled else 1.0) * self.osl
+        low, high, taken_s = 0, self.places, self.tpot_s(self.places)
+        if taken_s <= tpot_s:
+            return high
         while high - low > 1:
+            if high < hopeless * taken_s:
+                return 0
             middle = (low + high) // 2
-            low, high = (middle, high) if self.tpot_s(middle) <= tpot_s else (low, middle)
+            middle_s = self.tpot_s(middle)
+            if middle_s <= tpot_s:
+                low = middle
+            else:
+                high, taken_s = middle, middle_s
         return low
 
     @property

@@ -50,7 +50,9 @@ class LoadedPlacement:
         between = np.ix_(
             [row[r.index] for r in evaluation.senders], [column[r.index] for r in evaluation.receivers]
         )
-        routes[between], transfer_s[between] = carried, 1 / evaluation.network.routes
+        most = evaluation.network.routes
+        routes[between] = carried
+        transfer_s[between] = np.divide(1.0, most, out=np.zeros_like(most), where=most > 0)
         for k, alone in enumerate(evaluation.alone):
             routes[rows + k, columns + k], transfer_s[rows + k, columns + k] = alone, 0.0
         routes /= routes.sum()

@@ -125,7 +125,7 @@ def run_search(
         alternatives=[
             Alternative(phases=phases, req_s=found.req_s, kv_limited=found.kv_limited)  # type: ignore[arg-type]
             for phases, found in [*state.pure.items(), ("flexible", incumbent.best)]
-            if state.pure
+            if state.pure and problem.goal.objective != "latency"
         ],
     )
     if problem.goal.rents:

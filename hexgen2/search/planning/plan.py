@@ -45,6 +45,8 @@ SOON = 0.3
 """If a prompt takes less than this part of the target for the first token, no quicker division is tried."""
 SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
 """Shares of mixed steps at which a mixed replica's region is looked at."""
+SLOW_PLAN = 3
+"""To plan a colocated replica within a target per output token takes as long as so many other plans."""
 LESS = 1 - 1e-6
 """Rates that differ by less may be ties, and are compared with care (see ties.py)."""
 DEFAULT_ENGINE = EngineSettings()
@@ -121,7 +123,7 @@ class Planner:
     ----------
     classes : classes of interchangeable nodes
     span : the most nodes that a replica spans
-    computed : how many plans were made, rather than remembered
+    computed : how many plans were made, rather than remembered; one that takes longer counts as several
     """
 
     def __init__(self, problem: Problem, alike: Planner | None = None) -> None:
@@ -164,7 +166,8 @@ class Planner:
         counts, nodes, alike = self._by_kind(counts)
         key = (role, *alike)
         if key not in self._memo:
-            self.computed += 1
+            slow = role == "colocated" and self.problem.targets.tpot_s is not None
+            self.computed += SLOW_PLAN if slow else 1
             if role == "prefill" and self._several:
                 if key not in self._fronts:
                     self._fronts[key] = nodes, self._front(counts)
@@ -451,7 +454,7 @@ class Planner:
         requests/s may be 0 if they are no more than `above`."""
         targets, batch = self.problem.targets, most
         if targets.tpot_s is not None:
-            places = self._decode_queue(pipeline, split, most, chunk).places_within(targets.tpot_s)
+            places = self._decode_queue(pipeline, split, most, chunk).places_within(targets.tpot_s, above)
             batch = places // self._pipelines.at_once(split)
         if not batch:
             return None
