@@ -50,6 +50,18 @@ class Region:
     def _pairs(self) -> Iterable[tuple[Point, Point]]:
         return itertools.pairwise(self.corners)
 
+    @cached_property
+    def sides(self) -> tuple[tuple[float, float, float], ...]:
+        """Of each side, the prompts/s gained of all that changes along it (1 where no answer is given up),
+        the prompts/s gained and the answers/s given up."""
+        steps = [(q - p, d - e) for (p, d), (q, e) in self._pairs]
+        return tuple((dp / (dp + dd), dp, dd) for dp, dd in steps)
+
+    def worth(self, prompt: float) -> float:
+        """The most that it can do if a prompt counts so much, and an answer the rest of 1."""
+        answer = 1 - prompt
+        return max(prompt * p + answer * d for p, d in self.corners)
+
     def times(self, factor: float) -> Region:
         """The region with all corners that many times as far out."""
         return Region(tuple((p * factor, d * factor) for p, d in self.corners))

@@ -29,7 +29,7 @@ from hexgen2.search.flow.max_flow import Flow, FlowNetwork, settled, solve
 from hexgen2.search.flow.regions import Share, shares_by_program
 from hexgen2.search.flow.routes import RouteUse, pipeline_use, route_use
 from hexgen2.search.flow.shared_use import SharedUse, shared_use
-from hexgen2.search.knapsack import best_points, served
+from hexgen2.search.knapsack import best_points, most_served, served
 from hexgen2.search.operators import Alike
 from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.planning.plan import LESS, GroupPlan, PlannedStage, Planner
@@ -154,6 +154,7 @@ class Evaluator:
         self.problem, self.params = problem, params
         self.planner = planner or Planner(problem)
         self.evaluations = self.routes = 0
+        self._worth = 0.5  # of a prompt, an answer's being the rest of 1
         self._node_rates = node_rates(problem)
         self._rates = {
             "prefill": [p for p, _ in self._node_rates],
@@ -230,11 +231,13 @@ class Evaluator:
 
         Plans are made only if the GPUs' own rates leave hope of passing the threshold.
         """
-        limit = self._limit(solution, self._rate_limit, self._rate_region)
+        limit = self._limit(solution, threshold, self._rate_limit, self._rate_region)
         if limit > threshold and any(group.role == "colocated" for group in solution.groups):
             # To plan a group for both phases takes long.
-            limit = self._limit(solution, self._capacity_limit, self._region_limit)
-        return limit if limit <= threshold else self._limit(solution, self._plan_capacity, self.plan_region)
+            limit = self._limit(solution, threshold, self._capacity_limit, self._region_limit)
+        if limit <= threshold:
+            return limit
+        return self._limit(solution, threshold, self._plan_capacity, self.plan_region)
 
     def limit_with_rest(
         self, done: Mapping[str, float], free: Sequence[int], done_regions: Sequence[Region] = ()
@@ -245,8 +248,7 @@ class Evaluator:
         if self.problem.mixes:
             regions = list(done_regions)
             regions += [region.times(n) for region, n in zip(self._node_regions, free, strict=True) if n]
-            points = best_points(done["prefill"], done["decode"], regions)
-            return served(done["prefill"], done["decode"], points)
+            return most_served(done["prefill"], done["decode"], regions)[0]
         if "colocated" in self.problem.roles:
             mixed = zip(self._node_rates, self._rates["colocated"], free, strict=True)
             rest = [(p * n, q * n, r * n) for (p, q), r, n in mixed if n]
@@ -257,19 +259,27 @@ class Evaluator:
     def _limit(
         self,
         solution: Solution,
+        threshold: float,
         capacity_of: Callable[[Group], float],
         region_of: Callable[[Group], Region | None],
     ) -> float:
+        """An upper limit on the score with these limits of the groups; how far below the threshold it is does
+        not matter."""
         capacity = {"prefill": 0.0, "decode": 0.0, "colocated": 0.0}
         for group in solution.groups:
             capacity[group.role] += capacity_of(group)
         prefill, decode = capacity["prefill"], capacity["decode"]
+        plateau = self.params.plateau_share * math.fsum(capacity.values())
         if capacity["colocated"] and self.problem.mixes:
             regions = [r for g in solution.groups if g.role == "colocated" and (r := region_of(g))]
-            carried = served(prefill, decode, best_points(prefill, decode, regions))
+            # The worth of a prompt where another solution was best is a limit, too, and quicker to see.
+            able = math.fsum(region.worth(self._worth) for region in regions)
+            carried = self._worth * prefill + (1 - self._worth) * decode + able
+            if carried + plateau > threshold:
+                carried, self._worth = most_served(prefill, decode, regions)
         else:
             carried = min(prefill, decode) + capacity["colocated"]
-        return carried + self.params.plateau_share * math.fsum(capacity.values())
+        return carried + plateau
 
     def _rate_region(self, group: Group) -> Region:
         """What a colocated group could do if each of its GPUs worked alone at its best."""

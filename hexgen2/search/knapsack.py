@@ -42,6 +42,21 @@ def best_points(prefill: float, decode: float, regions: Sequence[Region]) -> lis
     return at
 
 
+def most_served(prefill: float, decode: float, regions: Sequence[Region]) -> tuple[float, float]:
+    """The requests/s of `best_points`, and what a prompt is worth at that optimum: whatever the points,
+    served is at most worth * prompts + (1 - worth) * answers."""
+    prompts, answers = prefill, decode + math.fsum(region.corners[0][1] for region in regions)
+    worth = 0.0
+    for gained, dp, dd in sorted((side for region in regions for side in region.sides), reverse=True):
+        if prompts >= answers:
+            break
+        share = min(1.0, (answers - prompts) / (dp + dd))
+        prompts += share * dp
+        answers -= share * dd
+        worth = 1 - gained
+    return (min(prompts, answers), worth) if prompts >= answers * (1 - 1e-12) else (prompts, 1.0)
+
+
 def served(prefill: float, decode: float, points: Sequence[Point]) -> float:
     """Requests/s with these points, beside so many prompts/s and answers/s, if KV caches move freely."""
     return min(math.fsum((prefill, *(p for p, _ in points))), math.fsum((decode, *(d for _, d in points))))

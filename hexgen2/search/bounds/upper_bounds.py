@@ -28,7 +28,7 @@ from cost_model.hardware import NO_LINK
 from cost_model.pipeline import CHUNKS, mixed_decodes, mixed_request_s
 from hexgen2.placement import BoundRecord
 from hexgen2.region import Region
-from hexgen2.search.knapsack import best_points, served
+from hexgen2.search.knapsack import most_served
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import greatest_first
 
@@ -82,7 +82,7 @@ def rates_bound(problem: Problem, colocated: bool | None = None) -> UpperBound:
         req_s = 0.0
     elif problem.mixes:
         regions = [region.times(n) for region, n in zip(node_regions(problem), sizes, strict=True) if n]
-        req_s = served(0.0, 0.0, best_points(0.0, 0.0, regions))
+        req_s = most_served(0.0, 0.0, regions)[0]
     elif colocated:
         mixed = zip(rates, mixed_rates(problem), sizes, strict=True)
         req_s = best_mixture([(p * n, q * n, r * n) for (p, q), r, n in mixed if n])
