@@ -28,6 +28,7 @@ class Params:
 
     pure_effort : of the searches among purely disaggregated and purely colocated solutions from which a
         flexible one starts
+    stale_effort : effort without an improvement after which a flexible search ends
     rental_effort : of the search over all that could be rented, beside the searches of single GPU types
     rental_attempt_effort : for one of many budgets
     rental_branches, rental_perturbations : as above, for rentals
@@ -70,7 +71,8 @@ class Params:
     perturbations: int = 100
     perturbation_steps: int = 3
 
-    pure_effort: float = 1200
+    pure_effort: float = 600
+    stale_effort: float = 1500
 
     rental_effort: float = 8000
     rental_attempt_effort: float = 2500

@@ -21,6 +21,7 @@ class SearchState:
 
     unmixed : the best offered in which no replica works for both itself and others
     pure : the best of all disaggregated and of all colocated solutions, in a flexible search
+    improved_at : effort when the best last improved
     keeps_finalists : whether finalists are kept without latency targets, too
     progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the best
     stays in the incumbent.
@@ -35,6 +36,7 @@ class SearchState:
     groups_looked_at: int = 0
     unmixed: Evaluation | None = None
     pure: dict[str, Evaluation] = field(default_factory=dict)
+    improved_at: float = 0.0
 
     @cached_property
     def finalists(self) -> Finalists:
@@ -52,6 +54,7 @@ class SearchState:
         if not evaluation.mixed and (self.unmixed is None or evaluation.better_than(self.unmixed)):
             self.unmixed = evaluation
         if self.incumbent.offer(evaluation):
+            self.improved_at = self.effort
             self.note(step)
 
     def note(self, step: Step | str) -> None:
@@ -81,9 +84,15 @@ class SearchState:
             + params.effort_per_group * self.groups_looked_at
         )
 
-    def spend(self, effort: float, close_gap: float | None = None) -> None:
-        """Stop after so much more effort, or within that gap to the upper bound."""
+    def spend(
+        self, effort: float, close_gap: float | None = None, stale_effort: float | None = None
+    ) -> None:
+        """Stop after so much more effort, or so much without an improvement, or within that gap to the upper
+        bound."""
+        self.improved_at = self.effort
         self.stopping.effort_limit = self.effort + effort
+        if stale_effort is not None:
+            self.stopping.stale_effort = stale_effort
         if close_gap is not None:
             self.stopping.close_gap = close_gap
 
@@ -93,4 +102,6 @@ class SearchState:
         incumbent, stopping = self.incumbent, self.stopping
         if incumbent.proved or stopping.out_of_time() or self.reached():
             return True
-        return incumbent.within(stopping.close_gap) or self.effort >= stopping.effort_limit
+        if self.effort >= min(stopping.effort_limit, self.improved_at + stopping.stale_effort):
+            return True
+        return incumbent.within(stopping.close_gap)

@@ -15,6 +15,7 @@ class Stopping:
     ----------
     time_limit_s : seconds from the start
     effort_limit : effort (see Params) at which the search ends
+    stale_effort : effort without an improvement after which it ends
     close_gap : gap to the upper bound that is good enough
     target_req_s : throughput that is good enough, requests/s
     cut : why the search ended before it was done, if it did; then the same seed may give another placement
@@ -22,6 +23,7 @@ class Stopping:
 
     time_limit_s: float | None = None
     effort_limit: float = math.inf
+    stale_effort: float = math.inf
     close_gap: float = 0.0
     target_req_s: float = math.inf
     cut: str | None = None

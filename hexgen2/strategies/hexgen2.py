@@ -123,6 +123,7 @@ def explore(state: SearchState, seed: int) -> None:
     if state.evaluator.problem.phases == "flexible":
         for phases in PURE:
             _climb_from_pure(state, phases, seed)
+        state.spend(params.effort, stale_effort=params.stale_effort)
     climb_from_starts(state)
     settle(state, seed)
 

@@ -47,6 +47,8 @@ SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
 """Shares of mixed steps at which a mixed replica's region is looked at."""
 SLOW_PLAN = 3
 """To plan a colocated replica within a target per output token takes as long as so many other plans."""
+WORSE = 0.95
+"""If layers chosen for a smaller batch serve less than this share of what others do, smaller ones do, too."""
 LESS = 1 - 1e-6
 """Rates that differ by less may be ties, and are compared with care (see ties.py)."""
 DEFAULT_ENGINE = EngineSettings()
@@ -405,12 +407,13 @@ class Planner:
     def _decode_up_to(self, pipeline: Pipeline, most: float, above: float) -> Iterator[_Division]:
         """Divisions chosen for at most so many requests, each with the most requests that it has memory
         for."""
-        chunks = self._chunks_of(pipeline)
+        chunks, best_req_s = self._chunks_of(pipeline), 0.0
         for batch in dict.fromkeys(max(1, int(most * share)) for share in BATCH_SHARES):
             limits = [m.max_layers(batch) for m in pipeline.memory]
             splits = dict.fromkeys(
                 tuple(split) for chunk in chunks for split in self._splits(pipeline, batch, chunk, limits)
             )
+            here_req_s = 0.0
             for split in splits:
                 # The layers chosen may leave room for more requests than they were chosen for.
                 room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
@@ -419,10 +422,14 @@ class Planner:
                     found = self._within_targets(pipeline, list(split), largest, chunk, above=above)
                     if found:
                         above = max(above, found.req_s * LESS)
+                        here_req_s = max(here_req_s, found.req_s)
                         yield found
             # If memory limits no stage, a smaller batch is no better.
             if all(n < limit for split in splits for n, limit in zip(split, limits, strict=True)):
                 break
+            if here_req_s < best_req_s * WORSE:
+                break
+            best_req_s = max(best_req_s, here_req_s)
 
     def _splits(
         self, pipeline: Pipeline, batch: float, chunk: float, limits: list[int]
