@@ -111,7 +111,7 @@ def search(
     >>> [(replica.id, replica.shape) for replica in p.replicas][:2]
     [('prefill-0', 'tp1'), ('prefill-1', 'tp1')]
     >>> p.replicas[0].stages[0].gpus
-    ['h100-1/0']
+    ['a100-1/0']
     >>> p.throughput.req_s <= p.bound.req_s
     True
     """

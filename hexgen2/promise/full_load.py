@@ -23,14 +23,19 @@ TOLERATED = 0.02
 _RUNS = 3
 
 
-def simulated_factor(placement: Placement, cluster: Cluster, seed: int) -> float:
-    """The requests/s of the placement in the simulator's steady state over those planned; 1 where they hardly
-    differ, or where formulas are known to do: all requests alike, on replicas that do one phase or have one
-    stage. 1 as well where the fleet holds more requests than are worth simulating."""
-    count = TURNS * placement.places
+def formulas_do(placement: Placement) -> bool:
+    """Whether formulas are known to be close: all requests are alike, on replicas that do one phase or have
+    one stage and work for themselves."""
     in_phase = any(r.role == "colocated" and len(r.stages) > 1 for r in placement.replicas)
     mixed = any(r.role == "mixed" for r in placement.replicas)
-    if not (in_phase or mixed or len(placement.workload.classes) > 1) or count > MOST:
+    return not (in_phase or mixed or len(placement.workload.classes) > 1)
+
+
+def simulated_factor(placement: Placement, cluster: Cluster, seed: int) -> float:
+    """The requests/s of the placement in the simulator's steady state over those planned; 1 where the fleet
+    holds more requests than are worth simulating."""
+    count = TURNS * placement.places
+    if count > MOST:
         return 1.0
     planned = placement.throughput.req_s
     trials, rate, served = Trials(placement, cluster, placement.goal, seed), planned, 0.0
@@ -39,5 +44,4 @@ def simulated_factor(placement: Placement, cluster: Cluster, seed: int) -> float
         served = trials.served_req_s(rate, count, draw)
         if served < REACHED * rate:
             break
-    factor = served / planned
-    return 1.0 if factor <= 0 or abs(factor - 1) <= TOLERATED else factor
+    return served / planned if served > 0 else 1.0

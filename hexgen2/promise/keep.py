@@ -13,12 +13,14 @@ from hexgen2.checks import traffic_of
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Goodput, Placement
 from hexgen2.promise.finalists import Effort, choose, residents
-from hexgen2.promise.full_load import simulated_factor
+from hexgen2.promise.full_load import TOLERATED, formulas_do, simulated_factor
 from hexgen2.promise.goodput import Found
 from hexgen2.promise.trial import Trial, Trials
 from hexgen2.search.ties import greatest
 
 DEFAULT_EFFORT = Effort()
+SIMPLER = 1.002
+"""What a request/s is worth of a placement in which no replica works for others."""
 CORRECTED = "queues by formulas, {:+.1%} as simulated"
 AT_FULL_LOAD = "full load by formulas, {:+.1%} as simulated"
 
@@ -47,8 +49,7 @@ def with_promise(
             return _at_rate(placements[0], cluster, seed, effort)
         if stop():
             return placements[0]
-        carrying = [_at_full_load(placement, cluster, seed) for placement in placements]
-        return greatest(carrying, lambda placement: placement.throughput.req_s)[0]
+        return _best_at_full_load(placements, cluster, seed)
     compared = placements if goal.objective == "goodput" else placements[:1]
     chosen = choose(compared, cluster, goal, seed, stop, effort)
     best, found = chosen.placement, chosen.goodput
@@ -64,12 +65,24 @@ def with_promise(
     return best.model_copy(update={"goodput": _record(best, found, at_rate)})
 
 
-def _at_full_load(placement: Placement, cluster: Cluster, seed: int) -> Placement:
-    """The placement with the requests/s of the simulator where formulas are off."""
-    factor = simulated_factor(placement, cluster, seed)
-    if factor > 1:  # No route may carry more than its links do.
-        factor = max(1.0, min(factor, 1 / _fullest(placement, cluster)))
-    return placement if factor == 1 else scaled(placement, factor, AT_FULL_LOAD)
+def _best_at_full_load(placements: Sequence[Placement], cluster: Cluster, seed: int) -> Placement:
+    """The placement that serves most in the simulator, with the requests/s from there if formulas are off."""
+    factors = {}
+    for k, placement in enumerate(placements):
+        if len(placements) == 1 and formulas_do(placement):
+            return placement
+        factor = simulated_factor(placement, cluster, seed)
+        if factor > 1:  # No route may carry more than its links do.
+            factor = max(1.0, min(factor, 1 / _fullest(placement, cluster)))
+        factors[k] = factor
+
+    def served(k: int) -> float:
+        simpler = all(replica.role != "mixed" for replica in placements[k].replicas)
+        return placements[k].throughput.req_s * factors[k] * (SIMPLER if simpler else 1.0)
+
+    best = greatest(factors, served)[0]
+    close = formulas_do(placements[best]) or abs(factors[best] - 1) <= TOLERATED
+    return placements[best] if close else scaled(placements[best], factors[best], AT_FULL_LOAD)
 
 
 def _run_at(

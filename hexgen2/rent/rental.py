@@ -47,13 +47,16 @@ def part_of(universe: Problem, counts: Sequence[int]) -> Part:
     return Part(replace(universe, spec=cluster.spec, cluster=cluster), nodes)
 
 
-def build_rental(universe: Problem, state: SearchState, strategy: str, search: SearchRecord) -> Placement:
-    """The placement of the incumbent on a cluster of just the rented GPUs, with its frontier."""
-    assert state.incumbent.best is not None
-    used = _used(state.incumbent.best)
+def build_rental(
+    universe: Problem, state: SearchState, found: Evaluation, strategy: str, search: SearchRecord
+) -> Placement:
+    """The placement of a solution on a cluster of just the rented GPUs, with the frontier."""
+    used = _used(found)
     part = part_of(universe, in_use(universe, used))
     evaluator = Evaluator(part.problem, state.evaluator.params)
     evaluation = evaluator.reordered(evaluator.evaluate(part.inside(used)))
+    if not found.mixed:
+        evaluation = evaluator.each_alone(evaluation)
     placement = build_placement(part.problem, evaluation, strategy, search)
     return placement.model_copy(
         update={

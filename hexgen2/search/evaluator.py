@@ -226,6 +226,12 @@ class Evaluator:
         colocated = full(evaluation.colocated, lambda plan: planner.colocated_queues(plan)[0])
         return self.with_plans(evaluation.solution, prefill, decode, colocated)
 
+    def each_alone(self, evaluation: Evaluation) -> Evaluation:
+        """The same replicas where colocated ones work for themselves only."""
+        return self._with_shares(
+            evaluation.solution, evaluation.prefill, evaluation.decode, evaluation.colocated
+        )
+
     def score_limit(self, solution: Solution, threshold: float) -> float:
         """An upper limit on the score without routes or flow: what the replicas alone could do.
 

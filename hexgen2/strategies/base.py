@@ -54,6 +54,9 @@ class SearchOptions:
     robust: bool = False
 
 
+MIXED_ERROR = 0.08
+"""By so much formulas may be too kind to mixed replicas, compared with others."""
+
 Strategy = Callable[[Problem, SearchOptions], Placement]
 Build = Callable[[Problem, Evaluation, str, SearchRecord, UpperBound | None], Placement]
 
@@ -129,14 +132,9 @@ def run_search(
         ],
     )
     if problem.goal.rents:
-        finalists = [build_rental(problem, state, name, record)]
+        finalists = [build_rental(problem, state, each, name, record) for each in _finalists(state, options)]
     else:
-        best = incumbent.best
-        others = [each for each in state.finalists.best() if each.solution.key != best.solution.key]
-        several = options.robust or problem.goal.objective in ("goodput", "latency")
-        kept = [best, *others] if several else [best]
-        if best.mixed and state.unmixed is not None and not several:
-            kept.append(state.unmixed)  # which formulas know better
+        kept = _finalists(state, options)
         finalists = [build(problem, each, name, record, incumbent.bound) for each in kept]
     found = finalists[0]
     cluster = Cluster.from_spec(found.cluster)
@@ -151,6 +149,25 @@ def run_search(
             stopping.interrupt()
     ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": stopping.cut})
     return found.model_copy(update={"search": ended})
+
+
+def _finalists(state: SearchState, options: SearchOptions) -> list[Evaluation]:
+    """The solutions that are worth a simulation, best first by formulas."""
+    best, problem = state.incumbent.best, state.evaluator.problem
+    assert best is not None
+    if problem.goal.rents:
+        kept = [best]
+    elif options.robust or problem.goal.objective in ("goodput", "latency"):
+        kept = [best, *(each for each in state.finalists.best() if each.solution.key != best.solution.key)]
+    else:
+        kept = [best]
+    if best.mixed and problem.goal.objective == "throughput":
+        # Formulas know the others better, and a fleet in which nobody works for others is simpler.
+        simpler = [state.evaluator.each_alone(best), state.unmixed, *state.pure.values()]
+        least = best.req_s * (1 - MIXED_ERROR)
+        near = (each for each in simpler if each is not None and not each.mixed and each.req_s >= least)
+        kept += list({each.solution.key: each for each in near}.values())
+    return kept
 
 
 def _for_slower_costs(

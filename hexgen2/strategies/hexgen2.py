@@ -131,6 +131,8 @@ def explore(state: SearchState, seed: int) -> None:
 def _climb_from_pure(state: SearchState, phases: Phases, seed: int) -> None:
     """Search among solutions with these phases only, and refine the best with all steps."""
     evaluator = state.evaluator
+    if phases == "disaggregated" and len(evaluator.problem.usable) < 2:
+        return
     restricted = replace(evaluator.problem, phases=phases)
     pure = SearchState(Evaluator(restricted, evaluator.params, evaluator.planner), state.stopping.again())
     pure.spend(evaluator.params.pure_effort)
@@ -153,7 +155,7 @@ def climb_from_starts(state: SearchState) -> None:
     linear = greatest(laid_out, lambda solution: evaluator.evaluate(solution).score)[0]
     if linear.groups:
         refine(state, linear, "start from the linear program")
-    if evaluator.problem.phases == "colocated":
+    if evaluator.problem.phases == "colocated" or len(evaluator.problem.usable) < 2:
         refine(state, _a_group_per_node(evaluator.problem), "start with a colocated group per node")
         return
     sizes = start_sizes(state.evaluator.problem)

@@ -43,6 +43,7 @@ def test_fp8_gains_in_today_s_engines_too():
 
 def test_fewer_bits_fit_where_16_do_not():
     asked = {"cluster": cluster("H100:2"), "model": "llama-3-70b", "workload": "LPLD"}
+    asked["phases"] = "disaggregated"
     with pytest.raises(hexgen2.InfeasibleError):
         hexgen2.search(**asked)
     assert hexgen2.search(**asked, weights="int4").throughput.req_s > 0

@@ -122,6 +122,8 @@ def test_a_placement_is_a_graph(placement):
     graph = placement.to_networkx()
     assert set(graph) == {replica.id for replica in placement.replicas}
     flow = sum(figures["flow_req_s"] for _, _, figures in graph.edges(data=True))
+    alone = [r for r in placement.replicas if r.role == "colocated"]
+    flow += sum(r.utilisation * r.capacity_req_s for r in alone)
     assert flow == pytest.approx(placement.throughput.req_s)
 
 

@@ -27,6 +27,8 @@ def placement(tmp_path_factory) -> str:
         "llama-2-13b",
         "--workload",
         "LPLD",
+        "--phases",
+        "disaggregated",
         "-o",
         str(path),
     )

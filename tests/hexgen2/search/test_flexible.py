@@ -156,19 +156,46 @@ def test_a_plain_search_has_roles_of_one_phase_and_a_colocated_one_has_none():
     assert roles["colocated"] == {"colocated"}
 
 
+NODES = [{"name": "a", "accelerators": "H100:2"}, {"name": "b", "accelerators": "A100-80GB:2"}]
+ASKED = {
+    "cluster": ClusterSpec.model_validate({"name": "small", "nodes": NODES}),
+    "model": "llama-2-13b",
+    "workload": "LPHD",
+}
+
+
+def test_phases_are_refused_where_there_is_no_choice():
+    with pytest.raises(InputError, match="--strategy vllm"):
+        hexgen2.search(**ASKED, phases="flexible", strategy="vllm")
+
+
+def value(objective: str, found: hexgen2.Placement) -> float:
+    """What the objective asks for, greater is better."""
+    if objective == "cost":
+        return -found.price_per_hour
+    return -found.goodput.mean_e2el_ms if objective == "latency" else found.throughput.req_s
+
+
 @pytest.mark.parametrize(
-    ("options", "text"),
+    "options",
     [
-        ({"strategy": "vllm"}, "--strategy vllm"),
-        ({"objective": "cost", "request_rate": 1.0}, "objectives"),
-        ({"engine": "vllm"}, "--engine vllm"),
+        {"objective": "cost", "request_rate": 40.0},
+        {"objective": "latency", "request_rate": 20.0},
+        {"budget_per_hour": 10.0},
+        {"engine": "vllm"},
     ],
+    ids=lambda options: " ".join(options),
 )
-def test_phases_are_refused_where_there_is_no_choice(options, text):
-    with pytest.raises(InputError, match=text):
-        hexgen2.search(
-            cluster="hexgen2-case-study", model="llama-2-13b", workload="LPLD", phases="flexible", **options
-        )
+def test_flexible_phases_are_the_default_and_the_best_for_every_objective(options):
+    found = hexgen2.search(**ASKED, **options)
+    best = max(
+        value(options.get("objective", ""), hexgen2.search(**ASKED, **options, phases=phases))
+        for phases in ("disaggregated", "colocated")
+    )
+    assert value(options.get("objective", ""), found) >= best - 0.01 * abs(best)
+    assert found == hexgen2.search(**ASKED, **options, phases="flexible").model_copy(
+        update={"search": found.search}
+    )
 
 
 @pytest.mark.parametrize(
