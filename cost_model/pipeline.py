@@ -145,21 +145,25 @@ def mixed_decodes(batch: float, stages: int, chunk: float, osl: float) -> float:
     return min(batch / stages, osl * chunk)
 
 
-def mixed_steps(chunk: float, decodes: float, osl: float) -> list[tuple[float, float]]:
-    """The mixed steps of a colocated replica at full load, as pairs of prompts in a step and the share of the
-    steps that have so many.
+def mixed_steps(chunk: float, decodes: float, osl: float) -> list[tuple[float, float, float]]:
+    """The mixed steps of a colocated replica at full load: prompts and decodes in a step, and the share of
+    the steps that have so many.
 
     Each of the `decodes` requests in a step is its last with the probability 1 / osl, and another begins
     then. Prompts longer than a chunk are divided equally, unless the next one fills the last chunk. Shorter
     ones share a step if they begin together (the number that does is Poisson), at most `chunk` of them.
+    Where prompts fill every step, as many requests decode as the prompts leave: each for osl - 1 steps, since
+    its first token comes with its prompt.
     """
     begin = decodes / osl
+    if begin >= chunk * _EXACT:
+        return [(chunk, max(decodes - chunk, 0.0), 1.0)]
     if chunk <= 1:
-        busy = min(1.0, begin / chunk)
-        return [(busy * chunk + (1 - busy) / math.ceil(_EXACT / chunk), 1.0)]
+        busy = begin / chunk
+        return [(busy * chunk + (1 - busy) / math.ceil(_EXACT / chunk), decodes, 1.0)]
     mean = min(chunk, begin / (1 - exp(-begin)))
     single = (chunk - mean) / (chunk - 1)
-    return [(1.0, single), (chunk, 1 - single)]
+    return [(1.0, decodes, single), (chunk, decodes, 1 - single)]
 
 
 def mean_times(steps: Sequence[tuple[PhaseTimes, float]]) -> PhaseTimes:

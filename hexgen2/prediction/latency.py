@@ -61,7 +61,7 @@ def _pace(replica: Replica, times: StepTimes) -> Pace:
         decodes = mixed_decodes(batch, stages, chunk, osl)
         steps = mixed_steps(chunk, decodes, osl)
         mixed = mean_times(
-            [(_work_times(times, costs.mixed_work(n, decodes), n), share) for n, share in steps]
+            [(_work_times(times, costs.mixed_work(n, beside), n), share) for n, beside, share in steps]
         )
         return mixed_pace(mixed, _phase_times(times, "decode", decodes), decodes, osl, chunk)
     prompts = max(1, int(min(batch, costs.prefill_batch())))

@@ -19,6 +19,8 @@ from hexgen2.promise.trial import Trial, Trials
 from hexgen2.search.ties import greatest
 
 DEFAULT_EFFORT = Effort()
+NEARLY_FULL = 0.9
+"""KV caches wait for a link that is busy for this share of the time, which formulas do not know."""
 SIMPLER = 1.002
 """What a request/s is worth of a placement in which no replica works for others."""
 CORRECTED = "queues by formulas, {:+.1%} as simulated"
@@ -67,22 +69,23 @@ def with_promise(
 
 def _best_at_full_load(placements: Sequence[Placement], cluster: Cluster, seed: int) -> Placement:
     """The placement that serves most in the simulator, with the requests/s from there if formulas are off."""
-    factors = {}
+    factors, close = {}, {}
     for k, placement in enumerate(placements):
-        if len(placements) == 1 and formulas_do(placement):
+        fullest = _fullest(placement, cluster)
+        known = formulas_do(placement) and fullest < NEARLY_FULL
+        if len(placements) == 1 and known:
             return placement
         factor = simulated_factor(placement, cluster, seed)
         if factor > 1:  # No route may carry more than its links do.
-            factor = max(1.0, min(factor, 1 / _fullest(placement, cluster)))
-        factors[k] = factor
+            factor = max(1.0, min(factor, 1 / fullest))
+        factors[k], close[k] = factor, known or abs(factor - 1) <= TOLERATED
 
     def served(k: int) -> float:
         simpler = all(replica.role != "mixed" for replica in placements[k].replicas)
         return placements[k].throughput.req_s * factors[k] * (SIMPLER if simpler else 1.0)
 
     best = greatest(factors, served)[0]
-    close = formulas_do(placements[best]) or abs(factors[best] - 1) <= TOLERATED
-    return placements[best] if close else scaled(placements[best], factors[best], AT_FULL_LOAD)
+    return placements[best] if close[best] else scaled(placements[best], factors[best], AT_FULL_LOAD)
 
 
 def _run_at(

@@ -84,9 +84,7 @@ class SearchState:
             + params.effort_per_group * self.groups_looked_at
         )
 
-    def spend(
-        self, effort: float, close_gap: float | None = None, stale_effort: float | None = None
-    ) -> None:
+    def spend(self, effort: float, close_gap: float | None = None, stale_effort: float | None = None) -> None:
         """Stop after so much more effort, or so much without an improvement, or within that gap to the upper
         bound."""
         self.improved_at = self.effort

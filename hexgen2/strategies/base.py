@@ -54,8 +54,8 @@ class SearchOptions:
     robust: bool = False
 
 
-MIXED_ERROR = 0.08
-"""By so much formulas may be too kind to mixed replicas, compared with others."""
+FORMULA_ERROR = 0.08
+"""By so much formulas may be kinder to some phases than to others."""
 
 Strategy = Callable[[Problem, SearchOptions], Placement]
 Build = Callable[[Problem, Evaluation, str, SearchRecord, UpperBound | None], Placement]
@@ -161,12 +161,13 @@ def _finalists(state: SearchState, options: SearchOptions) -> list[Evaluation]:
         kept = [best, *(each for each in state.finalists.best() if each.solution.key != best.solution.key)]
     else:
         kept = [best]
-    if best.mixed and problem.goal.objective == "throughput":
-        # Formulas know the others better, and a fleet in which nobody works for others is simpler.
+    if state.pure and problem.goal.objective == "throughput":
+        # Formulas are not equally kind to all, and a fleet in which nobody works for others is simpler.
         simpler = [state.evaluator.each_alone(best), state.unmixed, *state.pure.values()]
-        least = best.req_s * (1 - MIXED_ERROR)
+        least = best.req_s * (1 - FORMULA_ERROR)
         near = (each for each in simpler if each is not None and not each.mixed and each.req_s >= least)
-        kept += list({each.solution.key: each for each in near}.values())
+        known = {(each.solution.key, each.mixed): each for each in (best, *near)}
+        kept = list(known.values())
     return kept
 
 

@@ -23,7 +23,7 @@ SMALL = {
     "search.convergence": "--seeds 1 --workloads HPLD",
     "search.planned_throughput": "--clusters 1 --fixed 0 --requests 300 --strategies distserve --seed 2",
     "search.promises": "--clusters 1 --fixed 0 --requests 200 --draws 1 --seed 2",
-    "search.flexible": "--fixed 1 --clusters 0 --seed 2 --requests 300",
+    "search.flexible": "--fixed 1 --clusters 0 --seed 2 --requests 300 --few",
     "search.promise_time": "--cases 1 --runs 1 --seed 2",
     "search.rank_agreement": "--clusters 1 --fixed 0 --placements 4 --requests 200 --seed 2",
     "search.paper_figures": "--parts table4 --seconds 5",

@@ -248,12 +248,12 @@ class Pipelines:
         return pipeline.mixed[key]
 
     def _mean_mixed(self, pipeline: Pipeline, decodes: float, chunk: float) -> tuple[Timing, float]:
-        (first, share), *more = mixed_steps(chunk, decodes, self.problem.costs.osl)
-        mean, prompts = self.mixed_step(pipeline, decodes, first), first
+        (first, beside, share), *more = mixed_steps(chunk, decodes, self.problem.costs.osl)
+        mean, prompts = self.mixed_step(pipeline, beside, first), first
         if share < 1:
             mean, prompts = mean.times(share), share * first
-        for other, share in more:
-            mean = mean.plus(self.mixed_step(pipeline, decodes, other), share)
+        for other, beside, share in more:
+            mean = mean.plus(self.mixed_step(pipeline, beside, other), share)
             prompts += share * other
         return mean, prompts
 

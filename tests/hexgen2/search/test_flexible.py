@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from problems import problems
 
 import hexgen2
+from cluster_specs.schema import ClusterSpec
 from cost_model.errors import InfeasibleError, InputError
 from hexgen2.checks import violations
 from hexgen2.goal import Goal
