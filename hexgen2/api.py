@@ -355,6 +355,8 @@ def compare(
     kv: str | None = None,
     share: float = 0.75,
     seconds: float = 300.0,
+    ttft_ms: float | None = None,
+    tpots_ms: Sequence[float] = (),
     cost_model: str | Path | None = None,
     pipeline: PipelineSemantics = "pipelined",
     links: Links = "shared",
@@ -373,6 +375,8 @@ def compare(
     weights, kv : see `search`
     share : online load, as a share of each strategy's own peak throughput
     seconds : length of the load in each simulation
+    ttft_ms, tpots_ms : also find, within each of these targets per output token, the goodput of each choice of
+        phases (see `search`)
     cost_model, pipeline, links, time_limit_s, seed : see `search`
     progress : called with a line of text before each step
 
@@ -407,7 +411,14 @@ def compare(
     limit_s = _search_options(seed, time_limit_s).time_limit_s
     if weights is not None or kv is not None:
         model = in_formats(find_model(model), weights, kv)
-    settings = Settings(model, seed, share, seconds, find_cost_model(cost_model), pipeline, links, limit_s)
+    for tpot_ms in tpots_ms:
+        _in_range("--tpot", tpot_ms)
+    if ttft_ms is not None:
+        _in_range("--ttft", ttft_ms)
+        if not tpots_ms:
+            raise InputError("--ttft", "", "goes with targets per output token", "give --tpot, too")
+    how = find_cost_model(cost_model), pipeline, links, limit_s
+    settings = Settings(model, seed, share, seconds, *how, ttft_ms, tuple(tpots_ms))
     return run(contenders, workloads, settings, progress or (lambda text: None))
 
 

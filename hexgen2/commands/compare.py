@@ -26,6 +26,20 @@ from hexgen2.commands.options import (
 )
 from hexgen2.terminal import echo_json, note
 
+
+class Targets(click.ParamType):
+    """Targets in ms, separated by commas."""
+
+    name = "targets"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[float, ...]:
+        if not isinstance(value, str):
+            return value
+        return tuple(POSITIVE.convert(word, param, ctx) for word in value.split(",") if word.strip())
+
+
+TARGETS = Targets()
+
 _what = options("What to compare")
 _how = options("How to measure")
 _output = options("Output")
@@ -39,6 +53,8 @@ _detail = options("Modelling details")
         "hexgen2 compare --cluster hexgen2-setting-1 --model llama-2-70b --workload HPLD,LPHD -o comparison",
         "hexgen2 compare --cluster hexgen2-setting-1 --model opt-30b --workload online \\\n"
         "      --strategies hexgen2,vllm@hexgen2-homogeneous",
+        "hexgen2 compare --cluster hexgen2-case-study --model llama-2-13b --workload online \\\n"
+        "      --strategies hexgen2 --ttft 2000 --tpot 20,40,80",
     ),
 )
 @_what("--cluster", required=True, metavar="NAME|FILE", help="Shipped cluster, or YAML file.")
@@ -68,6 +84,16 @@ _detail = options("Modelling details")
 @_how(
     "--seconds", type=POSITIVE, default=300.0, show_default=True, metavar="S", help="Load in each simulation."
 )
+@_how(
+    "--tpot",
+    "tpots_ms",
+    type=TARGETS,
+    default=(),
+    metavar="MS,...",
+    help="Also list the goodput of replicas that do one phase, both, or whatever serves most, within each of "
+    "these targets per output token: from which on splitting pays.",
+)
+@_how("--ttft", "ttft_ms", type=POSITIVE, metavar="MS", help="Target for the first token in that list.")
 @_how("--time-limit", "time_limit_s", type=POSITIVE, metavar="S", help="Time limit for each search.")
 @_how(
     "--seed", type=SEED, default=0, show_default=True, metavar="N", help="Seed for searches and simulations."

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from cost_model.errors import InputError
+from hexgen2.comparison.phases import CHOICES, WithinTarget, where_splitting_pays
 from hexgen2.comparison.run import ATTAINMENT, SLO_SCALES, Comparison, Entry, Settings
 
 NOTES = (
@@ -57,8 +58,37 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
                 console.print(f"{_short(entry, own[0])} has no placement: {entry.why}")
             elif not entry.online:
                 console.print(f"{_short(entry, own[0])} has no steady throughput with all requests at once")
+        _print_phases(own, console)
+    for workload, targets in groupby(comparison.within, key=lambda one: one.workload):
+        _print_targets(workload, list(targets), settings, console)
     for note in NOTES:
         console.print(note.format(share=settings.share, attainment=ATTAINMENT), style="dim")
+
+
+def _print_phases(entries: Sequence[Entry], console: Console) -> None:
+    """What each choice of phases would serve, where a search has looked at all of them."""
+    for entry in entries:
+        alternatives = entry.placement.search.alternatives if entry.placement else []
+        if not alternatives:
+            continue
+        table = Table("phases", "req/s by formulas", "limited by", box=None)
+        for each in alternatives:
+            table.add_row(each.phases, f"{each.req_s:.4g}", "KV caches" if each.kv_limited else "replicas")
+        console.print(f"{_short(entry, entries[0])}, by choice of phases:")
+        console.print(table)
+
+
+def _print_targets(
+    workload: str, within: Sequence[WithinTarget], settings: Settings, console: Console
+) -> None:
+    """The goodput of each choice of phases, and where splitting pays."""
+    first = f", TTFT within {settings.ttft_ms:g} ms" if settings.ttft_ms else ""
+    console.print(f"{settings.model_name}, {workload}: goodput in req/s by target{first}")
+    table = Table("TPOT ms", *CHOICES, box=None)
+    for each in within:
+        table.add_row(f"{each.tpot_ms:g}", *(f"{each.goodput_req_s[phases]:.4g}" for phases in CHOICES))
+    console.print(table)
+    console.print(where_splitting_pays(within))
 
 
 def _short(entry: Entry, first: Entry) -> str:
@@ -82,6 +112,8 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
         curves = [_curve(entry) for entry in entries if entry.attainment]
         if curves:
             written.append(_write_csv(curves, folder / "slo_attainment.csv"))
+        if comparison.within:
+            written.append(_write_csv([w.row() for w in comparison.within], folder / "phases.csv"))
         for entry in entries:
             if entry.placement is None:
                 continue

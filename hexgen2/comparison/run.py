@@ -20,10 +20,12 @@ from cost_model.errors import InfeasibleError
 from cost_model.registry import CostSource
 from hexgen2.cluster import Cluster
 from hexgen2.comparison.contenders import Contender
+from hexgen2.comparison.phases import WithinTarget, goodput_by_target
 from hexgen2.comparison.reference import Reference
+from hexgen2.goal import Goal
 from hexgen2.placement import Placement
 from hexgen2.results import SimulationResult
-from hexgen2.search.problem import Problem, make_problem
+from hexgen2.search.problem import Phases, Problem, make_problem
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.run import results, steady_requests
@@ -50,6 +52,7 @@ class Settings:
 
     Attributes
     ----------
+    ttft_ms, tpots_ms : targets within which to list the goodput of each choice of phases
     share : rate of online arrivals as a share of the peak
     seconds : approximate length of a simulation, which has FEWEST to MOST requests
     """
@@ -62,6 +65,8 @@ class Settings:
     pipeline: str = "pipelined"
     links: str = "shared"
     time_limit_s: float | None = None
+    ttft_ms: float | None = None
+    tpots_ms: tuple[float, ...] = ()
 
     @property
     def model_name(self) -> str:
@@ -125,10 +130,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every contender under every workload, workload by workload."""
+    """Every contender under every workload, workload by workload; and the goodput of each choice of phases
+    within the targets asked for, on the first contender's cluster."""
 
     settings: Settings
     entries: list[Entry]
+    within: list[WithinTarget] = field(default_factory=list)
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat record for each contender and workload: the rows of the CSV file."""
@@ -163,13 +170,35 @@ def compare(
             if entry.peak_req_s > 0:
                 progress(f"{name}: {entry.contender.name}, online")
                 _online(entry, lengths, settings, settings.share * min(peaks))
-    return Comparison(settings, entries)
+    within = []
+    for name, lengths in lengths_of.items():
+        within += _within_targets(contenders[0], name, lengths.workload, settings, progress)
+    return Comparison(settings, entries, within)
 
 
-def _problem(contender: Contender, workload: Workload, settings: Settings) -> Problem:
-    asked = settings.model, workload, None, None, settings.cost_model, settings.pipeline
-    phases = phases_of(contender.strategy)
+def _problem(
+    contender: Contender,
+    workload: Workload,
+    settings: Settings,
+    goal: Goal | None = None,
+    phases: Phases | None = None,
+) -> Problem:
+    asked = settings.model, workload, None, None, settings.cost_model, settings.pipeline, goal
+    phases = phases or phases_of(contender.strategy)
     return make_problem(contender.spec or contender.cluster, *asked, links=settings.links, phases=phases)
+
+
+def _within_targets(
+    contender: Contender, name: str, workload: Workload, settings: Settings, progress: Progress
+) -> list[WithinTarget]:
+    """The goodput of each choice of phases on the contender's cluster, within each target."""
+
+    def problem_of(goal: Goal, phases: Phases) -> Problem:
+        return _problem(contender, workload, settings, goal, phases)
+
+    options = SearchOptions(seed=settings.seed, time_limit_s=settings.time_limit_s)
+    targets = settings.ttft_ms, settings.tpots_ms
+    return goodput_by_target(problem_of, name, *targets, find_strategy("hexgen2"), options, progress)
 
 
 def _offline(

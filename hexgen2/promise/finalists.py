@@ -120,8 +120,12 @@ class _Tournament:
         """Challenge, retune, and look closely at the winner."""
         best = self._placements[0]
         goodput = self._first_roughly(best, best.throughput.req_s)
+        kinds = {_roles(best)}
         for challenger in self._placements[1:]:
-            best, goodput = self._challenge(challenger, best, goodput)
+            # Formulas are not equally kind to all phases, so one of each kind of fleet is tried whatever it takes.
+            unlike = _roles(challenger) not in kinds
+            kinds.add(_roles(challenger))
+            best, goodput = self._challenge(challenger, best, goodput, unlike)
         improved = True
         while improved:
             improved = False
@@ -138,10 +142,12 @@ class _Tournament:
     def _over(self) -> bool:
         return self._left <= 0 or self._stop()
 
-    def _challenge(self, challenger: Placement, best: Placement, goodput: Found) -> tuple[Placement, Found]:
-        """The better of both, with its goodput."""
+    def _challenge(
+        self, challenger: Placement, best: Placement, goodput: Found, in_any_case: bool = False
+    ) -> tuple[Placement, Found]:
+        """The better of both, with its goodput; in_any_case also beyond the requests of challengers."""
         rate = goodput.req_s * AHEAD
-        if self._over() or rate > self._most:
+        if (self._stop() if in_any_case else self._over()) or rate > self._most:
             return best, goodput
         if rate <= 0:  # Nothing keeps the targets so far.
             found = self._roughly(challenger, challenger.throughput.req_s)
@@ -230,6 +236,10 @@ class _Tournament:
 
     def _count(self, least: int, wanted: float) -> int:
         return int(min(self._effort.most, max(least, wanted)))
+
+
+def _roles(placement: Placement) -> frozenset[str]:
+    return frozenset(replica.role for replica in placement.replicas)
 
 
 def residents(placement: Placement, rate: float) -> float:

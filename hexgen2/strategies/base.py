@@ -152,23 +152,22 @@ def run_search(
 
 
 def _finalists(state: SearchState, options: SearchOptions) -> list[Evaluation]:
-    """The solutions that are worth a simulation, best first by formulas."""
+    """The solutions that are worth a simulation, the best by formulas first."""
     best, problem = state.incumbent.best, state.evaluator.problem
     assert best is not None
-    if problem.goal.rents:
-        kept = [best]
-    elif options.robust or problem.goal.objective in ("goodput", "latency"):
-        kept = [best, *(each for each in state.finalists.best() if each.solution.key != best.solution.key)]
-    else:
-        kept = [best]
-    if state.pure and problem.goal.objective == "throughput":
+    objective = problem.goal.objective
+    kept = [best]
+    if problem.phases == "flexible" and objective in ("throughput", "goodput"):
         # Formulas are not equally kind to all, and a fleet in which nobody works for others is simpler.
-        simpler = [state.evaluator.each_alone(best), state.unmixed, *state.pure.values()]
-        least = best.req_s * (1 - FORMULA_ERROR)
-        near = (each for each in simpler if each is not None and not each.mixed and each.req_s >= least)
-        known = {(each.solution.key, each.mixed): each for each in (best, *near)}
-        kept = list(known.values())
-    return kept
+        least = best.req_s * (1 - FORMULA_ERROR) if objective == "throughput" else 0.0
+        simpler = (state.evaluator.each_alone(best), state.unmixed, *state.pure.values())
+        kept += [each for each in simpler if each is not None and not each.mixed and each.req_s >= least]
+    if not problem.goal.rents and (options.robust or objective in ("goodput", "latency")):
+        kept += state.finalists.best()
+    unlike: dict[tuple, Evaluation] = {}
+    for each in kept:
+        unlike.setdefault((each.solution.key, bool(each.mixed)), each)
+    return list(unlike.values())
 
 
 def _for_slower_costs(

@@ -200,7 +200,8 @@ def _solved(
     RuntimeError : the solver found nothing, although x = 0 is feasible
     """
     gain = np.ones(len(most)) if weights is None else weights
-    found = LinearProgram(gain, matrix, np.full(len(limits), -np.inf), limits, most).solve(GLOP_PARAMETERS)
+    program = LinearProgram(gain, matrix, np.full(len(limits), -np.inf), limits, most)
+    found = program.solve(GLOP_PARAMETERS) or program.solve()
     if found is None:
         raise RuntimeError("the flow's linear program has no solution")
     return found
@@ -228,7 +229,8 @@ def capacity_duals(network: FlowNetwork) -> tuple[np.ndarray, np.ndarray, np.nda
 def _within(network: FlowNetwork, routes: np.ndarray) -> Flow:
     """A solver's flow, scaled down by the little that it may exceed a capacity."""
     flow = np.clip(routes.reshape(network.routes.shape), 0.0, network.routes)
-    over = [flow.sum(axis=1) / network.prefill, flow.sum(axis=0) / network.decode]
+    sides = ((flow.sum(axis=1), network.prefill), (flow.sum(axis=0), network.decode))
+    over = [np.divide(sent, most, out=np.zeros_like(most), where=most > 0) for sent, most in sides]
     if network.shared is not None:
         over.append(network.shared.loads(flow))
     flow = flow / max(1.0, *(float(excess.max(initial=0.0)) for excess in over))

@@ -78,7 +78,7 @@ def shares_by_program(
     # Of equal flows, that which moves fewer KV caches.
     gain = np.concatenate([np.full(pairs, 1 - 1e-6), np.ones(mixed)])
     program = LinearProgram(gain, matrix, np.full(len(limits), -np.inf), np.array(limits), most)
-    found = program.solve(GLOP_PARAMETERS)
+    found = program.solve(GLOP_PARAMETERS) or program.solve()
     if found is None:
         raise RuntimeError("the linear program of mixed replicas has no solution")
     flow, alone = np.maximum(0.0, found.x[:pairs]).reshape(senders, receivers), found.x[pairs:]

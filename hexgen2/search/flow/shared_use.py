@@ -10,6 +10,8 @@ import numpy as np
 from hexgen2.search.flow.routes import RouteUse
 
 FULL = 1 - 1e-6
+NOTHING_LEFT = 1e-7
+"""The share of its time that a link has at least: less would be no number for a linear program."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,7 @@ class SharedUse:
     def beside(self, loads: np.ndarray) -> SharedUse:
         """The same if others already occupy the first resources for these shares of the time."""
         left = np.ones(self.count)
-        left[: len(loads)] = np.maximum(1 - loads, 1e-9)
+        left[: len(loads)] = np.maximum(1 - loads, NOTHING_LEFT)
         return replace(self, busy_s=self.busy_s / left[self.resource])
 
     def full_routes(self, flow: np.ndarray) -> np.ndarray:

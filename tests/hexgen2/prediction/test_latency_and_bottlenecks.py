@@ -24,7 +24,7 @@ from hexgen2.strategies.registry import find_strategy
 )
 def test_a_placement_tells_its_own_times_and_limits(strategy, pipeline, workload):
     problem = make_problem("hexgen2-setting-1", "opt-30b", workload, pipeline=pipeline)
-    placement = find_strategy(strategy)(problem, SearchOptions(0, 2.0))
+    placement = find_strategy(strategy)(problem, SearchOptions(0, 2.0, simulated=False))
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     found = latency_of(placement.replicas, cluster, problem.costs, pipeline)
     assert found.ttft_ms == pytest.approx(placement.latency.ttft_ms, rel=1e-6)

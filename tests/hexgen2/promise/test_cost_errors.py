@@ -49,7 +49,8 @@ def pods() -> Cluster:
 @pytest.fixture(scope="module")
 def placement() -> hexgen2.Placement:
     spec = {**PODS, "nodes": PODS["nodes"][:2], "network": {"default": PODS["network"]["default"]}}
-    return hexgen2.search(cluster=ClusterSpec.model_validate(spec), model="llama-2-13b", workload="HPLD")
+    asked = {"model": "llama-2-13b", "workload": "HPLD", "phases": "disaggregated"}
+    return hexgen2.search(cluster=ClusterSpec.model_validate(spec), **asked)
 
 
 def costs_of(name: str):
