@@ -2,12 +2,12 @@
 
     python -m benchmarks.search.flexible [--fixed N] [--clusters N] [--seed S] [--requests N] [--few]
 
-Each row is a cluster, model and workload: requests/s planned and simulated (at full load, in the steady state)
-of the default search, with its seconds and its replicas (p, d, c, m for prefill, decode, colocated, mixed);
-then the most that any other one plans, and the most that any other one serves in the simulator, with its name;
-and the default's share of either. The others are hexgen2 with --phases disaggregated and colocated, and unless
---few is given, all other strategies. First the paper's clusters, as many cells as asked for in random order,
-then clusters drawn at random by --seed.
+Each row is a cluster, model and workload: requests/s planned and simulated (at full load, in the steady
+state) of the default search, with its seconds and its replicas (p, d, c, m for prefill, decode, colocated,
+mixed); then the most that any other one plans, and the most that any other one serves in the simulator, with
+its name; and the default's share of either. The others are hexgen2 with --phases disaggregated and colocated,
+and unless --few is given, all other strategies. First the paper's clusters, as many cells as asked for in
+random order, then clusters drawn at random by --seed.
 """
 
 from __future__ import annotations

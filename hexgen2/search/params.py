@@ -26,9 +26,9 @@ class Params:
     perturbations : perturb-and-refine rounds at most
     perturbation_steps : random steps of one perturbation at most (two at least): how far it leaves the best
 
-    pure_effort : of the searches among purely disaggregated and purely colocated solutions from which a
-        flexible one starts
-    stale_effort : effort without an improvement after which a flexible search ends
+    disaggregated_effort, colocated_effort : effort without an improvement after which the searches end from
+        which a flexible one starts; to plan a colocated group takes longer than its effort says
+    stale_effort : and after which it ends itself
     rental_effort : of the search over all that could be rented, beside the searches of single GPU types
     rental_attempt_effort : for one of many budgets
     rental_branches, rental_perturbations : as above, for rentals
@@ -71,8 +71,9 @@ class Params:
     perturbations: int = 100
     perturbation_steps: int = 3
 
-    pure_effort: float = 600
-    stale_effort: float = 1500
+    disaggregated_effort: float = 2000
+    colocated_effort: float = 800
+    stale_effort: float = 1000
 
     rental_effort: float = 8000
     rental_attempt_effort: float = 2500

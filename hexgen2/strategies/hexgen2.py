@@ -135,7 +135,9 @@ def _climb_from_pure(state: SearchState, phases: Phases, seed: int) -> None:
         return
     restricted = replace(evaluator.problem, phases=phases)
     pure = SearchState(Evaluator(restricted, evaluator.params, evaluator.planner), state.stopping.again())
-    pure.spend(evaluator.params.pure_effort)
+    params = evaluator.params
+    stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
+    pure.spend(params.effort, stale_effort=stale)
     climb_from_starts(pure)
     settle(pure, seed)
     state.stopping.cut = state.stopping.cut or pure.stopping.cut
