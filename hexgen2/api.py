@@ -370,13 +370,13 @@ def compare(
     ----------
     cluster, model : see `search`
     workload : one or several, as a sequence or as names separated by commas
-    strategies : a sequence, or separated by commas; NAME@CLUSTER gives a strategy a cluster of its own, and
-        NAME:POLICY a batching policy of its own (see `simulate`)
+    strategies : a sequence, or separated by commas; NAME@CLUSTER gives a strategy a cluster of its own,
+        NAME:POLICY a batching policy of its own (see `simulate`), and hexgen2:PHASES its choice of phases
     weights, kv : see `search`
     share : online load, as a share of each strategy's own peak throughput
     seconds : length of the load in each simulation
-    ttft_ms, tpots_ms : also find, within each of these targets per output token, the goodput of each choice of
-        phases (see `search`)
+    ttft_ms, tpots_ms : also find, within each of these targets per output token, the goodput of each choice
+        of phases (see `search`)
     cost_model, pipeline, links, time_limit_s, seed : see `search`
     progress : called with a line of text before each step
 

@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import hexgen2
 from benchmarks.search.promises import MODELS, WORKLOADS, random_cluster
@@ -82,7 +83,7 @@ def row(
 ) -> tuple[float, float]:
     """Print a row; the default's share of the best other one's requests/s, planned and simulated."""
 
-    def found(name: str, **asked: str) -> Shown | None:
+    def found(name: str, **asked: Any) -> Shown | None:
         began = time.process_time()
         try:
             placement = hexgen2.search(

@@ -38,6 +38,10 @@ from hexgen2.strategies.registry import find_strategy
 OFFLINE = ("HPLD", "HPHD", "LPHD", "LPLD")
 WORKLOADS = (*OFFLINE, "online")
 HOMOGENEOUS = "hexgen2-homogeneous"
+PAPER = "hexgen2:disaggregated"
+"""What the paper calls HexGen-2."""
+OWN_BASELINES = "hexgen2:colocated,hexgen2"
+"""Beside the baselines of the paper: the best colocated replicas that this search finds, and its default."""
 MODELS = ("llama-2-70b", "opt-30b")
 TABLE_3 = {
     "hexgen2": (157, 448, 689, 570, 350),
@@ -101,19 +105,19 @@ def beside_the_paper(title: str, entries: list[Entry], paper: Mapping[str, Seque
     found = {(e.contender.name.partition("@")[0], e.workload): tok_s(e) for e in entries}
     rows = [[name, *(f"{found[name, w]:.0f}" for w in workloads)] for name in names]
     for name in names[1:]:
-        printed = paper.get(name.partition(":")[0])
+        printed = None if name.startswith("hexgen2") else paper.get(name.partition(":")[0])
         cells = []
         for k, workload in enumerate(workloads):
-            ratio = (
-                found["hexgen2", workload] / found[name, workload] if found[name, workload] else float("nan")
-            )
+            ratio = found[PAPER, workload] / found[name, workload] if found[name, workload] else float("nan")
             cells.append(f"{ratio:.2f}" + (f" ({paper['hexgen2'][k] / printed[k]:.2f})" if printed else ""))
-        rows.append([f"hexgen2 / {name}", *cells])
+        rows.append([f"{PAPER} / {name}", *cells])
     table(title, ["output tokens/s", *workloads], rows)
 
 
 def table_3(grid: Grid) -> None:
-    strategies = f"hexgen2,hexgen,distserve@{HOMOGENEOUS},vllm@{HOMOGENEOUS},vllm:prefill-first@{HOMOGENEOUS}"
+    strategies = f"{PAPER},{OWN_BASELINES},hexgen," + ",".join(
+        f"{name}@{HOMOGENEOUS}" for name in ("distserve", "vllm", "vllm:prefill-first")
+    )
     entries = grid.run("table-3", "llama-2-70b", "hexgen2-setting-1", strategies, WORKLOADS)
     beside_the_paper("Table 3: Llama-2 70B, setting 1 against 8 H100", entries, TABLE_3)
     latency_table("Figure 8 (Llama-2 70B, setting 1): online latency", entries)
@@ -123,7 +127,9 @@ def table_4(grid: Grid) -> None:
     with tempfile.TemporaryDirectory() as folder:
         cluster = Path(folder) / "four-h100.yaml"
         cluster.write_text(FOUR_H100)
-        entries = grid.run("table-4", "opt-30b", str(cluster), "hexgen2,distserve,hexgen", OFFLINE)
+        entries = grid.run(
+            "table-4", "opt-30b", str(cluster), f"{PAPER},{OWN_BASELINES},distserve,hexgen", OFFLINE
+        )
     beside_the_paper("Table 4: OPT 30B on 4 H100", entries, TABLE_4)
 
 
@@ -133,15 +139,18 @@ def all_settings(grid: Grid) -> None:
         strategies = "distserve,vllm,vllm:prefill-first"
         base = grid.run(f"homogeneous-{model}", model, HOMOGENEOUS, strategies, WORKLOADS)
         against = {(e.contender.name.partition("@")[0], e.workload): tok_s(e) for e in base}
-        ratios: dict[str, list[float]] = {name: [] for name in ("hexgen", *strategies.split(","))}
+        ratios: dict[str, list[float]] = {
+            name: [] for name in ("hexgen", *OWN_BASELINES.split(","), *strategies.split(","))
+        }
         rows, deadlines = [], []
         for number in range(1, 6):
             cluster = f"hexgen2-setting-{number}"
-            entries = grid.run(f"{cluster}-{model}", model, cluster, "hexgen2,hexgen", WORKLOADS)
-            own = {(e.contender.strategy, e.workload): e for e in entries}
+            contenders = f"{PAPER},{OWN_BASELINES},hexgen"
+            entries = grid.run(f"{cluster}-{model}", model, cluster, contenders, WORKLOADS)
+            own = {(e.contender.name.partition("@")[0], e.workload): e for e in entries}
             for workload in WORKLOADS:
-                ours, theirs = own["hexgen2", workload], own["hexgen", workload]
-                other = against | {("hexgen", workload): tok_s(theirs)}
+                ours, theirs = own[PAPER, workload], own["hexgen", workload]
+                other = against | {key: tok_s(entry) for key, entry in own.items()}
                 cells = {
                     name: tok_s(ours) / other[name, workload] for name in ratios if other[name, workload]
                 }
@@ -153,7 +162,7 @@ def all_settings(grid: Grid) -> None:
                 scales = [f"{e.scale_needed:.2f}" if e.scale_needed else "-" for e in (ours, theirs)]
                 ratio_cells = [f"{cells[name]:.2f}" if name in cells else "-" for name in ratios]
                 rows.append([str(number), workload, f"{tok_s(ours):.0f}", *ratio_cells, *scales])
-        columns = ["setting", "workload", "hexgen2 tok/s", *(f"/ {name}" for name in ratios)]
+        columns = ["setting", "workload", f"{PAPER} tok/s", *(f"/ {name}" for name in ratios)]
         columns += ["SLO scale hexgen2", "SLO scale hexgen"]
         figure = "Figures 6, 8 and 9" if model == MODELS[0] else "Figures 7, 8 and 9"
         table(f"{figure}: {model}, all settings", columns, rows)

@@ -71,7 +71,7 @@ _detail = options("Modelling details")
     show_default=True,
     metavar="NAME,...",
     help="NAME@CLUSTER gives a strategy its own cluster (of equal price, say), NAME:POLICY its own batching "
-    "policy (see `simulate --policy`).",
+    "policy (see `simulate --policy`), hexgen2:PHASES its choice of phases (see `search --phases`).",
 )
 @_how(
     "--share",

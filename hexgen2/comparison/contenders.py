@@ -1,4 +1,4 @@
-"""Contenders of a comparison: a strategy, the batching policy of its colocated replicas, and its cluster."""
+"""Contenders of a comparison: strategies, their phases, batching policies and clusters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import get_args
 
 from cluster_specs.schema import ClusterSpec
 from cost_model.errors import InputError
+from hexgen2.search.problem import Phases
 from hexgen2.simulator.batching import POLICIES, Policy
-from hexgen2.strategies.registry import find_strategy
+from hexgen2.strategies.registry import CHOOSE_PHASES, find_strategy
 
 RUNTIME: Policy = "mixed"
 ENGINES: dict[str, Policy] = {"hexgen": "prefill-first", "vllm": "chunked"}
@@ -20,6 +21,7 @@ ENGINES: dict[str, Policy] = {"hexgen": "prefill-first", "vllm": "chunked"}
 class Contender:
     """Plans with `strategy` on a cluster; its colocated replicas run with `policy`.
 
+    phases : what its replicas may do, if that was asked for
     cluster : its name, or its file as the user wrote it
     spec : the cluster itself, if the user gave an object
     """
@@ -28,36 +30,45 @@ class Contender:
     policy: Policy
     cluster: str
     spec: ClusterSpec | None = field(default=None, repr=False, compare=False)
+    phases: Phases | None = None
 
     @property
     def name(self) -> str:
-        """As on the command line: strategy, policy unless it is the strategy's default, and cluster."""
+        """As on the command line: strategy, phases if asked for, policy unless it is the strategy's default,
+        and cluster."""
         usual = ENGINES.get(self.strategy, RUNTIME)
         policy = f":{self.policy}" if self.policy != usual else ""
-        return f"{self.strategy}{policy}@{self.cluster}"
+        phases = f":{self.phases}" if self.phases else ""
+        return f"{self.strategy}{phases}{policy}@{self.cluster}"
 
 
 def parse_contenders(text: str, cluster: str | Path | ClusterSpec) -> list[Contender]:
-    """Parse a list such as "hexgen2,vllm:prefill-first,distserve@hexgen2-homogeneous". A contender that names
-    no cluster gets `cluster`.
+    """Parse a list such as "hexgen2:disaggregated,vllm:prefill-first,distserve@hexgen2-homogeneous". A
+    contender that names no cluster gets `cluster`.
 
     Raises
     ------
-    InputError : unknown strategy or policy, empty list, or a contender named twice
+    InputError : unknown strategy, phases or policy, empty list, or a contender named twice
     """
     spec = cluster if isinstance(cluster, ClusterSpec) else None
     usual_cluster = spec.name if spec else str(cluster)
     found = []
     for part in filter(None, (word.strip() for word in text.split(","))):
         rest, _, own = part.partition("@")
-        strategy, _, policy = rest.partition(":")
+        strategy, *words = rest.split(":")
         find_strategy(strategy)
-        if policy and policy not in POLICIES:
-            remedy = f"use one of {', '.join(get_args(Policy))}"
-            raise InputError("--strategies", part[:100], f"unknown policy {policy[:40]!r}", remedy)
-        usual = ENGINES.get(strategy, RUNTIME)
+        policy, phases = ENGINES.get(strategy, RUNTIME), None
+        for word in words:
+            if word in get_args(Phases) and strategy in CHOOSE_PHASES:
+                phases = word
+            elif word in POLICIES:
+                policy = word  # type: ignore[assignment]
+            else:
+                known = (*(get_args(Phases) if strategy in CHOOSE_PHASES else ()), *get_args(Policy))
+                problem = f"unknown policy {word[:40]!r}"
+                raise InputError("--strategies", part[:100], problem, f"use one of {', '.join(known)}")
         on = (own, None) if own else (usual_cluster, spec)
-        found.append(Contender(strategy, policy or usual, *on))  # type: ignore[arg-type]
+        found.append(Contender(strategy, policy, *on, phases))  # type: ignore[arg-type]
     if not found:
         raise InputError("--strategies", "", "is empty", "name strategies, as in hexgen2,hexgen,vllm")
     if len({one.name for one in found}) < len(found):

@@ -1,7 +1,7 @@
-"""From what target on it pays to split replicas into prefill and decode: the goodput of each choice of phases.
+"""From what target on it pays to split replicas by phase: the goodput of each choice of phases.
 
-Mixed steps make output tokens wait for chunks of prompts, so that colocated replicas serve less within a tight
-target per output token, and more where it is loose: they move no KV caches, and each has the whole memory.
+Mixed steps make output tokens wait for chunks of prompts, so that colocated replicas serve less within a
+tight target per output token, and more where it is loose: they move no KV caches.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def _problem(
     phases: Phases | None = None,
 ) -> Problem:
     asked = settings.model, workload, None, None, settings.cost_model, settings.pipeline, goal
-    phases = phases or phases_of(contender.strategy)
+    phases = phases or contender.phases or phases_of(contender.strategy)
     return make_problem(contender.spec or contender.cluster, *asked, links=settings.links, phases=phases)
 
 

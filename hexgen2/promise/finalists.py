@@ -120,12 +120,14 @@ class _Tournament:
         """Challenge, retune, and look closely at the winner."""
         best = self._placements[0]
         goodput = self._first_roughly(best, best.throughput.req_s)
-        kinds = {_roles(best)}
+        kinds, led = {_roles(best)}, [(best, goodput)]
         for challenger in self._placements[1:]:
-            # Formulas are not equally kind to all phases, so one of each kind of fleet is tried whatever it takes.
+            # Formulas are not equally kind to all phases: one of each kind is tried, whatever it takes.
             unlike = _roles(challenger) not in kinds
             kinds.add(_roles(challenger))
             best, goodput = self._challenge(challenger, best, goodput, unlike)
+            if best is challenger:
+                led.append((best, goodput))
         improved = True
         while improved:
             improved = False
@@ -137,7 +139,22 @@ class _Tournament:
                     (best, goodput), improved = found, True
         if goodput.req_s > 0 and not self._stop():
             goodput = self._closely(best, goodput)
+            best, goodput = self._not_by_luck(best, goodput, led)
         return Chosen(best, goodput, self._simulated)
+
+    def _not_by_luck(
+        self, best: Placement, goodput: Found, led: Sequence[tuple[Placement, Found]]
+    ) -> tuple[Placement, Found]:
+        """The better of the winner and the last one that led before, if a close look at the winner finds less
+        than short runs did of that one: the winner may have led by luck."""
+        before = [(one, roughly) for one, roughly in led[-2:] if one is not best]
+        for one, roughly in before[-1:]:
+            if goodput.req_s * AHEAD >= roughly.req_s or self._stop():
+                continue
+            found = self._closely(one, roughly)
+            if found.req_s > goodput.req_s:
+                return one, found
+        return best, goodput
 
     def _over(self) -> bool:
         return self._left <= 0 or self._stop()

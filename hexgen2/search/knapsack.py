@@ -54,7 +54,9 @@ def most_served(prefill: float, decode: float, regions: Sequence[Region]) -> tup
         prompts += share * dp
         answers -= share * dd
         worth = 1 - gained
-    return (min(prompts, answers), worth) if prompts >= answers * (1 - 1e-12) else (prompts, 1.0)
+        if share < 1:
+            return min(prompts, answers), worth
+    return (answers, worth) if prompts >= answers else (prompts, 1.0)
 
 
 def served(prefill: float, decode: float, points: Sequence[Point]) -> float:

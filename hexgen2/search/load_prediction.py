@@ -63,13 +63,13 @@ class LoadedPlacement:
             prompts, answers = first[row[replica.index]], rest[column[replica.index]]
             queues = planner.colocated_queues(replica.plan)
             region = evaluation.region_of(replica)
-            most = queues[0].capacity_req_s / max(prompts, answers, 1e-12)
+            able = queues[0].capacity_req_s / max(prompts, answers, 1e-12)
             if region and prompts + answers > 0:  # What its work for others leaves of each phase.
-                most = 1 / region.busy(prompts, answers)
+                able = 1 / region.busy(prompts, answers)
             # A queue is as busy as the replica.
-            prefill.append(replace(queues[0], capacity_req_s=most * prompts or queues[0].capacity_req_s))
-            decode.append(queues[1].at_capacity(most * answers or queues[1].capacity_req_s))
-            ends.append((most, 1.0))
+            prefill.append(replace(queues[0], capacity_req_s=able * prompts or queues[0].capacity_req_s))
+            decode.append(queues[1].at_capacity(able * answers or queues[1].capacity_req_s))
+            ends.append((able, 1.0))
         links = zip((1 / transfer_s[transfer_s > 0]).tolist(), routes[transfer_s > 0], strict=True)
         limit = min(capacity / share for capacity, share in (*ends, *links) if share > 0)
         return cls(prefill, decode, routes, transfer_s, targets, float(limit))

@@ -130,6 +130,10 @@ def test_places_within_a_target_are_the_most(places, tpot_s):
     assert within == 0 or queue.tpot_s(within) <= tpot_s
     assert within == places or queue.tpot_s(within + 1) > tpot_s
     assert queue.places_within(None) == places
+    # Where the rate is out of reach, it may say so sooner; else it finds the same.
+    assert queue.places_within(tpot_s, above=0.0) == within
+    reached = within / (queue.osl * queue.tpot_s(within)) if within else 0.0
+    assert queue.places_within(tpot_s, above=reached * 0.99) == within
 
 
 @given(st.floats(0.01, 0.99), st.floats(0.02, 0.06), st.floats(0.02, 0.06))

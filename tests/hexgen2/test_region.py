@@ -9,7 +9,7 @@ from pytest import approx
 from scipy.optimize import linprog
 
 from hexgen2.region import Region
-from hexgen2.search.knapsack import best_points, served
+from hexgen2.search.knapsack import best_points, most_served, served
 
 rates = st.floats(0.1, 100)
 points = st.lists(st.tuples(rates, rates), min_size=1, max_size=5)
@@ -60,3 +60,10 @@ def test_the_knapsack_is_the_linear_program(prefill, decode, able):
     above += [[0.0, *(float(o == k) for o in owner)] for k in range(len(able))]
     best = linprog([-1.0] + [0.0] * len(corners), A_ub=above, b_ub=[prefill, decode, *[1.0] * len(able)])
     assert served(prefill, decode, found) == approx(-best.fun, rel=1e-6, abs=1e-6)
+    # The same figure, faster, with a price of prompts that proves it; any price is a limit.
+    most, worth = most_served(prefill, decode, able)
+    assert most == approx(-best.fun, rel=1e-6, abs=1e-6)
+    for price in (worth, 0.0, 0.3, 1.0):
+        limit = price * prefill + (1 - price) * decode + sum(region.worth(price) for region in able)
+        assert limit >= most * (1 - 1e-9)
+        assert price != worth or limit == approx(most, rel=1e-6, abs=1e-6)

@@ -12,6 +12,7 @@ from cost_model.lengths import RequestLengths
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 from hexgen2.comparison.contenders import parse_contenders
+from hexgen2.comparison.phases import WithinTarget, where_splitting_pays
 from hexgen2.comparison.reference import Reference
 from hexgen2.comparison.report import print_comparison, write_comparison
 from hexgen2.comparison.run import SLO_SCALES, Settings, compare
@@ -30,7 +31,17 @@ def test_contenders_have_the_engine_and_the_cluster_that_are_asked_for():
     assert [one.name for one in found] == ["hexgen2@a", "hexgen@a", "vllm:prefill-first@b", "vllm@b"]
 
 
-@pytest.mark.parametrize("text", ["", "nobody", "vllm:sometimes", "vllm,vllm"])
+def test_a_contender_may_choose_its_phases():
+    found = parse_contenders("hexgen2:colocated:chunked,hexgen2:disaggregated,exact:flexible@b", "a")
+    assert [(one.phases, one.policy) for one in found] == [
+        ("colocated", "chunked"),
+        ("disaggregated", "mixed"),
+        ("flexible", "mixed"),
+    ]
+    assert found[0].name == "hexgen2:colocated:chunked@a"
+
+
+@pytest.mark.parametrize("text", ["", "nobody", "vllm:sometimes", "vllm:colocated", "vllm,vllm"])
 def test_wrong_contenders_are_refused(text):
     with pytest.raises(InputError):
         parse_contenders(text, "a")
@@ -81,3 +92,37 @@ def test_a_comparison_plans_simulates_and_writes_everything(tmp_path, capsys):
 def test_requests_keep_the_means_of_their_class():
     isl, osl = LengthSource.load("HPHD").sample(np.random.default_rng(0), 4000)
     assert isl.mean() == approx(1104.2, abs=0.1) and osl.mean() == approx(397.6, abs=0.1)
+
+
+def test_where_splitting_pays_is_found_and_said(capsys, tmp_path):
+    settings = Settings("llama-2-13b", seconds=5.0, ttft_ms=2000.0, tpots_ms=(100.0, 15.0, 1.0))
+    nodes = "[{name: a, accelerators: 'H100:2'}, {name: b, accelerators: 'A100-80GB:2'}]"
+    small = tmp_path / "small.yaml"
+    small.write_text(f"name: small\nnodes: {nodes}\n")
+    comparison = compare(parse_contenders("hexgen2", str(small)), ["LPLD"], settings, lambda text: None)
+    within = {each.tpot_ms: each.goodput_req_s for each in comparison.within}
+    assert list(within) == [1.0, 15.0, 100.0]
+    assert not any(within[1.0].values())  # No replica is so fast.
+    for served in (within[15.0], within[100.0]):
+        assert served["flexible"] >= 0.98 * max(served.values())
+    print_comparison(comparison, make_console())
+    assert where_splitting_pays(comparison.within) in capsys.readouterr().out
+    with (write_comparison(comparison, tmp_path / "out")[1]).open() as stream:
+        assert [float(row["tpot_ms"]) for row in csv.DictReader(stream)] == [1.0, 15.0, 100.0]
+
+
+@pytest.mark.parametrize(
+    ("split", "both", "words"),
+    [
+        ([1, 1, 1], [2, 2, 2], "at least as much within every target"),
+        ([3, 3, 3], [2, 2, 2], "one phase each serve more within every target"),
+        ([3, 3, 1], [2, 2, 2], "up to 20 ms per output token, those that do both from 30 ms"),
+        ([1, 3, 1], [2, 2, 2], "serve more at 20 ms"),
+    ],
+)
+def test_crossings_in_words(split, both, words):
+    within = [
+        WithinTarget("x", tpot, {"disaggregated": s, "colocated": b, "flexible": max(s, b)})
+        for tpot, s, b in zip((10.0, 20.0, 30.0), split, both, strict=True)
+    ]
+    assert words in where_splitting_pays(within)
