@@ -107,7 +107,8 @@ def test_where_splitting_pays_is_found_and_said(capsys, tmp_path):
         assert served["flexible"] >= 0.98 * max(served.values())
     print_comparison(comparison, make_console())
     assert where_splitting_pays(comparison.within) in capsys.readouterr().out
-    with (write_comparison(comparison, tmp_path / "out")[1]).open() as stream:
+    write_comparison(comparison, tmp_path / "out")
+    with (tmp_path / "out" / "phases.csv").open() as stream:
         assert [float(row["tpot_ms"]) for row in csv.DictReader(stream)] == [1.0, 15.0, 100.0]
 
 
