@@ -107,7 +107,8 @@ def kv_links(placement: Placement, route: Route) -> list[RouteLink]:
 
 
 def search(path: Path, *options: str) -> None:
-    subprocess.run([COMMAND, "search", *options, "-o", str(path)], check=True, capture_output=True)
+    asked = ["--phases", "disaggregated", *options]
+    subprocess.run([COMMAND, "search", *asked, "-o", str(path)], check=True, capture_output=True)
 
 
 async def questions(options: argparse.Namespace, placement: Placement, clients: Clients) -> list[Question]:

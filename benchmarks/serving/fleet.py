@@ -78,8 +78,9 @@ def make_placement(
     name = "colocated" if colocated else "pair"
     cluster, placement = work / f"{name}.yaml", work / f"{name}.json"
     cluster.write_text(CLUSTER.format(cores=1 if colocated else 2, memory_gib=memory_gib))
-    lengths = ["--isl", str(isl), "--osl", str(osl), "--strategy", "vllm" if colocated else "hexgen2"]
-    command = [COMMAND, "search", "--cluster", str(cluster), "--model", str(model), *lengths]
+    phases = "colocated" if colocated else "disaggregated"
+    asked = ["--isl", str(isl), "--osl", str(osl), "--phases", phases]
+    command = [COMMAND, "search", "--cluster", str(cluster), "--model", str(model), *asked]
     subprocess.run([*command, "-o", str(placement)], check=True, capture_output=True)
     found = Placement.load(placement)
     roles = ["colocated"] if colocated else ["decode", "prefill"]

@@ -285,7 +285,8 @@ def make_fleet(work: Path) -> tuple[Path, Path]:
     make_model(model)
     cluster.write_text(CLUSTER.format(cores=4, memory_gib=2))
     lengths = ["--isl", str(PROMPT_TOKENS), "--osl", "64"]
-    search = [COMMAND, "search", "--cluster", str(cluster), "--model", str(model), *lengths]
+    asked = ["--cluster", str(cluster), "--model", str(model), "--phases", "disaggregated", *lengths]
+    search = [COMMAND, "search", *asked]
     subprocess.run([*search, "-o", str(placement)], check=True, capture_output=True)
     return placement, model
 

@@ -42,7 +42,7 @@ def main() -> None:
 
 def searched(path: Path, workload: str) -> Path:
     """A placement for a workload."""
-    asked = ["--cluster", CLUSTER, "--model", MODEL, "--workload", workload]
+    asked = ["--cluster", CLUSTER, "--model", MODEL, "--workload", workload, "--phases", "disaggregated"]
     subprocess.run([COMMAND, "search", *asked, "-o", str(path)], check=True, capture_output=True)
     return path
 

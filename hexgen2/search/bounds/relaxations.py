@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property
 
 from hexgen2.search.bounds.columns import Column, list_columns, undominated
@@ -46,8 +47,9 @@ class Relaxations:
         self, budget: float = math.inf, nodes: Collection[int] | None = None, pair_roles: bool = False
     ) -> Solution:
         """The linear program rounded to whole groups, within the budget and on these nodes (by default
-        all)."""
-        columns = self.columns
+        all). What colocated groups could do for others is left out: the program is solved many times, and the
+        search finds that sooner."""
+        columns = [replace(column, region=None) for column in self.columns]
         if nodes is not None:
             classes = self._classes.nodes
             inside = {which for which, members in enumerate(classes) if set(members) <= set(nodes)}

@@ -17,11 +17,13 @@ def search(cluster: str, model: str, workload: str, strategy: str, *more: str) -
     return ["search", *options, "--seed", "0", "--json", *more]
 
 
-SWAPS = ("hexgen2", "hexgen2-paper", "random-swap")
+SWAPS = ("hexgen2-paper", "random-swap")
+SPLIT = ("--phases", "disaggregated")
 TARGETS = ("--objective", "goodput", "--ttft", "900", "--tpot", "90")
 QUICK = [
-    *(search("hexgen2-setting-1", "llama-2-70b", "HPLD", strategy) for strategy in SWAPS),
-    *(search("hexgen2-setting-3", "llama-2-70b", "HPLD", strategy) for strategy in SWAPS[1:]),
+    search("hexgen2-setting-4", "llama-2-70b", "LPHD", "hexgen2"),
+    search("hexgen2-setting-1", "llama-2-70b", "HPLD", "hexgen2", *SPLIT),
+    *(search(f"hexgen2-setting-{k}", "llama-2-70b", "HPLD", strategy) for k in (1, 3) for strategy in SWAPS),
     search("hexgen2-setting-5", "llama-2-70b", "HPLD", "hexgen2-paper"),
     search("hexgen2-setting-4", "opt-30b", "LPHD", "genetic"),
     search("hexgen2-setting-4", "opt-30b", "LPLD", "hexgen"),
@@ -33,10 +35,13 @@ QUICK = [
     ["search", "--from", "placement.json", "--lost", "a100-1/0", "--json"],
     ["simulate", "placement.json", "--request-rate", "8", "--num-requests", "400", "--json"],
     ["simulate", "placement.json", "--offline", "--num-requests", "400", "--json"],
-    search("hexgen2-offers", "opt-13b", "HPLD", "hexgen2", "--budget", "2"),
-    search("hexgen2-case-study", "opt-30b", "LPHD", "hexgen2", *TARGETS),
+    search("hexgen2-offers", "opt-13b", "HPLD", "hexgen2", "--budget", "2", *SPLIT),
+    search("hexgen2-case-study", "opt-30b", "LPHD", "hexgen2", *TARGETS, *SPLIT),
 ]
 LONGER = [
+    search("hexgen2-setting-1", "llama-2-70b", "HPLD", "hexgen2"),
+    search("hexgen2-offers", "opt-13b", "HPLD", "hexgen2", "--budget", "2"),
+    search("hexgen2-case-study", "opt-30b", "LPHD", "hexgen2", *TARGETS),
     search("hexgen2-setting-2", "opt-30b", "online", "hexgen"),
     search("hexgen2-setting-4", "llama-2-70b", "HPHD", "hexgen2", *TARGETS),
     search("hexgen2-offers", "llama-2-13b", "HPLD", "hexgen2", "--budget", "6"),
