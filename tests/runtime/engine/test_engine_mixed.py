@@ -87,6 +87,28 @@ def test_all_directions_at_the_same_time_give_the_reference_tokens(
             assert any(each.cached if source == target else each.already_there for each in own)
 
 
+def test_mixed_replicas_of_sixteen_pairs_of_shapes_give_the_reference_tokens(
+    folder: Path, reference: list[list[int]]
+) -> None:
+    """Each of four shapes prefills for all of them, itself included, and decodes for all at the same time."""
+    shapes: dict[str, Shape] = {
+        "tp1": [(1, 0, LAYERS)],
+        "tp2": [(2, 0, LAYERS)],
+        "pp2 uneven": [(1, 0, 1), (1, 1, LAYERS)],
+        "tp2 then tp1": [(2, 0, 3), (1, 3, LAYERS)],
+    }
+    pairs, chosen = list(product(shapes, repeat=2)), (1, 4, 8)
+    rule = Sampling(max_tokens=TOKENS, ignore_eos=True)
+    settings = {"role": "mixed", "max_prefill_tokens": 40, "max_mixed_tokens": 24}
+    with Cluster(folder, shapes, **settings) as cluster:
+        for number, (source, target) in product(chosen, pairs):
+            cluster.submit(f"{source}>{target}#{number}", prompts()[number], rule, source, target)
+        for number, (source, target) in product(chosen, pairs):
+            outcome = cluster.finish(f"{source}>{target}#{number}")
+            assert outcome.tokens == reference[number], (source, target, number)
+            assert not outcome.failures and (outcome.moved is None) == (source == target)
+
+
 @asynccontextmanager
 async def coordinated(folder: Path, **settings: Any) -> AsyncIterator[tuple[Coordinator, Cluster]]:
     """A coordinator with the workers of all shapes and routes for all pairs."""
