@@ -1,6 +1,6 @@
-"""Compare `hexgen2` with exhaustive search on random clusters of up to 10 GPUs.
+"""Compare `hexgen2` with exhaustive search on random clusters of up to 8 GPUs.
 
-    python -m benchmarks.search.against_exact [--clusters 200] [--seed 0]
+    python -m benchmarks.search.against_exact [--clusters 200] [--seed S] [--gpus 8] [--phases flexible]
 
 The GPU types, nodes and links are random; models and workloads are both models and the four offline workloads
 of the HexGen-2 paper. Prints every cluster where the search falls short of the optimum, then the distribution
@@ -24,7 +24,7 @@ from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.search.bounds.upper_bounds import rates_bound
 from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.problem import Problem
+from hexgen2.search.problem import ROLES, Phases, Problem
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 from hexgen2.workload.classes import load_workload
@@ -35,10 +35,10 @@ MODELS = ("llama-2-70b", "opt-30b")
 WORKLOADS = ("HPLD", "HPHD", "LPHD", "LPLD")
 
 
-def draw_problem(random_source: random.Random) -> Problem:
-    """A random problem with three to ten GPUs in at most four nodes."""
+def draw_problem(random_source: random.Random, most: int = 10, phases: Phases = "disaggregated") -> Problem:
+    """A random problem with three to `most` GPUs in at most four nodes."""
     draw = random_source
-    left = draw.randint(3, 10)
+    left = draw.randint(3, most)
     nodes: list[dict] = []
     while left and len(nodes) < 4:
         count = draw.randint(1, min(4, left))
@@ -61,7 +61,7 @@ def draw_problem(random_source: random.Random) -> Problem:
     spec = parse_cluster({"name": "random", "nodes": nodes, "network": network}, "random", Path())
     model, workload = find_model(draw.choice(MODELS)), load_workload(draw.choice(WORKLOADS))
     costs = make_cost_model("calibrated", model, workload.lengths)
-    return Problem(spec, Cluster.from_spec(spec), model, workload, costs)
+    return Problem(spec, Cluster.from_spec(spec), model, workload, costs, phases=phases)
 
 
 def timed(strategy: str, problem: Problem, time_limit_s: float | None = None) -> tuple[Placement, float]:
@@ -82,7 +82,9 @@ def main() -> None:
     """Draw problems, solve each one both ways and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--clusters", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--gpus", type=int, default=8, help="of a cluster, at most")
+    parser.add_argument("--phases", choices=ROLES, default="flexible")
     parser.add_argument(
         "--exact-limit",
         type=float,
@@ -95,7 +97,7 @@ def main() -> None:
     seconds: list[tuple[float, float]] = []
     unsettled, broken = 0, []
     while len(ratios) < arguments.clusters:
-        problem = draw_problem(source)
+        problem = draw_problem(source, arguments.gpus, arguments.phases)
         try:
             best, exact_s = timed("exact", problem, arguments.exact_limit)
         except InfeasibleError:
