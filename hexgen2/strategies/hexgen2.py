@@ -134,20 +134,25 @@ def _climb_from_pure(state: SearchState, phases: Phases, seed: int) -> None:
     if phases == "disaggregated" and len(evaluator.problem.usable) < 2:
         return
     restricted = replace(evaluator.problem, phases=phases)
-    pure = SearchState(Evaluator(restricted, evaluator.params, evaluator.planner), state.stopping.again())
+    pure = SearchState(
+        Evaluator(restricted, evaluator.params, evaluator.planner),
+        state.stopping.again(),
+        progress=state.progress,
+    )
     params = evaluator.params
     stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
     pure.spend(params.effort, stale_effort=stale)
-    climb_from_starts(pure)
-    settle(pure, seed)
-    state.stopping.cut = state.stopping.cut or pure.stopping.cut
-    found = pure.incumbent.best
-    if found is None or found.req_s <= 0:
-        return
-    state.pure[phases] = found
-    same = evaluator.evaluate(found.solution, found)
-    state.offer(same, f"best of those all {phases}")
-    refine(state, same.solution, f"start all {phases}")
+    try:
+        climb_from_starts(pure)
+        settle(pure, seed)
+    finally:  # What was found before Ctrl-C counts, too.
+        state.stopping.cut = state.stopping.cut or pure.stopping.cut
+        found = pure.incumbent.best
+        if found is not None and found.req_s > 0:
+            state.pure[phases] = found
+            state.offer(evaluator.evaluate(found.solution, found), f"best of those all {phases}")
+    if phases in state.pure:
+        refine(state, state.pure[phases].solution, f"start all {phases}")
 
 
 def climb_from_starts(state: SearchState) -> None:
