@@ -109,7 +109,7 @@ def search(
     >>> import hexgen2
     >>> p = hexgen2.search(cluster="hexgen2-case-study", model="llama-2-13b", workload="LPLD")
     >>> [(replica.id, replica.shape) for replica in p.replicas][:2]
-    [('prefill-0', 'tp1'), ('prefill-1', 'tp1')]
+    [('colocated-0', 'tp1'), ('colocated-1', 'tp1')]
     >>> p.replicas[0].stages[0].gpus
     ['a100-1/0']
     >>> p.throughput.req_s <= p.bound.req_s

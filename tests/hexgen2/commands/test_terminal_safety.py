@@ -44,7 +44,8 @@ def placement(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("terminal")
     cluster, path = folder / "c.yaml", folder / "p.json"
     cluster.write_text(json.dumps(SPEC))
-    made = hexgen2("search", "--cluster", str(cluster), *ASKED, "-o", str(path))
+    options = (*ASKED, "--phases", "disaggregated", "-o", str(path))
+    made = hexgen2("search", "--cluster", str(cluster), *options)
     assert made.returncode == 0, made.stderr
     return path
 

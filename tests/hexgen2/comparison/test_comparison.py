@@ -95,21 +95,20 @@ def test_requests_keep_the_means_of_their_class():
 
 
 def test_where_splitting_pays_is_found_and_said(capsys, tmp_path):
-    settings = Settings("llama-2-13b", seconds=5.0, ttft_ms=2000.0, tpots_ms=(100.0, 15.0, 1.0))
+    settings = Settings("llama-2-13b", seconds=5.0, ttft_ms=2000.0, tpots_ms=(100.0, 1.0))
     nodes = "[{name: a, accelerators: 'H100:2'}, {name: b, accelerators: 'A100-80GB:2'}]"
     small = tmp_path / "small.yaml"
     small.write_text(f"name: small\nnodes: {nodes}\n")
     comparison = compare(parse_contenders("hexgen2", str(small)), ["LPLD"], settings, lambda text: None)
     within = {each.tpot_ms: each.goodput_req_s for each in comparison.within}
-    assert list(within) == [1.0, 15.0, 100.0]
+    assert list(within) == [1.0, 100.0]
     assert not any(within[1.0].values())  # No replica is so fast.
-    for served in (within[15.0], within[100.0]):
-        assert served["flexible"] >= 0.98 * max(served.values())
+    assert within[100.0]["flexible"] >= 0.98 * max(within[100.0].values())
     print_comparison(comparison, make_console())
     assert where_splitting_pays(comparison.within) in capsys.readouterr().out
     write_comparison(comparison, tmp_path / "out")
     with (tmp_path / "out" / "phases.csv").open() as stream:
-        assert [float(row["tpot_ms"]) for row in csv.DictReader(stream)] == [1.0, 15.0, 100.0]
+        assert [float(row["tpot_ms"]) for row in csv.DictReader(stream)] == [1.0, 100.0]
 
 
 @pytest.mark.parametrize(

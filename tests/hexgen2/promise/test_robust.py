@@ -263,7 +263,7 @@ def test_a_goodput_under_errors_is_near_that_without(in_time):
 def test_the_command_writes_and_prints_it(tmp_path):
     path = tmp_path / "placement.json"
     options = ["--cluster", "hexgen2-case-study", "--model", "llama-2-70b", "--workload", "HPHD"]
-    first = run("search", *options, "--robust", "-o", str(path))
+    first = run("search", *options, "--phases", "disaggregated", "--robust", "-o", str(path))
     assert first.returncode == 0, first.stderr
     assert "robust      " in first.stdout and "10th percentile" in first.stdout
     shown = run("show", str(path))
