@@ -16,11 +16,13 @@ from hexgen2.promise.finalists import Effort, choose, residents
 from hexgen2.promise.full_load import TOLERATED, formulas_do, simulated_factor
 from hexgen2.promise.goodput import Found
 from hexgen2.promise.trial import Trial, Trials
-from hexgen2.search.ties import greatest
+from hexgen2.search.ties import exceeds
 
 DEFAULT_EFFORT = Effort()
 NEARLY_FULL = 0.9
 """KV caches wait for a link that is busy for this share of the time, which formulas do not know."""
+BETTER_YET = 1.03
+"""So many times what is planned a placement may serve: one that would still be behind is not simulated."""
 SIMPLER = 1.002
 """What a request/s is worth of a placement in which no replica works for others."""
 CORRECTED = "queues by formulas, {:+.1%} as simulated"
@@ -51,7 +53,7 @@ def with_promise(
             return _at_rate(placements[0], cluster, seed, effort)
         if stop():
             return placements[0]
-        return _best_at_full_load(placements, cluster, seed)
+        return _best_at_full_load(placements, cluster, seed, stop)
     compared = placements if goal.objective == "goodput" else placements[:1]
     chosen = choose(compared, cluster, goal, seed, stop, effort)
     best, found = chosen.placement, chosen.goodput
@@ -67,25 +69,29 @@ def with_promise(
     return best.model_copy(update={"goodput": _record(best, found, at_rate)})
 
 
-def _best_at_full_load(placements: Sequence[Placement], cluster: Cluster, seed: int) -> Placement:
+def _best_at_full_load(
+    placements: Sequence[Placement], cluster: Cluster, seed: int, stop: Callable[[], bool]
+) -> Placement:
     """The placement that serves most in the simulator, with the requests/s from there if formulas are off."""
-    factors, close = {}, {}
-    for k, placement in enumerate(placements):
+    planned = [placement.throughput.req_s for placement in placements]
+    best, most_req_s = placements[0], 0.0
+    for placement, req_s in zip(placements, planned, strict=True):
+        if most_req_s and (stop() or req_s * BETTER_YET <= most_req_s):
+            continue
         fullest = _fullest(placement, cluster)
         known = formulas_do(placement) and fullest < NEARLY_FULL
-        if len(placements) == 1 and known:
+        if known and not most_req_s and all(other * BETTER_YET <= req_s for other in planned[1:]):
             return placement
         factor = simulated_factor(placement, cluster, seed)
         if factor > 1:  # No route may carry more than its links do.
             factor = max(1.0, min(factor, 1 / fullest))
-        factors[k], close[k] = factor, known or abs(factor - 1) <= TOLERATED
-
-    def served(k: int) -> float:
-        simpler = all(replica.role != "mixed" for replica in placements[k].replicas)
-        return placements[k].throughput.req_s * factors[k] * (SIMPLER if simpler else 1.0)
-
-    best = greatest(factors, served)[0]
-    return placements[best] if close[best] else scaled(placements[best], factors[best], AT_FULL_LOAD)
+        simpler = all(replica.role != "mixed" for replica in placement.replicas)
+        served_req_s = req_s * factor * (SIMPLER if simpler else 1.0)
+        if exceeds(served_req_s, most_req_s):
+            close = known or abs(factor - 1) <= TOLERATED
+            best = placement if close else scaled(placement, factor, AT_FULL_LOAD)
+            most_req_s = served_req_s
+    return best
 
 
 def _run_at(
