@@ -39,6 +39,7 @@ def test_examples_are_read_without_an_error(name):
 
 def test_quiet_prints_no_progress(tmp_path):
     asked = ("--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "LPLD")
+    asked += ("--phases", "disaggregated")
     loud, quiet = (run("search", *asked, *more) for more in ((), ("--quiet",)))
     assert "best" in loud.stderr and quiet.stderr == "" and quiet.stdout == loud.stdout
     assert run("search", *asked, "--quiet", "--seed", "-1").stderr.startswith("hexgen2: ")

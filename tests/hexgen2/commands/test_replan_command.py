@@ -13,7 +13,8 @@ from problems import ON_SETTING_1
 @pytest.fixture(scope="module")
 def placement(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("replan") / "placement.json")
-    assert hexgen2("search", *ON_SETTING_1, "-o", path).returncode == 0
+    options = ["--phases", "disaggregated", "-o", path]
+    assert hexgen2("search", *ON_SETTING_1, *options).returncode == 0
     return path
 
 

@@ -89,7 +89,8 @@ def test_assumed_figures_are_shown_to_the_user():
     result = hexgen2("search", *ON_SETTING_1)
     assert "every link figure here is assumed" in result.stdout
     assert "cost model  vllm (vllm" in result.stdout and "+- " in result.stdout
-    of_2023 = hexgen2("search", *ON_SETTING_1, "--cost-model", "calibrated").stdout
+    asked = ["--cost-model", "calibrated", "--phases", "disaggregated"]
+    of_2023 = hexgen2("search", *ON_SETTING_1, *asked).stdout
     assert "calibrated (fitted)" in of_2023 and "No step of A6000 or L40 was measured" in of_2023
 
 

@@ -22,7 +22,6 @@ SPLIT = ("--phases", "disaggregated")
 TARGETS = ("--objective", "goodput", "--ttft", "900", "--tpot", "90")
 QUICK = [
     search("hexgen2-setting-4", "llama-2-70b", "LPHD", "hexgen2"),
-    search("hexgen2-setting-1", "llama-2-70b", "HPLD", "hexgen2", *SPLIT),
     *(search(f"hexgen2-setting-{k}", "llama-2-70b", "HPLD", strategy) for k in (1, 3) for strategy in SWAPS),
     search("hexgen2-setting-5", "llama-2-70b", "HPLD", "hexgen2-paper"),
     search("hexgen2-setting-4", "opt-30b", "LPHD", "genetic"),
@@ -40,6 +39,7 @@ QUICK = [
 ]
 LONGER = [
     search("hexgen2-setting-1", "llama-2-70b", "HPLD", "hexgen2"),
+    search("hexgen2-setting-1", "llama-2-70b", "HPLD", "hexgen2", *SPLIT),
     search("hexgen2-offers", "opt-13b", "HPLD", "hexgen2", "--budget", "2"),
     search("hexgen2-case-study", "opt-30b", "LPHD", "hexgen2", *TARGETS),
     search("hexgen2-setting-2", "opt-30b", "online", "hexgen"),
