@@ -35,7 +35,7 @@ MODELS = ("llama-2-70b", "opt-30b")
 WORKLOADS = ("HPLD", "HPHD", "LPHD", "LPLD")
 
 
-def draw_problem(random_source: random.Random, most: int = 10, phases: Phases = "disaggregated") -> Problem:
+def draw_problem(random_source: random.Random, most: int, phases: Phases) -> Problem:
     """A random problem with three to `most` GPUs in at most four nodes."""
     draw = random_source
     left = draw.randint(3, most)

@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import hexgen2
@@ -103,8 +104,9 @@ def row(
     case = f"{name.removeprefix('hexgen2-')}, {model}, {workload}"
     if default is None or not others:
         print(f"{case:40}no placement", flush=True)
-        return 1.0, 1.0 if default or not others else 0.0
-    planned, served = (max(others, key=key) for key in (_planned, _simulated))
+        share = 0.0 if others else 1.0
+        return share, share
+    planned, served = (max(others, key=attrgetter(key)) for key in ("planned", "simulated"))
     shares = default.planned / planned.planned, default.simulated / served.simulated
     print(
         f"{case:40}{default.planned:8.4g}{default.simulated:8.4g}{default.took_s:6.1f} {default.replicas:20}"
@@ -113,14 +115,6 @@ def row(
         flush=True,
     )
     return shares
-
-
-def _planned(shown: Shown) -> float:
-    return shown.planned
-
-
-def _simulated(shown: Shown) -> float:
-    return shown.simulated
 
 
 def simulated(placement: Placement, options: argparse.Namespace) -> float:

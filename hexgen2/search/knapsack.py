@@ -19,24 +19,14 @@ def best_points(prefill: float, decode: float, regions: Sequence[Region]) -> lis
     at = [region.corners[0] for region in regions]
     prompts = math.fsum((prefill, *(p for p, _ in at)))
     answers = math.fsum((decode, *(d for _, d in at)))
-    sides = [
-        (k, start, end)
-        for k, region in enumerate(regions)
-        for start, end in zip(region.corners, region.corners[1:], strict=False)
-    ]
-
-    def gained(side: tuple[int, Point, Point]) -> float:
-        """Prompts gained, of all that changes: 1 if no answer is given up for them."""
-        _, (p, d), (q, e) = side
-        return (q - p) / ((q - p) + (d - e))
-
-    for k, (p, d), (q, e) in greatest_first(sides, gained):
+    sides = [(k, side) for k, region in enumerate(regions) for side in region.sides]
+    for k, (_, dp, dd) in greatest_first(sides, lambda numbered: numbered[1][0]):
         if prompts >= answers:
             break
-        share = min(1.0, (answers - prompts) / ((q - p) + (d - e)))
-        at[k] = p + share * (q - p), d - share * (d - e)
-        prompts += share * (q - p)
-        answers -= share * (d - e)
+        share = min(1.0, (answers - prompts) / (dp + dd))
+        at[k] = at[k][0] + share * dp, at[k][1] - share * dd
+        prompts += share * dp
+        answers -= share * dd
         if share < 1:
             break
     return at

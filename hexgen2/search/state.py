@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,13 +85,11 @@ class SearchState:
             + params.effort_per_group * self.groups_looked_at
         )
 
-    def spend(self, effort: float, close_gap: float | None = None, stale_effort: float | None = None) -> None:
+    def spend(self, effort: float, close_gap: float | None = None, stale_effort: float = math.inf) -> None:
         """Stop after so much more effort, or so much without an improvement, or within that gap to the upper
         bound."""
         self.improved_at = self.effort
-        self.stopping.effort_limit = self.effort + effort
-        if stale_effort is not None:
-            self.stopping.stale_effort = stale_effort
+        self.stopping.effort_limit, self.stopping.stale_effort = self.effort + effort, stale_effort
         if close_gap is not None:
             self.stopping.close_gap = close_gap
 

@@ -194,7 +194,8 @@ def _certify(state: SearchState, seed: int) -> None:
         branches=params.certify_branches, time_s=state.stopping.time_left_s
     )
     state.bounded_by(limit)
-    state.spend(params.certify_effort, close_gap=0.0)
+    # A flexible search still ends when it stops to improve.
+    state.spend(params.certify_effort, close_gap=0.0, stale_effort=state.stopping.stale_effort)
     if solution.groups:
         refine(state, solution, "start from the integer program")
     settle(state, seed + 1)

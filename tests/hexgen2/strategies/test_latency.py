@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 from problems import problem_from
 
+import hexgen2
 from cost_model.errors import InfeasibleError, InputError
 from hexgen2.checks import violations
 from hexgen2.goal import make_goal
-from hexgen2.placement import Placement
+from hexgen2.placement import Placement, SearchRecord
+from hexgen2.search.build import build_placement
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.flow.max_flow import balance
 from hexgen2.search.infeasible import soonest_s
@@ -44,6 +46,25 @@ def solutions() -> list[Solution]:
                 roles = ["prefill"] * p + ["decode"] * d
                 found.append(Solution(tuple(map(Group, roles, chosen))))
     return found
+
+
+@pytest.mark.parametrize("phases", ["colocated", "flexible"])
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_formulas_know_the_latency_of_replicas_that_do_both(phases, share):
+    """Two H100 that also prefill for two A100, or each pair for itself: beside the simulator."""
+    problem = replace(small(1.0), phases=phases)
+    evaluator = Evaluator(replace(problem, goal=make_goal("throughput")))
+    parts = [counts_of({0: 2}), counts_of({1: 2})]
+    roles = ["colocated", "decode" if phases == "flexible" else "colocated"]
+    found = evaluator.at_full_load(evaluator.evaluate(Solution(tuple(map(Group, roles, parts)))))
+    assert bool(found.mixed) == (phases == "flexible")
+    loaded = LoadedPlacement.of(evaluator.planner, found, balance(found.network, found.flow).routes)
+    assert loaded.limit_req_s == pytest.approx(found.req_s, rel=0.02)
+    placement = build_placement(problem, found, "hexgen2", SearchRecord(seconds=0.0, seed=0, evaluations=1))
+    rate = share * found.req_s
+    shown = hexgen2.simulate(placement, request_rate=rate, num_requests=2000, seed=3)
+    assert loaded.mean_e2el_s(rate) == pytest.approx(shown.mean_e2el_ms / 1e3, rel=0.25)
+    assert loaded.mean_tpot_s(rate) == pytest.approx(shown.mean_tpot_ms / 1e3, rel=0.25)
 
 
 @pytest.mark.parametrize("rate", [pytest.param(0.5, marks=pytest.mark.slow), 1.4])
