@@ -7,53 +7,27 @@ different shapes. A colocated replica runs both phases with the same shape and t
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cost_model.hardware import Link
-from cost_model.pipeline import (
-    Pace,
-    PhaseTimes,
-    mixed_period_s,
-    outgoing_prompts,
-    prefill_batches_held,
-    prefill_pace,
-    prompt_s,
-    prompts_held,
-    steps_to_fill,
-)
+from cost_model.pipeline import prefill_pace
 from cost_model.queueing import DecodeQueue, PrefillQueue
-from hexgen2.region import Point, Region
+from hexgen2.region import Region
 from hexgen2.replica import EngineSettings
 from hexgen2.search.planning.classes import node_classes, widest_span
-from hexgen2.search.planning.pipelines import Pipeline, Pipelines, Timing
+from hexgen2.search.planning.divisions import LESS, SMALLEST_STEP, Division, Divisions
+from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.prefill_front import PrefillFront
+from hexgen2.search.planning.regions import region_limit, region_of
 from hexgen2.search.planning.shapes import Shapes, StageShape, vllm_runs, with_experts_divided
 from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds, greatest, greatest_first
 
-BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
-"""The batches tried, as shares of the largest: a smaller one leaves room for layers on faster stages."""
-PREFILL_AHEAD = 2.0
-"""Replicas that prefill are chosen for that, and taken to be so many times as fast at it as those that
-decode. An assumption; benchmarks/search/planned_throughput.py shows what it does to planned requests/s."""
-SMALLEST_STEP = 256
-"""Tokens of the smallest prefill step tried under a target for the first token."""
-SOON = 0.3
-"""If a prompt takes less than this part of the target for the first token, no quicker division is tried."""
-SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
-"""Shares of mixed steps at which a mixed replica's region is looked at."""
 SLOW_PLAN = 3
 """To plan a colocated replica within a target per output token takes as long as so many other plans."""
-WORSE = 0.95
-"""If layers chosen for a smaller batch serve less than this share of what others do, smaller ones do, too."""
-LESS = 1 - 1e-6
-"""Rates that differ by less may be ties, and are compared with care (see ties.py)."""
 DEFAULT_ENGINE = EngineSettings()
-_EXACT = 1 - 1e-9
-"""So that a product that should be whole is not rounded up."""
 
 
 class PlannedStage(NamedTuple):
@@ -88,19 +62,7 @@ class GroupPlan:
     engine: EngineSettings = DEFAULT_ENGINE
 
 
-@dataclass(frozen=True)
-class _Division:
-    """A division of the layers over the stages, with the batch, the pace, the requests/s within the targets
-    and the engine's settings."""
-
-    split: list[int]
-    batch: float
-    pace: Pace
-    req_s: float
-    engine: EngineSettings
-
-
-def _plan_of(stages: tuple[PlannedStage, ...], division: _Division) -> GroupPlan:
+def _plan_of(stages: tuple[PlannedStage, ...], division: Division) -> GroupPlan:
     """The plan of these stages with this division."""
     pace = division.pace
     return GroupPlan(stages, division.batch, division.req_s, pace.latency_s, pace.token_s, division.engine)
@@ -135,17 +97,17 @@ class Planner:
         self.span = len(problem.node_gpus) if problem.targets.given else widest_span(problem)
         self.computed = 0
         self._pipelines: Pipelines = alike._pipelines if alike else Pipelines(problem)
+        self._divisions = Divisions(self._pipelines, problem)
         self._shapes = Shapes(problem)
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
         # One goal's targets rule out most divisions unseen; those that several goals ask for are kept.
         self._several = alike is not None and problem.targets.ttft_s is not None
-        self._fronts: dict[tuple, tuple[list[int], PrefillFront[tuple[Pipeline, _Division]]]] = (
+        self._fronts: dict[tuple, tuple[list[int], PrefillFront[tuple[Pipeline, Division]]]] = (
             alike._fronts if alike else {}
         )
         self._made: dict[tuple[str, NodeCounts], list[Pipeline]] = alike._made if alike else {}
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         self._regions: dict[tuple, Region] = {}
-        self._engines: dict[tuple[int, int], EngineSettings] = {}
         self._limits: dict[NodeCounts, Region | None] = {}
         self._limits_by_kind: dict[tuple, Region | None] = {}
         kinds: dict[Link, int] = {}
@@ -223,18 +185,18 @@ class Planner:
                 best = plan
         return best
 
-    def _front(self, counts: NodeCounts) -> PrefillFront[tuple[Pipeline, _Division]]:
+    def _front(self, counts: NodeCounts) -> PrefillFront[tuple[Pipeline, Division]]:
         """The divisions of a prefill replica that may be best under some targets, over all shapes."""
         targets, semantics = self.problem.targets, self.problem.pipeline
         smallest = SMALLEST_STEP / self.problem.costs.isl
-        front: PrefillFront[tuple[Pipeline, _Division]] = PrefillFront()
+        front: PrefillFront[tuple[Pipeline, Division]] = PrefillFront()
         for pipeline in self._pipelines_of("prefill", counts):
             for batch in targets.prefill_batches(pipeline.batch, smallest):
-                timing, limits = self._prefill_step(pipeline, batch)
+                timing, limits = self._divisions.prefill_step(pipeline, batch)
                 quick = self._pipelines.split(timing, limits, True)
                 if quick is None:
                     continue
-                soonest = self._prefill_division(pipeline, timing, quick, batch, None)
+                soonest = self._divisions.prefill_division(pipeline, timing, quick, batch, None)
                 # At most as good as this: no other division is quicker, nor has it a shorter slowest stage
                 # than if layers could be cut up.
                 most = replace(soonest.pace, capacity_req_s=timing.most_steps_s(sum(quick)) * batch)
@@ -243,11 +205,11 @@ class Planner:
                 front.offer(targets.prefill_queue(soonest.pace, batch), (pipeline, soonest))
                 even = None if semantics != "pipelined" else self._pipelines.split(timing, limits, False)
                 if even and even != quick:
-                    division = self._prefill_division(pipeline, timing, even, batch, None)
+                    division = self._divisions.prefill_division(pipeline, timing, even, batch, None)
                     front.offer(targets.prefill_queue(division.pace, batch), (pipeline, division))
         return front
 
-    def _best_of(self, front: PrefillFront[tuple[Pipeline, _Division]]) -> GroupPlan | None:
+    def _best_of(self, front: PrefillFront[tuple[Pipeline, Division]]) -> GroupPlan | None:
         """The plan of a front that serves most within this goal's targets; None if none meets them."""
         targets = self.problem.targets
         assert targets.ttft_s is not None
@@ -255,7 +217,7 @@ class Planner:
         if found is None:
             return None
         pipeline, division = found
-        return _plan_of(_stages(pipeline, division.split), self._rated(division, 0.0))
+        return _plan_of(_stages(pipeline, division.split), self._divisions.rated(division, 0.0))
 
     def plan_shape(self, role: str, shape: Sequence[tuple[int, ...]], above: float = 0.0) -> GroupPlan | None:
         """The best layers and batch for stages (node, degree, and the degrees of StageShape that are not 1)
@@ -270,7 +232,7 @@ class Planner:
         for pipeline in filter(
             None, (self._pipelines.of(role, shape) for shape in self._shapes_of(role, counts))
         ):
-            held = self._batches_held(pipeline) if role == "prefill" else 1
+            held = self._divisions.batches_held(pipeline) if role == "prefill" else 1
             limits = [m.max_layers(held) for m in pipeline.memory]
             timing = self._pipelines.timing(pipeline, "prefill" if role == "prefill" else "decode", 1)
             splits = (self._pipelines.split(timing, limits, by_sum) for by_sum in (False, True))
@@ -298,15 +260,17 @@ class Planner:
         split = [s.layers for s in stages]
         if role == "prefill":
             batches = (engine.step_tokens / self.problem.costs.isl,) if engine else ()
-            found = next(self._prefill_divisions(pipeline, split, batches, engine), None)
+            found = next(self._divisions.prefill(pipeline, split, batches, engine), None)
         else:
             room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
             largest = min(self.problem.costs.batch_cap, room)
             held = largest if batch is None else batch if batch <= largest else 0
-            chunks = self._chunks_of(pipeline) if held >= 1 else ()
+            chunks = self._divisions.chunks_of(pipeline) if held >= 1 else ()
             if engine and chunks and chunks[0]:
                 chunks = (engine.chunk_tokens / self.problem.costs.isl,)
-            divisions = (self._within_targets(pipeline, split, held, chunk, engine) for chunk in chunks)
+            divisions = (
+                self._divisions.within_targets(pipeline, split, held, chunk, engine) for chunk in chunks
+            )
             found = next(iter(greatest(filter(None, divisions), lambda one: one.req_s)), None)
         return _plan_of(stages, found) if found and found.req_s > 0 else None
 
@@ -314,202 +278,15 @@ class Planner:
         """The best division of the layers of a pipeline; None if none fits or meets the targets, perhaps also
         if none serves more than `above` requests/s."""
         prefills = pipeline.role == "prefill"
-        found = self._prefill_divisions(pipeline, above=above) if prefills else self._decode(pipeline, above)
+        found = (
+            self._divisions.prefill(pipeline, above=above)
+            if prefills
+            else self._divisions.decode(pipeline, above)
+        )
         best = next(iter(greatest(found, lambda one: one.req_s)), None)
         if best is None or best.req_s <= 0:
             return None
         return _plan_of(_stages(pipeline, best.split), best)
-
-    def _prefill_divisions(
-        self,
-        pipeline: Pipeline,
-        given: list[int] | None = None,
-        batches: Sequence[float] = (),
-        engine: EngineSettings | None = None,
-        above: float = 0.0,
-    ) -> Iterator[_Division]:
-        """Divisions of a prefill replica for each number of prompts in a step, or those worth trying, with
-        the given layers or those that suit the step best, as far as they fit. Those that serve no more than
-        others, or than `above` requests/s, have a rate of 0 or are left out: smaller steps have no greater
-        capacity, nor has another division."""
-        semantics, targets = self.problem.pipeline, self.problem.targets
-        first_by_sum = semantics != "pipelined"
-        smallest = SMALLEST_STEP / self.problem.costs.isl
-        for batch in batches or targets.prefill_batches(pipeline.batch, smallest):
-            timing, limits = self._prefill_step(pipeline, batch)
-            split = given or self._pipelines.split(timing, limits, first_by_sum)
-            soon = False
-            if split and all(n <= limit for n, limit in zip(split, limits, strict=True)):
-                found = self._prefill_division(pipeline, timing, split, batch, engine)
-                if found.pace.capacity_req_s <= above:
-                    return
-                found = self._rated(found, above)
-                above = max(above, found.req_s * LESS)
-                soon = targets.ttft_s is None or found.pace.latency_s <= SOON * targets.ttft_s
-                yield found
-            if given or first_by_sum or soon:
-                continue
-            quick = self._pipelines.split(timing, limits, True)
-            if quick and quick != split:
-                found = self._rated(self._prefill_division(pipeline, timing, quick, batch, engine), above)
-                above = max(above, found.req_s * LESS)
-                yield found
-
-    def _prefill_step(self, pipeline: Pipeline, batch: float) -> tuple[Timing, list[int]]:
-        """The times of a step of so many prompts, and the most layers of each stage that fit beside them."""
-        held = prompts_held(batch, self._batches_held(pipeline))
-        return self._pipelines.timing(pipeline, "prefill", batch), [
-            m.max_layers(held) for m in pipeline.memory
-        ]
-
-    def _batches_held(self, pipeline: Pipeline) -> int:
-        """Steps for whose KV caches each stage of a prefill replica needs memory."""
-        return prefill_batches_held(self.problem.pipeline, len(pipeline.shape))
-
-    def _prefill_division(
-        self,
-        pipeline: Pipeline,
-        timing: Timing,
-        split: list[int],
-        batch: float,
-        engine: EngineSettings | None,
-    ) -> _Division:
-        """A division of a prefill replica, not rated. Without settings, as many steps are in flight as keep
-        the slowest stage or hop busy and as there is memory for."""
-        semantics, stage_s = self.problem.pipeline, timing.stage_s(split)
-        steps = engine.in_flight or len(split) if engine else 1
-        if semantics == "pipelined" and not engine:
-            room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
-            most = int(room / prompts_held(batch, 1)) - 1
-            steps = max(len(split), min(steps_to_fill(stage_s, timing.hop_s), most))
-        pace = prefill_pace(semantics, stage_s, timing.hop_s, batch, steps)
-        engine = engine or EngineSettings(
-            step_tokens=max(1, math.ceil(batch * self.problem.costs.isl * _EXACT)), in_flight=steps
-        )
-        return _Division(split, batch, pace, 0.0, engine)
-
-    def _rated(self, division: _Division, above: float) -> _Division:
-        """A division of a prefill replica with the requests/s that it serves within the targets; 0 if these
-        are no more than `above`."""
-        req_s = self.problem.targets.prefill_req_s(division.pace, division.batch, above)
-        pace = replace(division.pace, latency_s=prompt_s(division.pace, division.batch))
-        return replace(division, pace=pace, req_s=req_s)
-
-    def _decode(self, pipeline: Pipeline, above: float) -> list[_Division]:
-        """Divisions of a decode or colocated replica; see _prefill_divisions."""
-        found = list(self._decode_up_to(pipeline, pipeline.batch, above))
-        within = max((one.batch for one in found), default=0)
-        if self.problem.targets.tpot_s is not None and 0 < within < pipeline.batch:
-            # The targets allow fewer requests than the memory does: divide the layers again for these.
-            found += self._decode_up_to(pipeline, within, above)
-        return found
-
-    def _decode_up_to(self, pipeline: Pipeline, most: float, above: float) -> Iterator[_Division]:
-        """Divisions chosen for at most so many requests, each with the most requests that it has memory
-        for."""
-        chunks, best_req_s = self._chunks_of(pipeline), 0.0
-        for batch in dict.fromkeys(max(1, int(most * share)) for share in BATCH_SHARES):
-            limits = [m.max_layers(batch) for m in pipeline.memory]
-            splits = dict.fromkeys(
-                tuple(split) for chunk in chunks for split in self._splits(pipeline, batch, chunk, limits)
-            )
-            here_req_s = 0.0
-            for split in splits:
-                # The layers chosen may leave room for more requests than they were chosen for.
-                room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
-                largest = min(self.problem.costs.batch_cap, *room)
-                for chunk in chunks:
-                    found = self._within_targets(pipeline, list(split), largest, chunk, above=above)
-                    if found:
-                        above = max(above, found.req_s * LESS)
-                        here_req_s = max(here_req_s, found.req_s)
-                        yield found
-            # If memory limits no stage, a smaller batch is no better.
-            if all(n < limit for split in splits for n, limit in zip(split, limits, strict=True)):
-                break
-            if here_req_s < best_req_s * WORSE:
-                break
-            best_req_s = max(best_req_s, here_req_s)
-
-    def _splits(
-        self, pipeline: Pipeline, batch: float, chunk: float, limits: list[int]
-    ) -> Iterator[list[int]]:
-        """The layers of each stage, at most `limits`, that suit a replica which decodes so many requests."""
-        ways: tuple[bool, ...] = (True,) if self.problem.pipeline == "literal" else (False,)
-        if pipeline.role == "colocated" and self.problem.pipeline == "paper_optimistic":
-            ways = (False, True)  # Its prefills take the sum of the stages, its decode steps the slowest.
-        for turn in self._pipelines.turns(pipeline, batch, chunk):
-            for by_sum in ways:
-                split = self._pipelines.split(turn, limits, by_sum)
-                if split:
-                    yield split
-
-    def _chunks_of(self, pipeline: Pipeline) -> Sequence[float]:
-        """The chunks worth trying in a replica's mixed steps, in prompts; 0 where no step is mixed."""
-        return (self._pipelines.chunks if pipeline.role == "colocated" else ()) or (0.0,)
-
-    def _within_targets(
-        self,
-        pipeline: Pipeline,
-        split: list[int],
-        most: int,
-        chunk: float,
-        given: EngineSettings | None = None,
-        above: float = 0.0,
-    ) -> _Division | None:
-        """The division with the most requests, up to `most`, that meet the targets; None if none do. The
-        requests/s may be 0 if they are no more than `above`."""
-        targets, batch = self.problem.targets, most
-        if targets.tpot_s is not None:
-            places = self._decode_queue(pipeline, split, most, chunk).places_within(targets.tpot_s, above)
-            batch = places // self._pipelines.at_once(split)
-        if not batch:
-            return None
-        pace = self._pipelines.decode_pace(pipeline, split, batch, chunk)
-        req_s = 0.0 if targets.given else pace.capacity_req_s
-        if targets.given and pace.capacity_req_s > above:
-            req_s = targets.decode_req_s(pace, self._decode_queue(pipeline, split, batch, chunk))
-        if pipeline.role == "colocated" and targets.ttft_s is not None and req_s > above:
-            # Prompts wait for one another, at what both phases leave of the replica's time.
-            req_s = min(req_s, targets.prefill_req_s(pace, chunk or 1.0))
-        if pipeline.role == "decode" and not targets.given:
-            req_s = self._beside_prompts(pipeline, split, batch, pace)
-        steps = 1 if self.problem.pipeline == "literal" else len(split)
-        engine = given or self._engine(round(chunk * self.problem.costs.isl), steps)
-        return _Division(split, batch, pace, req_s, engine)
-
-    def _engine(self, chunk_tokens: int, in_flight: int) -> EngineSettings:
-        """The settings of a replica that decodes, with chunks of so many tokens unless they are 0."""
-        key = chunk_tokens, in_flight
-        if key not in self._engines:
-            chunks = {"chunk_tokens": chunk_tokens} if chunk_tokens else {}
-            self._engines[key] = EngineSettings(in_flight=in_flight, **chunks)
-        return self._engines[key]
-
-    def _beside_prompts(self, pipeline: Pipeline, split: list[int], batch: int, pace: Pace) -> float:
-        """Requests/s of a decode replica that runs up to `batch` requests at that pace, and whose memory also
-        holds the prompts that are still being computed for it: a request has room on both sides from the
-        start, since each layer is sent once it is computed. Which replicas will send to it is not known yet;
-        they are taken to be PREFILL_AHEAD times as fast as its own stages."""
-        if self.problem.pipeline != "pipelined":
-            return pace.capacity_req_s
-        room, costs = (
-            min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True)),
-            self.problem.costs,
-        )
-        # Admission keeps half of an output's tokens free for each request (see kv_budget.growth_tokens).
-        prompts = costs.prefill_batch()
-        prefill = self._pipelines.timing(pipeline, "prefill", prompts)
-        lead_s = prefill_pace("pipelined", prefill.stage_s(split), prefill.hop_s, prompts).latency_s
-        held_s = lead_s / PREFILL_AHEAD * (costs.isl + costs.osl / 2) / (costs.isl + costs.osl)
-        fewer = max(1.0, room - pace.capacity_req_s * held_s)
-        if fewer >= batch:
-            return pace.capacity_req_s
-        least_req_s = self._pipelines.decode_pace(pipeline, split, fewer).capacity_req_s
-        # Between both, requests/s grow about linearly with the requests that run: room = x + held_s req_s(x).
-        slope = (pace.capacity_req_s - least_req_s) / (batch - fewer)
-        running = fewer + (room - held_s * least_req_s - fewer) / (1 + held_s * slope)
-        return least_req_s + slope * (min(float(batch), running) - fewer)
 
     def prefill_queue(self, plan: GroupPlan) -> PrefillQueue:
         """How a prefill replica with this plan fares under any load."""
@@ -523,16 +300,20 @@ class Planner:
     def decode_queue(self, plan: GroupPlan) -> DecodeQueue:
         """How a decode replica with this plan fares under any load."""
         pipeline, split = self._planned_pipeline("decode", plan)
-        return self._decode_queue(pipeline, split, int(plan.batch))
+        return self._divisions.decode_queue(pipeline, split, int(plan.batch))
 
     def colocated_queues(self, plan: GroupPlan) -> tuple[PrefillQueue, DecodeQueue]:
         """How a colocated replica with this plan fares under any load of its own, where prompts wait at what
         both phases leave of its time at full load."""
         pipeline, split = self._planned_pipeline("colocated", plan)
-        chunk = plan.engine.chunk_tokens / self.problem.costs.isl if self._chunks_of(pipeline)[0] else 0.0
+        chunk = (
+            plan.engine.chunk_tokens / self.problem.costs.isl
+            if self._divisions.chunks_of(pipeline)[0]
+            else 0.0
+        )
         pace = self._pipelines.decode_pace(pipeline, split, plan.batch, chunk)
         first = self.problem.targets.prefill_queue(pace, chunk or 1.0)
-        return first, self._decode_queue(pipeline, split, int(plan.batch), chunk)
+        return first, self._divisions.decode_queue(pipeline, split, int(plan.batch), chunk)
 
     def region_limit(self, counts: NodeCounts) -> Region | None:
         """What no plan of a colocated group exceeds, also if it works for others: as if layers could be cut
@@ -543,25 +324,14 @@ class Planner:
         if counts not in self._limits:
             like, _, key = self._by_kind(counts)
             if key not in self._limits_by_kind:
-                limits = [self._limit_of(pipeline) for pipeline in self._pipelines_of("colocated", like)]
+                limits = [
+                    region_limit(self._pipelines, pipeline)
+                    for pipeline in self._pipelines_of("colocated", like)
+                ]
                 corners = [corner for limit in limits for corner in limit.corners]
                 self._limits_by_kind[key] = Region.around(corners) if corners else None
             self._limits[counts] = self._limits_by_kind[key]
         return self._limits[counts]
-
-    def _limit_of(self, pipeline: Pipeline) -> Region:
-        costs, most = self.problem.costs, pipeline.batch / len(pipeline.kinds)
-        own, alone = pipeline.limit_req_s, self._pipelines.most_steps_s
-        prompts = costs.prefill_batch()
-        corners = [
-            (own, own),
-            (alone(pipeline, prompts, 0.0) * prompts, 0.0),
-            (0.0, alone(pipeline, 0.0, most) * most / costs.osl),
-        ]
-        for chunk in self._pipelines.chunks:
-            steps_s = alone(pipeline, chunk, most)
-            corners.append((steps_s * chunk, steps_s * most / costs.osl))
-        return Region.around(corners)
 
     def region(self, plan: GroupPlan) -> Region:
         """What a colocated group with this plan can do if it also works for other replicas, in requests/s
@@ -569,60 +339,15 @@ class Planner:
         chunk."""
         key = (plan.stages, plan.batch, plan.engine, plan.capacity_req_s)
         if key not in self._regions:
-            self._regions[key] = self._region(plan)
+            pipeline, split = self._planned_pipeline("colocated", plan)
+            chunk = plan.engine.chunk_tokens / self.problem.costs.isl
+            self._regions[key] = region_of(
+                self._pipelines, pipeline, split, plan.batch, chunk, plan.capacity_req_s
+            )
         return self._regions[key]
-
-    def _region(self, plan: GroupPlan) -> Region:
-        costs, osl = self.problem.costs, self.problem.costs.osl
-        pipeline, split = self._planned_pipeline("colocated", plan)
-        chunk, stages = plan.engine.chunk_tokens / costs.isl, len(split)
-        # Room is kept for prompts that go on elsewhere.
-        room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
-        kept = outgoing_prompts(chunk, stages) * costs.isl / (costs.isl + costs.osl)
-        batch = min(plan.batch, room - kept)
-        if batch < 1:
-            return Region.around([(plan.capacity_req_s, plan.capacity_req_s)])
-        held = batch / stages
-
-        def times(decodes: float, prompts: float) -> PhaseTimes:
-            step = self._pipelines.mixed_step(pipeline, decodes, prompts)
-            return PhaseTimes(step.stage_s(split), step.hop_s, prompts)
-
-        def point(decodes: float, share: float) -> Point:
-            mixed = times(decodes, chunk)
-            rest = self._pipelines.timing(pipeline, "decode", decodes) if decodes else None
-            decode = PhaseTimes(rest.stage_s(split), rest.hop_s, decodes) if rest else mixed
-            period_s = mixed_period_s(mixed, decode, share)
-            return share * chunk / period_s, decodes / (osl * period_s)
-
-        # The engine spreads decodes over all steps: as long as there are any, prompts come in chunks.
-        prompts_only, every_step, none = point(0.0, 1.0), point(held, 1.0), point(held, 0.0)
-        answers = none[1]
-        for p, d in (point(held, share) for share in SHARES):
-            if p < every_step[0]:  # Where one step in a pipeline delays all, less than on a line in between.
-                answers = min(answers, d + (d - every_step[1]) * p / (every_step[0] - p))
-        # Of its own requests alone, the plan knows better how prompts and answers come.
-        both = plan.capacity_req_s
-        balanced = self._pipelines.decode_pace(pipeline, split, int(plan.batch), chunk).capacity_req_s
-        within = min(1.0, both / balanced)
-        corners = [(p * within, d * within) for p, d in (prompts_only, every_step, (0.0, answers))]
-        found = Region.around([(both, both), *corners])
-        return found if found.balanced <= both * (1 + 1e-9) else found.times(both / found.balanced)
 
     def _planned_pipeline(self, role: str, plan: GroupPlan) -> tuple[Pipeline, list[int]]:
         """The pipeline of a plan, and the layers of its stages."""
         pipeline = self._pipelines.of(role, [s.shape for s in plan.stages])
         assert pipeline is not None, "a plan fits in its own stages"
         return pipeline, [s.layers for s in plan.stages]
-
-    def _decode_queue(
-        self, pipeline: Pipeline, split: list[int], batch: int, chunk: float = 0.0
-    ) -> DecodeQueue:
-        """How a decode or colocated replica with these layers and this batch fares under any load."""
-        at_once = self._pipelines.at_once(split)
-
-        def tpot_s(requests: float) -> float:
-            pace = self._pipelines.decode_pace(pipeline, split, requests / at_once, chunk)
-            return pace.token_s if pipeline.role == "colocated" else pace.latency_s
-
-        return DecodeQueue(batch * at_once, tpot_s, self.problem.costs.osl, self.problem.costs.tiled)

@@ -13,8 +13,9 @@ from problems import problem_from, problems
 
 from cost_model.base import TensorGroup, Work
 from cost_model.pipeline import PhaseTimes, colocated_pace, decode_pace, micro_batch, prefill_pace
+from hexgen2.search.planning.divisions import PREFILL_AHEAD
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
-from hexgen2.search.planning.plan import PREFILL_AHEAD, Planner
+from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.shapes import partitions
 from hexgen2.search.problem import Problem, counts_of
 

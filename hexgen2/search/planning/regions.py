@@ -1,0 +1,71 @@
+"""What a colocated replica can do that also works for others (hexgen2/region.py), by its times."""
+
+from __future__ import annotations
+
+from cost_model.pipeline import PhaseTimes, mixed_period_s, outgoing_prompts
+from hexgen2.region import Point, Region
+from hexgen2.search.planning.pipelines import Pipeline, Pipelines
+
+SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
+"""Shares of mixed steps at which a mixed replica's region is looked at."""
+
+
+def region_limit(pipelines: Pipelines, pipeline: Pipeline) -> Region:
+    """What no plan of a colocated replica with these stages exceeds, as if layers could be cut up."""
+    costs, most = pipelines.problem.costs, pipeline.batch / len(pipeline.kinds)
+    own, alone = pipeline.limit_req_s, pipelines.most_steps_s
+    prompts = costs.prefill_batch()
+    corners = [
+        (own, own),
+        (alone(pipeline, prompts, 0.0) * prompts, 0.0),
+        (0.0, alone(pipeline, 0.0, most) * most / costs.osl),
+    ]
+    for chunk in pipelines.chunks:
+        steps_s = alone(pipeline, chunk, most)
+        corners.append((steps_s * chunk, steps_s * most / costs.osl))
+    return Region.around(corners)
+
+
+def region_of(
+    pipelines: Pipelines, pipeline: Pipeline, split: list[int], most: float, chunk: float, both: float
+) -> Region:
+    """What a colocated replica with these layers can do.
+
+    Parameters
+    ----------
+    most : requests that it holds if it works for itself
+    chunk : prompts in a mixed step, at most
+    both : its own requests/s, within the targets
+    """
+    costs, osl, stages = pipelines.problem.costs, pipelines.problem.costs.osl, len(split)
+    # Room is kept for prompts that go on elsewhere.
+    room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
+    kept = outgoing_prompts(chunk, stages) * costs.isl / (costs.isl + costs.osl)
+    batch = min(most, room - kept)
+    if batch < 1:
+        return Region.around([(both, both)])
+    held = batch / stages
+
+    def times(decodes: float, prompts: float) -> PhaseTimes:
+        step = pipelines.mixed_step(pipeline, decodes, prompts)
+        return PhaseTimes(step.stage_s(split), step.hop_s, prompts)
+
+    def point(decodes: float, share: float) -> Point:
+        mixed = times(decodes, chunk)
+        rest = pipelines.timing(pipeline, "decode", decodes) if decodes else None
+        decode = PhaseTimes(rest.stage_s(split), rest.hop_s, decodes) if rest else mixed
+        period_s = mixed_period_s(mixed, decode, share)
+        return share * chunk / period_s, decodes / (osl * period_s)
+
+    # The engine spreads decodes over all steps: as long as there are any, prompts come in chunks.
+    prompts_only, every_step, none = point(0.0, 1.0), point(held, 1.0), point(held, 0.0)
+    answers = none[1]
+    for p, d in (point(held, share) for share in SHARES):
+        if p < every_step[0]:  # Where one step in a pipeline delays all, less than on a line in between.
+            answers = min(answers, d + (d - every_step[1]) * p / (every_step[0] - p))
+    # Of its own requests alone, the plan knows better how prompts and answers come.
+    balanced = pipelines.decode_pace(pipeline, split, int(most), chunk).capacity_req_s
+    within = min(1.0, both / balanced)
+    corners = [(p * within, d * within) for p, d in (prompts_only, every_step, (0.0, answers))]
+    found = Region.around([(both, both), *corners])
+    return found if found.balanced <= both * (1 + 1e-9) else found.times(both / found.balanced)
