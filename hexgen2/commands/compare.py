@@ -35,7 +35,10 @@ class Targets(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[float, ...]:
         if not isinstance(value, str):
             return value
-        return tuple(POSITIVE.convert(word, param, ctx) for word in value.split(",") if word.strip())
+        words = [word for word in value.split(",") if word.strip()]
+        if not words:
+            self.fail("no target is given.", param, ctx)
+        return tuple(POSITIVE.convert(word, param, ctx) for word in words)
 
 
 TARGETS = Targets()

@@ -64,9 +64,10 @@ def parse_contenders(text: str, cluster: str | Path | ClusterSpec) -> list[Conte
             elif word in POLICIES:
                 policy = word  # type: ignore[assignment]
             else:
-                known = (*(get_args(Phases) if strategy in CHOOSE_PHASES else ()), *get_args(Policy))
-                problem = f"unknown policy {word[:40]!r}"
-                raise InputError("--strategies", part[:100], problem, f"use one of {', '.join(known)}")
+                chosen = get_args(Phases) if strategy in CHOOSE_PHASES else ()
+                problem = f"unknown {'phases or ' if chosen else ''}policy {word[:40]!r}"
+                remedy = f"use one of {', '.join((*chosen, *get_args(Policy)))}"
+                raise InputError("--strategies", part[:100], problem, remedy)
         on = (own, None) if own else (usual_cluster, spec)
         found.append(Contender(strategy, policy, *on, phases))  # type: ignore[arg-type]
     if not found:

@@ -62,6 +62,13 @@ def test_results_have_the_names_of_the_benchmark(placement, tmp_path):
     assert sum(waits) / 200 * 1e3 == pytest.approx(found["mean_ttft_ms"], rel=1e-3)
 
 
+@pytest.mark.parametrize("targets", [",", "", "40,x", "40,-1", "0", "nan"])
+def test_wrong_targets_of_a_comparison_are_refused(targets):
+    asked = ["--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "LPLD"]
+    assert "--tpot" in refused(hexgen2("compare", *asked, "--tpot", targets))
+    assert "--tpot" in refused(hexgen2("compare", *asked, "--ttft", "500"))
+
+
 def test_a_trace_is_replayed_at_its_times_or_faster(placement, trace):
     slow = json.loads(hexgen2("simulate", placement, "--workload", trace, "--json").stdout)
     assert slow["completed"] == 120 and 119 < slow["duration_s"] < 130
