@@ -5,8 +5,8 @@
 
 Each choice of phases is searched for, launched with emulated engines at full scale (steps and transfers take
 the predicted time), and measured with `hexgen2 bench`, the same requests for all, which arrive 1.15 times as
-fast as the best of them is planned to serve. Prints requests/s planned, simulated and measured, the last two
-of the same requests from the first to the last: filling and draining included, so they are less than planned.
+fast as the best of them is planned to serve, and wait. Prints requests/s planned, and simulated and measured
+with the same requests, from the end of the first tenth of them to that of the ninth.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def main() -> None:
         measured = _measured(placement, options, rate)
         replicas = "".join(sorted(replica.role[0] for replica in placement.replicas))
         print(
-            f"{phases:16}{placement.throughput.req_s:10.2f}{simulated.request_throughput:11.2f}"
-            f"{measured['request_throughput']:10.2f}{measured['failed']:8}  {replicas}",
+            f"{phases:16}{placement.throughput.req_s:10.2f}{simulated.steady_request_throughput:11.2f}"
+            f"{measured['steady_request_throughput']:10.2f}{measured['failed']:8}  {replicas}",
             flush=True,
         )
 
@@ -60,7 +60,8 @@ def _measured(placement: hexgen2.Placement, options: argparse.Namespace, rate: f
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "placement.json"
         placement.save(path)
-        with launched(path, None, "--no-prefix-caching") as (url, _):
+        waiting = ["--queue-limit", str(options.requests), "--queue-timeout-s", "3600"]
+        with launched(path, None, "--no-prefix-caching", *waiting) as (url, _):
             done = subprocess.run([COMMAND, "bench", url, *load], check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
 

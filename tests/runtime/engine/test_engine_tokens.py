@@ -125,8 +125,13 @@ def test_chunks_preemptions_and_shared_beginnings_change_no_token(
         for shape in SHAPES:
             own = [cramped.outcomes[f"{shape}#{number}"] for number in range(len(reference))]
             assert max(outcome.preemptions[f"d-{shape}"] for outcome in own) > 0
-        assert any(outcome.already_there for outcome in cramped.outcomes.values())
-        assert any(outcome.cached for outcome in cramped.outcomes.values())
+        prefill, decode = ROUTES[family][0]
+        for time in ("first", "second"):  # alone, so nobody evicts what the first leaves for the second
+            for name, source in ((f"{time} moved", f"p-{prefill}"), (f"{time} local", f"d-{decode}")):
+                cramped.submit(name, prompts()[-1], sampling, source, f"d-{decode}")
+                assert cramped.finish(name).tokens == reference[-1]
+        assert cramped.outcomes["second moved"].already_there > 0
+        assert cramped.outcomes["second local"].cached > 0
         free = CRAMPED["kv_budget_tokens"] // CRAMPED["block_tokens"]
         for replica in replicas:
             last = [o.free_blocks[replica] for o in cramped.outcomes.values() if replica in o.free_blocks]
