@@ -12,7 +12,6 @@ from __future__ import annotations
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.promise.trial import Trials
-from hexgen2.simulator.run import MOST, TURNS
 
 BEYOND = 1.15
 """So many times the requests/s that are planned arrive."""
@@ -20,6 +19,9 @@ REACHED = 0.95
 """A fleet that serves this share of all arrivals may be faster still."""
 TOLERATED = 0.02
 """Formulas that are off by less are not corrected."""
+TURNS, FEWEST, MOST = 6, 400, 12_000
+"""Requests of a run: so many for each that is decoded at a time, no fewer than that. Fleets that would need
+more than that are not simulated."""
 _RUNS = 3
 
 
@@ -34,9 +36,9 @@ def formulas_do(placement: Placement) -> bool:
 def simulated_factor(placement: Placement, cluster: Cluster, seed: int) -> float:
     """The requests/s of the placement in the simulator's steady state over those planned; 1 where the fleet
     holds more requests than are worth simulating."""
-    count = TURNS * placement.places
-    if count > MOST:
+    if TURNS * placement.places > MOST:
         return 1.0
+    count = max(FEWEST, TURNS * placement.places)
     planned = placement.throughput.req_s
     trials, rate, served = Trials(placement, cluster, placement.goal, seed), planned, 0.0
     for draw in range(_RUNS):

@@ -31,8 +31,9 @@ GROWN = 0.01
 became more by at most this share of those that arrived."""
 CHANCE = 3.0
 """The number of requests that wait varies by so many times its root (standard deviations)."""
-SERVED = 0.3, 0.9
-"""Of the requests of a run beyond the capacity, the steady state lasts from this share of them to that."""
+SERVED = 1 / 4, 5 / 6
+"""Of the requests of a run beyond the capacity, the steady state lasts from this share of them to that: from
+one and a half turns (see full_load.py) until the last prompts have begun."""
 HOPELESS = 2.5
 """A run ends early once this many times as many requests as allowed are late."""
 

@@ -61,11 +61,6 @@ class _Request:
         """Whether a long prompt in the same step would delay its next token."""
         return self.tokens > self.prompt and self.tokens - self.computed <= 1
 
-    @property
-    def needs_room(self) -> bool:
-        """Whether the next token that it runs has no place in the KV cache yet."""
-        return self.computed >= self.held
-
 
 def _place(request: _Request) -> int:
     return request.place
@@ -184,7 +179,7 @@ class PipelinedReplica:
     def lose(self, _: float) -> list[tuple[int, int]]:
         """The replica is lost; returns its requests with the number of tokens that each has."""
         self._alive = False
-        left = (*self._running.values(), *self._waiting, *self._landed)
+        left = (*sorted(self._running.values(), key=_place), *self._waiting, *self._landed)
         return [(each.index, each.tokens - each.prompt) for each in left if each.outgoing is None]
 
     # -- steps
@@ -218,7 +213,7 @@ class PipelinedReplica:
         share = -(-self._growing // self._times.in_flight)
         wanted = self._ready[:share]
         for request in wanted:
-            if request.index not in self._running or not request.needs_room:
+            if request.computed < request.held or request.index not in self._running:
                 continue
             while self._free_tokens <= 0 and request.index in self._running:
                 own = (each for each in self._running.values() if each.outgoing is None)
@@ -234,6 +229,8 @@ class PipelinedReplica:
     def _preempt(self, request: _Request, now: float) -> None:
         """Take a request's KV cache away; it is recomputed when there is room again."""
         self._leave(request)
+        if request in self._ready:
+            self._ready.remove(request)
         self._free_tokens += request.held
         request.computed = request.held = 0
         self._decoding -= request.decoding
@@ -242,12 +239,10 @@ class PipelinedReplica:
         self._record.preemptions += 1
 
     def _leave(self, request: _Request) -> None:
-        """Take a request out of those that run."""
+        """Take a request out of those that run; one that is ready for a step stays in that list."""
         del self._running[request.index]
         self._growing -= request.outgoing is None
         self._unfinished.pop(request.index, None)
-        if request in self._ready:
-            self._ready.remove(request)
 
     def _chunks(self, limit: int, now: float) -> list[tuple[_Request, int]]:
         """Prompts and chunks of prompts for this step, at most `limit` tokens in all."""
@@ -291,19 +286,21 @@ class PipelinedReplica:
     def _run(self, decodes: list[_Request], chunks: list[tuple[_Request, int]], now: float) -> None:
         """Send a step through the stages."""
         tokens = attended = own = context = ends = 0.0
+        window = self._window
         flight: Flight = [(request, True) for request in decodes]
         for request in decodes:
+            reached = request.tokens if window is None else context_tokens(request.tokens, window)
             if request.tokens > request.prompt:
-                context += context_tokens(request.tokens, self._window)
+                context += reached
                 own += 1
             else:  # the last token of a prompt
                 tokens, ends = tokens + 1, ends + 1
-                attended += context_tokens(request.tokens, self._window)
+                attended += reached
             request.computed = request.tokens
             request.steps += 1
         for request, count in chunks:
             tokens += count
-            attended += attended_tokens(count, self._window, request.computed)
+            attended += attended_tokens(count, window, request.computed)
             request.computed += count
             request.steps += 1
             last = request.to_run == 0
@@ -332,7 +329,8 @@ class PipelinedReplica:
         if not self._alive:
             return
         self._in_flight -= 1
-        since_s, gaps = 0.0, 0
+        since_s, gaps, running_s = 0.0, 0, 0.0
+        all_last_s, grow, isl, osl = self._records.last_s, self._kv_budget.grow, self._isl, self._osl
         for request, samples in flight:
             request.steps -= 1
             if not samples:
@@ -344,31 +342,35 @@ class PipelinedReplica:
                 self._record.requests += 1
                 self._computed(request.outgoing, now)
                 continue
+            index = request.index
             if request.decoding:
-                last_s = self._records.last_s[request.index]
+                last_s = all_last_s[index]
                 if gaps and last_s != since_s:
                     self._records.gap(now - since_s, gaps)
                     gaps = 0
                 since_s, gaps = last_s, gaps + 1
-                self._records.last_s[request.index] = now
-                self._record.running_s += now - last_s
+                all_last_s[index] = now
+                running_s += now - last_s
             else:
                 self._start_decoding(request)
-                self._records.first(request.index, now)
-            self._take(request, now)
+                self._records.first(index, now)
+            request.tokens += 1
+            grow(index)
+            if request.tokens < isl[index] + osl[index]:
+                # It goes to the end of those that run.
+                self._places += 1
+                request.place = self._places
+                self._ready.append(request)
+            else:
+                self._end(request, now)
+        self._record.running_s += running_s
         if gaps:
             self._records.gap(now - since_s, gaps)
         self._go_on(now, None)
 
-    def _take(self, request: _Request, now: float) -> None:
-        """Give a request its next token."""
-        request.tokens += 1
-        self._kv_budget.grow(request.index)
+    def _end(self, request: _Request, now: float) -> None:
+        """A request has its last token."""
         self._leave(request)
-        if request.tokens < self._isl[request.index] + self._osl[request.index]:
-            self._enter(request)
-            self._ready.append(request)
-            return
         self._free_tokens += request.held
         self._decoding -= 1
         self._record.requests += 1
