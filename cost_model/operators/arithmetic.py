@@ -17,32 +17,28 @@ US = 1e-6
 """Seconds in a microsecond."""
 
 
-def _is_array(amount: Amount) -> bool:
-    return isinstance(amount, np.ndarray)
-
-
 def larger(a: Amount, b: Amount) -> Amount:
     """The larger of two amounts."""
-    if _is_array(a) or _is_array(b):
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return np.maximum(a, b)
     return a if a > b else b
 
 
 def smaller(a: Amount, b: Amount) -> Amount:
     """The smaller of two amounts."""
-    if _is_array(a) or _is_array(b):
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return np.minimum(a, b)
     return a if a < b else b
 
 
 def root(a: Amount) -> Amount:
     """The square root."""
-    return np.sqrt(a) if _is_array(a) else math.sqrt(a)
+    return np.sqrt(a) if isinstance(a, np.ndarray) else math.sqrt(a)
 
 
 def rounded_up(a: Amount) -> Amount:
     """The smallest whole number that is not below the amount."""
-    return np.ceil(a) if _is_array(a) else math.ceil(a)
+    return np.ceil(a) if isinstance(a, np.ndarray) else math.ceil(a)
 
 
 def overlapped_s(a_s: Amount, b_s: Amount, overlap: Amount) -> Amount:

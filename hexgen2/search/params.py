@@ -71,9 +71,9 @@ class Params:
     perturbations: int = 100
     perturbation_steps: int = 3
 
-    disaggregated_effort: float = 2000
+    disaggregated_effort: float = 1000
     colocated_effort: float = 800
-    stale_effort: float = 1000
+    stale_effort: float = 500
 
     rental_effort: float = 8000
     rental_attempt_effort: float = 2500
