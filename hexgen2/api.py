@@ -9,6 +9,7 @@ Heavy modules are imported inside the functions to keep `import hexgen2` fast.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -115,6 +116,7 @@ def search(
     >>> p.throughput.req_s <= p.bound.req_s
     True
     """
+    began_s = time.monotonic()
     from hexgen2.export.vllm_command import check_vllm
     from hexgen2.goal import Goal, check_goal, make_goal
     from hexgen2.search.problem import make_problem
@@ -145,7 +147,8 @@ def search(
         weights=weights,
         kv=kv,
     )
-    placement = find(problem, _search_options(seed, time_limit_s, certify, progress, robust))
+    left_s = _time_left_s(time_limit_s, began_s)
+    placement = find(problem, _search_options(seed, left_s, certify, progress, robust))
     if engine == "vllm":
         check_vllm(placement, f"the placement of {strategy}")
     return _checked(placement)
@@ -199,6 +202,7 @@ def replan(
     >>> q.lost, q.migration.before_req_s > q.throughput.req_s
     (['h100-1/0'], True)
     """
+    began_s = time.monotonic()
     from dataclasses import replace
 
     from hexgen2.replan.migration import Terms
@@ -231,7 +235,8 @@ def replan(
         weights,
         kv,
     )
-    return _checked(run(problem, previous, _search_options(seed, time_limit_s, False, progress), terms))
+    left_s = _time_left_s(time_limit_s, began_s)
+    return _checked(run(problem, previous, _search_options(seed, left_s, False, progress), terms))
 
 
 def simulate(
@@ -529,6 +534,15 @@ def _following(placement: Placement | str | Path, before: Placement) -> Placemen
             source, "moves", "are missing, so it is unknown which GPUs must load weights", remedy
         )
     return found
+
+
+def _time_left_s(time_limit_s: float | None, began_s: float) -> float | None:
+    """What is left of a time limit that counts from time.monotonic() = began_s; checked, and never 0."""
+    if time_limit_s is None:
+        return None
+    from hexgen2.goal import SMALLEST
+
+    return max(SMALLEST, _in_range("--time-limit", time_limit_s) - (time.monotonic() - began_s))
 
 
 def _search_options(

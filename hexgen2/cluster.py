@@ -120,7 +120,7 @@ class Cluster:
     def __len__(self) -> int:
         return len(self.gpu_ids)
 
-    @property
+    @cached_property
     def accelerators(self) -> tuple[Accelerator, ...]:
         """The accelerator of each device."""
         return tuple(self.types[t] for t in self.type_of)

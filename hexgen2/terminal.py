@@ -6,12 +6,15 @@ control characters in a name or a path cannot affect the terminal.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import click
 
 from cost_model.printable import one_line, printable, printable_json
 
+BEGAN_S = time.monotonic()
+"""When the command began, up to the start of Python."""
 QUIET = f"{__name__}.quiet"
 """Where a click context notes that --quiet was given."""
 

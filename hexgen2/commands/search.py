@@ -25,8 +25,8 @@ from hexgen2.commands.options import (
     options,
     output_option,
 )
-from hexgen2.goal import OBJECTIVES, Goal, make_goal
-from hexgen2.terminal import echo_json, note
+from hexgen2.goal import OBJECTIVES, SMALLEST, Goal, make_goal
+from hexgen2.terminal import BEGAN_S, echo_json, note
 
 _what = options("What to place")
 _goal = options("What to optimise")
@@ -166,6 +166,8 @@ def search(output: Path | None, as_json: bool, previous: Path | None, **asked: A
     find_strategy(asked["strategy"])
     check_folder(output)
     asked["progress"] = _progress()
+    if asked["time_limit_s"] is not None:  # It counts from the start of the command.
+        asked["time_limit_s"] = max(SMALLEST, asked["time_limit_s"] - (time.monotonic() - BEGAN_S))
     placement = _new(**asked) if previous is None else _next(previous, **asked)
     if output is not None:
         placement.save(output)

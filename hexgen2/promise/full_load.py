@@ -9,6 +9,8 @@ for others comes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.promise.trial import Trials
@@ -19,7 +21,7 @@ REACHED = 0.95
 """A fleet that serves this share of all arrivals may be faster still."""
 TOLERATED = 0.02
 """Formulas that are off by less are not corrected."""
-TURNS, FEWEST, MOST = 6, 400, 12_000
+TURNS, FEWEST, MOST = 8, 400, 16_000
 """Requests of a run: so many for each that is decoded at a time, no fewer than that. Fleets that would need
 more than that are not simulated."""
 _RUNS = 3
@@ -33,17 +35,21 @@ def formulas_do(placement: Placement) -> bool:
     return not (in_phase or mixed or len(placement.workload.classes) > 1)
 
 
-def simulated_factor(placement: Placement, cluster: Cluster, seed: int) -> float:
+def simulated_factor(
+    placement: Placement, cluster: Cluster, seed: int, stop: Callable[[], bool] = lambda: False
+) -> float:
     """The requests/s of the placement in the simulator's steady state over those planned; 1 where the fleet
-    holds more requests than are worth simulating."""
+    holds more requests than are worth simulating, or it is time to stop."""
     if TURNS * placement.places > MOST:
         return 1.0
     count = max(FEWEST, TURNS * placement.places)
     planned = placement.throughput.req_s
-    trials, rate, served = Trials(placement, cluster, placement.goal, seed), planned, 0.0
+    trials = Trials(placement, cluster, placement.goal, seed, stop=stop)
+    rate, served = planned, 0.0
     for draw in range(_RUNS):
         rate *= BEYOND
-        served = trials.served_req_s(rate, count, draw)
-        if served < REACHED * rate:
+        found = trials.served_req_s(rate, count, draw)
+        served = served if stop() else found
+        if served < REACHED * rate or stop():
             break
     return served / planned if served > 0 else 1.0

@@ -82,7 +82,9 @@ def _best_at_full_load(
         known = formulas_do(placement) and fullest < NEARLY_FULL
         if known and not most_req_s and all(other * BETTER_YET <= req_s for other in planned[1:]):
             return placement
-        factor = simulated_factor(placement, cluster, seed)
+        factor = simulated_factor(placement, cluster, seed, stop)
+        if stop() and most_req_s:
+            break
         if factor > 1:  # No route may carry more than its links do.
             factor = max(1.0, min(factor, 1 / fullest))
         simpler = all(replica.role != "mixed" for replica in placement.replicas)

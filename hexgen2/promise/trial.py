@@ -31,9 +31,9 @@ GROWN = 0.01
 became more by at most this share of those that arrived."""
 CHANCE = 3.0
 """The number of requests that wait varies by so many times its root (standard deviations)."""
-SERVED = 1 / 4, 5 / 6
+SERVED = 0.3, 7 / 8
 """Of the requests of a run beyond the capacity, the steady state lasts from this share of them to that: from
-one and a half turns (see full_load.py) until the last prompts have begun."""
+two turns and a half (see full_load.py) until the last prompts have begun."""
 HOPELESS = 2.5
 """A run ends early once this many times as many requests as allowed are late."""
 
@@ -89,6 +89,7 @@ class Trials:
     seed : another seed draws other requests
     costs : replaces the placement's cost model
     times : step times that are known already (see Fleet)
+    stop : whether to end a run of served_req_s at once
 
     Attributes
     ----------
@@ -103,8 +104,9 @@ class Trials:
         seed: int,
         costs: CostModel | None = None,
         times: dict[Hashable, StepTimes] | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.placement, self.requests = placement, 0
+        self.placement, self.requests, self._stop = placement, 0, stop
         self._cluster, self._goal, self._seed = cluster, goal, seed
         self._lengths = LengthSource(placement.workload)
         self._fleet = Fleet(placement, cluster, Options(), costs, times)
@@ -118,17 +120,17 @@ class Trials:
 
     def served_req_s(self, rate: float, count: int, draw: int) -> float:
         """Requests/s that the fleet serves of `count` that arrive at a rate beyond its capacity, once it is
-        full and as long as requests wait; 0 where it cannot serve them all."""
+        full and as long as requests wait; 0 where it cannot serve them all, or has to stop before."""
         records = self._records(rate, count, draw)
         first, last = (int(count * share) for share in SERVED)
 
         def until_few_are_left(simulation: Simulation) -> None:
-            if simulation.ended > last:
+            if simulation.ended > last or self._stop():
                 raise _OverError
 
         self._simulate(records, until_few_are_left)
         end_s = np.sort(records.end_s[~np.isnan(records.end_s)])
-        if len(end_s) <= last:  # Some requests can never be served.
+        if len(end_s) <= last:  # Some requests can never be served, or it was time to stop.
             return 0.0
         return (last - first) / float(end_s[last] - end_s[first])
 

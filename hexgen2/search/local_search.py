@@ -66,7 +66,7 @@ def _best_step(
             break
     best: tuple[Step, Evaluation] | None = None
     for limit, (step, solution) in greatest_first(promising, lambda promise: promise[0]):
-        if not exceeds(limit, threshold) or (best and state.finished()):
+        if not exceeds(limit, threshold) or (best and state.finished()) or state.stopping.out_of_time():
             break
         tried = evaluator.evaluate(solution, current)
         if exceeds(tried.score, threshold):

@@ -15,6 +15,8 @@ from hexgen2.search.problem import Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.steps import Neighbour, Perturb
 
+MANY_GROUPS = 40
+
 
 def perturb_and_refine(state: SearchState, seed: int, rounds: int) -> None:
     """Refine perturbations of the best solution, until the state is finished or so many rounds are done."""
@@ -31,18 +33,20 @@ def perturbed(
 ) -> Neighbour:
     """A solution two or three random steps of random kinds away; with a budget, steps that keep to it."""
     roles = evaluator.problem.roles
+    # Of many groups most are alike, and to list all pairs of them would take long.
+    alike = evaluator.alike if len(solution.groups) > MANY_GROUPS else None
     sizes = tuple(len(gpus) for gpus in evaluator.problem.node_gpus)
     done = []
     for _ in range(int(rng.integers(2, evaluator.params.perturbation_steps + 1))):
         everyone = list(range(len(solution.groups)))
         kinds = [
-            lambda s, e: list(moves(s, e, e)),
-            lambda s, e: list(swaps(s, e, e)),
-            lambda s, e: list(flips(s, e, roles=roles)),
-            lambda s, e: list(merges(s, roles=roles)),
-            lambda s, e: list(splits(s, roles=roles)),
+            lambda s, e: list(moves(s, e, e, alike)),
+            lambda s, e: list(swaps(s, e, e, alike)),
+            lambda s, e: list(flips(s, e, alike, roles)),
+            lambda s, e: list(merges(s, alike, roles)),
+            lambda s, e: list(splits(s, alike, roles)),
             lambda s, e: list(
-                trades(budget, s, e, e) if budget else recruits(s, idle_gpus(s, sizes), roles=roles)
+                trades(budget, s, e, e) if budget else recruits(s, idle_gpus(s, sizes), alike, roles)
             ),
         ]
         steps = kinds[int(rng.integers(len(kinds)))](solution, everyone)

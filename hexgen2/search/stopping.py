@@ -27,11 +27,16 @@ class Stopping:
     close_gap: float = 0.0
     target_req_s: float = math.inf
     cut: str | None = None
-    _started_s: float = field(default_factory=time.monotonic)
+    _started_s: float = field(default_factory=lambda: time.monotonic())
 
     def again(self) -> Stopping:
         """For a search within this one: the same clock and time limit, nothing else."""
         return Stopping(self.time_limit_s, _started_s=self._started_s)
+
+    def of_which(self, kept: float) -> Stopping:
+        """For the part of this search that leaves a share of the time limit to what follows."""
+        limit_s = self.time_limit_s
+        return Stopping(None if limit_s is None else limit_s * (1 - kept), _started_s=self._started_s)
 
     def with_target(self, req_s: float = math.inf) -> Stopping:
         """The same limits with another target."""
@@ -51,6 +56,12 @@ class Stopping:
         """Whether the time limit has passed or the search was cut otherwise."""
         if self.time_limit_s is not None and self.elapsed_s > self.time_limit_s:
             self.cut = "time limit"
+        return self.cut is not None
+
+    def spent(self, share: float) -> bool:
+        """Whether this share of the time limit has passed, or the search was cut."""
+        if self.time_limit_s is not None and self.elapsed_s > share * self.time_limit_s:
+            return True
         return self.cut is not None
 
     def interrupt(self) -> None:

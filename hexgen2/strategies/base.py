@@ -56,6 +56,10 @@ class SearchOptions:
 
 FORMULA_ERROR = 0.08
 """By so much formulas may be kinder to some phases than to others."""
+FOR_THE_PROMISE = 0.4
+"""Share of the time limit that is kept for simulations where a promise within targets rests on them."""
+OUTPUT_S, OUTPUT_S_PER_GPU, MOST_FOR_OUTPUT = 0.1, 0.0015, 0.3
+"""Seconds kept for building, checking and printing a placement, at most this share of the time limit."""
 
 Strategy = Callable[[Problem, SearchOptions], Placement]
 Build = Callable[[Problem, Evaluation, str, SearchRecord, UpperBound | None], Placement]
@@ -103,10 +107,10 @@ def run_search(
             f"no feasible placement: {problem.cluster.name} has {count}, and a prefill and a decode replica "
             "need one each; add GPUs"
         )
-    stopping = Stopping(options.time_limit_s)
+    stopping = Stopping(_before_output_s(problem, options))
     state = SearchState(
         evaluator(problem, options.params),
-        stopping,
+        stopping.of_which(FOR_THE_PROMISE if options.simulated and problem.targets.given else 0.0),
         progress=options.progress,
         keeps_finalists=options.robust,
     )
@@ -124,7 +128,7 @@ def run_search(
         seed=options.seed,
         evaluations=state.evaluator.evaluations,
         trace=incumbent.trace,
-        cut=stopping.cut,
+        cut=stopping.cut or state.stopping.cut,
         alternatives=[
             Alternative(phases=phases, req_s=found.req_s, kv_limited=found.kv_limited)  # type: ignore[arg-type]
             for phases, found in [*state.pure.items(), ("flexible", incumbent.best)]
@@ -147,8 +151,17 @@ def run_search(
             found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)
         except KeyboardInterrupt:  # The formulas' first choice, without a promise.
             stopping.interrupt()
-    ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": stopping.cut})
+    cut = stopping.cut or state.stopping.cut
+    ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": cut})
     return found.model_copy(update={"search": ended})
+
+
+def _before_output_s(problem: Problem, options: SearchOptions) -> float | None:
+    """Seconds of the time limit within which the search has to end."""
+    if options.time_limit_s is None:
+        return None
+    output_s = OUTPUT_S + OUTPUT_S_PER_GPU * len(problem.usable)
+    return options.time_limit_s - min(output_s, MOST_FOR_OUTPUT * options.time_limit_s)
 
 
 def _finalists(state: SearchState, options: SearchOptions) -> list[Evaluation]:

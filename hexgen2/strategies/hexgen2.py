@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 from cost_model.errors import InfeasibleError
 from hexgen2.cluster import Cluster
@@ -24,8 +25,9 @@ from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
+from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.perturbation import perturb_and_refine
-from hexgen2.search.problem import Group, Phases, Problem, Solution
+from hexgen2.search.problem import Phases, Problem
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest
@@ -40,6 +42,9 @@ PARTITIONERS = (spectral_and_swaps, metis_partition)
 
 PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 """A flexible search begins with the best solutions of these."""
+LISTED = 0.3, 0.5
+"""Once these shares of the time limit have passed, linear programs do with the columns listed so far: that of
+the whole problem, and those of pure phases."""
 CHEAPEST_TRIES = 4
 """How often a rental is looked for that also keeps the targets in the simulator."""
 HEADROOM = 1.01
@@ -116,7 +121,10 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
 
 def explore(state: SearchState, seed: int) -> None:
     """Offer the best solution of a cluster whose GPUs are all there to use, and a bound."""
-    state.bounded_by(state.evaluator.relaxed.upper_bound())
+    evaluator = state.evaluator
+    state.offer(evaluator.evaluate(whole_nodes(evaluator)), "start with whole nodes")
+    evaluator.relaxed.stop = partial(state.stopping.spent, LISTED[0])
+    state.bounded_by(evaluator.relaxed.upper_bound())
     params = state.evaluator.params
     large = len(state.evaluator.problem.usable) > params.large_gpus
     state.spend(params.effort, params.close_gap if large else 0.0)
@@ -139,6 +147,7 @@ def _climb_from_pure(state: SearchState, phases: Phases, seed: int) -> None:
         state.stopping.again(),
         progress=state.progress,
     )
+    pure.evaluator.relaxed.stop = partial(state.stopping.spent, LISTED[1])
     params = evaluator.params
     stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
     pure.spend(params.effort, stale_effort=stale)
@@ -158,12 +167,14 @@ def _climb_from_pure(state: SearchState, phases: Phases, seed: int) -> None:
 def climb_from_starts(state: SearchState) -> None:
     """Refine the linear program's start and the paper's, each on its own."""
     evaluator = state.evaluator
-    laid_out = [evaluator.relaxed.start(pair_roles=pair_roles) for pair_roles in (False, True)]
+    laid_out = [evaluator.relaxed.start()]
+    if not state.stopping.out_of_time():
+        laid_out.append(evaluator.relaxed.start(pair_roles=True))
     linear = greatest(laid_out, lambda solution: evaluator.evaluate(solution).score)[0]
     if linear.groups:
         refine(state, linear, "start from the linear program")
     if evaluator.problem.phases == "colocated" or len(evaluator.problem.usable) < 2:
-        refine(state, _a_group_per_node(evaluator.problem), "start with a colocated group per node")
+        refine(state, whole_nodes(evaluator), "start with whole nodes")
         return
     sizes = start_sizes(state.evaluator.problem)
     for groups, partitioner in zip(sizes, itertools.cycle(PARTITIONERS), strict=False):
@@ -171,12 +182,6 @@ def climb_from_starts(state: SearchState) -> None:
             return
         start = initial_solution(state.evaluator, groups, partitioner)
         refine(state, start, f"start with {groups} groups")
-
-
-def _a_group_per_node(problem: Problem) -> Solution:
-    """A colocated group on the GPUs of each node."""
-    sizes = enumerate(map(len, problem.node_gpus))
-    return Solution(tuple(Group("colocated", ((node, count),)) for node, count in sizes if count))
 
 
 def settle(state: SearchState, seed: int) -> None:

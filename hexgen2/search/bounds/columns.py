@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hexgen2.region import Region
-from hexgen2.search.planning.classes import Pattern, widest_span
+from hexgen2.search.planning.classes import NodeClasses, Pattern, widest_span
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import exceeds
@@ -32,12 +32,17 @@ class Column:
         return tuple(used.items())
 
 
-def list_columns(planner: Planner, problem: Problem) -> list[Column]:
-    """All patterns of up to `widest_span` nodes in which the model fits, in every role that groups may have.
-    Colocated ones on several nodes are worth what no plan exceeds."""
-    classes, columns, roles = planner.classes, [], problem.roles
+def list_columns(
+    planner: Planner, problem: Problem, classes: NodeClasses, stop: Callable[[], bool]
+) -> tuple[list[Column], bool]:
+    """All patterns of up to `widest_span` nodes in which the model fits, in every role that groups may have;
+    and whether these are all, or it was time to stop. Colocated ones on several nodes are worth what no plan
+    exceeds."""
+    columns, roles = list[Column](), problem.roles
     for nodes in range(1, widest_span(problem) + 1):
         for pattern in classes.patterns(nodes):
+            if columns and stop():
+                return columns, False
             counts = classes.counts(pattern)
             for role in roles:
                 if role == "colocated" and nodes > 1:
@@ -52,17 +57,20 @@ def list_columns(planner: Planner, problem: Problem) -> list[Column]:
                     mixed = role == "colocated" and problem.mixes
                     region = planner.region(plan) if mixed else None
                     columns.append(Column(role, pattern, plan.capacity_req_s, region))
-    return columns
+    return columns, True
 
 
-def undominated(columns: Sequence[Column]) -> list[Column]:
+def undominated(columns: Sequence[Column], stop: Callable[[], bool]) -> list[Column]:
     """The columns that are worth more than any division of their GPUs into two smaller columns (or more,
-    taken off one by one). The division must use all the GPUs: an idle one would bring no KV cache in or
-    out."""
+    taken off one by one), and once it is time to stop, all others. The division must use all the GPUs: an
+    idle one would bring no KV cache in or out."""
     best: dict[tuple[str, Pattern], float] = {}
     able: dict[Pattern, Region] = {}
     kept = []
     for column in sorted(columns, key=lambda c: sum(n for _, n in c.pattern)):
+        if stop():
+            kept.append(column)
+            continue
         if column.region is not None:
             together = [
                 corner

@@ -126,9 +126,12 @@ class ConfigurationLP:
             link = self._row(-INFINITY, float(between[a, b]))
             crossed = [(out[a], 1.0), (into[b], 1.0), (link, 1.0)]
             for members, leaving, entering in uplinks:
-                inside = [classes[side][0] in members for side in (a, b)]
-                if inside[0] != inside[1]:
-                    crossed.append((leaving if inside[0] else entering, 1.0))
+                # Of a class whose nodes are on both sides, nobody knows what crosses.
+                inside = [sum(node in members for node in classes[side]) for side in (a, b)]
+                if inside == [len(classes[a]), 0]:
+                    crossed.append((leaving, 1.0))
+                elif inside == [0, len(classes[b])]:
+                    crossed.append((entering, 1.0))
             self._moves.append(ends + crossed)
 
     def _entries(self, column: Column) -> Entries:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,27 +11,39 @@ from hexgen2.search.bounds.columns import Column, list_columns, undominated
 from hexgen2.search.bounds.configuration_lp import ConfigurationLP
 from hexgen2.search.bounds.rounding import lay_out, rounded
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
-from hexgen2.search.planning.classes import widest_span
+from hexgen2.search.planning.classes import few_classes, widest_span
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem, Solution
 
 
 class Relaxations:
     """The configuration LP of one problem (the planner's, or one that differs in its phases), and its integer
-    program. Budgets are in US dollars per hour for the GPUs in use."""
+    program. Budgets are in US dollars per hour for the GPUs in use.
+
+    Attributes
+    ----------
+    stop : whether it is time to do with the columns listed so far
+    """
 
     def __init__(self, planner: Planner, problem: Problem | None = None) -> None:
-        self._planner, self._problem, self._classes = planner, problem or planner.problem, planner.classes
+        self._planner, self._problem = planner, problem or planner.problem
+        self._classes = few_classes(self._problem, planner.classes)
+        self.stop: Callable[[], bool] = lambda: False
+
+    @property
+    def _complete(self) -> bool:
+        """Whether the columns are all that there are, and span as many nodes as any replica may."""
+        return self._listed[1] and self._planner.span <= widest_span(self._problem)
 
     @cached_property
-    def _complete(self) -> bool:
-        """Whether the columns span as many nodes as any replica may."""
-        return self._planner.span <= widest_span(self._problem)
+    def _listed(self) -> tuple[list[Column], bool]:
+        """Columns, and whether they are all that there are."""
+        return list_columns(self._planner, self._problem, self._classes, self.stop)
 
     @cached_property
     def columns(self) -> list[Column]:
         """The groups to choose from."""
-        return undominated(list_columns(self._planner, self._problem))
+        return undominated(self._listed[0], self.stop)
 
     @cached_property
     def _lp(self) -> ConfigurationLP:
@@ -54,7 +66,7 @@ class Relaxations:
             classes = self._classes.nodes
             inside = {which for which, members in enumerate(classes) if set(members) <= set(nodes)}
             columns = [c for c in columns if inside.issuperset(which for which, _ in c.pattern)]
-        return rounded(self._lp, self._classes, columns, budget, pair_roles)
+        return rounded(self._lp, self._classes, columns, budget, pair_roles, self.stop)
 
     def upper_bound(self, budget: float = math.inf) -> UpperBound:
         """The bound on any placement within the budget by the linear program; by the rates of single GPUs
@@ -86,6 +98,11 @@ class Relaxations:
             return 0.0
         return self._lp.least_price(self.columns, req_s)
 
+    @property
+    def _coarse(self) -> bool:
+        """Whether classes hold nodes with other links."""
+        return self._classes is not self._planner.classes
+
     def _assumptions(self) -> tuple[str, ...]:
         """What the bounds by programs rest on."""
         problem, span = self._problem, self._planner.span
@@ -95,4 +112,5 @@ class Relaxations:
             "tensor-parallel groups stay inside a node",
             *(("replicas are such as vLLM runs",) if problem.engine == "vllm" else ()),
             *((f"a replica spans at most {span} nodes",) if limited else ()),
+            *(("nodes of one kind are as near as the nearest",) if self._coarse else ()),
         )

@@ -8,7 +8,7 @@ this is a diving heuristic; Berthold, Primal Heuristics for Mixed Integer Progra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,6 +29,7 @@ def rounded(
     columns: Sequence[Column],
     budget: float = math.inf,
     pair_roles: bool = False,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Solution:
     """The solution that rounding the linear program gives; empty if there are no columns.
 
@@ -36,6 +37,7 @@ def rounded(
     ----------
     budget : US dollars per hour for the GPUs in use
     pair_roles : see Layout
+    stop : whether it is time to do with what is laid out so far
     """
     layout, program = Layout(classes, pair_roles), lp.relaxed_groups(columns, budget)
     program.break_ties([column.capacity_req_s for column in columns])
@@ -59,6 +61,8 @@ def rounded(
                 spent += price
             program.at_least(k, int(placed[k]))
         reached = relaxed.value > 0
+        if stop():
+            break
     return layout.solution if reached else Solution()
 
 

@@ -19,6 +19,9 @@ from hexgen2.search.problem import NodeCounts, Problem, counts_of
 PATTERNS_PLANNED = 3600
 """The most patterns for which plans are made, each counted once per node in it."""
 
+PATTERNS_LISTED = 4000
+"""More patterns than these are not listed for linear programs: kinds of nodes stand for their classes."""
+
 SINGLE_NODES = 12
 """In clusters of up to this many nodes, each node is a class of its own."""
 
@@ -121,13 +124,27 @@ def node_classes(problem: Problem) -> NodeClasses:
     return _each_node(problem) if count <= SINGLE_NODES else _like_nodes(problem)
 
 
+def kinds_of_nodes(problem: Problem) -> NodeClasses:
+    """Classes of nodes of one kind, size and price, whatever their links."""
+    kinds: dict[tuple, list[int]] = {}
+    for node, gpus in enumerate(problem.node_gpus):
+        kinds.setdefault((problem.node_kind[node], len(gpus), problem.node_price[node]), []).append(node)
+    return NodeClasses(problem, tuple(map(tuple, kinds.values())))
+
+
+def few_classes(problem: Problem, classes: NodeClasses) -> NodeClasses:
+    """These classes, or kinds of nodes where that gives too many patterns: where links are all different, or
+    racks of different nodes have uplinks, nearly every node is a class of its own."""
+    spans = range(1, widest_span(problem) + 1)
+    if sum(map(classes.count_patterns, spans)) <= PATTERNS_LISTED:
+        return classes
+    return kinds_of_nodes(problem)
+
+
 def widest_span(problem: Problem) -> int:
     """The number of nodes that a replica may span: few enough to plan every kind of replica, so that the
     bound and the search consider the same ones; more only where the model would not fit otherwise."""
-    kinds: dict[tuple, list[int]] = {}
-    for node, gpus in enumerate(problem.node_gpus):
-        kinds.setdefault((problem.node_kind[node], len(gpus)), []).append(node)
-    alike = NodeClasses(problem, tuple(map(tuple, kinds.values())))
+    alike = kinds_of_nodes(problem)
     planned, span, fitting = 0, 0, _nodes_to_fit(problem)
     while span < len(problem.node_gpus):
         planned += (span + 1) * alike.count_patterns(span + 1)

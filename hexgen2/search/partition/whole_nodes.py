@@ -1,0 +1,62 @@
+"""A first solution within milliseconds: replicas on whole nodes, or on several where one is too small.
+
+No partition and no program stands behind it: it is there so that a search which has to stop early has an
+answer.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
+from hexgen2.search.ties import first_greatest, greatest_first
+
+
+def whole_nodes(evaluator: Evaluator) -> Solution:
+    """A group on each node in which the model fits; nodes that are too small are joined, the nearest first,
+    until it fits. Groups are colocated if they may be; otherwise those that are best at prefill, beside what
+    they decode, prefill."""
+    problem, role = evaluator.problem, evaluator.problem.roles[-1]
+    sizes = [len(gpus) for gpus in problem.node_gpus]
+    found: list[NodeCounts] = []
+    small: list[int] = []
+    for node, size in enumerate(sizes):
+        if not size:
+            continue
+        alone = counts_of({node: size})
+        if evaluator.planner.plan(role, alone):
+            found.append(alone)
+        else:
+            small.append(node)
+    while small:
+        joined = [small.pop(0)]
+        while len(joined) < evaluator.planner.span and small:
+            links = problem.node_links[joined[-1]]
+            joined.append(first_greatest(small, [links[node].bandwidth_bytes_s for node in small]))
+            small.remove(joined[-1])
+            counts = counts_of({node: sizes[node] for node in joined})
+            if evaluator.planner.plan(role, counts):
+                found.append(counts)
+                break
+    if role == "colocated":
+        return Solution(tuple(Group(role, counts) for counts in found))
+    return _divided(evaluator, found)
+
+
+def _divided(evaluator: Evaluator, found: list[NodeCounts]) -> Solution:
+    """These groups, the first of them for prefill in the order of what they prefill beside what they decode:
+    as many as serve most."""
+    able = []
+    for counts in found:
+        prefill, decode = (evaluator.planner.plan(role, counts) for role in ("prefill", "decode"))
+        if prefill and decode:
+            able.append((prefill.capacity_req_s, decode.capacity_req_s, counts))
+    order = greatest_first(able, lambda each: each[0] / each[1])
+    rest, sent, best, most = math.fsum(decode for _, decode, _ in order), 0.0, 0, 0.0
+    for count, (sends, takes, _) in enumerate(order, 1):
+        sent, rest = sent + sends, rest - takes
+        if min(sent, rest) > most:
+            best, most = count, min(sent, rest)
+    roles = ["prefill"] * best + ["decode"] * (len(order) - best)
+    return Solution(tuple(Group(role, counts) for role, (_, _, counts) in zip(roles, order, strict=True)))

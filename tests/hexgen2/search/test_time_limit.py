@@ -1,0 +1,67 @@
+"""A search ends within its time limit, whatever the cluster, by a clock that counts Python's calls."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.search.ordinary import drawn
+from cluster_specs.schema import ClusterSpec
+from hexgen2.checks import verify
+from hexgen2.search import stopping
+from hexgen2.search.planning.classes import few_classes, node_classes
+from hexgen2.search.problem import make_problem
+from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.hexgen2 import search
+
+CALLS_PER_S = 1e6
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Counts calls, and is the clock of searches: as many calls take as long on every machine."""
+    count = itertools.count()
+    seen = SimpleNamespace(made=0)
+
+    def note(_frame: Any, event: str, _argument: Any) -> None:
+        if event == "call":
+            seen.made = next(count)
+
+    clock = SimpleNamespace(monotonic=lambda: seen.made / CALLS_PER_S)
+    monkeypatch.setattr(stopping, "time", clock)
+    sys.setprofile(note)
+    yield seen
+    sys.setprofile(None)
+
+
+@pytest.mark.parametrize(
+    ("family", "gpus", "model"),
+    [("racks", 64, "llama-2-70b"), ("boxes", 24, "llama-3-8b"), ("zoo", 40, "opt-30b")],
+)
+def test_ordinary_clusters(calls: SimpleNamespace, family: str, gpus: int, model: str) -> None:
+    cluster = ClusterSpec.model_validate(drawn(family, gpus, 3))
+    problem = make_problem(cluster, model, "HPLD", phases="flexible")
+    began = calls.made
+    placement = search(problem, SearchOptions(time_limit_s=1.0))
+    took_s = (calls.made - began) / CALLS_PER_S
+    sys.setprofile(None)
+    verify(placement)
+    assert placement.search.cut == "time limit"
+    assert took_s <= 1.1
+
+
+def test_nodes_of_a_kind_are_one_class_where_all_links_differ() -> None:
+    cluster = ClusterSpec.model_validate(drawn("boxes", 48, 5))
+    problem = make_problem(cluster, "llama-3-8b", "HPLD")
+    classes = node_classes(problem)
+    assert len(classes.nodes) == len(problem.node_gpus)
+    few = few_classes(problem, classes)
+    kinds = [{(problem.node_kind[n], len(problem.node_gpus[n])) for n in nodes} for nodes in few.nodes]
+    assert all(len(kind) == 1 for kind in kinds)
+    assert sorted(n for nodes in few.nodes for n in nodes) == list(range(len(problem.node_gpus)))
+    assert len(few.nodes) < len(classes.nodes) / 2
