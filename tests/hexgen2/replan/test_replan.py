@@ -58,10 +58,12 @@ def checked(problem: Problem, previous: Placement, terms: Terms = HOUR) -> Place
             assert before and before.id == replica.id and before.role == replica.role
             assert before.stages == replica.stages and before.engine == replica.engine
             assert replica.role == "prefill" or before.max_batch == replica.max_batch
-        elif move.action == "restart":
+        elif move.action == "turn":
             assert before and before.stages == replica.stages
             now = replica.role, replica.max_batch, replica.engine
             assert (before.role, before.max_batch, before.engine) != now
+            assert (move.load_bytes, move.load_s) == (0.0, terms.turn_s) and move.drain_s > 0
+            assert (replica.id == before.id) == (replica.role == before.role)
         else:
             loads = loads_of(previous, found, replica.stages)
             assert move.load_bytes == pytest.approx(sum(loads), abs=1.0)
