@@ -20,7 +20,7 @@ from runtime.frontend.request import Request
 from runtime.frontend.supervisor import Supervisor
 from runtime.launcher.configure import configurations
 from runtime.launcher.local import LocalLauncher
-from runtime.options import DEFAULTS, EngineOptions
+from runtime.options import DEFAULTS, TORCH, EngineOptions
 from runtime.protocol.message import Sampling
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import Router
@@ -71,10 +71,16 @@ class LiveFleet:
 
 @asynccontextmanager
 async def live_fleet(
-    placement: Placement, folder: Path, restarts: int = 0, options: EngineOptions = DEFAULTS
+    placement: Placement,
+    folder: Path,
+    restarts: int = 0,
+    options: EngineOptions = DEFAULTS,
+    engine: str = TORCH,
 ) -> AsyncIterator[LiveFleet]:
     """The fleet of a placement, on this machine."""
-    configure = partial(configurations, checkpoint=folder, gpu_dtype="bfloat16", options=options)
+    configure = partial(
+        configurations, checkpoint=folder, gpu_dtype="bfloat16", options=options, engine=engine
+    )
     workers, launcher, said = configure(placement), LocalLauncher(), list[str]()
     try:
         links = await launcher.start(workers, said.append)

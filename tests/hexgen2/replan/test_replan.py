@@ -187,6 +187,22 @@ def test_colocated_replicas_that_run_go_on():
     assert kept and all(found.replica(name).role == "colocated" for name in kept)
 
 
+def test_a_change_of_roles_loads_nothing():
+    """Where one GPU holds the model, a longer prompt asks for other batches, so that decode replicas have to
+    empty. Prefill replicas, which are empty at once, decode in their place; that pays because it is quick."""
+    nodes = [{"name": name, "accelerators": "A100-80GB:1"} for name in "abcd"]
+    before = searched(problem_from({"name": "four", "nodes": nodes}, "llama-2-7b", "LPLD"))
+    problem = replan_problem(before, workload="HPLD")
+    after = replan(problem, before, OPTIONS, Terms())
+    assert violations(after) == []
+    assert {move.action for move in after.moves} == {"keep", "turn"}
+    changed = {(before.replica(m.from_).role, after.replica(m.replica).role) for m in after.moves}
+    assert {("prefill", "decode"), ("decode", "prefill")} <= changed
+    assert after.migration.chosen.load_bytes == 0
+    slow = replan(problem, before, OPTIONS, Terms(turn_s=10.0))
+    assert after.migration.chosen.missed_requests < slow.migration.chosen.missed_requests / 5
+
+
 def test_a_larger_cluster_from_nothing():
     """On GPUs that hold nothing, every replica loads the whole model, and the old replicas are lost."""
     nodes = [{"name": name, "accelerators": "A100-80GB:4"} for name in ("a", "b")]
