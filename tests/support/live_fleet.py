@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hexgen2.checks import violations
 from hexgen2.placement import Placement
 from runtime.frontend.coordinator import Coordinator
@@ -76,12 +78,17 @@ async def live_fleet(
     restarts: int = 0,
     options: EngineOptions = DEFAULTS,
     engine: str = TORCH,
+    kv_tokens: int = 0,
 ) -> AsyncIterator[LiveFleet]:
-    """The fleet of a placement, on this machine."""
+    """The fleet of a placement, on this machine; `kv_tokens` replaces the KV budget of every replica."""
     configure = partial(
         configurations, checkpoint=folder, gpu_dtype="bfloat16", options=options, engine=engine
     )
     workers, launcher, said = configure(placement), LocalLauncher(), list[str]()
+    if kv_tokens:
+        workers = {
+            k: msgspec.structs.replace(each, kv_budget_tokens=kv_tokens) for k, each in workers.items()
+        }
     try:
         links = await launcher.start(workers, said.append)
         plan = Reflow(placement)
