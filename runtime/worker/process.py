@@ -166,6 +166,8 @@ class _Worker:
         """Take another role: the arguments of `_serve`. The replica holds no requests; blocks of the prompts
         that it had stay if the cache does."""
         began = time.monotonic()
+        if role.stages != self.config.stages:
+            raise RuntimeError(f"replica {role.replica} has other stages than {self.config.replica}")
         config = self.config = self.config.turned(role)
         logs.set_up(config.worker, config.replica)
         assert self.executor is not None

@@ -249,15 +249,6 @@ def test_a_placement_with_mixed_replicas_is_planned_again_after_a_loss(lost):
     assert not any(gpu.startswith(lost) for replica in found.replicas for gpu in replica.gpus)
 
 
-def test_a_replica_that_works_for_others_no_more_gets_another_id():
-    running = run("hexgen2", make_problem("hexgen2-setting-4", "llama-2-70b", "LPHD"))
-    found = hexgen2.replan(running, workload="HPLD")
-    assert violations(found) == []
-    assert all(replica.id.startswith(f"{replica.role}-") for replica in found.replicas)
-    changed = [move for move in found.moves if move.from_ and move.from_ != move.replica]
-    assert any(running.replica(move.from_).role == "mixed" for move in changed)
-
-
 def test_a_colocated_replica_that_also_works_for_others_turns_and_gets_another_id():
     """The id it runs under says "colocated", as it would if an earlier placement had made it that."""
     running = run("hexgen2", make_problem("hexgen2-setting-4", "llama-2-70b", "LPHD"))

@@ -75,7 +75,7 @@ def test_two_replicas_with_room_for_two_requests_send_to_each_other(model_folder
     longest = 48
     engine = EngineSettings(step_tokens=64, chunk_tokens=chunk)
     placement = fleet_of(model_folder, PAIR, own_flow, engine)
-    questions = asked(reference, 16, longest, 3)
+    questions = asked(reference, 10, longest, 3)
 
     async def scenario():
         tokens = 2 * 2 * longest + BLOCK
