@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cost_model.fields import Name, Prose, between
 
-Action = Literal["keep", "restart", "reload", "start", "stop"]
+Action = Literal["keep", "turn", "restart", "reload", "start", "stop"]
 LARGEST = 1e30
 """The largest value of any number in a placement: rates, bytes, seconds, prices."""
 
@@ -23,9 +23,10 @@ class _Strict(BaseModel):
 class Move(_Strict):
     """What happens to one replica.
 
-    keep: it goes on running. restart: the same stages on the same GPUs, in another role or with another
-    batch; no weights move. reload: its stages change, and it loads the weights that its GPUs do not hold yet.
-    start: it is new. stop: it ends.
+    keep: it goes on running. turn: the same stages on the same GPUs, in another role or with other engine
+    settings; it empties first and loads nothing. restart: the same, in placements of older versions. reload:
+    its stages change, and it loads the weights that its GPUs do not hold yet. start: it is new. stop: it
+    ends.
 
     Attributes
     ----------
@@ -34,7 +35,7 @@ class Move(_Strict):
     gpus : those of the new replica, in the order of its stages (of a "stop": those that it frees)
     load_bytes : weights that its GPUs load, in total
     drain_s : until the replicas that its GPUs served have finished what they were doing
-    load_s : for restarting and loading after that
+    load_s : for restarting and loading, or turning, after that
     """
 
     action: Action

@@ -1,11 +1,15 @@
 """Break a fleet while clients stream from it, and check that every request still gets its answer.
 
-    python -m benchmarks.serving.chaos [--fleet torch|emulated] [--requests N] [--seconds S] [--every 4]
+    python -m benchmarks.serving.chaos [--fleet torch|mixed|emulated] [--requests N] [--seconds S] [--every 4]
         [--front-end-deaths 2] [--poison 0.05] [--seed 0]
 
 The torch fleet has two prefill and two decode replicas of a small random Llama: one with one rank, one with
-two pipeline stages, one with two tensor-parallel ranks and one with one rank. The emulated fleet is the
-placement of llama-2-70b that the search finds for hexgen2-setting-1: 20 GPUs.
+two pipeline stages, one with two tensor-parallel ranks and one with one rank. The mixed fleet is the same
+model on three mixed replicas (two tensor-parallel ranks; two uneven stages; one rank), a prefill and a decode
+replica, with routes between all that can form one. Its links are slow, so that faults hit KV caches on their
+way in both directions, its memory holds a few requests, and half of its prompts share their beginning with
+others. The emulated fleet is the placement of llama-2-70b that the search finds for hexgen2-setting-1: 20
+GPUs.
 
 Requests arrive at random within --seconds. About every --every seconds the script kills a random rank (kill
 -9), stops one (SIGSTOP), or cuts a TCP connection between two workers, in random order: of five faults, two
@@ -33,7 +37,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,81 +47,38 @@ import numpy as np
 
 from benchmarks.serving.chaos_clients import Clients, Question
 from benchmarks.serving.chaos_fleet import Fleet
+from benchmarks.serving.chaos_placements import MAKERS
 from benchmarks.serving.chaos_poison import PLANTED, Poison
-from benchmarks.serving.fleet import CLUSTER, COMMAND, TINY, make_model
 from benchmarks.serving.soak import read_metrics, rest, verdict
 from hexgen2.bench.completions import find_model
 from hexgen2.bench.http import Address, HttpError, Server
-from hexgen2.placement import Placement, Route, RouteLink, Stage
+from hexgen2.placement import Placement
 from runtime.engine.emulated.tokens import answer
-from runtime.kv_cache.layout import transfers
-from runtime.launcher.configure import stage_shapes
 from runtime.options import BLOCK_TOKENS
 
-REQUESTS = {"torch": 300, "emulated": 2000}
-SECONDS = {"torch": 120.0, "emulated": 240.0}
-LENGTHS = {"torch": ((8, 200), (30, 250)), "emulated": ((32, 512), (16, 96))}
+REQUESTS = {"torch": 300, "mixed": 300, "emulated": 2000}
+SECONDS = {"torch": 120.0, "mixed": 120.0, "emulated": 240.0}
+LENGTHS = {"torch": ((8, 200), (30, 250)), "mixed": ((8, 200), (30, 250)), "emulated": ((32, 512), (16, 96))}
+SHARED_TOKENS, SHARED_BEGINNINGS = 96, 4
 FAULTS = ("kill", "cut", "kill", "cut", "stop")
 RECOVERY_S = 120.0
 PROBES = 16
 
 
-def make_emulated(work: Path) -> tuple[Placement, list[str]]:
-    """The 20 GPUs of the paper's setting 1, and how to launch them."""
-    path = work / "placement.json"
-    search(path, "--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--workload", "HPHD")
-    return Placement.load(path), [COMMAND, "launch", str(path), "--engine", "emulated"]
-
-
-def make_torch(work: Path) -> tuple[Placement, list[str]]:
-    """A small Llama on six workers in four replicas of three shapes."""
-    model, cluster, path = work / "model", work / "cluster.yaml", work / "placement.json"
-    make_model(model, TINY)
-    cluster.write_text(CLUSTER.format(cores=4, memory_gib=1))
-    search(path, "--cluster", str(cluster), "--model", str(model), "--isl", "100", "--osl", "60")
-    found = Placement.load(path)
-    gpus, layers = [f"box/{k}" for k in range(6)], found.model.layers
-    stages = {
-        "prefill-0": [Stage(gpus=gpus[:1], layers=(0, layers))],
-        "prefill-1": [Stage(gpus=gpus[1:2], layers=(0, 1)), Stage(gpus=gpus[2:3], layers=(1, layers))],
-        "decode-0": [Stage(gpus=gpus[3:5], layers=(0, layers))],
-        "decode-1": [Stage(gpus=gpus[5:], layers=(0, layers))],
-    }
-    node = found.cluster.nodes[0].model_copy(update={"accelerators": "Core:6"})
-    wider = found.cluster.model_copy(update={"nodes": [node]})
-    replicas = [
-        each.model_copy(update={"stages": stages[each.id], "max_batch": 16}) for each in found.replicas
-    ]
-    placement = found.model_copy(update={"cluster": wider, "replicas": replicas})
-    routes = [each.model_copy(update={"links": kv_links(placement, each)}) for each in found.routes]
-    placement.model_copy(update={"routes": routes}).save(path)
-    return Placement.load(path), [COMMAND, "launch", str(path), "--model-path", str(model)]
-
-
-def kv_links(placement: Placement, route: Route) -> list[RouteLink]:
-    """Which pairs of devices share a route's KV cache, and how."""
-    source, target = (stage_shapes(placement.replica(each)) for each in (route.from_, route.to))
-    moved: Counter[tuple[str, str]] = Counter()
-    for part in transfers(source, target, placement.model.kv_heads):
-        moved[part.source, part.destination] += part.part.cells
-    whole = route.kv_bytes_per_req / moved.total()
-    links = [{"from": a, "to": b, "bytes_per_req": cells * whole} for (a, b), cells in moved.items()]
-    return [RouteLink.model_validate(link) for link in links]
-
-
-def search(path: Path, *options: str) -> None:
-    asked = ["--phases", "disaggregated", *options]
-    subprocess.run([COMMAND, "search", *asked, "-o", str(path)], check=True, capture_output=True)
-
-
 async def questions(options: argparse.Namespace, placement: Placement, clients: Clients) -> list[Question]:
     """Random prompts with their answers."""
-    rng = random.Random(options.seed)
+    rng, ids = random.Random(options.seed), range(16, 240)
     (shortest, longest), (least, most) = LENGTHS[options.fleet]
     asked = [
-        (tuple(rng.choices(range(16, 240), k=rng.randint(shortest, longest))), rng.randint(least, most))
+        (tuple(rng.choices(ids, k=rng.randint(shortest, longest))), rng.randint(least, most))
         for _ in range(options.requests)
     ]
+    if options.fleet == "mixed":
+        shared = [tuple(rng.choices(ids, k=SHARED_TOKENS)) for _ in range(SHARED_BEGINNINGS)]
+        asked = [
+            ((rng.choice(shared) + prompt)[:longest] if number % 2 else prompt, tokens)
+            for number, (prompt, tokens) in enumerate(asked)
+        ]
     if options.fleet == "emulated":
         vocabulary = placement.model.vocab
         answers = [answer(prompt, tokens, vocabulary) for prompt, tokens in asked]
@@ -291,9 +251,9 @@ def _quantiles(values: list[float]) -> str:
 def main() -> None:
     """Run one fleet under faults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--fleet", choices=("torch", "emulated"), default="torch")
-    parser.add_argument("--requests", type=int, help="default: 300 (torch), 2000 (emulated)")
-    parser.add_argument("--seconds", type=float, help="default: 120 (torch), 240 (emulated)")
+    parser.add_argument("--fleet", choices=tuple(MAKERS), default="torch")
+    parser.add_argument("--requests", type=int, help="default: 300, 2000 (emulated)")
+    parser.add_argument("--seconds", type=float, help="default: 120, 240 (emulated)")
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults; 0: none")
     parser.add_argument("--poison", type=float, default=0.0, help="share of poisonous requests")
     parser.add_argument("--front-end-deaths", type=int, default=2)
@@ -310,7 +270,7 @@ def main() -> None:
     shared_before = shared_memory()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        placement, command = (make_torch if options.fleet == "torch" else make_emulated)(work)
+        placement, command = MAKERS[options.fleet](work)
         command += ["--restarts", "1000000"]
         fleet = Fleet(command, placement, options.keep_logs or work, random.Random(options.seed))
         try:

@@ -103,9 +103,16 @@ class Fleet:
         self._read = end
 
     def may_strike(self, replica: Replica) -> bool:
-        """Whether the replica serves and another one could take its requests."""
-        alike = [each.id for each in self.placement.replicas if each.role == replica.role]
-        return not any(each in self.struck for each in alike) and len(alike) > 1
+        """Whether all that do what the replica does serve, and others could take its requests."""
+        alike = [each for each in self.placement.replicas if self._phases(each) & self._phases(replica)]
+        others = [self._phases(each) for each in alike if each is not replica]
+        return not any(each.id in self.struck for each in alike) and self._phases(replica) <= set().union(
+            *others
+        )
+
+    @staticmethod
+    def _phases(replica: Replica) -> set[str]:
+        return {"prefill", "decode"} if replica.role in ("mixed", "colocated") else {replica.role}
 
     def strike(self, how: signal.Signals) -> str:
         """Send a signal to a random rank; return what was done, or "" if no replica may be struck now."""

@@ -8,7 +8,7 @@ hold the weights they need.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,9 +28,13 @@ LONG_S = 1e6
 RESTART_S = 10.0
 """Seconds from loaded weights until a replica serves (assumed)."""
 
+TURN_S = 0.5
+"""Seconds until an empty replica serves in another role: its workers make a new KV cache (assumed)."""
+
 ASSUMPTIONS = [
     "each GPU loads {load:g} GB/s of weights, all at once, and a replica restarts in {restart:g} s (assumed)",
     "a GPU keeps the weights that its new replica needs too; a runtime that starts workers anew loads all",
+    "with the same stages, a replica turns to another role in {turn:g} s once it is empty (assumed)",
     "all moves begin at once; a replica empties linearly over the mean time that a request stays",
     "the others take over up to their capacity, KV links left aside",
 ]
@@ -45,17 +49,19 @@ class Terms:
     horizon_s : seconds over which throughput is weighed against missed requests
     load_bytes_s : weights that one GPU loads per second
     restart_s : seconds from loaded weights until a replica serves
+    turn_s : seconds until an empty replica serves in another role, with the same stages
     """
 
     horizon_s: float = 3600.0
     load_bytes_s: float = 2e9
     restart_s: float = RESTART_S
+    turn_s: float = TURN_S
 
     @property
     def assumptions(self) -> list[str]:
         """The assumptions behind the figures of a migration."""
         load = self.load_bytes_s / 1e9
-        return [text.format(load=load, restart=self.restart_s) for text in ASSUMPTIONS]
+        return [text.format(load=load, restart=self.restart_s, turn=self.turn_s) for text in ASSUMPTIONS]
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Successor:
     old : the running replica that it continues, if any
     load_bytes : weights that its GPUs load together
     drain_s : seconds until its GPUs have finished their current requests
-    load_s : seconds to load and restart after that
+    load_s : seconds to load and restart, or to turn, after that
     """
 
     replica: PlannedReplica
@@ -98,8 +104,16 @@ class Migrator:
             found.setdefault(old.stages or (), []).append(old)
         return found
 
-    def successors(self, replicas: Sequence[PlannedReplica]) -> list[Successor]:
-        """The replicas with their GPUs and moves, in the given order."""
+    def successors(
+        self, replicas: Sequence[PlannedReplica], role_of: Callable[[PlannedReplica], str] | None = None
+    ) -> list[Successor]:
+        """The replicas with their GPUs and moves, in the given order.
+
+        Parameters
+        ----------
+        role_of : the roles that they have in a placement, once it is known which are mixed; None: a replica
+            that does both phases stays what it is
+        """
         continued = self._continued(replicas)
         taken = {gpu for old in continued.values() for stage in old.gpus for gpu in stage}
         slots: dict[int, list[tuple[int, int, Shard]]] = {}
@@ -117,7 +131,7 @@ class Migrator:
                 named.setdefault((k, s), []).append(gpu)
                 loads.setdefault(k, []).append(self._load_bytes(shard, gpu))
         return [
-            self._unmoved(replica, continued[k])
+            self._unmoved(replica, continued[k], role_of(replica) if role_of else None)
             if k in continued
             else self._moved(replica, tuple(tuple(named[k, s]) for s in range(len(replica.stages))), loads[k])
             for k, replica in enumerate(replicas)
@@ -165,11 +179,11 @@ class Migrator:
         reused = shared_bytes(self.problem.model, shard, held) if held else 0.0
         return shard_bytes(self.problem.model, shard) - reused
 
-    def _unmoved(self, replica: PlannedReplica, old: OldReplica) -> Successor:
+    def _unmoved(self, replica: PlannedReplica, old: OldReplica, role: str | None) -> Successor:
         gpus = tuple(tuple(gpu for gpu in stage if gpu is not None) for stage in old.gpus)
-        if same_service(replica.group.role, replica.plan, old):
+        if same_service(replica.group.role, replica.plan, old) and role in (None, old.placed_role):
             return Successor(replica, gpus, old, "keep", 0.0, 0.0, 0.0)
-        return Successor(replica, gpus, old, "restart", 0.0, old.drain_s, self.terms.restart_s)
+        return Successor(replica, gpus, old, "turn", 0.0, old.drain_s, self.terms.turn_s)
 
     def _moved(
         self, replica: PlannedReplica, gpus: tuple[tuple[int, ...], ...], loads: list[float]
@@ -196,7 +210,7 @@ class Migrator:
 
     def cost(self, evaluation: Evaluation) -> Cost:
         """The cost of moving from the running placement to this solution."""
-        found = self.successors(evaluation.replicas)
+        found = self.successors(evaluation.replicas, evaluation.role_of)
         return Cost(
             req_s=evaluation.req_s,
             load_bytes=math.fsum(s.load_bytes for s in found),

@@ -18,16 +18,16 @@ def moved_names(migrator: Migrator, evaluation: Evaluation) -> tuple[list[Name],
 
     A replica that continues an old one in the same role keeps its id; the others get unused ids.
     """
-    found = migrator.successors(evaluation.replicas)
+    found = migrator.successors(evaluation.replicas, evaluation.role_of)
     found = _with_origins(found, migrator.previous.replicas)
     known = {old.id for old in migrator.previous.replicas}
     names, moves = [], []
     for successor in found:
-        replica, old = successor.replica, successor.old
-        if old is not None and old.role == replica.group.role:
+        role, old = evaluation.role_of(successor.replica), successor.old
+        if old is not None and old.placed_role == role:
             name = old.id
         else:
-            name = next(n for n in _numbered(evaluation.role_of(replica)) if n not in known)
+            name = next(n for n in _numbered(role) if n not in known)
             known.add(name)
         names.append(Name(name, successor.gpus))
         costs = successor.load_bytes, successor.drain_s, successor.load_s

@@ -19,6 +19,7 @@ class OldReplica:
 
     Attributes
     ----------
+    role, placed_role : of the group that a search plans, and in the placement (which may be "mixed")
     stages : None if the replica is broken, or has a stage across nodes, which the planner never makes
     gpus : indices by stage and rank; None for a lost GPU
     shards : the weights that each GPU holds, by stage and rank
@@ -28,6 +29,7 @@ class OldReplica:
 
     id: str
     role: str
+    placed_role: str
     batch: int
     engine: EngineSettings
     stages: tuple[PlannedStage, ...] | None
@@ -86,6 +88,7 @@ class Previous:
         return OldReplica(
             id=replica.id,
             role=replica.role_of_group,
+            placed_role=replica.role,
             batch=replica.max_batch,
             engine=replica.engine.explicit(self.placement.cost_model.pipeline, len(replica.stages)),  # type: ignore[arg-type]
             stages=self._stages(replica, gpus) if alive else None,

@@ -50,7 +50,7 @@ class ReplanEvaluator(Evaluator):
 
     def _options(self, group: Group) -> Iterator[tuple[GroupPlan, float]]:
         """Plans with the seconds for which the replica would be absent: the old replica unchanged, its stages
-        with another batch size, and the best plan of the group with all weights to load."""
+        in this role or with another batch size, and the best plan of the group with all weights to load."""
         planner, terms = self.planner, self.migrator.terms
         drain_s = 0.0
         for old in self._running.get(group.counts, ()):
@@ -60,7 +60,7 @@ class ReplanEvaluator(Evaluator):
                 plan = planner.plan_layers(group.role, old.stages, *own)
                 if plan:
                     same = same_service(group.role, plan, old)
-                    yield plan, 0.0 if same else old.drain_s / 2 + terms.restart_s
+                    yield plan, 0.0 if same else old.drain_s / 2 + terms.turn_s
         plan = planner.plan(group.role, group.counts)
         if plan:
             shards = shards_of([stage[1:] for stage in plan.stages])

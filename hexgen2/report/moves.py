@@ -9,6 +9,7 @@ from hexgen2.moves import Cost, Migration, Move
 
 MEANING = {
     "keep": "continues",
+    "turn": "new role or batch, same weights",
     "restart": "new role or batch, same weights",
     "reload": "new stages",
     "start": "new replica",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from runtime.kv_cache.pages import Pages
 from runtime.protocol.between_workers import Hello, Step, StepResult
 from runtime.protocol.framing import Connection
-from runtime.protocol.to_workers import Connect
+from runtime.protocol.to_workers import Configure, Connect
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,14 @@ class Engine(ABC):
     def welcome(self, connection: Connection, introduced: Hello) -> bool:
         """Serve a connection of another worker until it ends; False if it is not for the engine."""
         return False
+
+    @abstractmethod
+    def turn(self, config: Configure) -> None:
+        """Take another role with the weights and connections that are here, while no request is.
+
+        `cache` and `shared` are new ones, unless the size is the same; the caller holds no reference to the
+        old ones any more.
+        """
 
     @abstractmethod
     def begin(self, step: Step) -> None:

@@ -191,6 +191,11 @@ class Coordinator:
         self._listeners.leave(replica_id)
         del self.replicas[replica_id]
 
+    async def hand_over(self, replica_id: str) -> None:
+        """Forget a retired replica that has finished its requests; its workers go on as another one."""
+        await self._listeners.hand_over(replica_id)
+        self.replicas.pop(replica_id, None)
+
     def submit(
         self,
         prompt: Sequence[int],

@@ -49,6 +49,13 @@ class Listeners:
             if task is not asyncio.current_task():
                 task.cancel()
 
+    async def hand_over(self, replica_id: str) -> None:
+        """Stop listening to a replica; then others may read its links."""
+        tasks = self._tasks.pop(replica_id, [])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def stop(self) -> None:
         """Stop listening to all replicas."""
         tasks = [task for own in self._tasks.values() for task in own]

@@ -3,9 +3,10 @@
 Lost are the GPUs of machines that are gone and, for each replica that stays lost though its machines are
 there, all its GPUs. Those of a machine that comes back are in use again from the next new placement on. The
 search is a process of its own, as on the command line; replicas that the new placement has too go on
-untouched. The others take no new requests once their wave comes (rollout.py), finish what they have or hand
-it on, and end; then those that take their GPUs start, with weights from the checkpoint. If there is no new
-placement, the fleet goes on as it is.
+untouched. The others take no new requests once their wave comes (rollout.py), and finish what they have or
+hand it on. One whose stages stay the same then turns: its workers keep their weights and take the new role
+and engine settings. The others end, and those that take their GPUs start, with weights from the checkpoint.
+If there is no new placement, the fleet goes on as it is.
 """
 
 from __future__ import annotations
@@ -181,7 +182,9 @@ class Replanner:
         staying = {replica.id for replica in after.replicas} & alive.keys()
         leaving = {name: replica for name, replica in alive.items() if name not in staying}
         coming = {replica.id: replica for replica in after.replicas if replica.id not in staying}
-        self._report(f"new placement: {len(staying)} stay, {len(leaving)} leave, {len(coming)} start")
+        turns = turning(coming, leaving)
+        counts = len(staying), len(turns), len(leaving) - len(turns), len(coming) - len(turns)
+        self._report("new placement: {} stay, {} turn, {} leave, {} start".format(*counts))
         await self._supervisor.leave_alone(leaving)
         ended = [gpu for name in dead for gpu in before.replica(name).gpus]
         both = after.model_copy(update={"replicas": [*after.replicas, *leaving.values()]})
@@ -190,25 +193,55 @@ class Replanner:
         await self._launcher.change(ended, {}, log.info)
         roles = {name: replica.role for name, replica in (alive | coming).items()}
         for wave in waves(staying, leaving, _blockers(coming, leaving), roles):
-            await self._advance(wave, coming, worker_configs)
+            await self._advance(wave, coming, worker_configs, turns)
         known = {replica.id for replica in after.replicas}
         coordinator.change(Reflow(after), {}, [name for name in coordinator.lost if name not in known])
         self._taken_up()
         self._report("the new placement serves")
 
     async def _advance(
-        self, wave: Wave, coming: Mapping[str, Replica], worker_configs: Mapping[str, Configure]
+        self,
+        wave: Wave,
+        coming: Mapping[str, Replica],
+        worker_configs: Mapping[str, Configure],
+        turns: Mapping[str, str],
     ) -> None:
-        self._coordinator.retire(wave.leave)
-        await asyncio.gather(*(self._empty(name) for name in wave.leave))
+        coordinator = self._coordinator
+        coordinator.retire(wave.leave)
+        own = {name: turns[name] for name in wave.start if name in turns}
+        leave = wave.leave - set(own.values())
+        turned, _ = await asyncio.gather(
+            asyncio.gather(*(self._turn(coming[name], own[name], worker_configs) for name in own)),
+            asyncio.gather(*(self._empty(name) for name in leave)),
+        )
         ended = list[str]()
-        for name in wave.leave:
-            ended += self._coordinator.replicas[name].links
-            self._coordinator.leave(name)
+        for name in leave:
+            ended += coordinator.replicas[name].links
+            coordinator.leave(name)
         if ended:
             await self._launcher.change(ended, {}, log.info)
-            self._report(f"{', '.join(sorted(wave.leave))} ended")
-        await asyncio.gather(*(self._start(coming[name], worker_configs) for name in wave.start))
+            self._report(f"{', '.join(sorted(leave))} ended")
+        again = [name for name, done in zip(own, turned, strict=True) if not done]
+        starts = [*(name for name in wave.start if name not in own), *again]
+        await asyncio.gather(*(self._start(coming[name], worker_configs, name in again) for name in starts))
+
+    async def _turn(self, replica: Replica, before: str, worker_configs: Mapping[str, Configure]) -> bool:
+        """Once the replica `before` is empty, let its workers take the role of a new one; False if they are
+        to be ended and started anew, because one of them was lost or failed to do so."""
+        await self._empty(before)
+        is_lost = before in self._coordinator.lost
+        await self._coordinator.hand_over(before)
+        if is_lost:
+            return False
+        try:
+            links = await self._launcher.turn({gpu: worker_configs[gpu] for gpu in replica.gpus})
+        except (HexGen2Error, OSError) as error:
+            self._report(f"replica {before} did not turn into {replica.id}, which starts anew: {error}")
+            return False
+        self._supervisor.forget(replica.id)
+        self._coordinator.join(replica.id, links)
+        self._report(f"replica {replica.id} serves, with the workers and weights of {before}")
+        return True
 
     async def _empty(self, name: str) -> None:
         """Wait until a replica serves nothing any more; after a while, have that resumed elsewhere."""
@@ -224,11 +257,14 @@ class Replanner:
                 self._coordinator.send_away(name)
         self._coordinator.give_up(name, "it did not empty")
 
-    async def _start(self, replica: Replica, worker_configs: Mapping[str, Configure]) -> None:
+    async def _start(
+        self, replica: Replica, worker_configs: Mapping[str, Configure], instead: bool = False
+    ) -> None:
+        """Start the workers of a replica; `instead` of those that have its GPUs still."""
         own, problem = {gpu: worker_configs[gpu] for gpu in replica.gpus}, ""
         for _ in range(ATTEMPTS):
             try:
-                links = await self._launcher.change(replica.gpus if problem else (), own, log.info)
+                links = await self._launcher.change(replica.gpus if problem or instead else (), own, log.info)
             except (HexGen2Error, OSError) as error:
                 problem = str(error)
                 self._report(f"replica {replica.id} did not start: {error}")
@@ -250,6 +286,16 @@ def broken(dead: Iterable[Replica], away: Collection[str]) -> set[str]:
     away : GPUs whose machine is gone
     """
     return {gpu for replica in dead if not set(replica.gpus) & set(away) for gpu in replica.gpus}
+
+
+def turning(coming: Mapping[str, Replica], leaving: Mapping[str, Replica]) -> dict[str, str]:
+    """The new replicas that have the GPUs and stages of one that leaves, and which one that is."""
+    found = dict[str, str]()
+    for name, replica in coming.items():
+        for old, before in leaving.items():
+            if replica.stages == before.stages:
+                found[name] = old
+    return found
 
 
 def renamed(placement: Placement, alive: Mapping[str, Replica]) -> Placement:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from runtime.kv_cache.pages import Pages
 from runtime.kv_transfer.arrival import KvArrival
@@ -46,6 +49,9 @@ class KvReceiver:
         self._worker, self._cache, self._deadline_s = worker, cache, deadline_s
         self._on_landed, self._on_failed = on_landed, on_failed
         self._arrivals: dict[str, KvArrival] = {}
+        self._connections = set[Connection]()
+        self._closed = False
+        self._changed = threading.Condition()
 
     def expect(self, request_id: str, table: Sequence[int], first_token: int, end_token: int) -> None:
         """Announce that tokens [first, end) of a request will arrive, for the blocks of its table."""
@@ -65,8 +71,30 @@ class KvReceiver:
         if arrival := self._arrivals.pop(request_id, None):
             arrival.close()
 
+    def close(self) -> None:
+        """End all connections and wait until nothing is written any more; later ones are refused."""
+        with self._changed:
+            self._closed = True
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.stream.shutdown(socket.SHUT_RDWR)
+            self._changed.wait_for(lambda: not self._connections, self._deadline_s)
+
     def serve(self, connection: Connection, peer: str) -> None:
         """Receive slices until the peer closes the connection; incomplete requests fail then."""
+        with self._changed:
+            if self._closed:
+                connection.close()
+                return
+            self._connections.add(connection)
+        try:
+            self._serve(connection, peer)
+        finally:
+            with self._changed:
+                self._connections.discard(connection)
+                self._changed.notify_all()
+
+    def _serve(self, connection: Connection, peer: str) -> None:
         carried = set[KvArrival]()
         incoming: Incoming | None = None
         text = "the sender closed the connection"

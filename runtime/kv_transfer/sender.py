@@ -124,8 +124,12 @@ class KvSender:
             self._on_sent(request_id)
 
     def close(self) -> None:
-        """End all streams; requests that are not sent completely fail."""
+        """End all streams and wait for that; requests that are not sent completely fail."""
+        with self._lock:
+            streams = list(self._streams.values())
         self.reconnect({})
+        for stream in streams:
+            stream.join()
 
     def _stream_to(self, destination: str) -> KvStream:
         with self._lock:

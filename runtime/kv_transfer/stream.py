@@ -77,7 +77,8 @@ class KvStream:
         self._lost, self._silent, self._stop = "", False, False
         self._moved_s = 0.0
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, name=f"kv to {destination}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"kv to {destination}", daemon=True)
+        self._thread.start()
 
     def put(self, items: list[Item]) -> None:
         """Queue items that are ready; never waits."""
@@ -96,6 +97,10 @@ class KvStream:
             if self._pair is not None:
                 self._pair.cut()
             self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait, after `close`, until the thread has ended."""
+        self._thread.join(self._deadline_s)
 
     def _run(self) -> None:
         while True:

@@ -79,6 +79,27 @@ class Launcher(ABC):
         """
         raise HexGen2Error("this launcher cannot change workers while serving")
 
+    async def turn(self, roles: Mapping[str, Configure]) -> dict[str, WorkerLink]:
+        """Give all workers of some replicas, which hold no requests, other roles; they keep their processes
+        and weights.
+
+        The other workers learn the new names of the replicas. Nobody else may read the links meanwhile.
+
+        Parameters
+        ----------
+        roles : configurations of the workers, with the stages that they have
+
+        Returns
+        -------
+        the links of these workers once they are ready
+
+        Raises
+        ------
+        HexGen2Error : a worker failed, was not ready in time, or has no such way; `change` can then end it
+            and start another
+        """
+        raise HexGen2Error("this launcher cannot change the role of workers")
+
     def unreachable(self, workers: Collection[str]) -> list[str]:
         """The workers among these (or GPUs that could have one) whose machine is gone or never joined."""
         return []

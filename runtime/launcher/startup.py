@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from cost_model.errors import HexGen2Error, InputError
 from runtime.launcher.worker_link import WorkerLink
-from runtime.protocol.from_workers import Failed, Listening, Ready
+from runtime.protocol.from_workers import Failed, Listening, Pong, Ready
 from runtime.protocol.message import Message
 from runtime.protocol.to_workers import Configure, Connect
 
@@ -51,6 +51,16 @@ async def bring_to_ready(
     await _from_all(links, Ready, on_ready)
 
 
+async def until_ready(links: Mapping[str, WorkerLink]) -> None:
+    """Wait until workers that were told to take another role are Ready.
+
+    Raises
+    ------
+    HexGen2Error : a worker ended or failed
+    """
+    await _from_all(links, Ready)
+
+
 def connect_message(
     configurations: Mapping[str, Configure], listening: Mapping[str, Listening], worker: str
 ) -> Connect:
@@ -85,7 +95,8 @@ async def _from_all(
 
 
 async def _next(worker: str, link: WorkerLink, expected: type[MessageType]) -> MessageType:
-    message = await link.receive()
+    while isinstance(message := await link.receive(), Pong):
+        pass  # the answer to a Ping of before
     if isinstance(message, expected):
         return message
     if message is None:

@@ -23,7 +23,7 @@ class WorkerLink(ABC):
 
     @abstractmethod
     async def receive(self) -> Message | None:
-        """The next message, or None once the worker is gone.
+        """The next message, or None once the worker is gone. A call that is cancelled loses no message.
 
         Raises
         ------
@@ -44,6 +44,7 @@ class StreamLink(WorkerLink):
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._unsent: list[bytes] = []
+        self._body_bytes: int | None = None  # of the message whose head has been read
 
     @classmethod
     async def over(cls, connected: socket.socket) -> StreamLink:
@@ -60,7 +61,10 @@ class StreamLink(WorkerLink):
 
     async def receive(self) -> Message | None:
         try:
-            body = await self._reader.readexactly(body_length(await self._reader.readexactly(HEAD_BYTES)))
+            if self._body_bytes is None:
+                self._body_bytes = body_length(await self._reader.readexactly(HEAD_BYTES))
+            body = await self._reader.readexactly(self._body_bytes)
+            self._body_bytes = None
             message = decode(body)
             self.heard += 1
             return message

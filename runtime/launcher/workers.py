@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cost_model.errors import HexGen2Error
 from runtime.launcher.base import Launcher
-from runtime.launcher.startup import bring_to_ready, connect_message
+from runtime.launcher.startup import bring_to_ready, connect_message, until_ready
 from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.from_workers import Listening
 from runtime.protocol.to_workers import Configure
 
 START_TIMEOUT_S = 600.0
+TURN_TIMEOUT_S = 30.0
 
 
 class WorkersLauncher(Launcher):
@@ -49,12 +50,33 @@ class WorkersLauncher(Launcher):
         except BaseException:
             self._forget(list(started))
             raise
-        # New workers get this too, because workers that started at the same time may have begun to listen
-        # only now. Workers that are still starting do not: they would take it for their first Connect, with
-        # outdated addresses.
+        self._introduce()
+        return links
+
+    async def turn(self, roles: Mapping[str, Configure]) -> dict[str, WorkerLink]:
+        if not self._ready.issuperset(roles):
+            raise HexGen2Error("some of the workers have ended")
+        links = {worker: self._links[worker] for worker in roles}
+        for worker, role in roles.items():
+            self._configurations[worker] = self._configurations[worker].turned(role)
+            links[worker].send(self._configurations[worker])
+        try:
+            async with asyncio.timeout(TURN_TIMEOUT_S):
+                await until_ready(links)
+        except TimeoutError:
+            raise HexGen2Error(f"the workers were not ready after {TURN_TIMEOUT_S:.0f} s") from None
+        self._introduce()
+        return links
+
+    def _introduce(self) -> None:
+        """Tell all ready workers where the others listen and which replicas they form.
+
+        New workers get this too, because workers that started at the same time may have begun to listen only
+        now. Workers that are still starting do not: they would take it for their first Connect, with outdated
+        addresses.
+        """
         for worker in self._ready:
             self._links[worker].send(connect_message(self._configurations, self._listening, worker))
-        return links
 
     async def _start(self, workers: Sequence[str], report: Callable[[str], None]) -> dict[str, WorkerLink]:
         """Start configured workers and wait until they are ready."""

@@ -105,6 +105,11 @@ class Release(Message, frozen=True):
     request_ids: tuple[str, ...]
 
 
+class NewRole(Message, frozen=True):
+    """Driver to executors, after all steps and releases: take the role of the Configure that the front end
+    has sent to every worker of the replica."""
+
+
 class StepResult(Message, frozen=True):
     """Last stage to the driver: the tokens of a step, in the order of its sequences that sample.
 
@@ -209,6 +214,7 @@ BetweenWorkers = (
     | ExpectKv
     | ExpectingKv
     | Release
+    | NewRole
     | StepResult
     | Passed
     | KvLanded

@@ -16,7 +16,8 @@ class Listening(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The weights are loaded and the replica's communication groups are set up."""
+    """The weights are loaded and the replica's communication groups are set up, or a replica that had both
+    has taken another role; load_s is 0 then."""
 
     worker: str
     load_s: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, array_like=True, kw_only=True):

@@ -27,6 +27,9 @@ class Emulation(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class Configure(Message, frozen=True):
     """First message to a new worker: who it is and what it holds. Workers are named by GPU id.
 
+    Sent again to all workers of a ready replica that holds no requests, it gives the replica another id, role
+    and engine settings, with the same stages and weights; each answers Ready again.
+
     The KV cache holds kv_budget_tokens, in whole blocks of block_tokens. A step runs at most
     max_prefill_tokens prompt tokens, or max_mixed_tokens while requests decode, and up to steps_in_flight
     steps are under way in the replica's pipeline at the same time. The worker computes with this
@@ -59,6 +62,22 @@ class Configure(Message, frozen=True):
     engine: str = "torch"
     emulation: Emulation | None = None
     kv_lease_s: float = 300.0
+
+    def turned(self, role: Configure) -> Configure:
+        """This worker in another role: what does not depend on the role, such as devices and addresses, stays
+        as it is."""
+        return msgspec.structs.replace(
+            self,
+            replica=role.replica,
+            role=role.role,
+            kv_budget_tokens=role.kv_budget_tokens,
+            max_batch=role.max_batch,
+            max_prefill_tokens=role.max_prefill_tokens,
+            max_mixed_tokens=role.max_mixed_tokens,
+            steps_in_flight=role.steps_in_flight,
+            kv_links=role.kv_links,
+            emulation=role.emulation,
+        )
 
 
 class Connect(Message, frozen=True):

@@ -12,17 +12,24 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
 
 from runtime.engine.faults import describe, of_replica
 from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
 from runtime.kv_cache.leases import Leases
 from runtime.logs import about
-from runtime.protocol.between_workers import ExpectKv, KvLanded, KvSent, Release, Step, StepResult
+from runtime.protocol.between_workers import (
+    ExpectKv,
+    KvLanded,
+    KvSent,
+    NewRole,
+    Release,
+    Step,
+    StepResult,
+)
 from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import KvMoved, Released, RequestFailed, Reserved, StepOutput
 from runtime.protocol.message import Message
-from runtime.protocol.to_workers import Cancel, Decode, Prefill, ReserveKv
+from runtime.protocol.to_workers import Cancel, Configure, Decode, Prefill, ReserveKv
 from runtime.worker.executor import Executor
 from runtime.worker.scheduled_request import Reservation
 from runtime.worker.scheduler import Completed, Scheduler
@@ -36,7 +43,7 @@ class StageFree:
 
 
 Inbox = queue.SimpleQueue[Message | Reservation | StageFree]
-Own = queue.SimpleQueue[Step | Release]
+Own = queue.SimpleQueue[Step | Release | NewRole]
 
 
 class Driver:
@@ -52,6 +59,11 @@ class Driver:
     inbox : messages of the front end and the executors, and reservations
     own : what the main thread is to run on this worker, where the driver has another thread; the answer to a
         step is StageFree. None: steps run in `run`
+    pool : the blocks of the cache, of which some may hold what prompts share; None: all are blank
+
+    Attributes
+    ----------
+    pool : the blocks of the cache
     """
 
     def __init__(
@@ -61,19 +73,21 @@ class Driver:
         others: dict[str, Connection],
         inbox: Inbox,
         own: Own | None = None,
+        pool: BlockPool | None = None,
     ) -> None:
         self._executor, self._front_end, self._others, self._inbox = executor, front_end, others, inbox
         self._own, self._stage_free = own, True
         config = executor.config
         self._replica = config.replica
         self._workers = len(others) + 1
-        self._pool = BlockPool(executor.cache.blocks, executor.cache.block_tokens, config.reuse_prefixes)
+        cache = executor.cache
+        self.pool = pool or BlockPool(cache.blocks, cache.block_tokens, config.reuse_prefixes)
         self._scheduler = Scheduler(
             max_batch=config.max_batch,
             max_prefill_tokens=config.max_prefill_tokens,
             max_mixed_tokens=config.max_mixed_tokens,
             in_flight=config.steps_in_flight,
-            pool=self._pool,
+            pool=self.pool,
         )
         self._unacknowledged: dict[str, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
@@ -81,6 +95,7 @@ class Driver:
         self._sent: dict[str, int] = {}
         self._leases = Leases(config.kv_lease_s)
         self._client_request_ids: dict[str, str] = {}
+        self._next_role: Configure | None = None
 
     # -- reader threads
 
@@ -120,10 +135,10 @@ class Driver:
         """Blocks for an expected prompt and how many of its tokens they hold already (None: no room), and the
         prompt's digests."""
         prompt = message.prompt
-        digests = prefix_digests(prompt, self._pool.block_tokens) if self._pool.reuse else []
+        digests = prefix_digests(prompt, self.pool.block_tokens) if self.pool.reuse else []
         if not 0 < len(prompt) < message.capacity_tokens or self._excess(message.capacity_tokens):
             return None, digests
-        return self._pool.begin(len(prompt), digests, self._scheduler.growing), digests
+        return self.pool.begin(len(prompt), digests, self._scheduler.growing), digests
 
     def acknowledge(self, worker: str, request_id: str) -> None:
         """Note that a worker is ready for a request's KV cache; after the last one, answer the front end."""
@@ -139,9 +154,14 @@ class Driver:
 
     # -- the driver's thread
 
-    def run(self) -> NoReturn:
-        """Run steps until the process ends."""
-        while True:
+    def run(self) -> Configure:
+        """Run steps until the replica is to take another role, which all its workers learn of.
+
+        Returns
+        -------
+        this worker's configuration in that role; without one, it runs until the process ends
+        """
+        while self._next_role is None:
             step = self._scheduler.next_step() if self._stage_free else None
             faults = self._scheduler.take_faults()
             for request_id, why in faults.items():
@@ -158,6 +178,10 @@ class Driver:
                 self._handle(self._inbox.get())
             for request_id in self._leases.over():
                 self._expire(request_id)
+        self._broadcast(NewRole())
+        if self._own is not None:
+            self._own.put(NewRole())
+        return self._next_role
 
     def _execute(self, step: Step) -> None:
         """Run this worker's stage of a step, or let the main thread do so."""
@@ -182,6 +206,10 @@ class Driver:
         match message:
             case StageFree():
                 self._stage_free = True
+            case Configure():
+                if len(self._scheduler):
+                    raise RuntimeError(f"replica {self._replica} has requests, and takes no other role")
+                self._next_role = message
             case Reservation():
                 self._scheduler.expect(message)
                 self._leases.begin(message.request_id)
@@ -248,8 +276,8 @@ class Driver:
         limit = self._executor.spec.position_limit
         if limit is not None and total > limit:
             return f"{total} tokens are over the model's limit of {limit}"
-        if self._pool.blocks_for(total if here is None else here) > self._pool.blocks:
-            return f"{total} tokens are over the replica's {self._pool.blocks} blocks of KV cache"
+        if self.pool.blocks_for(total if here is None else here) > self.pool.blocks:
+            return f"{total} tokens are over the replica's {self.pool.blocks} blocks of KV cache"
         return ""
 
     def _expire(self, request_id: str) -> None:
@@ -351,11 +379,11 @@ class Driver:
         released = Released(
             request_id=request_id,
             replica=self._replica,
-            free_blocks=self._pool.free,
+            free_blocks=self.pool.free,
             preemptions=self._scheduler.preemptions,
         )
         self._front_end.send(released)
 
-    def _broadcast(self, message: ExpectKv | Step | Release) -> None:
+    def _broadcast(self, message: ExpectKv | Step | Release | NewRole) -> None:
         for other in self._others.values():
             other.send(message)

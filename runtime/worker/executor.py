@@ -61,6 +61,11 @@ class Executor:
         self._replicas = connect.replicas
         self._sender.reconnect(connect.peers, self.config.kv_links)
 
+    def close(self) -> None:
+        """End all KV connections: the cache is used no more."""
+        self.receiver.close()
+        self._sender.close()
+
     def knows(self, replica: str) -> bool:
         """Whether this worker can send KV caches to a replica."""
         return replica in self._replicas

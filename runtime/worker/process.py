@@ -3,6 +3,9 @@
 Threads: the main thread computes, each socket has a reader, each KV destination a sender. A driver runs in
 the main thread too, but in a pipeline in one of its own. The process ends at once on Shutdown, or when the
 parent's end of the control socket closes, whatever is running.
+
+When its replica takes another role, a worker gets a new executor, driver and KV cache, and keeps the rest:
+process, weights, and connections within the replica.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from runtime import logs
 from runtime.engine.base import Engine
 from runtime.engine.rank import Rank
 from runtime.engine.registry import make_engine
-from runtime.protocol.between_workers import ExpectingKv, ExpectKv, Release, Step
+from runtime.kv_cache.blocks import BlockPool
+from runtime.protocol.between_workers import ExpectingKv, ExpectKv, NewRole, Release, Step
 from runtime.protocol.framing import Connection, listen
 from runtime.protocol.from_workers import Failed, Listening, Pong, Ready
 from runtime.protocol.handshake import PendingHandshakes, connect
@@ -48,7 +52,8 @@ def worker_main(control_socket: socket.socket, secret: str = "") -> None:
     Parameters
     ----------
     control_socket : stream to the supervisor, which sends Configure, then Connect once every worker has
-        answered Listening, and requests to the driver once every worker has answered Ready
+        answered Listening, and requests to the driver once every worker has answered Ready; later Configure
+        again for another role
     secret : the launch's secret, given here if others may read the stream, so that Configure has none
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -85,6 +90,9 @@ class _Worker:
         self._all_here = threading.Event()
         self._dying = threading.Lock()
         self._pending = PendingHandshakes()
+        self._roles = queue.SimpleQueue[Configure]()
+        self._addresses: Connect | None = None
+        self._connecting = threading.Lock()
 
     def run(self) -> NoReturn:
         """Open sockets, load weights, join the groups, then run steps until the process ends."""
@@ -99,28 +107,21 @@ class _Worker:
         listener = listen(config.host)
         port = listener.getsockname()[1]
         self.control.send(Listening(worker=config.worker, port=port, store_port=engine.store_port))
-        addresses = _await(self.control, Connect)
+        addresses = self._addresses = _await(self.control, Connect)
         self._start("control", self._read_control)
         self._start("accept", self._accept, listener)
         started = time.monotonic()
         engine.load()
         load_s = time.monotonic() - started
-        self.executor = Executor(config, addresses, engine, self._report)
+        log.info("loaded %d bytes of weights in %.2f s", engine.weight_bytes, load_s)
+        self.executor = self._make_executor(engine)
         self._meet(addresses)
         engine.join(addresses)
-        if rank.is_driver:
-            own = self.own if len(config.stages) > 1 else None
-            self.driver = Driver(self.executor, self.control, self.others, self.inbox, own)
-        else:
+        if not rank.is_driver:
             self._start("driver", self._read_driver)
-        gc.collect()
-        gc.freeze()  # these objects stay; collecting them again would stop a step for a tenth of a second
-        self.control.send(Ready(worker=config.worker, load_s=load_s, weight_bytes=engine.weight_bytes))
-        if self.driver is not None and len(config.stages) == 1:
-            self.driver.run()
-        if self.driver is not None:
-            self._start("driver", self.driver.run)
-        self._follow(self.executor)
+        role = self._serve(self.executor, load_s)
+        while True:
+            role = self._serve(*self._turn(engine, role))
 
     def die(self, error: Exception) -> NoReturn:
         """Tell the supervisor what went wrong and end the process."""
@@ -136,6 +137,51 @@ class _Worker:
 
     # -- main thread
 
+    def _make_executor(self, engine: Engine) -> Executor:
+        with self._connecting:
+            assert self._addresses is not None
+            self.executor = Executor(self.config, self._addresses, engine, self._report)
+            return self.executor
+
+    def _serve(self, executor: Executor, load_s: float, pool: BlockPool | None = None) -> Configure:
+        """Say that this worker is ready, and run steps until the replica is to take another role, whose
+        configuration is returned."""
+        is_pipeline, engine = len(self.config.stages) > 1, self.engine
+        assert engine is not None
+        if self.rank.is_driver:
+            own = self.own if is_pipeline else None
+            self.driver = Driver(executor, self.control, self.others, self.inbox, own, pool)
+        gc.collect()
+        gc.freeze()  # these objects stay; collecting them again would stop a step for a tenth of a second
+        self.control.send(Ready(worker=self.config.worker, load_s=load_s, weight_bytes=engine.weight_bytes))
+        if self.driver is not None and not is_pipeline:
+            return self.driver.run()
+        if self.driver is not None:
+            driver = self.driver
+            self._start("driver", lambda: self._roles.put(driver.run()))
+        self._follow(executor)
+        return self._roles.get()
+
+    def _turn(self, engine: Engine, role: Configure) -> tuple[Executor, float, BlockPool | None]:
+        """Take another role: the arguments of `_serve`. The replica holds no requests; blocks of the prompts
+        that it had stay if the cache does."""
+        began = time.monotonic()
+        if role.stages != self.config.stages:
+            raise RuntimeError(f"replica {role.replica} has other stages than {self.config.replica}")
+        config = self.config = self.config.turned(role)
+        logs.set_up(config.worker, config.replica)
+        assert self.executor is not None
+        blocks, pool = engine.cache.blocks, self.driver.pool if self.driver is not None else None
+        self.driver = None
+        self.executor.close()
+        self.executor = None
+        gc.unfreeze()
+        gc.collect()  # old executor and KV cache, whose memory the new one may need
+        engine.turn(config)
+        executor = self._make_executor(engine)
+        log.info("turned into a %s replica in %.3f s", config.role, time.monotonic() - began)
+        return executor, 0.0, pool if engine.cache.blocks == blocks else None
+
     def _meet(self, addresses: Connect) -> None:
         """Connect the replica's other workers, once loaded, to the driver, which waits for all of them."""
         if not self.rank.is_driver:
@@ -145,10 +191,12 @@ class _Worker:
         elif len(self.rank.workers) > 1:
             self._all_here.wait()
 
-    def _follow(self, executor: Executor) -> NoReturn:
-        """Run the driver's steps."""
+    def _follow(self, executor: Executor) -> None:
+        """Run the driver's steps until the replica is to take another role."""
         while True:
             match self.own.get():
+                case NewRole():
+                    return
                 case Step() as step:
                     result = executor.execute(step)
                     if self.driver is not None:
@@ -192,8 +240,12 @@ class _Worker:
             if isinstance(message, Ping):
                 self.control.send(Pong(worker=self.config.worker))
             elif isinstance(message, Connect):
-                if self.executor is not None:
-                    self.executor.reconnect(message)
+                with self._connecting:
+                    self._addresses = message
+                    if self.executor is not None:
+                        self.executor.reconnect(message)
+            elif isinstance(message, Configure):
+                (self.inbox if self.rank.is_driver else self._roles).put(message)
             elif self.driver is None:
                 log.warning("worker %s: %s is for a driver only", self.config.worker, type(message).__name__)
             elif isinstance(message, ReserveKv):
@@ -202,16 +254,17 @@ class _Worker:
                 self.inbox.put(message)
 
     def _read_driver(self) -> None:
-        assert self.to_driver is not None and self.executor is not None
+        assert self.to_driver is not None
         while (message := self.to_driver.receive()) is not None:
-            if isinstance(message, ExpectKv):
-                self.executor.expect(message)
+            executor = self.executor
+            if isinstance(message, ExpectKv) and executor is not None:
+                executor.expect(message)
                 self.to_driver.send(ExpectingKv(request_id=message.request_id))
                 continue
-            if isinstance(message, Release):
+            if isinstance(message, Release) and executor is not None:
                 for request_id in message.request_ids:
-                    self.executor.silence(request_id)
-            if isinstance(message, Step | Release):
+                    executor.silence(request_id)
+            if isinstance(message, Step | Release | NewRole):
                 self.own.put(message)
         raise ConnectionError("the replica's driver is gone")
 

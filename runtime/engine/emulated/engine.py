@@ -32,7 +32,7 @@ from runtime.kv_cache.layout import held
 from runtime.protocol.between_workers import Hello, Step, StepResult
 from runtime.protocol.framing import Connection
 from runtime.protocol.message import TokenLogprobs
-from runtime.protocol.to_workers import Configure, Connect
+from runtime.protocol.to_workers import Configure, Connect, Emulation
 
 _SHORTEST_S = 0.001
 """The engine does not sleep for a single layer that takes less."""
@@ -60,22 +60,35 @@ class EmulatedEngine(Engine):
         self._ended_s = self._late_s = 0.0
 
     def load(self) -> None:
-        config, rank, emulation = self._config, self._rank, self._config.emulation
-        if emulation is None:
-            raise RuntimeError("the emulated engine got no placement to emulate")
+        config, rank, emulation = self._config, self._rank, self._emulation
         placement = Placement.model_validate_json(emulation.placement)
         model = placement.model
         self._window = model.window
         self.spec = EmulatedSpec(model.kv_heads, model.vocab, model.max_position)
-        shape = EmulatedShape(
+        self._shape = EmulatedShape(
             held(rank.stages, config.worker, model.kv_heads),
             model.head_dim,
             model.kv_value_bytes,
             model.kv_values_per_token_layer // model.kv_heads,
         )
         blocks = config.kv_budget_tokens // config.block_tokens
-        self.cache = self._pages = EmulatedCache(shape, blocks, config.block_tokens, emulation.kv_scale)
+        self.cache = self._pages = EmulatedCache(self._shape, blocks, config.block_tokens, emulation.kv_scale)
         self._times = _times(placement, config.replica)
+
+    def turn(self, config: Configure) -> None:
+        self._config = config
+        emulation, blocks = self._emulation, config.kv_budget_tokens // config.block_tokens
+        if blocks != self.cache.blocks:
+            self.cache = self._pages = EmulatedCache(
+                self._shape, blocks, config.block_tokens, emulation.kv_scale
+            )
+        self._times = _times(Placement.model_validate_json(emulation.placement), config.replica)
+
+    @property
+    def _emulation(self) -> Emulation:
+        if self._config.emulation is None:
+            raise RuntimeError("the emulated engine got no placement to emulate")
+        return self._config.emulation
 
     def join(self, addresses: Connect) -> None:
         self._hops.join(addresses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -19,6 +20,8 @@ from runtime.protocol.to_workers import Configure, Connect
 
 _ALL_LOADED = "all workers have loaded"
 _LOAD_LIMIT = timedelta(hours=6)
+_FREED_S = 10.0
+"""How long receivers that have mapped a pool in GPU memory may take to let go of it."""
 
 
 class TorchEngine(Engine):
@@ -37,14 +40,37 @@ class TorchEngine(Engine):
             torch.cuda.set_device(device)
         self._collectives = Collectives(self._rank, device)
         stage = load_stage(config.checkpoint, config.dtype, device, self._collectives)
-        shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
-        blocks = config.kv_budget_tokens // config.block_tokens
         self.spec, self.weight_bytes = stage.spec, stage.checkpoint.bytes_read
-        self.cache, self.shared = shared_cache(shape, blocks, config.block_tokens)
+        self._on_gpu = device.type == "cuda"
+        self._stage = stage
+        self._shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
+        self._make_cache()
+
+    def turn(self, config: Configure) -> None:
+        self._config = config
+        if config.kv_budget_tokens // config.block_tokens == self.cache.blocks:
+            return
+        if self.shared is not None:
+            self.shared.close()
+        del self.cache, self.shared, self._runner
+        self._make_cache()
+
+    def _make_cache(self) -> None:
+        config, deadline_s = self._config, time.monotonic() + _FREED_S
+        blocks = config.kv_budget_tokens // config.block_tokens
+        while True:
+            try:
+                self.cache, self.shared = shared_cache(self._shape, blocks, config.block_tokens)
+                break
+            except torch.cuda.OutOfMemoryError:
+                if time.monotonic() > deadline_s:
+                    raise
+                torch.cuda.ipc_collect()
+                torch.cuda.empty_cache()
+                time.sleep(0.05)
         if self.shared is not None:
             self.shared.populate()
-        self._on_gpu = device.type == "cuda"
-        self._runner = StageRunner(stage, self.cache)
+        self._runner = StageRunner(self._stage, self.cache)
 
     def join(self, addresses: Connect) -> None:
         """Create the replica's process groups once all its workers have loaded."""

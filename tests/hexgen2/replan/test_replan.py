@@ -58,10 +58,12 @@ def checked(problem: Problem, previous: Placement, terms: Terms = HOUR) -> Place
             assert before and before.id == replica.id and before.role == replica.role
             assert before.stages == replica.stages and before.engine == replica.engine
             assert replica.role == "prefill" or before.max_batch == replica.max_batch
-        elif move.action == "restart":
+        elif move.action == "turn":
             assert before and before.stages == replica.stages
             now = replica.role, replica.max_batch, replica.engine
             assert (before.role, before.max_batch, before.engine) != now
+            assert (move.load_bytes, move.load_s) == (0.0, terms.turn_s) and move.drain_s > 0
+            assert (replica.id == before.id) == (replica.role == before.role)
         else:
             loads = loads_of(previous, found, replica.stages)
             assert move.load_bytes == pytest.approx(sum(loads), abs=1.0)
@@ -183,6 +185,22 @@ def test_colocated_replicas_that_run_go_on():
     found = checked(replan_problem(before, lost=lost), before, Terms(horizon_s=30.0))
     kept = {move.replica for move in found.moves if move.action == "keep"}
     assert kept and all(found.replica(name).role == "colocated" for name in kept)
+
+
+def test_a_change_of_roles_loads_nothing():
+    """Where one GPU holds the model, a longer prompt asks for other batches, so that decode replicas have to
+    empty. Prefill replicas, which are empty at once, decode in their place; that pays because it is quick."""
+    nodes = [{"name": name, "accelerators": "A100-80GB:1"} for name in "abcd"]
+    before = searched(problem_from({"name": "four", "nodes": nodes}, "llama-2-7b", "LPLD"))
+    problem = replan_problem(before, workload="HPLD")
+    after = replan(problem, before, OPTIONS, Terms())
+    assert violations(after) == []
+    assert {move.action for move in after.moves} == {"keep", "turn"}
+    changed = {(before.replica(m.from_).role, after.replica(m.replica).role) for m in after.moves}
+    assert {("prefill", "decode"), ("decode", "prefill")} <= changed
+    assert after.migration.chosen.load_bytes == 0
+    slow = replan(problem, before, OPTIONS, Terms(turn_s=10.0))
+    assert after.migration.chosen.missed_requests < slow.migration.chosen.missed_requests / 5
 
 
 def test_a_larger_cluster_from_nothing():

@@ -16,6 +16,9 @@ from cost_model.errors import InfeasibleError, InputError
 from hexgen2.checks import violations
 from hexgen2.goal import Goal
 from hexgen2.placement import Placement
+from hexgen2.replan.migration import Terms
+from hexgen2.replan.request import replan_problem
+from hexgen2.replan.search import replan
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.knapsack import best_points, served
 from hexgen2.search.problem import ROLES, Group, Problem, Solution, counts_of, make_problem
@@ -244,3 +247,22 @@ def test_a_placement_with_mixed_replicas_is_planned_again_after_a_loss(lost):
     kept = {move.replica for move in found.moves if move.action == "keep"}
     assert kept and kept <= {replica.id for replica in running.replicas}
     assert not any(gpu.startswith(lost) for replica in found.replicas for gpu in replica.gpus)
+
+
+def test_a_colocated_replica_that_also_works_for_others_turns_and_gets_another_id():
+    """The id it runs under says "colocated", as it would if an earlier placement had made it that."""
+    running = run("hexgen2", make_problem("hexgen2-setting-4", "llama-2-70b", "LPHD"))
+    names = {r.id: r.id.replace("mixed", "colocated") for r in running.replicas}
+    replicas = [
+        r.model_copy(update={"id": names[r.id], "role": r.role_of_group, "region": None})
+        for r in running.replicas
+    ]
+    before = running.model_copy(update={"replicas": replicas, "routes": []})
+    problem = replace(replan_problem(before), phases="flexible")
+    found = replan(problem, before, OPTIONS, Terms())
+    mixed = [r for r in found.replicas if r.role == "mixed"]
+    assert mixed and all(r.id.startswith("mixed-") for r in mixed)
+    moves = {move.replica: move for move in found.moves}
+    for replica in mixed:
+        assert moves[replica.id].action == "turn" and moves[replica.id].from_ in names.values()
+        assert moves[replica.id].drain_s > 0 == moves[replica.id].load_bytes

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 REQUESTS, PROBES = 60, 16
-FLEET = ("--fleet", "emulated", "--requests", str(REQUESTS), "--seconds", "16")
+FLEET = ("--requests", str(REQUESTS), "--seconds", "16")
+REPLICAS = {"emulated": 4, "mixed": 5}
 FAULTS = ("--every", "2", "--front-end-deaths", "1", "--seed", "1")
 DEADLINE_S = 900
 GOOD = (
@@ -24,14 +25,15 @@ GOOD = (
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="connections are cut from outside on Linux only")
-def test_no_token_is_lost_while_workers_links_and_the_front_end_die():
-    command = [sys.executable, "-m", "benchmarks.serving.chaos", *FLEET, *FAULTS]
+@pytest.mark.parametrize("fleet", REPLICAS)
+def test_no_token_is_lost_while_workers_links_and_the_front_end_die(fleet):
+    command = [sys.executable, "-m", "benchmarks.serving.chaos", "--fleet", fleet, *FLEET, *FAULTS]
     run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     said = run.stdout.splitlines()
     shown = run.stdout + run.stderr
     assert run.returncode == 0, shown
     assert set(GOOD) <= set(said), shown
     assert "BAD" not in run.stdout
-    assert sum(line.startswith("free blocks of ") for line in said) == 4, shown
+    assert sum(line.startswith("free blocks of ") for line in said) == REPLICAS[fleet], shown
     faults = next(line for line in said if "; faults: " in line)
     assert re.search(r"\d kill", faults) and re.search(r"\d cut", faults) and "1 front end" in faults, shown

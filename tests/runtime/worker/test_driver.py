@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from runtime.protocol.between_workers import ExpectKv, Release, StepResult
+from runtime.protocol.between_workers import ExpectKv, NewRole, Release, StepResult
 from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import Released, Reserved
-from runtime.protocol.message import Sampling
-from runtime.protocol.to_workers import Cancel, Prefill, ReserveKv
+from runtime.protocol.message import PROTOCOL_VERSION, Sampling
+from runtime.protocol.to_workers import Cancel, Configure, Prefill, ReserveKv
 from runtime.worker.driver import Driver, StageFree
 
 BLOCKS, SIZE = 10, 4
@@ -170,3 +170,48 @@ def test_in_a_pipeline_tokens_go_out_while_the_first_stage_computes():
     shared, own = 1, 2
     freed = Released(request_id="r0", replica="d", free_blocks=BLOCKS - shared - own)
     assert side.front_end.receive() == freed
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_empty_replica_takes_another_role_after_all_that_came_before(stages):
+    side = Side(stages)
+    role = configured("another")
+    side.driver.reserve(REQUEST)
+    acknowledge(side)
+    cancel(side)
+    side.inbox.put(role)
+    assert side.driver.run() is role
+    assert side.sent[-2:] == [Release(request_ids=("r0",)), NewRole()]
+    if side.own is not None:
+        assert [side.own.get_nowait() for _ in range(2)] == side.sent[-2:]
+
+
+def test_a_replica_with_requests_takes_no_other_role():
+    side = Side()
+    side.driver.reserve(REQUEST)
+    side.inbox.put(configured("another"))
+    with pytest.raises(RuntimeError, match="replica d has requests"):
+        side.driver.run()
+
+
+def configured(replica):
+    return Configure(
+        protocol=PROTOCOL_VERSION,
+        worker="d/0",
+        replica=replica,
+        role="mixed",
+        stages=(),
+        checkpoint="",
+        device="cpu",
+        dtype="float32",
+        kv_budget_tokens=8,
+        block_tokens=4,
+        max_batch=2,
+        max_prefill_tokens=4,
+        max_mixed_tokens=4,
+        steps_in_flight=1,
+        reuse_prefixes=True,
+        host="",
+        secret="",
+        threads=1,
+    )

@@ -1,0 +1,135 @@
+"""The placements that chaos.py breaks, and how to launch each."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.serving.fleet import CLUSTER, COMMAND, TINY, make_model
+from cluster_specs.schema import InterconnectSpec
+from hexgen2.placement import Placement, Replica, Route, RouteLink, Stage
+from hexgen2.replica import EngineSettings
+from runtime.kv_cache.layout import transfers
+from runtime.launcher.configure import stage_shapes
+
+MIXED = {
+    "mixed-0": [(2, 4)],
+    "mixed-1": [(1, 1), (1, 3)],
+    "mixed-2": [(1, 4)],
+    "prefill-0": [(1, 4)],
+    "decode-0": [(1, 4)],
+}
+"""Stages of each replica, as GPUs and layers."""
+SLOW = InterconnectSpec(bandwidth_gbyte_s=0.004, latency_us=5000)
+MIXED_MEMORY_GIB = 0.005
+
+
+def make_emulated(work: Path) -> tuple[Placement, list[str]]:
+    """The 20 GPUs of the paper's setting 1, and how to launch them."""
+    path = work / "placement.json"
+    search(path, "--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--workload", "HPHD")
+    return Placement.load(path), [COMMAND, "launch", str(path), "--engine", "emulated"]
+
+
+def make_torch(work: Path) -> tuple[Placement, list[str]]:
+    """A small Llama on six workers in four replicas of three shapes."""
+    model, cluster, path = work / "model", work / "cluster.yaml", work / "placement.json"
+    make_model(model, TINY)
+    cluster.write_text(CLUSTER.format(cores=4, memory_gib=1))
+    search(path, "--cluster", str(cluster), "--model", str(model), "--isl", "100", "--osl", "60")
+    found = Placement.load(path)
+    gpus, layers = [f"box/{k}" for k in range(6)], found.model.layers
+    stages = {
+        "prefill-0": [Stage(gpus=gpus[:1], layers=(0, layers))],
+        "prefill-1": [Stage(gpus=gpus[1:2], layers=(0, 1)), Stage(gpus=gpus[2:3], layers=(1, layers))],
+        "decode-0": [Stage(gpus=gpus[3:5], layers=(0, layers))],
+        "decode-1": [Stage(gpus=gpus[5:], layers=(0, layers))],
+    }
+    node = found.cluster.nodes[0].model_copy(update={"accelerators": "Core:6"})
+    wider = found.cluster.model_copy(update={"nodes": [node]})
+    replicas = [
+        each.model_copy(update={"stages": stages[each.id], "max_batch": 16}) for each in found.replicas
+    ]
+    placement = found.model_copy(update={"cluster": wider, "replicas": replicas})
+    routes = [each.model_copy(update={"links": kv_links(placement, each)}) for each in found.routes]
+    placement.model_copy(update={"routes": routes}).save(path)
+    return Placement.load(path), [COMMAND, "launch", str(path), "--model-path", str(model)]
+
+
+def make_mixed(work: Path) -> tuple[Placement, list[str]]:
+    """The small Llama on seven workers in five replicas, three of them mixed."""
+    model, cluster, path = work / "model", work / "cluster.yaml", work / "placement.json"
+    make_model(model, TINY)
+    cluster.write_text(CLUSTER.format(cores=2, memory_gib=MIXED_MEMORY_GIB))
+    search(path, "--cluster", str(cluster), "--model", str(model), "--isl", "100", "--osl", "60")
+    found, replicas, gpu = Placement.load(path), list[Replica](), 0
+    rates = {str(each.role): each.capacity_req_s for each in found.replicas}
+    for name, shape in MIXED.items():
+        role, stages, first = name.partition("-")[0], list[Stage](), 0
+        for degree, layers in shape:
+            gpus = [f"box/{gpu + rank}" for rank in range(degree)]
+            stages.append(Stage(gpus=gpus, layers=(first, first + layers)))
+            gpu, first = gpu + degree, first + layers
+        replicas.append(
+            Replica(
+                id=name,
+                role=role,  # type: ignore[arg-type]
+                stages=stages,
+                max_batch=4,
+                capacity_req_s=rates.get(role, min(rates.values())),
+                utilisation=0.5,
+                engine=EngineSettings(step_tokens=128, chunk_tokens=32),
+                region=[(0.0, rates["decode"]), (rates["prefill"], 0.0)] if role == "mixed" else None,
+            )
+        )
+    node = found.cluster.nodes[0].model_copy(update={"accelerators": f"Core:{gpu}", "interconnect": SLOW})
+    whole = found.cluster.model_copy(update={"nodes": [node]})
+    placement = found.model_copy(update={"cluster": whole, "replicas": replicas})
+    flow, routes = min(rates.values()) / (12 * len(replicas)), list[Route]()
+    for a, b in itertools.product(replicas, repeat=2):
+        if a.prefills_for_others and b.decodes_for_others:
+            route = found.routes[0].model_copy(update={"from_": a.id, "to": b.id, "flow_req_s": flow})
+            if a is b:
+                routes.append(route.model_copy(update={"kv_bytes_per_req": 0.0, "links": []}))
+            else:
+                routes.append(route.model_copy(update={"links": kv_links(placement, route)}))
+    total = flow * len(routes)
+    changed = {
+        "routes": routes,
+        "replicas": [each.model_copy(update={"utilisation": _use(each, routes)}) for each in replicas],
+        "throughput": found.throughput.model_copy(
+            update={"req_s": total, "output_tok_s": total * found.workload.osl}
+        ),
+        "bound": found.bound.model_copy(update={"req_s": total * len(replicas)}) if found.bound else None,
+    }
+    placement.model_copy(update=changed).save(path)
+    return Placement.load(path), [COMMAND, "launch", str(path), "--model-path", str(model), "--emulate-links"]
+
+
+def _use(replica: Replica, routes: Sequence[Route]) -> float:
+    """The share of a replica that routes use."""
+    prompts = sum(each.flow_req_s for each in routes if each.from_ == replica.id)
+    answers = sum(each.flow_req_s for each in routes if each.to == replica.id)
+    return replica.busy(prompts, answers) if replica.region else (prompts + answers) / replica.capacity_req_s
+
+
+def kv_links(placement: Placement, route: Route) -> list[RouteLink]:
+    """Which pairs of devices share a route's KV cache, and how."""
+    source, target = (stage_shapes(placement.replica(each)) for each in (route.from_, route.to))
+    moved: Counter[tuple[str, str]] = Counter()
+    for part in transfers(source, target, placement.model.kv_heads):
+        moved[part.source, part.destination] += part.part.cells
+    whole = route.kv_bytes_per_req / moved.total()
+    links = [{"from": a, "to": b, "bytes_per_req": cells * whole} for (a, b), cells in moved.items()]
+    return [RouteLink.model_validate(link) for link in links]
+
+
+def search(path: Path, *options: str) -> None:
+    asked = ["--phases", "disaggregated", *options]
+    subprocess.run([COMMAND, "search", *asked, "-o", str(path)], check=True, capture_output=True)
+
+
+MAKERS = {"torch": make_torch, "mixed": make_mixed, "emulated": make_emulated}
