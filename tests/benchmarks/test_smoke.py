@@ -21,6 +21,7 @@ SMALL = {
     "search.budget": "--workloads HPLD",
     "search.cost_models": "--settings 1 --workloads HPLD --requests 100",
     "search.convergence": "--seeds 1 --workloads HPLD",
+    "search.ordinary": "--families racks --sizes 16 --first-seed 2 --models llama-3-8b",
     "search.planned_throughput": "--clusters 1 --fixed 0 --requests 300 --strategies distserve --seed 2",
     "search.promises": "--clusters 1 --fixed 0 --requests 200 --draws 1 --seed 2",
     "search.flexible": "--fixed 1 --clusters 0 --seed 2 --requests 300 --few",
