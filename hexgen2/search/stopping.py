@@ -6,6 +6,8 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
+INTERRUPTED = "interrupted"
+
 
 @dataclass
 class Stopping:
@@ -19,6 +21,7 @@ class Stopping:
     close_gap : gap to the upper bound that is good enough
     target_req_s : throughput that is good enough, requests/s
     cut : why the search ended before it was done, if it did; then the same seed may give another placement
+    hurried : whether a part of the search ended early, to leave time to others
     """
 
     time_limit_s: float | None = None
@@ -27,6 +30,7 @@ class Stopping:
     close_gap: float = 0.0
     target_req_s: float = math.inf
     cut: str | None = None
+    hurried: bool = False
     _started_s: float = field(default_factory=lambda: time.monotonic())
 
     def again(self) -> Stopping:
@@ -37,6 +41,17 @@ class Stopping:
         """For the part of this search that leaves a share of the time limit to what follows."""
         limit_s = self.time_limit_s
         return Stopping(None if limit_s is None else limit_s * (1 - kept), _started_s=self._started_s)
+
+    def after(self, part: Stopping) -> None:
+        """Take over how such a part ended: Ctrl-C ends the whole, a shorter time limit does not."""
+        self.hurried = self.hurried or part.hurried or part.cut is not None
+        if part.cut == INTERRUPTED:
+            self.interrupt()
+
+    @property
+    def cut_anywhere(self) -> str | None:
+        """Why the whole or a part of it ended before it was done."""
+        return self.cut or ("time limit" if self.hurried else None)
 
     def with_target(self, req_s: float = math.inf) -> Stopping:
         """The same limits with another target."""
@@ -61,9 +76,10 @@ class Stopping:
     def spent(self, share: float) -> bool:
         """Whether this share of the time limit has passed, or the search was cut."""
         if self.time_limit_s is not None and self.elapsed_s > share * self.time_limit_s:
+            self.hurried = True
             return True
         return self.cut is not None
 
     def interrupt(self) -> None:
         """Ctrl-C."""
-        self.cut = "interrupted"
+        self.cut = INTERRUPTED

@@ -128,7 +128,7 @@ def run_search(
         seed=options.seed,
         evaluations=state.evaluator.evaluations,
         trace=incumbent.trace,
-        cut=stopping.cut or state.stopping.cut,
+        cut=stopping.cut or state.stopping.cut_anywhere,
         alternatives=[
             Alternative(phases=phases, req_s=found.req_s, kv_limited=found.kv_limited)  # type: ignore[arg-type]
             for phases, found in [*state.pure.items(), ("flexible", incumbent.best)]
@@ -151,7 +151,7 @@ def run_search(
             found = with_promise(finalists, cluster, options.seed, stopping.out_of_time)
         except KeyboardInterrupt:  # The formulas' first choice, without a promise.
             stopping.interrupt()
-    cut = stopping.cut or state.stopping.cut
+    cut = stopping.cut or state.stopping.cut_anywhere
     ended = record.model_copy(update={"seconds": stopping.elapsed_s, "cut": cut})
     return found.model_copy(update={"search": ended})
 

@@ -42,9 +42,12 @@ PARTITIONERS = (spectral_and_swaps, metis_partition)
 
 PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 """A flexible search begins with the best solutions of these."""
-LISTED = 0.3, 0.5
-"""Once these shares of the time limit have passed, linear programs do with the columns listed so far: that of
-the whole problem, and those of pure phases."""
+LISTED = 0.3
+"""Once this share of the time limit has passed, the linear program does with the columns listed so far."""
+PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.55, 0.65)}
+"""The same for pure phases, and the share of the time limit after which these searches end."""
+PATIENCE = 10.0
+"""A time limit allows so many times the effort."""
 CHEAPEST_TRIES = 4
 """How often a rental is looked for that also keeps the targets in the simulator."""
 HEADROOM = 1.01
@@ -123,17 +126,22 @@ def explore(state: SearchState, seed: int) -> None:
     """Offer the best solution of a cluster whose GPUs are all there to use, and a bound."""
     evaluator = state.evaluator
     state.offer(evaluator.evaluate(whole_nodes(evaluator)), "start with whole nodes")
-    evaluator.relaxed.stop = partial(state.stopping.spent, LISTED[0])
+    evaluator.relaxed.stop = partial(state.stopping.spent, LISTED)
     state.bounded_by(evaluator.relaxed.upper_bound())
-    params = state.evaluator.params
-    large = len(state.evaluator.problem.usable) > params.large_gpus
-    state.spend(params.effort, params.close_gap if large else 0.0)
-    if state.evaluator.problem.phases == "flexible":
+    params, patience = evaluator.params, _patience(state)
+    large = len(evaluator.problem.usable) > params.large_gpus
+    state.spend(params.effort * patience, params.close_gap if large else 0.0)
+    if evaluator.problem.phases == "flexible":
         for phases in PURE:
-            _climb_from_pure(state, phases, seed)
-        state.spend(params.effort, stale_effort=params.stale_effort)
+            if not state.finished():
+                _climb_from_pure(state, phases, seed)
+        state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
     climb_from_starts(state)
     settle(state, seed)
+
+
+def _patience(state: SearchState) -> float:
+    return 1.0 if state.stopping.time_limit_s is None else PATIENCE
 
 
 def _climb_from_pure(state: SearchState, phases: Phases, seed: int) -> None:
@@ -144,18 +152,18 @@ def _climb_from_pure(state: SearchState, phases: Phases, seed: int) -> None:
     restricted = replace(evaluator.problem, phases=phases)
     pure = SearchState(
         Evaluator(restricted, evaluator.params, evaluator.planner),
-        state.stopping.again(),
+        state.stopping.of_which(1 - PURE_UNTIL[phases][1]),
         progress=state.progress,
     )
-    pure.evaluator.relaxed.stop = partial(state.stopping.spent, LISTED[1])
-    params = evaluator.params
+    pure.evaluator.relaxed.stop = partial(state.stopping.spent, PURE_UNTIL[phases][0])
+    params, patience = evaluator.params, _patience(state)
     stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
-    pure.spend(params.effort, stale_effort=stale)
+    pure.spend(params.effort * patience, stale_effort=stale * patience)
     try:
         climb_from_starts(pure)
         settle(pure, seed)
     finally:  # What was found before Ctrl-C counts, too.
-        state.stopping.cut = state.stopping.cut or pure.stopping.cut
+        state.stopping.after(pure.stopping)
         found = pure.incumbent.best
         if found is not None and found.req_s > 0:
             state.pure[phases] = found

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hexgen2.region import Region
+from hexgen2.region import Point, Region
+from hexgen2.search.bounds.upper_bounds import node_rates
 from hexgen2.search.planning.classes import NodeClasses, Pattern, widest_span
 from hexgen2.search.planning.plan import Planner
-from hexgen2.search.problem import Problem
+from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds
 
 
 @dataclass(frozen=True)
 class Column:
     """A pattern of GPUs in a role, with the capacity of its best plan in requests/s; and what it can do for
-    others, if it may work for them (colocated groups)."""
+    others, if it may work for them (colocated groups).
+
+    most_sent, most_received : requests/s whose KV caches can leave and reach a colocated group
+    planned : whether it is worth that by its best plan; otherwise no plan is worth more
+    """
 
     role: str
     pattern: Pattern
     capacity_req_s: float
     region: Region | None = None
+    most_sent: float = math.inf
+    most_received: float = math.inf
+    planned: bool = True
+
+    @cached_property
+    def corners(self) -> tuple[Point, ...]:
+        """The corners of what its groups can do, in prompts/s and answers/s, with what they send and
+        receive."""
+        corners = self.region.corners if self.region else ()
+        for most, sign in ((self.most_sent, 1.0), (self.most_received, -1.0)):
+            if corners and most < math.inf:
+                corners = _cut(corners, most, sign)
+        return corners
 
     @cached_property
     def gpus(self) -> tuple[tuple[int, int], ...]:
@@ -32,32 +51,85 @@ class Column:
         return tuple(used.items())
 
 
+def _cut(corners: Sequence[Point], most: float, sign: float) -> tuple[Point, ...]:
+    """The corners of the part of a polygon, of these corners and (0, 0), where sign (p - d) is at most
+    `most`."""
+    ring = [(0.0, 0.0), *corners]
+    kept: list[Point] = []
+    for (p, d), (q, e) in zip(ring, [*ring[1:], ring[0]], strict=True):
+        here, there = sign * (p - d) - most, sign * (q - e) - most
+        if here <= 0:
+            kept.append((p, d))
+        if here * there < 0:
+            at = here / (here - there)
+            kept.append((p + at * (q - p), d + at * (e - d)))
+    return tuple(corner for corner in kept if corner != (0.0, 0.0))
+
+
+class _KvLimits:
+    """How many requests/s a group can send and receive at most: what the network cards of its nodes carry,
+    and what the GPUs beside it on these nodes could do if each worked alone at its best."""
+
+    def __init__(self, problem: Problem) -> None:
+        kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers
+        shared = problem.links == "shared" and kv_bytes > 0
+        self._cards = (problem.cluster.card_bytes_s / kv_bytes).tolist() if shared else []
+        self._rates, self._sizes = node_rates(problem), [len(gpus) for gpus in problem.node_gpus]
+
+    def most(self, counts: NodeCounts) -> tuple[float, float]:
+        """Requests/s sent and received."""
+        if not self._cards:
+            return math.inf, math.inf
+        sent = received = 0.0
+        for node, count in counts:
+            beside = self._sizes[node] - count
+            prefill, decode = self._rates[node]
+            sent += self._cards[node] + beside * decode
+            received += self._cards[node] + beside * prefill
+        return sent, received
+
+
 def list_columns(
     planner: Planner, problem: Problem, classes: NodeClasses, stop: Callable[[], bool]
 ) -> tuple[list[Column], bool]:
     """All patterns of up to `widest_span` nodes in which the model fits, in every role that groups may have;
     and whether these are all, or it was time to stop. Colocated ones on several nodes are worth what no plan
     exceeds."""
-    columns, roles = list[Column](), problem.roles
+    columns, roles, limits = list[Column](), problem.roles, _KvLimits(problem)
     for nodes in range(1, widest_span(problem) + 1):
         for pattern in classes.patterns(nodes):
             if columns and stop():
                 return columns, False
             counts = classes.counts(pattern)
+            sent, received = limits.most(counts)
             for role in roles:
                 if role == "colocated" and nodes > 1:
                     # There are many, each takes long to plan, and few are worth it.
                     limit = planner.region_limit(counts)
                     if limit:
                         region = limit if problem.mixes else None
-                        columns.append(Column(role, pattern, limit.balanced, region))
+                        found = Column(role, pattern, limit.balanced, region, sent, received, False)
+                        columns.append(found)
                     continue
                 plan = planner.plan(role, counts)
-                if plan:
-                    mixed = role == "colocated" and problem.mixes
-                    region = planner.region(plan) if mixed else None
-                    columns.append(Column(role, pattern, plan.capacity_req_s, region))
+                if plan is None:
+                    continue
+                if role == "colocated":
+                    region = planner.region(plan) if problem.mixes else None
+                    columns.append(Column(role, pattern, plan.capacity_req_s, region, sent, received))
+                else:
+                    most = sent if role == "prefill" else received
+                    columns.append(Column(role, pattern, min(most, plan.capacity_req_s)))
     return columns, True
+
+
+def with_its_plan(column: Column, planner: Planner, problem: Problem, counts: NodeCounts) -> Column | None:
+    """A colocated column with what its best plan is worth on these GPUs; None if the model does not fit."""
+    plan = planner.plan(column.role, counts)
+    if plan is None:
+        return None
+    region = planner.region(plan) if problem.mixes else None
+    return replace(column, capacity_req_s=plan.capacity_req_s, region=region, planned=True)
 
 
 def undominated(columns: Sequence[Column], stop: Callable[[], bool]) -> list[Column]:
@@ -78,7 +150,10 @@ def undominated(columns: Sequence[Column], stop: Callable[[], bool]) -> list[Col
                 if part in able and rest in able
                 for corner in able[part].plus(able[rest]).corners
             ]
-            able[column.pattern] = Region.around([*column.region.corners, *together])
+            # What no plan exceeds may be more than its parts only because nobody planned it yet.
+            if column.planned or together:
+                own = column.region.corners if column.planned else ()
+                able[column.pattern] = Region.around([*own, *together])
             of_parts = Region.around(together) if together else None
             if of_parts is None or not all(map(of_parts.contains, column.region.corners)):
                 kept.append(column)
@@ -91,7 +166,7 @@ def undominated(columns: Sequence[Column], stop: Callable[[], bool]) -> list[Col
             ),
             default=0.0,
         )
-        best[column.role, column.pattern] = max(parts, column.capacity_req_s)
+        best[column.role, column.pattern] = max(parts, column.capacity_req_s if column.planned else 0.0)
         if exceeds(column.capacity_req_s, parts):
             kept.append(column)
     return kept

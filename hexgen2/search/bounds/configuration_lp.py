@@ -202,7 +202,7 @@ class ConfigurationLP:
         for column, entries in zip(columns, groups, strict=True):
             if column.region is not None:
                 entries.append((len(rows), -1.0))
-                corners += [self._corner_entries(corner, len(rows)) for corner in column.region.corners]
+                corners += [self._corner_entries(corner, len(rows)) for corner in column.corners]
                 rows.append((-INFINITY, 0.0))
         matrix = [*fixed, *groups, *corners]
         first, size = len(fixed), len(matrix)

@@ -7,13 +7,22 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property
 
-from hexgen2.search.bounds.columns import Column, list_columns, undominated
-from hexgen2.search.bounds.configuration_lp import ConfigurationLP
+import numpy as np
+
+from hexgen2.search.bounds.columns import Column, list_columns, undominated, with_its_plan
+from hexgen2.search.bounds.configuration_lp import ConfigurationLP, Relaxation
 from hexgen2.search.bounds.rounding import lay_out, rounded
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
 from hexgen2.search.planning.classes import few_classes, widest_span
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem, Solution
+
+CHOSEN = 1e-9
+"""Groups of a column in a solution that are more than rounding."""
+
+
+IDLE_ROUNDS, WORTH_IT = 8, 1e-3
+"""Groups are planned as long as that lowers the bound by this share within so many rounds."""
 
 
 class Relaxations:
@@ -42,8 +51,29 @@ class Relaxations:
 
     @cached_property
     def columns(self) -> list[Column]:
-        """The groups to choose from."""
+        """The groups to choose from. Those that a program has chosen are worth what their plans are."""
         return undominated(self._listed[0], self.stop)
+
+    def _solved(self, solve: Callable[[list[Column]], Relaxation]) -> Relaxation:
+        """The solution of a program over the columns, once the groups that it chooses have plans: what is
+        planned is worth no more than before, so others may be chosen then (column generation the other way
+        round). Until it is time to stop: what the solution is worth is a bound at any time."""
+        found = solve(self.columns)
+        value, idle_rounds = found.value, 0
+        while not self.stop() and idle_rounds < IDLE_ROUNDS:
+            loose = [k for k in np.flatnonzero(found.amounts > CHOSEN) if not self.columns[k].planned]
+            if not loose:
+                break
+            for k in loose:
+                counts = self._classes.counts(self.columns[k].pattern)
+                made = with_its_plan(self.columns[k], self._planner, self._problem, counts)
+                nothing = replace(self.columns[k], capacity_req_s=0.0, region=None, planned=True)
+                self.columns[k] = made or nothing
+            found = solve(self.columns)
+            idle_rounds += 1
+            if found.value < value * (1 - WORTH_IT):
+                value, idle_rounds = found.value, 0
+        return found
 
     @cached_property
     def _lp(self) -> ConfigurationLP:
@@ -61,7 +91,13 @@ class Relaxations:
         """The linear program rounded to whole groups, within the budget and on these nodes (by default
         all). What colocated groups could do for others is left out: the program is solved many times, and the
         search finds that sooner."""
-        columns = [replace(column, region=None) for column in self.columns]
+
+        def simple(columns: list[Column]) -> list[Column]:
+            return [replace(column, region=None) for column in columns]
+
+        if nodes is None:
+            self._solved(lambda columns: self._lp.solve(simple(columns), budget))
+        columns = simple(self.columns)
         if nodes is not None:
             classes = self._classes.nodes
             inside = {which for which, members in enumerate(classes) if set(members) <= set(nodes)}
@@ -73,7 +109,7 @@ class Relaxations:
         where replicas may span more nodes than columns do."""
         if not self._complete:
             return rates_bound(self._problem)
-        found = self._lp.solve(self.columns, budget).upper_bound
+        found = self._solved(lambda columns: self._lp.solve(columns, budget)).upper_bound
         free = self._kv_free_lp.solve(self.columns, budget).upper_bound
         divided = "groups of GPUs can be divided, and their KV caches routed at will"
         return UpperBound(found, "linear program", (divided, *self._assumptions()), free)

@@ -84,12 +84,18 @@ def _largest_first(columns: Sequence[Column], amounts: np.ndarray) -> list[int]:
 
 class Layout:
     """Nodes that are being filled with groups. With pair_roles, a group goes where the other role has most
-    capacity to spare, so that KV caches need not leave the node."""
+    capacity to spare, behind the same uplink and in the same node, so that KV caches need not leave them."""
 
     def __init__(self, classes: NodeClasses, pair_roles: bool = False) -> None:
         self._classes, self._pair_roles = classes, pair_roles
         self._free = [len(gpus) for gpus in classes.problem.node_gpus]
-        self._surplus = [0.0] * len(self._free)  # of prefill capacity over decode capacity, requests/s
+        # Of prefill capacity over decode capacity, requests/s: of nodes, and of what is behind uplinks.
+        self._surplus = [0.0] * len(self._free)
+        self._behind = [0.0] * len(classes.problem.cluster.uplinks)
+        self._uplinks: list[list[int]] = [[] for _ in self._free]
+        for k, uplink in enumerate(classes.problem.cluster.uplinks):
+            for node in uplink.nodes:
+                self._uplinks[node].append(k)
         self._groups: list[Group] = []
 
     @property
@@ -106,7 +112,10 @@ class Layout:
         sign = _SIGN[column.role]
         for node, count in counts:
             self._free[node] -= count
-            self._surplus[node] += sign * column.capacity_req_s / len(counts)
+            surplus = sign * column.capacity_req_s / len(counts)
+            self._surplus[node] += surplus
+            for uplink in self._uplinks[node]:
+                self._behind[uplink] += surplus
         self._groups.append(Group(column.role, counts))
         return True
 
@@ -120,7 +129,9 @@ class Layout:
             if not free:
                 return None
             slowest = {n: min((links[n][m].bandwidth_bytes_s for m in taken), default=0.0) for n in free}
-            spare = least(greatest(free, slowest.__getitem__), lambda n: sign * self._surplus[n])
+            near = greatest(free, slowest.__getitem__)
+            near = least(near, lambda n: sign * math.fsum(self._behind[k] for k in self._uplinks[n]))
+            spare = least(near, lambda n: sign * self._surplus[n])
             taken.append(min(spare, key=lambda n: (self._free[n], n)))
         ordered = sorted(column.pattern, key=lambda part: -part[1])
         return counts_of({node: count for node, (_, count) in zip(taken, ordered, strict=True)})
