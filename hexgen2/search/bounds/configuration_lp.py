@@ -56,16 +56,18 @@ Entries = list[tuple[int, float]]
 @dataclass(frozen=True)
 class Relaxation:
     """A solution: its value and a proven upper bound, both in requests/s (and equal, unless an integer
-    program was cut short), and how many groups of each column it has."""
+    program was cut short), how many groups of each column it has, and the duals of the rows (none of an
+    integer program)."""
 
     value: float
     upper_bound: float
     amounts: np.ndarray
+    duals: np.ndarray
 
     @classmethod
     def of(cls, found: Optimum, groups: range) -> Relaxation:
         """From the solution of a program, with the variables of its columns."""
-        return cls(found.value, found.bound, found.x[groups.start : groups.stop])
+        return cls(found.value, found.bound, found.x[groups.start : groups.stop], found.duals)
 
 
 class ConfigurationLP:
@@ -191,6 +193,21 @@ class ConfigurationLP:
         found = program.solve()
         return found.value if found else INFINITY
 
+    def worth(self, column: Column, duals: np.ndarray) -> float:
+        """What a group of the column brings at these duals, beside what its GPUs cost: at most 1 of all
+        columns, and 1 of those that the solution has."""
+        bought = {self._price_row, *self._gpu_row}
+        brought = cost = 0.0
+        for row, amount in self._entries(column):
+            if row in bought:
+                cost += float(duals[row]) * amount
+            else:
+                brought -= float(duals[row]) * amount
+        if column.region is not None:
+            corners = [self._corner_entries(corner, 0)[1:] for corner in column.corners]
+            brought += max(-math.fsum(float(duals[row]) * n for row, n in corner) for corner in corners)
+        return brought / cost if cost > 0 else INFINITY
+
     def price_of(self, column: Column) -> float:
         """US dollars per hour for the GPUs of one group."""
         return math.fsum(self._price[which] * count for which, count in column.gpus)
@@ -246,5 +263,5 @@ class RelaxedGroups:
         """The optimum; a value of 0 and no groups if there is none."""
         found = self._program.solve()
         if found is None:
-            return Relaxation(0.0, 0.0, np.zeros(self._columns))
+            return Relaxation(0.0, 0.0, np.zeros(self._columns), np.zeros(0))
         return Relaxation.of(found, range(self._first, self._first + self._columns))

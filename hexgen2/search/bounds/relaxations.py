@@ -16,13 +16,16 @@ from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
 from hexgen2.search.planning.classes import few_classes, widest_span
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.ties import greatest_first
 
 CHOSEN = 1e-9
 """Groups of a column in a solution that are more than rounding."""
 
 
-IDLE_ROUNDS, WORTH_IT = 8, 1e-3
-"""Groups are planned as long as that lowers the bound by this share within so many rounds."""
+FEW_GPUS = 32
+"""On clusters of up to so many GPUs, starts are refined further than programs see."""
+AT_ONCE = 40
+"""Groups planned before a program is solved again."""
 
 
 class Relaxations:
@@ -54,25 +57,35 @@ class Relaxations:
         """The groups to choose from. Those that a program has chosen are worth what their plans are."""
         return undominated(self._listed[0], self.stop)
 
-    def _solved(self, solve: Callable[[list[Column]], Relaxation]) -> Relaxation:
+    def _solved(self, lp: ConfigurationLP, budget: float, simple: bool = False) -> Relaxation:
         """The solution of a program over the columns, once the groups that it chooses have plans: what is
         planned is worth no more than before, so others may be chosen then (column generation the other way
-        round). Until it is time to stop: what the solution is worth is a bound at any time."""
-        found = solve(self.columns)
-        value, idle_rounds = found.value, 0
-        while not self.stop() and idle_rounds < IDLE_ROUNDS:
-            loose = [k for k in np.flatnonzero(found.amounts > CHOSEN) if not self.columns[k].planned]
-            if not loose:
+        round). Those are planned next that are worth most at the duals. What the solution is worth is a bound
+        at any time.
+
+        Parameters
+        ----------
+        simple : leave out what colocated groups could do for others
+        """
+
+        def solve() -> Relaxation:
+            return lp.solve(_simple(self.columns) if simple else self.columns, budget)
+
+        found = solve()
+        if len(self._problem.usable) <= FEW_GPUS:
+            return found
+        while not self.stop():
+            chosen = np.flatnonzero(found.amounts > CHOSEN).tolist()
+            if not len(found.duals) or all(self.columns[k].planned for k in chosen):
                 break
-            for k in loose:
+            loose = [k for k, column in enumerate(self.columns) if not column.planned]
+            worth = {k: lp.worth(self.columns[k], found.duals) for k in loose}
+            for k in greatest_first(loose, worth.__getitem__)[:AT_ONCE]:
                 counts = self._classes.counts(self.columns[k].pattern)
                 made = with_its_plan(self.columns[k], self._planner, self._problem, counts)
                 nothing = replace(self.columns[k], capacity_req_s=0.0, region=None, planned=True)
                 self.columns[k] = made or nothing
-            found = solve(self.columns)
-            idle_rounds += 1
-            if found.value < value * (1 - WORTH_IT):
-                value, idle_rounds = found.value, 0
+            found = solve()
         return found
 
     @cached_property
@@ -92,12 +105,9 @@ class Relaxations:
         all). What colocated groups could do for others is left out: the program is solved many times, and the
         search finds that sooner."""
 
-        def simple(columns: list[Column]) -> list[Column]:
-            return [replace(column, region=None) for column in columns]
-
         if nodes is None:
-            self._solved(lambda columns: self._lp.solve(simple(columns), budget))
-        columns = simple(self.columns)
+            self._solved(self._lp, budget, simple=True)
+        columns = _simple(self.columns)
         if nodes is not None:
             classes = self._classes.nodes
             inside = {which for which, members in enumerate(classes) if set(members) <= set(nodes)}
@@ -109,7 +119,7 @@ class Relaxations:
         where replicas may span more nodes than columns do."""
         if not self._complete:
             return rates_bound(self._problem)
-        found = self._solved(lambda columns: self._lp.solve(columns, budget)).upper_bound
+        found = self._solved(self._lp, budget).upper_bound
         free = self._kv_free_lp.solve(self.columns, budget).upper_bound
         divided = "groups of GPUs can be divided, and their KV caches routed at will"
         return UpperBound(found, "linear program", (divided, *self._assumptions()), free)
@@ -150,3 +160,8 @@ class Relaxations:
             *((f"a replica spans at most {span} nodes",) if limited else ()),
             *(("nodes of one kind are as near as the nearest",) if self._coarse else ()),
         )
+
+
+def _simple(columns: list[Column]) -> list[Column]:
+    """The columns without what colocated groups could do for others."""
+    return [replace(column, region=None) for column in columns]

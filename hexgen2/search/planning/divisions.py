@@ -211,7 +211,7 @@ class Divisions:
         if pipeline.role == "colocated" and targets.ttft_s is not None and req_s > above:
             # Prompts wait for one another, at what both phases leave of the replica's time.
             req_s = min(req_s, targets.prefill_req_s(pace, chunk or 1.0))
-        if pipeline.role == "decode" and not targets.given:
+        if pipeline.role == "decode" and not targets.given and req_s > above:
             req_s = self._beside_prompts(pipeline, split, batch, pace)
         steps = 1 if self.problem.pipeline == "literal" else len(split)
         engine = given or self._engine(round(chunk * self.problem.costs.isl), steps)
