@@ -14,12 +14,15 @@ import numpy as np
 
 from hexgen2.search.budget import Budget, trades
 from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.flow.duals import Duals
 from hexgen2.search.operators import flips, idle_gpus, merges, moves, recruits, splits, swaps
 from hexgen2.search.problem import Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.steps import Neighbour, Step
 from hexgen2.search.ties import exceeds, greatest_first
 
+MANY_GROUPS, STEPS_AT_A_TIME = 40, 200
+"""With more groups than these, so many steps are compared before the best is taken."""
 FULL = 1 - 1e-6
 """Share of a capacity from which it counts as full."""
 
@@ -43,13 +46,25 @@ def refine(state: SearchState, start: Solution, label: Step | str) -> Evaluation
 def _best_step(
     state: SearchState, current: Evaluation, steps: Iterable[Neighbour]
 ) -> tuple[Step, Evaluation] | None:
+    """The step with the highest score, if it improves the current one; of many groups, the best of the first
+    steps among which one does."""
+    many = len(current.solution.groups) > MANY_GROUPS
+    left, seen, duals = iter(steps), set[tuple](), state.evaluator.duals(current)
+    while some := list(itertools.islice(left, STEPS_AT_A_TIME if many else None)):
+        found = _best_of(state, current, some, duals, seen)
+        if found is not None or state.finished():
+            return found
+    return None
+
+
+def _best_of(
+    state: SearchState, current: Evaluation, steps: Iterable[Neighbour], duals: Duals | None, seen: set[tuple]
+) -> tuple[Step, Evaluation] | None:
     """The step with the highest score, if it improves the current one. Steps are evaluated in the order of
     their upper limits, until no limit left exceeds the best score."""
     evaluator = state.evaluator
     threshold = current.score
-    duals = evaluator.duals(current)
     promising: list[tuple[float, Neighbour]] = []
-    seen = set()
     for step, solution in steps:
         state.groups_looked_at += len(solution.groups)
         if state.budget and not state.budget.affordable(solution):

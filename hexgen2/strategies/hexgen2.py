@@ -30,7 +30,7 @@ from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Phases, Problem
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
-from hexgen2.search.ties import greatest
+from hexgen2.search.ties import greatest, greatest_first
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.latency import explore_latency
 
@@ -42,9 +42,9 @@ PARTITIONERS = (spectral_and_swaps, metis_partition)
 
 PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 """A flexible search begins with the best solutions of these."""
-LISTED = 0.3
+LISTED = 0.25
 """Once this share of the time limit has passed, the linear program does with the columns listed so far."""
-PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.55, 0.65)}
+PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
 """The same for pure phases, and the share of the time limit after which these searches end."""
 PATIENCE = 10.0
 """A time limit allows so many times the effort."""
@@ -134,7 +134,9 @@ def explore(state: SearchState, seed: int) -> None:
     if evaluator.problem.phases == "flexible":
         for phases in PURE:
             if not state.finished():
-                _climb_from_pure(state, phases, seed)
+                _search_pure(state, phases, seed)
+        for kind, found in greatest_first(state.pure.items(), lambda pure: pure[1].req_s):
+            refine(state, found.solution, f"start all {kind}")
         state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
     climb_from_starts(state)
     settle(state, seed)
@@ -144,8 +146,8 @@ def _patience(state: SearchState) -> float:
     return 1.0 if state.stopping.time_limit_s is None else PATIENCE
 
 
-def _climb_from_pure(state: SearchState, phases: Phases, seed: int) -> None:
-    """Search among solutions with these phases only, and refine the best with all steps."""
+def _search_pure(state: SearchState, phases: Phases, seed: int) -> None:
+    """Search among solutions with these phases only."""
     evaluator = state.evaluator
     if phases == "disaggregated" and len(evaluator.problem.usable) < 2:
         return
@@ -168,8 +170,6 @@ def _climb_from_pure(state: SearchState, phases: Phases, seed: int) -> None:
         if found is not None and found.req_s > 0:
             state.pure[phases] = found
             state.offer(evaluator.evaluate(found.solution, found), f"best of those all {phases}")
-    if phases in state.pure:
-        refine(state, state.pure[phases].solution, f"start all {phases}")
 
 
 def climb_from_starts(state: SearchState) -> None:
