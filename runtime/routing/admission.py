@@ -159,6 +159,10 @@ class Admission(Generic[Request]):
         self._take_routes()
         return self._stranded()
 
+    def reroute(self) -> None:
+        """Take up the routes anew, whose flow has changed."""
+        self._take_routes()
+
     def _take_routes(self) -> None:
         """Update the routes to those between the replicas that serve."""
         absent, unexpected = self.states.absent, self.states.unexpected

@@ -43,6 +43,7 @@ SMALL = {
     "serving.soak": "--seconds 15",
     "serving.three_machines": "--requests 8",
     "simulator.against_fleet": "--seconds 3",
+    "simulator.load_shift": "--cells hexgen2-setting-4:online --seeds 1 --seed 2 --requests 1000 --few",
     "simulator.simulator_speed": "--requests 100",
 }
 """Options by script. ELSEWHERE has the scripts that need something to be fetched first."""
