@@ -32,11 +32,17 @@ def with_lengths(placement: Placement, isl: float, osl: float) -> Placement:
     replicas = [_under(replica, *sides) for replica in placement.replicas]
     alone = {replica.id: replica.capacity_req_s for replica in replicas}
     routes = [
-        route.model_copy(update={"capacity_req_s": alone[route.from_]})
+        route.model_copy(
+            update={
+                "capacity_req_s": alone[route.from_],
+                "min_prompt_tokens": int(route.min_prompt_tokens * prompts),
+            }
+        )
         if route.from_ == route.to
         else route.model_copy(
             update={
                 "capacity_req_s": route.capacity_req_s / prompts,
+                "min_prompt_tokens": int(route.min_prompt_tokens * prompts),
                 "kv_bytes_per_req": route.kv_bytes_per_req * prompts,
                 "links": [
                     link.model_copy(update={"bytes_per_req": link.bytes_per_req * prompts})

@@ -4,7 +4,8 @@ Formulas rank the thousands of solutions that a search looks at; they leave out 
 disturb each other. So the finalists challenge one another in the simulator: the one that the formulas rank
 first is simulated at the rates around its goodput, and each other one at a rate just above the best goodput
 so far. A challenger that keeps more than the share asked for in time at that rate takes over. Then the best
-one is tried with larger and smaller prefill steps, and its goodput is found with more requests.
+one is tried with larger and smaller prefill steps, and with long prompts for its remote routes
+(length_split.py); and its goodput is found with more requests.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hexgen2.goal import Goal
 from hexgen2.placement import Placement
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.promise.goodput import Found, find_goodput
+from hexgen2.promise.length_split import split_by_length
 from hexgen2.promise.precise_goodput import HARDLY, precise_goodput
 from hexgen2.promise.trial import Trials, deviation
 from hexgen2.replica import Replica
@@ -137,6 +139,11 @@ class _Tournament:
                 found = self._challenge(other, best, goodput)
                 if found[0] is other:
                     (best, goodput), improved = found, True
+        divided = split_by_length(best) if goodput.req_s > 0 else None
+        if divided is not None:
+            best, goodput = self._challenge(divided, best, goodput, in_any_case=True)
+            if best is divided:
+                led.append((best, goodput))
         if goodput.req_s > 0 and not self._stop():
             goodput = self._closely(best, goodput)
             best, goodput = self._not_by_luck(best, goodput, led)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import chain, count
 from pathlib import Path
@@ -347,7 +347,7 @@ class Simulation:
             return routes_without(self._changeover.routes(), lost)
         names = self._names
         ids = self._shift.routes(self._ids(lost))
-        routes = [Route(names[route.prefill], names[route.decode], route.weight) for route in ids]
+        routes = [replace(r, prefill=names[r.prefill], decode=names[r.decode]) for r in ids]
         more = [
             self._shift.plan.between(own.prefill, own.decode)
             for own, route in zip(ids, routes, strict=True)

@@ -33,6 +33,7 @@ from hexgen2.placement import Route as PlacedRoute
 from hexgen2.prediction.bottlenecks import bottlenecks_of
 from hexgen2.prediction.latency import latency_of
 from hexgen2.region import Region
+from hexgen2.workload.prompt_limits import divided, prompt_factors
 from runtime.routing.router import Route, routes_of
 
 MANY_PAIRS = 400
@@ -76,9 +77,28 @@ class Reflow:
         """The routes without the lost replicas, with the flow in requests/s as weight; 0 makes a spare.
 
         Without a loss these are the placement's own routes. Colocated replicas keep their load. As long as a
-        mixed replica, or a prefill and a decode replica are left, there is a route that can serve.
+        mixed replica, or a prefill and a decode replica are left, there is a route that can serve. Routes for
+        long prompts stay such where another one to the same replica takes the short ones.
         """
-        return self._solved(lost) if lost else list(self._planned)
+        return self._limited(self._solved(lost)) if lost else list(self._planned)
+
+    def _limited(self, routes: list[Route]) -> list[Route]:
+        """The routes, whose flow is for requests of all lengths, with the limits of the placement's."""
+        limits = {(r.prefill, r.decode): r.min_prompt_tokens for r in self._planned if r.min_prompt_tokens}
+        if not limits:
+            return routes
+        flows, kept = divided(self._costs.lengths, {(r.prefill, r.decode): r.weight for r in routes}, limits)
+        return [Route(*pair, flow, kept.get(pair, 0)) for pair, flow in flows.items()]
+
+    def _of_all_lengths(self, lost: Collection[str]) -> dict[Pair, float]:
+        """The flow of each route if all had requests of all lengths."""
+        if lost:
+            return {(r.prefill, r.decode): r.weight for r in self._solved(lost)}
+        flows = [(r.weight, r.min_prompt_tokens) for r in self._planned]
+        factors = prompt_factors(self._costs.lengths, flows)
+        return {
+            (r.prefill, r.decode): r.weight * factor for r, factor in zip(self._planned, factors, strict=True)
+        }
 
     def _solved(self, lost: Collection[str], near: Mapping[Pair, float] | None = None) -> list[Route]:
         """The routes without the lost replicas and their flow, close to the shares of `near` if given."""
@@ -96,16 +116,17 @@ class Reflow:
         """As `routes`, but under the lengths of requests that `other` has, which has the same replicas. No
         share moves without need, and none to a route that there was not, but that of a mixed replica to
         itself."""
-        near = {(r.prefill, r.decode): r.weight for r in self.routes(lost)}
+        near = self._of_all_lengths(lost)
         mixed = (r.id for r in self._placement.replicas if r.role == "mixed" and r.id not in lost)
-        return other._solved(lost, {(name, name): 0.0 for name in mixed} | near)
+        return other._limited(other._solved(lost, {(name, name): 0.0 for name in mixed} | near))
 
     def placement(self, lost: Collection[str]) -> Placement:
         """The placement without the lost replicas, with the recomputed flow and figures; it passes the same
-        checks. The bound stays that of all GPUs, which holds for fewer too; `goodput` is left out."""
+        checks. The bound stays that of all GPUs, which holds for fewer too; `goodput` is left out, and so are
+        limits of prompts' lengths: flows are those of requests of all lengths."""
         if not lost:
             return self._placement
-        routes = self.routes(lost)
+        routes = self._solved(lost)
         prompts: dict[str, float] = defaultdict(float)
         answers: dict[str, float] = defaultdict(float)
         for route in routes:
@@ -120,7 +141,9 @@ class Reflow:
                 replicas.append(replica.model_copy(update={"utilisation": used}))
         served = math.fsum(route.weight for route in routes)
         carrying = [
-            self.between(route.prefill, route.decode).model_copy(update={"flow_req_s": route.weight})
+            self.between(route.prefill, route.decode).model_copy(
+                update={"flow_req_s": route.weight, "min_prompt_tokens": 0}
+            )
             for route in routes
             if not self._is_colocated((route.prefill, route.decode)) and route.weight > 0
         ]

@@ -24,6 +24,8 @@ SMALL = {
     "search.planned_throughput": "--clusters 1 --fixed 0 --requests 300 --strategies distserve --seed 2",
     "search.promises": "--clusters 1 --fixed 0 --requests 200 --draws 1 --seed 2",
     "search.flexible": "--fixed 1 --clusters 0 --seed 2 --requests 300 --few",
+    "search.length_split": "--clusters hexgen2-case-study --models llama-2-70b --targets 2000:100 --draws 1"
+    " --seed 1 --requests 300",
     "search.promise_time": "--cases 1 --runs 1 --seed 2",
     "search.rank_agreement": "--clusters 1 --fixed 0 --placements 4 --requests 200 --seed 2",
     "search.paper_figures": "--parts table4 --seconds 5",
