@@ -55,8 +55,8 @@ class Route(_Strict):
     """KV cache from a replica that prefills to one that decodes. Of a mixed replica to itself: the requests
     that it serves alone, whose KV caches stay where they are.
 
-    min_prompt_tokens : the route takes only requests with prompts at least that long, as long as others take
-        the rest. flow_req_s counts the requests that it gets; capacity and bytes are for the mean prompt
+    min_prompt_tokens : requests with shorter prompts take the route only while no other has room for them.
+        flow_req_s counts the requests that it gets; capacity and bytes are for the mean prompt
     """
 
     from_: Name = Field(alias="from")

@@ -144,7 +144,7 @@ encrypted; use a private network.
 
 Prefill and decode replicas need a proxy in front. For each request, the proxy chooses a route of
 `routes.json` in proportion to `flow_req_s`, among those whose `min_prompt_tokens`, if
-any, the prompt has. Then it
+any, the prompt has, or among all if none of these has room. Then it
 1. sends the request to the prefill replica with `"stream": false, "max_tokens": 1` and the
    `kv_transfer_params` of `routes.json`;
 2. sends the client's request to the decode replica, with the `kv_transfer_params` of the first response, and

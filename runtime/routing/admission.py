@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -110,7 +109,7 @@ class Admission(Generic[Request]):
         if not self._queue:
             return None
         request = self._queue.first()
-        route = self.router.pick(self._has_room(request), self._length(request))
+        route = self.router.pick(self._has_room(request), request.prompt_tokens)
         if route is None:
             return None
         return self._queue.popleft(), route
@@ -182,15 +181,6 @@ class Admission(Generic[Request]):
     def can_ever_start(self, request: Request) -> bool:
         """Whether some route could hold the request if it served nothing else."""
         return any(self._could_hold(request, route) for route in self._in_sight)
-
-    def _length(self, request: Request) -> float:
-        """The prompt tokens by which routes take the request or not: infinite if those that take it never
-        have room for it, so that others do."""
-        router, tokens = self.router, request.prompt_tokens
-        if not router.limited:
-            return math.inf
-        own = (route for route in router.routes if router.takes(route, tokens))
-        return tokens if any(self._could_hold(request, route) for route in own) else math.inf
 
     def _could_hold(self, request: Request, route: Route) -> bool:
         """Whether the route could hold the request if it served nothing else."""

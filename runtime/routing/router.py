@@ -19,7 +19,8 @@ class Route:
     mixed replica is for the requests that it serves alone.
 
     weight is the flow of the placement in requests per second (only proportions matter); a route with
-    weight 0 is a spare. min_prompt_tokens: only requests with prompts at least that long take the route.
+    weight 0 is a spare. min_prompt_tokens: requests with shorter prompts take the route only while no other
+    has room for them.
     """
 
     prefill: str
@@ -86,7 +87,8 @@ class Router:
 
     A route for long prompts goes on earning credit while short ones pass, up to CREDIT_LIMIT, and gets the
     next long ones until it has caught up. So routes have their shares in the long run if there are long
-    prompts enough. If no route takes short prompts, those with the lowest limit do.
+    prompts enough. If no route takes short prompts, those with the lowest limit do. While no route that takes
+    a request has room, one for longer prompts serves it, and is charged as usual: nobody waits beside room.
 
     References
     ----------
@@ -104,7 +106,7 @@ class Router:
         self.limited = any(route.min_prompt_tokens > self._least_tokens for route in self.routes)
 
     def takes(self, route: Route, prompt_tokens: float) -> bool:
-        """Whether requests with prompts of that length may take a route."""
+        """Whether a route is for requests with prompts of that length."""
         return prompt_tokens >= route.min_prompt_tokens or route.min_prompt_tokens <= self._least_tokens
 
     def pick(
@@ -114,7 +116,7 @@ class Router:
 
         Parameters
         ----------
-        prompt_tokens : of the request; by default, every route takes it
+        prompt_tokens : of the request; by default, it is long enough for every route
         """
         if self.limited and prompt_tokens < math.inf:
             return self._pick_by_length(admissible, prompt_tokens)
@@ -127,7 +129,7 @@ class Router:
         with_room = [standing for standing in self._standing if admissible(standing.route)]
         candidates = [standing for standing in with_room if self.takes(standing.route, prompt_tokens)]
         if not candidates:
-            return self._pick_spare(lambda route: self.takes(route, prompt_tokens) and admissible(route))
+            return self._pick_of(with_room, with_room) if with_room else self._pick_spare(admissible)
         taking = set(map(id, candidates))
         earning = [each for each in with_room if id(each) in taking or each.credit < CREDIT_LIMIT]
         return self._pick_of(candidates, earning)

@@ -1,4 +1,4 @@
-"""Routes for long prompts in the front end: short prompts stay away, unless nobody else is left."""
+"""Routes for long prompts in the front end: short prompts stay away, unless no other has room."""
 
 from collections import Counter
 

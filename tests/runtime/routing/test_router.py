@@ -111,7 +111,7 @@ def limited_routes(draw):
 
 @settings(deadline=None)
 @given(limited_routes(), st.lists(st.integers(1, 300), max_size=200))
-def test_every_request_gets_a_route_and_short_ones_none_for_long_prompts(routes, prompts):
+def test_every_request_gets_a_route_and_short_ones_none_for_long_prompts_while_there_is_room(routes, prompts):
     router = Router(routes)
     shortest = min(route.min_prompt_tokens for route in routes)
     for tokens in prompts:
@@ -167,11 +167,33 @@ def test_limits_make_no_difference_to_long_prompts():
         assert plain.pick().prefill == limited.pick(prompt_tokens=500).prefill
 
 
-def test_short_prompts_wait_for_room_on_a_route_of_theirs():
+@settings(deadline=None)
+@given(limited_routes(), st.lists(st.tuples(st.integers(1, 300), st.sets(st.integers(0, 7))), max_size=200))
+def test_no_request_waits_beside_room_nor_leaves_room_that_its_length_allows(routes, asked):
+    router = Router(routes)
+    for tokens, full in asked:
+        rooms = {route for k, route in enumerate(routes) if k not in full}
+        allowed = {route for route in rooms if router.takes(route, tokens)}
+        picked = router.pick(rooms.__contains__, prompt_tokens=tokens)
+        if picked is None:
+            assert not rooms
+        else:
+            assert picked in (allowed or rooms)
+    assert sum(standing.credit for standing in router._standing) == pytest.approx(0, abs=1e-6)
+
+
+def test_short_prompts_on_a_route_for_long_ones_leave_the_shares_of_all_others_as_they_are():
     short, long = Route("m", "m", 3.0), Route("p", "m", 1.0, 1000)
     router = Router([short, long])
-    assert router.pick(lambda route: route is long, prompt_tokens=10) is None
-    assert router.pick(lambda route: route is long, prompt_tokens=1000) is long
+    assert {router.pick(lambda route: route is long, prompt_tokens=10) for _ in range(10)} == {long}
+    assert Counter(router.pick(prompt_tokens=2000) for _ in range(40)) == {short: 30, long: 10}
+
+
+def test_spares_are_used_only_where_no_route_for_longer_prompts_has_room():
+    short, long, spare = Route("m", "m", 3.0), Route("p", "m", 1.0, 1000), Route("s", "s", 0.0)
+    router = Router([short, long, spare])
+    assert router.pick(lambda route: route is not short, prompt_tokens=10) is long
+    assert router.pick(lambda route: route is spare, prompt_tokens=10) is spare
 
 
 def test_routes_for_long_prompts_take_short_ones_if_no_others_are_left():
