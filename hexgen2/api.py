@@ -295,7 +295,7 @@ def simulate(
     failures : (replica, seconds): replicas to lose, and when
     replans : (placement, seconds): placements made by `replan` to switch to, and when
     recover : whether requests of a lost replica resume elsewhere or fail
-    shift_load : whether shares of routes move when requests become longer or shorter than planned
+    shift_load : whether shares of routes move when requests wait and are longer or shorter than planned
     seed : of lengths and arrivals
     requests_out : CSV file to write, with a line per request
     progress : called regularly with the simulation

@@ -57,7 +57,7 @@ class FrontOptions:
     queue_timeout_s : how long a request may wait before it starts
     kv_high_water : share of a replica's KV cache up to which requests are let in, counting what they are
         expected to grow by
-    shift_load : whether shares of routes move when requests become longer or shorter than planned
+    shift_load : whether shares of routes move when requests wait and are longer or shorter than planned
     api_keys : keys by the name of the client; a client must send one of them. Empty: no key is needed
     operator_key : key that an operator must send to see metrics, requests and the placement, and to change
         it; "": with api_keys, only this machine may see them

@@ -112,7 +112,7 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
     "--shift-load/--no-shift-load",
     default=FRONT_DEFAULTS.shift_load,
     show_default=True,
-    help="Move shares of routes when requests become longer or shorter than planned.",
+    help="Move shares of routes when requests wait and are longer or shorter than planned.",
 )
 @_failures(
     "--restarts",

@@ -87,7 +87,7 @@ _fleet = options("What happens to the fleet")
     "--shift-load/--no-shift-load",
     default=True,
     show_default=True,
-    help="Move shares of routes when requests become longer or shorter than planned, as"
+    help="Move shares of routes when requests wait and are longer or shorter than planned, as"
     " `hexgen2 launch` does.",
 )
 @_fleet("--fail", "failures", multiple=True, metavar="REPLICA@S", help="Lose this replica after S seconds.")

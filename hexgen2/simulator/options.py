@@ -42,8 +42,8 @@ class Options:
         max_num_batched_tokens); None: as each replica's engine settings say
     max_batch : most requests of a replica that decodes (vLLM's max_num_seqs); None: as planned
     max_concurrency : most requests in flight (see clients.py); None: no limit
-    shift_load : whether shares of routes move when requests become longer or shorter than planned, as in the
-        runtime
+    shift_load : whether shares of routes move when requests wait and are longer or shorter than planned, as
+        in the runtime
     gathered, look_steps : when replicas that decode turn to prompts (see batching.py)
     """
 

@@ -362,13 +362,14 @@ class Simulation:
         return {own for own, name in self._names.items() if name in names}
 
     def _shift_load(self) -> None:
-        """Move shares of routes if requests have become longer or shorter."""
+        """Move shares of routes if requests have become longer or shorter, and have to wait."""
         if not self.options.shift_load or self._changeover is not None:
             return
-        moved = self._shift.move(self._ids(self._admission.states.absent))
+        admission = self._admission
+        moved = self._shift.move(self._ids(admission.states.absent), admission.pressure.high)
         if moved:
             self.records.moved.append((self.now, moved))
-            self._admission.reroute()
+            admission.reroute()
 
     def _needs(self, request: _Request, replica: str) -> bool:
         """Whether an active request still depends on a replica."""

@@ -306,11 +306,11 @@ class Coordinator:
         self._wait_estimate.waiting(len(self._queue) > 0, time.monotonic())
 
     def _move_shares(self, prompt_tokens: int) -> None:
-        """A request has arrived: move shares of routes if lengths have changed."""
+        """A request has arrived: move shares of routes if lengths have changed and requests wait."""
         if self._shift is None:
             return
         self._shift.arrived(prompt_tokens)
-        moved = self._shift.move(self.states.absent)
+        moved = self._shift.move(self.states.absent, self._admission.pressure.high)
         if moved:
             log.warning(moved)
             self.share_moves += 1

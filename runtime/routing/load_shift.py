@@ -1,10 +1,11 @@
-"""Moves the shares of routes when requests become longer or shorter than planned.
+"""Moves the shares of routes when requests wait and have become longer or shorter than planned.
 
-A placement's flows suit the lengths that it was planned for. With longer prompts, for example, prefill
-replicas are full while decode replicas wait, and mixed replicas should compute more prompts. So the mean
-lengths of the latest requests are watched, and when they have clearly changed, the flow is solved again for
-these lengths (reflow.py): replicas and plans stay, and shares move no further than they must. The front end
-and the simulator share this file.
+A placement's flows suit the lengths that it was planned for. With longer outputs, for example, mixed replicas
+should compute fewer prompts. So the mean lengths of the latest requests are watched, and when they have
+clearly changed and requests have to wait for room (pressure.py), the flow is solved again for these lengths
+(reflow.py), and taken if it carries clearly more: replicas and plans stay, and shares move no further than
+they must. While nobody waits, the planned shares serve sooner: those that carry most fill up replicas that
+the plan keeps free. The front end and the simulator share this file.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hexgen2.prediction.other_lengths import with_lengths
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import Route, routes_of
 
-WINDOW, SHORT_WINDOW = 600, 100
-"""Requests over which lengths are averaged: to see whether they have changed, and how long they are now."""
+WINDOW = 600
+"""Requests over which lengths are averaged."""
 FEWEST = 400
 """Requests that must have been seen before anything is concluded."""
 EVERY = 200
@@ -31,6 +32,8 @@ SIGNIFICANT = 4.0
 """... and by more than so many standard errors, so that a few very long requests move nothing."""
 BACK = 0.05
 """The planned flow returns once both means are within this share of the planned ones."""
+WORTHWHILE = 0.035
+"""Shares move only if the flow that suits the lengths can carry more than the planned one by this share."""
 OVERTAKEN = 2000
 """Of outputs, those of requests that began earlier are waited for, since the shortest end first; but no
 longer than until so many have ended that began later."""
@@ -51,10 +54,10 @@ class Lengths:
 
 
 class _Average:
-    """Exponentially weighted mean of the latest values, over about `window` of them."""
+    """Exponentially weighted mean of the latest values, over about WINDOW of them."""
 
-    def __init__(self, window: int) -> None:
-        self._least = 2 / (window + 1)
+    def __init__(self) -> None:
+        self._least = 2 / (WINDOW + 1)
         self.seen, self.mean, self._variance = 0, 0.0, 0.0
 
     def add(self, value: float) -> None:
@@ -69,34 +72,19 @@ class _Average:
         """The standard error of the mean."""
         return math.sqrt(self._variance * max(1 / self.seen, self._least))
 
-
-class _Watched:
-    """A length of requests: its average over a long and over a short window."""
-
-    def __init__(self) -> None:
-        self.long, self.short = _Average(WINDOW), _Average(SHORT_WINDOW)
-
-    def add(self, tokens: float) -> None:
-        self.long.add(tokens)
-        self.short.add(tokens)
-
     def changed(self, since: float, factor: float) -> bool:
         """Whether the mean, times a factor, is clearly different now."""
-        if self.long.seen < FEWEST:
+        if self.seen < FEWEST:
             return False
-        off = abs(self.long.mean * factor - since)
-        return off > CHANGED * since and off > SIGNIFICANT * self.long.error * factor
-
-    def now(self, factor: float) -> float:
-        """The mean of the latest ones, times a factor."""
-        return max(1.0, self.short.mean * factor)
+        off = abs(self.mean * factor - since)
+        return off > CHANGED * since and off > SIGNIFICANT * self.error * factor
 
 
 class _OutputsInOrder:
     """Hands on the output tokens of requests in the order in which these began: in the order in which they
     end, the first ones would be the shortest of many."""
 
-    def __init__(self, watched: _Watched) -> None:
+    def __init__(self, watched: _Average) -> None:
         self._watched = watched
         self._order: deque[Hashable] = deque()
         self._tokens: dict[Hashable, int | None] = {}
@@ -126,7 +114,8 @@ class _OutputsInOrder:
 
 
 class LoadShift:
-    """The routes of a placement, with the flow that suits the lengths of the latest requests.
+    """The routes of a placement, with the flow that suits the lengths of the latest requests while these
+    have to wait, and else the planned one.
 
     Parameters
     ----------
@@ -135,7 +124,7 @@ class LoadShift:
 
     Attributes
     ----------
-    lengths : those that the flow suits; at first the planned ones
+    lengths : those for which the flow is good enough; at first the planned ones
     moves : how often the flow has changed
     """
 
@@ -145,8 +134,8 @@ class LoadShift:
         self.lengths, self.moves = self.planned, 0
         self._current: Reflow | None = None
         self._has_choice = len(routes_of(placement)) > 1
-        self._prompts, self._outputs = _Watched(), _Watched()
-        self._looked_up, self._found = _Average(WINDOW), _Average(WINDOW)
+        self._prompts, self._outputs = _Average(), _Average()
+        self._looked_up, self._found = _Average(), _Average()
         self._in_order = _OutputsInOrder(self._outputs)
         self._since_move = EVERY
         self._known: dict[frozenset[str], list[Route]] = {}
@@ -189,8 +178,12 @@ class LoadShift:
             self._looked_up.add(prompt_tokens)
             self._found.add(cached)
 
-    def move(self, lost: Collection[str]) -> str:
-        """Change the flow if lengths have clearly changed.
+    def move(self, lost: Collection[str], pressed: bool) -> str:
+        """Change the flow if requests wait and lengths have clearly changed, or back if none has to wait.
+
+        Parameters
+        ----------
+        pressed : whether requests have to wait for room
 
         Returns
         -------
@@ -198,17 +191,23 @@ class LoadShift:
         """
         if not self._has_choice or self._since_move < EVERY:
             return ""
-        lengths = self._due()
-        if lengths is None:
+        lengths = self._due() if pressed else self.planned
+        if lengths is None or lengths == self.lengths:
             return ""
         before = self.routes(lost)
         self.lengths, self._since_move = lengths, 0
-        self._known.clear()
-        self._current = None
+        current = None
         if lengths != self.planned:
-            self._current = Reflow(with_lengths(self._placement, lengths.prompt, lengths.output))
+            current = Reflow(with_lengths(self._placement, lengths.prompt, lengths.output))
+            if self.plan.gain(lost, current) < WORTHWHILE:
+                current = None
+        if current is self._current:
+            return ""
+        self._current = current
+        self._known.clear()
         self.moves += 1
-        return self._in_words(before, self.routes(lost))
+        why = self._in_words() if pressed else "requests hardly wait any more"
+        return f"{why}, so shares move: {_differences(before, self.routes(lost))}"
 
     def _due(self) -> Lengths | None:
         """The lengths that the flow should suit now, if not those that it does."""
@@ -216,8 +215,8 @@ class LoadShift:
         computed = self._computed_share
         if suited != planned:
             means = Lengths(
-                self._prompts.long.mean * computed if self._prompts.long.seen else planned.prompt,
-                self._outputs.long.mean if self._outputs.long.seen >= FEWEST else planned.output,
+                self._prompts.mean * computed if self._prompts.seen else planned.prompt,
+                self._outputs.mean if self._outputs.seen >= FEWEST else planned.output,
             )
             if means.differ(planned) <= BACK:
                 return planned
@@ -226,8 +225,8 @@ class LoadShift:
         if not prompts and not outputs:
             return None
         return Lengths(
-            self._prompts.now(computed) if prompts else suited.prompt,
-            self._outputs.now(1.0) if outputs else suited.output,
+            max(1.0, self._prompts.mean * computed) if prompts else suited.prompt,
+            max(1.0, self._outputs.mean) if outputs else suited.output,
         )
 
     @property
@@ -237,19 +236,24 @@ class LoadShift:
             return 1.0
         return max(0.0, 1 - self._found.mean / self._looked_up.mean)
 
-    def _in_words(self, before: Iterable[Route], after: Iterable[Route]) -> str:
+    def _in_words(self) -> str:
         found, planned = self.lengths, self.planned
-        shares = [_shares(routes) for routes in (before, after)]
-        changed = [
-            f"{name} {phase} {100 * old:.0f} % (was {100 * was:.0f} %)"
-            for (name, phase), old in shares[1].items()
-            if abs(old - (was := shares[0].get((name, phase), 0.0))) >= SHOWN
-        ]
         return (
             f"requests have about {found.prompt:.0f} prompt tokens to compute and {found.output:.0f} output "
-            f"tokens (planned: {planned.prompt:.0f} and {planned.output:.0f}), so shares move: "
-            + (", ".join(changed) or "none by 1 % or more")
+            f"tokens (planned: {planned.prompt:.0f} and {planned.output:.0f})"
         )
+
+
+def _differences(before: Iterable[Route], after: Iterable[Route]) -> str:
+    """The shares of replicas that differ by enough to be worth a word."""
+    was, now = _shares(before), _shares(after)
+    changed = [
+        f"{name} {phase} {100 * now.get(key, 0.0):.0f} % (was {100 * was.get(key, 0.0):.0f} %)"
+        for key in was | now
+        if abs(now.get(key, 0.0) - was.get(key, 0.0)) >= SHOWN
+        for name, phase in [key]
+    ]
+    return ", ".join(changed) or "none by 1 % or more"
 
 
 def _shares(routes: Iterable[Route]) -> dict[tuple[str, str], float]:

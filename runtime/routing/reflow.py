@@ -116,9 +116,43 @@ class Reflow:
         """As `routes`, but under the lengths of requests that `other` has, which has the same replicas. No
         share moves without need, and none to a route that there was not, but that of a mixed replica to
         itself."""
+        return other._limited(self._nearest(lost, other))
+
+    def gain(self, lost: Collection[str], other: Reflow) -> float:
+        """How much more requests/s the flow of `moved` carries than that of `routes` does under the other
+        lengths, as a share of these. Much can stay as planned: admission sends requests around what is full,
+        so that only what mixed replicas do with their time is left to gain."""
+        planned = other._carried(self._of_all_lengths(lost), lost)
+        moved = {(r.prefill, r.decode): r.weight for r in self._nearest(lost, other)}
+        return other._carried(moved, lost) / planned - 1 if planned > 0 else 0.0
+
+    def _nearest(self, lost: Collection[str], other: Reflow) -> list[Route]:
+        """The routes of `moved`, if all had requests of all lengths."""
         near = self._of_all_lengths(lost)
         mixed = (r.id for r in self._placement.replicas if r.role == "mixed" and r.id not in lost)
-        return other._limited(other._solved(lost, {(name, name): 0.0 for name in mixed} | near))
+        return other._solved(lost, {(name, name): 0.0 for name in mixed} | near)
+
+    def _carried(self, weights: Mapping[Pair, float], lost: Collection[str]) -> float:
+        """The requests/s that routes carry when more come than that: each gets requests in proportion to its
+        weight until something that it needs is full, and the others go on."""
+        pairs = [pair for pair, weight in weights.items() if weight > 0 and not self._is_colocated(pair)]
+        colocated = [pair[0] for pair in weights if self._is_colocated(pair)]
+        whole = math.fsum(self._replicas[name].capacity_req_s for name in colocated)
+        if not pairs:
+            return whole
+        limits, (shared, free) = _Limits.of(pairs, self._replicas), self._shared(pairs, lost)
+        most = [self.between(*pair).capacity_req_s for pair in pairs]
+        takes = vstack([limits.members, shared, np.eye(len(pairs))], format="csr")
+        left = np.concatenate([limits.capacity, free, most])
+        going, carried = np.array([weights[pair] for pair in pairs]), 0.0
+        while going.any():
+            used = takes @ going
+            lasts = np.divide(left, used, out=np.full(len(left), np.inf), where=used > 0)
+            first = int(lasts.argmin())
+            carried += float(going.sum() * lasts[first])
+            left = np.maximum(0.0, left - used * lasts[first])
+            going[takes[[first]].indices] = 0.0
+        return whole + carried
 
     def placement(self, lost: Collection[str]) -> Placement:
         """The placement without the lost replicas, with the recomputed flow and figures; it passes the same

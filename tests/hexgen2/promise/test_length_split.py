@@ -20,6 +20,7 @@ from hexgen2.simulator.records import Records
 from hexgen2.simulator.simulation import Simulation
 from hexgen2.workload.arrivals import LengthSource, online
 from hexgen2.workload.prompt_limits import divided, long_prompts, prompt_factors
+from runtime.routing import load_shift
 from runtime.routing.load_shift import LoadShift
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import routes_of
@@ -147,14 +148,15 @@ def test_after_a_loss_short_prompts_have_routes_and_the_live_placement_passes_it
         assert violations(reflow.placement({replica.id})) == []
 
 
-def test_limits_move_with_the_lengths_of_prompts():
+def test_limits_move_with_the_lengths_of_prompts(monkeypatch):
+    monkeypatch.setattr(load_shift, "WORTHWHILE", -1.0)
     placement = limited()
     shift = LoadShift(placement)
     rng = np.random.default_rng(0)
     isl, _ = LengthSource(placement.workload).sample(rng, 3000)
     for tokens in (2 * isl).tolist():
         shift.arrived(tokens)
-        shift.move(())
+        shift.move((), pressed=True)
     assert shift.moves
     least = max(r.min_prompt_tokens for r in placement.routes)
     assert {r.min_prompt_tokens for r in shift.routes(())} <= {0} | {

@@ -94,6 +94,14 @@ def test_shares_move_with_longer_outputs_and_more_is_served():
     assert not any("shares of routes moved" in line for line in kept.assumptions)
 
 
+def test_shares_stay_while_no_request_waits():
+    placement = placement_of("hexgen2-setting-3", "llama-2-70b", "online")
+    longer = with_lengths(placement, placement.workload.isl, 1.5 * placement.workload.osl).workload
+    requests = online(LengthSource(longer), 0.5 * placement.throughput.req_s, 2000, (5,))
+    moved, kept = (simulate(placement, requests, Options(shift_load=shift)) for shift in (True, False))
+    assert moved.to_dict() == kept.to_dict()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_lengths_as_planned_give_the_same_results_whether_shares_may_move_or_not(case):
     placement = placement_of(*case)
@@ -104,9 +112,9 @@ def test_lengths_as_planned_give_the_same_results_whether_shares_may_move_or_not
 
 def test_shares_move_after_a_loss_too():
     placement = placement_of("hexgen2-setting-3", "llama-2-70b", "online")
-    longer = with_lengths(placement, 2 * placement.workload.isl, placement.workload.osl).workload
-    requests = online(LengthSource(longer), 0.3 * placement.throughput.req_s, 2000, (7,))
-    lost = placement.replicas[0].id
-    found = simulate(placement, requests, Options(failures=[Failure(100.0, lost)]))
-    assert found.completed == 2000 and not found.failures
+    longer = with_lengths(placement, placement.workload.isl, 2 * placement.workload.osl).workload
+    requests = online(LengthSource(longer), placement.throughput.req_s, 2500, (7,))
+    lost = next(replica.id for replica in placement.replicas if replica.role == "prefill")
+    found = simulate(placement, requests, Options(failures=[Failure(20.0, lost)]))
+    assert found.completed == 2500 and not found.failures
     assert any("shares of routes moved" in line for line in found.assumptions)

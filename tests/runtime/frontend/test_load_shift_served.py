@@ -1,4 +1,4 @@
-"""The front end moves shares when requests are not as long as planned, says so, and loses none of them."""
+"""The front end moves shares when requests wait and are not as long as planned, says so, and loses none."""
 
 import logging
 
@@ -11,7 +11,7 @@ from cluster_specs.loader import resolve
 from cluster_specs.schema import ClusterSpec
 from hexgen2.placement import Route
 from runtime.api.metrics import Metrics
-from runtime.routing import load_shift
+from runtime.routing import load_shift, pressure
 from runtime.routing.load_shift import LoadShift
 from runtime.routing.reflow import Reflow
 
@@ -42,6 +42,8 @@ def plan(tmp_path):
 
 def test_short_prompts_move_shares_with_a_word_to_the_operator(plan, monkeypatch, caplog):
     monkeypatch.setattr(load_shift, "FEWEST", 20)
+    monkeypatch.setattr(load_shift, "WORTHWHILE", 0.0)
+    monkeypatch.setattr(pressure, "WINDOW", 20)
 
     async def scenario():
         metrics = Metrics()
@@ -49,8 +51,11 @@ def test_short_prompts_move_shares_with_a_word_to_the_operator(plan, monkeypatch
         async with serving(plan.routes(()), **options) as (coordinator, _):
             metrics.watch(coordinator)
             before = {(r.prefill, r.decode): r.weight for r in coordinator._admission.router.routes}
-            for _ in range(100):
-                assert len(await tokens_of(coordinator.submit(PROMPT, sampling()))) == 4
+            for _ in range(4):
+                # More than there is room for.
+                requests = [coordinator.submit(PROMPT, sampling()) for _ in range(60)]
+                for request in requests:
+                    assert len(await tokens_of(request)) == 4
             assert coordinator.share_moves == 1
             assert b"hexgen2_share_moves_total 1.0" in metrics.text()
             after = {(r.prefill, r.decode): r.weight for r in coordinator._admission.router.routes}

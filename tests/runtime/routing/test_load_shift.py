@@ -1,4 +1,5 @@
-"""Shares move when lengths clearly change, return with them, and stay where lengths only vary."""
+"""Shares move when requests wait and lengths clearly change, return with them or once nobody waits, and stay
+where lengths only vary or little is to gain."""
 
 import functools
 import heapq
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import hexgen2
+from hexgen2.prediction.other_lengths import with_lengths
 from runtime.routing import load_shift
 from runtime.routing.load_shift import FEWEST, Lengths, LoadShift
 from runtime.routing.reflow import Reflow
@@ -21,13 +23,13 @@ def placed(workload="online"):
     )
 
 
-def serve(shift, prompts, outputs, cached=0.0, lost=(), pace=5.0):
+def serve(shift, prompts, outputs, cached=0.0, lost=(), pace=5.0, pressed=True):
     """Requests arrive, begin and end, an output token for every 1 / `pace` arrivals of others;
     returns what was said of each move."""
     said, running = [], []
     for k, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         shift.arrived(int(prompt))
-        if text := shift.move(lost):
+        if text := shift.move(lost, pressed):
             said.append(text)
         request = object()
         shift.began(request)
@@ -63,23 +65,49 @@ def test_lengths_that_vary_about_the_planned_means_move_nothing(seed):
     assert shift.routes(()) == routes_of(placed())
 
 
-def test_longer_prompts_make_mixed_replicas_prefill_more_until_prompts_are_as_planned_again():
+def test_longer_outputs_make_mixed_replicas_prefill_less_until_outputs_are_as_planned_again():
     shift = LoadShift(placed())
     serve(shift, *of_classes(1, 1000))
-    (first, *_) = serve(shift, *of_classes(2, 2500, prompts=1.5))
+    (first, *_) = serve(shift, *of_classes(4, 3000, outputs=1.7))
     assert "so shares move: " in first and "mixed-0 prefills" in first and "(was" in first
-    assert shift.lengths.prompt == pytest.approx(1.5 * shift.planned.prompt, rel=0.25)
-    assert shift.lengths.output == shift.planned.output
-    assert share(shift.routes(()), "mixed-0") > share(routes_of(placed()), "mixed-0") + 0.01
+    assert shift.lengths.output == pytest.approx(1.7 * shift.planned.output, rel=0.25)
+    assert shift.lengths.prompt == shift.planned.prompt
+    assert share(shift.routes(()), "mixed-0") < share(routes_of(placed()), "mixed-0") - 0.01
     serve(shift, *of_classes(3, 4000))
     assert shift.lengths == shift.planned
     assert shift.routes(()) == routes_of(placed())
 
 
-def test_longer_outputs_make_mixed_replicas_prefill_less():
+def test_nothing_moves_while_nobody_waits():
     shift = LoadShift(placed())
-    assert serve(shift, *of_classes(4, 3000, outputs=1.7))
-    assert share(shift.routes(()), "mixed-0") < share(routes_of(placed()), "mixed-0")
+    assert serve(shift, *of_classes(4, 3000, outputs=1.7), pressed=False) == []
+    assert shift.routes(()) == routes_of(placed())
+    assert len(serve(shift, *of_classes(5, load_shift.EVERY, outputs=1.7))) == 1
+
+
+def test_the_planned_shares_return_once_nobody_waits():
+    shift = LoadShift(placed())
+    serve(shift, *of_classes(4, 3000, outputs=1.7))
+    (back,) = serve(shift, *of_classes(5, 3000, outputs=1.7), pressed=False)
+    assert "hardly wait any more, so shares move: " in back and "mixed-0 prefills" in back
+    assert shift.routes(()) == routes_of(placed()) and shift.lengths == shift.planned
+
+
+def test_shares_stay_where_admission_sends_requests_around_what_is_full():
+    """With longer prompts, prefill replicas are full, and mixed ones get what these have no room for."""
+    shift = LoadShift(placed())
+    assert serve(shift, *of_classes(2, 3000, prompts=1.5)) == []
+    assert shift.lengths.prompt == pytest.approx(1.5 * shift.planned.prompt, rel=0.25)
+    assert shift.moves == 0 and shift.routes(()) == routes_of(placed())
+
+
+@pytest.mark.parametrize("lost", [(), ("prefill-1",), ("decode-0",)])
+def test_the_gain_of_another_flow_is_none_for_planned_lengths_and_clear_for_longer_outputs(lost):
+    plan, asked = Reflow(placed()), placed().workload
+    assert plan.gain(lost, plan) == pytest.approx(0.0, abs=0.02)
+    longer = Reflow(with_lengths(placed(), asked.isl, 1.7 * asked.osl))
+    assert lost or plan.gain(lost, longer) > 2 * load_shift.WORTHWHILE
+    assert plan.gain(["mixed-0"], longer) == pytest.approx(0.0, abs=0.02)
 
 
 def test_cached_tokens_are_no_work():
@@ -101,9 +129,9 @@ def test_a_request_that_hardly_ever_ends_does_not_keep_others_from_counting():
     for k in range(load_shift.OVERTAKEN + 10):
         shift.began(k)
         shift.ended(k, 200)
-    assert shift._outputs.long.seen == load_shift.OVERTAKEN + 10
+    assert shift._outputs.seen == load_shift.OVERTAKEN + 10
     shift.ended("forever", 10**6)
-    assert shift._outputs.long.mean == pytest.approx(200)
+    assert shift._outputs.mean == pytest.approx(200)
 
 
 def test_without_a_choice_nothing_is_watched():
@@ -118,7 +146,7 @@ def test_without_a_choice_nothing_is_watched():
 def test_moved_flow_is_near_the_largest_and_leads_to_no_new_or_lost_replica():
     plan = Reflow(placed())
     shift = LoadShift.of(plan)
-    serve(shift, *of_classes(8, 3000, prompts=1.5))
+    serve(shift, *of_classes(8, 3000, outputs=1.5))
     assert shift.moves
     for lost in ((), ("prefill-1",), ("decode-0",), ("mixed-0",)):
         routes, before = shift.routes(lost), plan.routes(lost)
