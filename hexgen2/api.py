@@ -261,6 +261,7 @@ def simulate(
     failures: Sequence[tuple[str, float]] = (),
     replans: Sequence[tuple[Placement | str | Path, float]] = (),
     recover: bool = True,
+    shift_load: bool = True,
     seed: int = 0,
     requests_out: str | Path | None = None,
     progress: Callable[[Simulation], None] | None = None,
@@ -299,6 +300,7 @@ def simulate(
     failures : (replica, seconds): replicas to lose, and when
     replans : (placement, seconds): placements made by `replan` to switch to, and when
     recover : whether requests of a lost replica resume elsewhere or fail
+    shift_load : whether shares of routes move when requests wait and are longer or shorter than planned
     seed : of lengths and arrivals
     requests_out : CSV file to write, with a line per request
     progress : called regularly with the simulation
@@ -345,7 +347,7 @@ def simulate(
     lost = [Failure(at_s, replica) for replica, at_s in failures]
     following = [Replan(at_s, _following(each, placed)) for each, at_s in replans]
     limits = step_tokens, max_batch, max_concurrency
-    options = Options(policy, queue_limit, lost, following, recover, 0.0, *limits)
+    options = Options(policy, queue_limit, lost, following, recover, 0.0, *limits, shift_load=shift_load)
     with written(Path(requests_out)) if requests_out else nullcontext() as stream:
         return run(placed, requests, options, stream, progress)
 

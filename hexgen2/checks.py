@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cluster_specs.loader import resolve
 from cost_model.base import CostModel
 from cost_model.errors import InputError
 from cost_model.hardware import Accelerator
+from cost_model.lengths import RequestLengths
 from cost_model.pipeline import PIPELINE_SEMANTICS, PipelineSemantics, prompts_held
 from cost_model.registry import COST_MODELS
 from hexgen2.cluster import Cluster
 from hexgen2.network.occupancy import KvTransfer, activations, parts_of_gpus
 from hexgen2.network.traffic import Traffic
 from hexgen2.placement import Placement, Replica, Route
+from hexgen2.workload.prompt_limits import prompt_factors
 
 TOLERANCE = 1e-6
 """Relative tolerance for sums of rates in floating point."""
@@ -141,6 +143,9 @@ def check_names(placement: Placement) -> Iterator[Violation]:
         if (route.from_, route.to) in seen:
             yield f"routes[{k}]", f"{route.from_} -> {route.to} is listed twice"
         seen.add((route.from_, route.to))
+    colocated = any(replica.role == "colocated" for replica in placement.replicas)
+    if placement.routes and not colocated and all(r.min_prompt_tokens for r in placement.routes):
+        yield "routes", "none takes short prompts: one needs min_prompt_tokens 0"
 
 
 def check_tensor_groups(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
@@ -193,10 +198,12 @@ def check_flow(placement: Placement) -> Iterator[Violation]:
     """No route or replica carries more than its capacity, and utilisation agrees with the flow."""
     sent: dict[str, float] = defaultdict(float)
     received: dict[str, float] = defaultdict(float)
-    for k, route in enumerate(placement.routes):
-        sent[route.from_] += route.flow_req_s
+    factors = factors_of(placement.workload.lengths, placement.replicas, placement.routes)
+    for k, (route, factor) in enumerate(zip(placement.routes, factors, strict=True)):
+        sent[route.from_] += route.flow_req_s * factor
         received[route.to] += route.flow_req_s
-        if route.flow_req_s > route.capacity_req_s * (1 + TOLERANCE):
+        moved = route.flow_req_s if route.from_ == route.to else route.flow_req_s * factor
+        if moved > route.capacity_req_s * (1 + TOLERANCE):
             yield f"routes[{k}].flow_req_s", f"{route.flow_req_s:.6g} exceeds {route.capacity_req_s:.6g}"
     for r, replica in enumerate(placement.replicas):
         if replica.role == "colocated":
@@ -250,8 +257,16 @@ def check_links(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
         yield "routes", f"{name} would carry {share:.6g} times what it can"
 
 
+def factors_of(lengths: RequestLengths, replicas: Iterable[Replica], routes: Sequence[Route]) -> list[float]:
+    """Of each route, the mean prompt of its requests over that of all: 1 unless routes have limits. A request
+    counts as so many prompts where it is prefilled and sent."""
+    flows = [(route.flow_req_s, route.min_prompt_tokens) for route in routes]
+    alone = [(r.utilisation * r.capacity_req_s, 0) for r in replicas if r.role == "colocated"]
+    return prompt_factors(lengths, [*flows, *alone])[: len(flows)]
+
+
 def traffic_of(
-    cluster: Cluster, costs: CostModel, replicas: Iterable[Replica], routes: Iterable[Route]
+    cluster: Cluster, costs: CostModel, replicas: Sequence[Replica], routes: Sequence[Route]
 ) -> Traffic:
     """The traffic of a placement: the KV caches of all routes and the activations of all pipelines.
 
@@ -260,9 +275,10 @@ def traffic_of(
     KeyError : a GPU that the cluster lacks
     """
     traffic, tokens = Traffic(cluster), dict[str, float]()
-    for route in routes:
-        traffic.add_transfer(KvTransfer.of(parts_of_gpus(cluster, route.parts)), route.flow_req_s)
-        tokens[route.from_] = tokens.get(route.from_, 0.0) + route.flow_req_s * costs.isl
+    for route, factor in zip(routes, factors_of(costs.lengths, replicas, routes), strict=True):
+        prompts = route.flow_req_s * factor
+        traffic.add_transfer(KvTransfer.of(parts_of_gpus(cluster, route.parts)), prompts)
+        tokens[route.from_] = tokens.get(route.from_, 0.0) + prompts * costs.isl
         tokens[route.to] = tokens.get(route.to, 0.0) + route.flow_req_s * costs.osl
     for replica in replicas:
         sent = activations(

@@ -23,7 +23,7 @@ from hexgen2.moves import LARGEST, Figure, Migration, Move
 from hexgen2.network.kv_parts import GpuPart, copies, gpu_parts
 from hexgen2.replica import Count, Replica, Stage
 from hexgen2.robustness import Robustness
-from hexgen2.workload.lengths import Workload
+from hexgen2.workload.lengths import MAX_TOKENS, Workload
 
 if TYPE_CHECKING:
     import networkx
@@ -48,9 +48,16 @@ class RouteLink(_Strict):
     bytes_per_req: Figure
 
 
+_Tokens = Annotated[int, Field(ge=0), between(0, MAX_TOKENS)]
+
+
 class Route(_Strict):
     """KV cache from a replica that prefills to one that decodes. Of a mixed replica to itself: the requests
-    that it serves alone, whose KV caches stay where they are."""
+    that it serves alone, whose KV caches stay where they are.
+
+    min_prompt_tokens : requests with shorter prompts take the route only while no other has room for them.
+        flow_req_s counts the requests that it gets; capacity and bytes are for the mean prompt
+    """
 
     from_: Name = Field(alias="from")
     to: Name
@@ -58,6 +65,7 @@ class Route(_Strict):
     capacity_req_s: Figure
     kv_bytes_per_req: Figure
     links: list[RouteLink] = []
+    min_prompt_tokens: _Tokens = Field(default=0, exclude_if=lambda tokens: tokens == 0)
 
     @classmethod
     def between(

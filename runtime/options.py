@@ -57,6 +57,7 @@ class FrontOptions:
     queue_timeout_s : how long a request may wait before it starts
     kv_high_water : share of a replica's KV cache up to which requests are let in, counting what they are
         expected to grow by
+    shift_load : whether shares of routes move when requests wait and are longer or shorter than planned
     api_keys : keys by the name of the client; a client must send one of them. Empty: no key is needed
     operator_key : key that an operator must send to see metrics, requests and the placement, and to change
         it; "": with api_keys, only this machine may see them
@@ -76,6 +77,7 @@ class FrontOptions:
     client_queue_limit: int | None = None
     queue_timeout_s: float = QUEUE_TIMEOUT_S
     kv_high_water: float = 1.0
+    shift_load: bool = True
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     operator_key: str = field(default="", repr=False)
     allowed_hosts: tuple[str, ...] | None = None

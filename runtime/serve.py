@@ -49,6 +49,7 @@ from runtime.options import (
     FrontOptions,
 )
 from runtime.protocol.to_workers import Configure
+from runtime.routing.load_shift import LoadShift
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import Router
 
@@ -181,6 +182,7 @@ async def _serve(
                 client_queue_limit=front.client_queue_limit,
                 queue_timeout_s=front.queue_timeout_s,
                 plan=reflow,
+                shifts=LoadShift.of if front.shift_load else None,
             )
             metrics.watch(coordinator)
             app = create_app(Service(placement, coordinator, tokenizer, metrics, front))

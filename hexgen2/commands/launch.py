@@ -108,6 +108,12 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
     metavar="ORIGIN",
     help="Website whose pages may call the API, such as https://chat.example.org; repeatable.",
 )
+@_server(
+    "--shift-load/--no-shift-load",
+    default=FRONT_DEFAULTS.shift_load,
+    show_default=True,
+    help="Move shares of routes when requests wait and are longer or shorter than planned.",
+)
 @_failures(
     "--restarts",
     type=click.IntRange(0),

@@ -83,6 +83,13 @@ _fleet = options("What happens to the fleet")
     metavar="N",
     help="Requests that may wait; more are rejected.",
 )
+@_fleet(
+    "--shift-load/--no-shift-load",
+    default=True,
+    show_default=True,
+    help="Move shares of routes when requests wait and are longer or shorter than planned, as"
+    " `hexgen2 launch` does.",
+)
 @_fleet("--fail", "failures", multiple=True, metavar="REPLICA@S", help="Lose this replica after S seconds.")
 @_fleet(
     "--replan",

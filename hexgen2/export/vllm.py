@@ -105,6 +105,7 @@ def _routes(placement: Placement, processes: list[VllmProcess], variables: Mappi
     serving = {process.replica: process for process in processes if process.rank == 0}
     shares = [
         {"prefill": route.from_, "decode": route.to, "flow_req_s": route.flow_req_s}
+        | ({"min_prompt_tokens": route.min_prompt_tokens} if route.min_prompt_tokens else {})
         for route in placement.routes
     ]
     shares += [
@@ -142,7 +143,8 @@ side channel) and 29500 (replicas across nodes) must be free, and open between t
 encrypted; use a private network.
 
 Prefill and decode replicas need a proxy in front. For each request, the proxy chooses a route of
-`routes.json` in proportion to `flow_req_s`. Then it
+`routes.json` in proportion to `flow_req_s`, among those whose `min_prompt_tokens`, if
+any, the prompt has, or among all if none of these has room. Then it
 1. sends the request to the prefill replica with `"stream": false, "max_tokens": 1` and the
    `kv_transfer_params` of `routes.json`;
 2. sends the client's request to the decode replica, with the `kv_transfer_params` of the first response, and

@@ -32,7 +32,7 @@ def latency_of(
     step, which on a colocated replica includes the prefills in between. Zeros if there is no load."""
     first_s = token_s = served = 0.0
     for replica in replicas:
-        pace = _pace(replica, StepTimes(replica, cluster, costs, semantics))
+        pace = pace_of(replica, StepTimes(replica, cluster, costs, semantics))
         load = replica.utilisation * replica.capacity_req_s
         if replica.role == "decode":
             token_s += load * pace.latency_s
@@ -44,15 +44,15 @@ def latency_of(
     return Latency(ttft_ms=first_s / served * 1e3, tpot_ms=token_s / served * 1e3)
 
 
-def _pace(replica: Replica, times: StepTimes) -> Pace:
+def pace_of(replica: Replica, times: StepTimes) -> Pace:
     costs, engine, stages = times.costs, replica.engine, times.stages
     batch, semantics, osl = replica.max_batch, times.semantics, costs.osl
     if replica.role == "prefill":
         prompts = min(batch, engine.step_tokens / costs.isl)
-        prefill = _phase_times(times, "prefill", prompts)
+        prefill = phase_times(times, "prefill", prompts)
         pace = prefill_pace(semantics, prefill.stage_s, prefill.hop_s, prompts, times.in_flight)
         return replace(pace, latency_s=prompt_s(pace, prompts))
-    running = _phase_times(times, "decode", micro_batch(semantics, batch, times.stages))
+    running = phase_times(times, "decode", micro_batch(semantics, batch, times.stages))
     decode = PhaseTimes(running.stage_s, running.hop_s, batch)
     if replica.role == "decode":
         return decode_pace(semantics, decode.stage_s, decode.hop_s, batch, osl)
@@ -63,12 +63,12 @@ def _pace(replica: Replica, times: StepTimes) -> Pace:
         mixed = mean_times(
             [(_work_times(times, costs.mixed_work(n, beside), n), share) for n, beside, share in steps]
         )
-        return mixed_pace(mixed, _phase_times(times, "decode", decodes), decodes, osl, chunk)
+        return mixed_pace(mixed, phase_times(times, "decode", decodes), decodes, osl, chunk)
     prompts = max(1, int(min(batch, costs.prefill_batch())))
-    return colocated_pace(semantics, _phase_times(times, "prefill", prompts), decode, osl)
+    return colocated_pace(semantics, phase_times(times, "prefill", prompts), decode, osl)
 
 
-def _phase_times(times: StepTimes, phase: Phase, batch: float) -> PhaseTimes:
+def phase_times(times: StepTimes, phase: Phase, batch: float) -> PhaseTimes:
     return _work_times(times, times.costs.work(phase, batch), batch)
 
 

@@ -4,7 +4,8 @@ Formulas rank the thousands of solutions that a search looks at; they leave out 
 disturb each other. So the finalists challenge one another in the simulator: the one that the formulas rank
 first is simulated at the rates around its goodput, and each other one at a rate just above the best goodput
 so far. A challenger that keeps more than the share asked for in time at that rate takes over. Then the best
-one is tried with larger and smaller prefill steps, and its goodput is found with more requests.
+one is tried with larger and smaller prefill steps, and with long prompts for its remote routes
+(length_split.py); and its goodput is found with more requests.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hexgen2.goal import Goal
 from hexgen2.placement import Placement
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.promise.goodput import Found, find_goodput
+from hexgen2.promise.length_split import split_by_length
 from hexgen2.promise.precise_goodput import HARDLY, precise_goodput
 from hexgen2.promise.trial import Trials, deviation
 from hexgen2.replica import Replica
@@ -26,6 +28,9 @@ from hexgen2.simulator.run import TURNS
 
 AHEAD = 1.01
 """A challenger is tried at this multiple of the best goodput so far: a smaller gain is noise."""
+SPLIT_AHEAD = 1.03
+"""The same for routes that are limited by prompt length: the same gain with other requests may be a loss (see
+benchmarks/search/length_split.py), and fewer routes take what comes."""
 BEFORE = 0.97
 """Longer runs begin at this multiple of what shorter ones found, in which queues have less time to grow,
 unless hardly any request was late in any of them."""
@@ -137,6 +142,11 @@ class _Tournament:
                 found = self._challenge(other, best, goodput)
                 if found[0] is other:
                     (best, goodput), improved = found, True
+        divided = split_by_length(best) if goodput.req_s > 0 else None
+        if divided is not None:
+            best, goodput = self._challenge(divided, best, goodput, in_any_case=True, ahead=SPLIT_AHEAD)
+            if best is divided:
+                led.append((best, goodput))
         if goodput.req_s > 0 and not self._stop():
             goodput = self._closely(best, goodput)
             best, goodput = self._not_by_luck(best, goodput, led)
@@ -160,10 +170,15 @@ class _Tournament:
         return self._left <= 0 or self._stop()
 
     def _challenge(
-        self, challenger: Placement, best: Placement, goodput: Found, in_any_case: bool = False
+        self,
+        challenger: Placement,
+        best: Placement,
+        goodput: Found,
+        in_any_case: bool = False,
+        ahead: float = AHEAD,
     ) -> tuple[Placement, Found]:
         """The better of both, with its goodput; in_any_case also beyond the requests of challengers."""
-        rate = goodput.req_s * AHEAD
+        rate = goodput.req_s * ahead
         if (self._stop() if in_any_case else self._over()) or rate > self._most:
             return best, goodput
         if rate <= 0:  # Nothing keeps the targets so far.

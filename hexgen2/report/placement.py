@@ -14,7 +14,16 @@ from cost_model.calibrated import Calibrated
 from cost_model.engines.model import ENGINES
 from cost_model.printable import printable
 from hexgen2.goal import Goal
-from hexgen2.placement import OPTIMAL, BoundRecord, FrontierPoint, Goodput, Placement, Rented, Replica
+from hexgen2.placement import (
+    OPTIMAL,
+    BoundRecord,
+    FrontierPoint,
+    Goodput,
+    Placement,
+    Rented,
+    Replica,
+    Route,
+)
 from hexgen2.report.moves import print_moves
 from hexgen2.report.robustness import print_robustness
 
@@ -260,11 +269,16 @@ def compact(gpus: list[str]) -> str:
     return " ".join(parts)
 
 
+def _prompts_of(route: Route) -> str:
+    """Which prompts take the route, if not all."""
+    return f" (prompts from {route.min_prompt_tokens} tokens)" if route.min_prompt_tokens else ""
+
+
 def _route_table(placement: Placement) -> Table:
     table = Table("KV route", "requests/s", "of at most", "KV per request", box=None)
     for route in placement.routes:
         table.add_row(
-            f"{route.from_} -> {route.to}",
+            f"{route.from_} -> {route.to}" + _prompts_of(route),
             f"{route.flow_req_s:.4g}",
             f"{route.capacity_req_s:.4g}",
             f"{route.kv_bytes_per_req / 1e6:.4g} MB",

@@ -8,7 +8,7 @@ that its move states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hexgen2.placement import Placement, Replica
 from runtime.routing.router import Route, routes_of
@@ -84,7 +84,7 @@ class Changeover:
     def routes(self) -> list[Route]:
         """The routes of the new placement between replicas that have joined."""
         named = (
-            Route(self.names[route.prefill], self.names[route.decode], route.weight)
+            replace(route, prefill=self.names[route.prefill], decode=self.names[route.decode])
             for route in routes_of(self.placement)
         )
         return [route for route in named if route.prefill in self._up and route.decode in self._up]

@@ -42,6 +42,8 @@ class Options:
         max_num_batched_tokens); None: as each replica's engine settings say
     max_batch : most requests of a replica that decodes (vLLM's max_num_seqs); None: as planned
     max_concurrency : most requests in flight (see clients.py); None: no limit
+    shift_load : whether shares of routes move when requests wait and are longer or shorter than planned, as
+        in the runtime
     gathered, look_steps : when replicas that decode turn to prompts (see batching.py)
     """
 
@@ -54,6 +56,7 @@ class Options:
     step_tokens: int | None = None
     max_batch: int | None = None
     max_concurrency: int | None = None
+    shift_load: bool = True
     gathered: int = 1
     look_steps: int = 1
 

@@ -59,6 +59,7 @@ class Records:
     first_s, end_s : [n] times of its first and last token; nan if it had none
     last_s : [n] time of its latest token, as far as known
     failed : request index -> reason
+    moved : when shares of routes moved with the lengths of requests, and why
     gap_s, gaps : times between tokens (ITL), and how often each occurred
     stream : where a CSV row is written for each request that ends
     """
@@ -71,6 +72,7 @@ class Records:
     prefill: list[str] = field(init=False)
     decode: list[str] = field(init=False)
     failed: dict[int, str] = field(default_factory=dict)
+    moved: list[tuple[float, str]] = field(default_factory=list)
     gap_s: array = field(default_factory=lambda: array("d"))
     gaps: array = field(default_factory=lambda: array("q"))
     replicas: dict[str, ReplicaRecord] = field(default_factory=lambda: defaultdict(ReplicaRecord))

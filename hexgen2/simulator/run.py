@@ -92,7 +92,7 @@ def results(placement: Placement, records: Records) -> SimulationResult:
         replicas={name: _replica(record, duration) for name, record in records.replicas.items()},
         routes=[_route(*ends, record, duration) for ends, record in records.routes.items()],
         failures=dict(Counter(records.failed.values())),
-        assumptions=[*ASSUMPTIONS, *_too_few(placement, records)],
+        assumptions=[*ASSUMPTIONS, *_too_few(placement, records), *_moved(records)],
     )
 
 
@@ -106,6 +106,14 @@ def _too_few(placement: Placement, records: Records) -> list[str]:
         f"{ended} requests are few for a steady state: up to {places} are decoded at a time; give "
         f"{TURNS * places} or more"
     ]
+
+
+def _moved(records: Records) -> list[str]:
+    """Says where requests were not as planned, so that shares of routes moved."""
+    if not records.moved:
+        return []
+    at_s, why = records.moved[-1]
+    return [f"shares of routes moved {len(records.moved)} times, at last after {at_s:.0f} s: {why}"]
 
 
 def _route(source: str, target: str, record: RouteRecord, duration_s: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import chain, count
 from pathlib import Path
@@ -33,7 +33,7 @@ from hexgen2.simulator.transfers import RouteCost, Transfers
 from runtime.routing.admission import Admission
 from runtime.routing.fair_queue import FirstCome
 from runtime.routing.kv_budget import KvBudget
-from runtime.routing.reflow import Reflow
+from runtime.routing.load_shift import LoadShift
 from runtime.routing.refusals import Overloaded, TooLong, Unavailable
 from runtime.routing.router import Route, Router, routes_of, routes_without
 
@@ -115,6 +115,7 @@ class Simulation:
         for replica in placement.replicas:
             self._add_replica(replica, replica.id, fleet)
         self._add_routes(fleet, {replica.id: replica.id for replica in placement.replicas})
+        self._shift = LoadShift(placement)
         limit = options.queue_limit if options.queue_limit is not None else len(requests) + 1
         self._admission: Admission[_Request] = Admission(
             Router(routes_of(placement)), self.kv_budgets, FirstCome(limit), self._routes_left
@@ -205,6 +206,8 @@ class Simulation:
     def _submit(self, _: float, index: int) -> None:
         """A request reaches the queue."""
         isl, osl = self._isl[index], self._osl[index]
+        self._shift.arrived(isl)
+        self._shift_load()
         self._enqueue(_Request(index, isl, isl + osl))
 
     def _enqueue(self, request: _Request) -> None:
@@ -226,6 +229,7 @@ class Simulation:
         request.prefill, request.decode, request.phase = route.prefill, route.decode, "prefill"
         index = request.index
         self._active[index] = request
+        self._shift.began(index)
         self.records.prefill[index], self.records.decode[index] = route.prefill, route.decode
         tokens = request.prompt_tokens
         on = not (route.colocated or request.one_token)
@@ -290,6 +294,7 @@ class Simulation:
         request = self._active.pop(index)
         self._done += 1
         self.records.ended(index, now)
+        self._shift.ended(index, self._osl[index])
         self._free(request)
         if len(self._admission):
             self.schedule(now, self._released, None)
@@ -340,17 +345,31 @@ class Simulation:
         between the replicas that have joined so far."""
         if self._changeover is not None:
             return routes_without(self._changeover.routes(), lost)
-        names, reflow = self._names, Reflow(self._fleet.placement)
-        ids = reflow.routes({own for own, name in names.items() if name in lost})
-        routes = [Route(names[route.prefill], names[route.decode], route.weight) for route in ids]
+        names = self._names
+        ids = self._shift.routes(self._ids(lost))
+        routes = [replace(r, prefill=names[r.prefill], decode=names[r.decode]) for r in ids]
         more = [
-            reflow.between(own.prefill, own.decode)
+            self._shift.plan.between(own.prefill, own.decode)
             for own, route in zip(ids, routes, strict=True)
             if not own.colocated and (route.prefill, route.decode) not in self._routes
         ]
         if more:
             self._add_routes(self._fleet, names, more)
         return routes
+
+    def _ids(self, names: Collection[str]) -> set[str]:
+        """The placement's ids of replicas by their names in the simulation."""
+        return {own for own, name in self._names.items() if name in names}
+
+    def _shift_load(self) -> None:
+        """Move shares of routes if requests have become longer or shorter, and have to wait."""
+        if not self.options.shift_load or self._changeover is not None:
+            return
+        admission = self._admission
+        moved = self._shift.move(self._ids(admission.states.absent), admission.pressure.high)
+        if moved:
+            self.records.moved.append((self.now, moved))
+            admission.reroute()
 
     def _needs(self, request: _Request, replica: str) -> bool:
         """Whether an active request still depends on a replica."""
@@ -392,6 +411,7 @@ class Simulation:
         cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
         self._next_fleet = Fleet(placement, cluster, self.options)
         self._add_routes(self._next_fleet, changeover.names)
+        self._shift = LoadShift(placement)
         for name in changeover.retired:
             del self._running[name]
         self._take_routes(changeover)

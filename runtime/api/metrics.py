@@ -131,6 +131,11 @@ class _Gauges(Collector):
     def collect(self) -> Iterator[Metric]:
         coordinator = self._coordinator
         yield GaugeMetricFamily("hexgen2_requests_waiting", "Requests in the queue", coordinator.waiting)
+        yield CounterMetricFamily(
+            "hexgen2_share_moves",
+            "How often shares of routes moved with the lengths of requests",
+            coordinator.share_moves,
+        )
         running = GaugeMetricFamily("hexgen2_requests_running", "Requests on a replica", labels=["replica"])
         used = GaugeMetricFamily("hexgen2_kv_tokens", "KV cache tokens accounted for", labels=["replica"])
         budget = GaugeMetricFamily(

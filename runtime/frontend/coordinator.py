@@ -27,6 +27,7 @@ from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Shutdown
 from runtime.routing.admission import Admission
 from runtime.routing.fair_queue import QUEUE_LIMIT, FairQueue
+from runtime.routing.load_shift import LoadShift
 from runtime.routing.reflow import Reflow
 from runtime.routing.refusals import Overloaded, TimedOut, Unavailable
 from runtime.routing.replica_state import ReplicaStates
@@ -49,6 +50,7 @@ class Coordinator:
     queue_timeout_s : how long a request may wait before it starts
     ping_every_s : interval at which each worker is pinged
     plan : computes the routes that remain after a loss; None: see Admission
+    shifts : what moves the shares of a plan's routes with the lengths of requests; None: they stay
     """
 
     def __init__(
@@ -61,17 +63,21 @@ class Coordinator:
         queue_timeout_s: float = QUEUE_TIMEOUT_S,
         ping_every_s: float = PING_EVERY_S,
         plan: Reflow | None = None,
+        shifts: Callable[[Reflow], LoadShift] | None = None,
     ) -> None:
         self.replicas = dict(replicas)
-        self.plan = plan
+        self.plan, self._shifts = plan, shifts
+        self._shift = shifts(plan) if plan and shifts else None
+        self.share_moves = 0
         self._queue: FairQueue[Request] = FairQueue(queue_limit, client_queue_limit)
         self._admission: Admission[Request] = Admission(
-            router, self.replicas, self._queue, plan.routes if plan else None
+            router, self.replicas, self._queue, (self._shift or plan).routes if plan else None
         )
         self._queue_timeout_s, self._wait_estimate = queue_timeout_s, WaitEstimate()
         self._usual_output_tokens = 2 * max(replica.growth_tokens for replica in self.replicas.values())
         self._in_flight = InFlight(
             *(self.replicas, observer, self._admit, self._can_wait_again, self._wait_again),
+            ended=self._on_ended,
             explained=lambda replicas: self._on_explained(replicas),
         )
         self._numbers = itertools.count()
@@ -160,10 +166,11 @@ class Coordinator:
         forgotten : replicas that are lost for good and not part of the plan
         """
         self.plan = plan
+        self._shift = self._shifts(plan) if self._shifts else None
         for name in forgotten:
             self.replicas.pop(name, None)
         self.replicas.update(coming)
-        self._admission.change(plan.routes, coming.keys(), forgotten)
+        self._admission.change((self._shift or plan).routes, coming.keys(), forgotten)
         self._admit()
 
     def join(self, replica_id: str, links: Mapping[str, WorkerLink]) -> None:
@@ -220,6 +227,7 @@ class Coordinator:
         request = Request(tuple(prompt), sampling, record, origin, self._usual_output_tokens)
         self.check_serving()
         self._join_queue(request)
+        self._move_shares(len(prompt))
         log_request(request, "received from %s: %d tokens", origin.client, len(prompt))
         self._admit()
         if request.state is RequestState.WAITING:
@@ -297,8 +305,26 @@ class Coordinator:
         """Start waiting requests while there is room."""
         while not self._stopped and (admitted := self._admission.next()) is not None:
             self._wait_estimate.started(time.monotonic())
+            if self._shift:
+                self._shift.began(admitted[0])
             self._in_flight.begin(*admitted)
         self._wait_estimate.waiting(len(self._queue) > 0, time.monotonic())
+
+    def _move_shares(self, prompt_tokens: int) -> None:
+        """A request has arrived: move shares of routes if lengths have changed and requests wait."""
+        if self._shift is None:
+            return
+        self._shift.arrived(prompt_tokens)
+        moved = self._shift.move(self.states.absent, self._admission.pressure.high)
+        if moved:
+            log.warning(moved)
+            self.share_moves += 1
+            self._admission.reroute()
+
+    def _on_ended(self, request: Request) -> None:
+        record = request.record
+        if self._shift is not None:
+            self._shift.ended(request, record.output_tokens, record.prompt_tokens, record.cached_tokens)
 
     def _can_wait_again(self, request: Request) -> bool:
         return not self._stopped and self._admission.can_ever_start(request)

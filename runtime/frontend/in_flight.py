@@ -63,6 +63,7 @@ class InFlight:
     admit : starts waiting requests after memory may have become free
     can_wait_again : whether a request could begin on some route, now or later
     wait_again : puts a request first in the queue, under a new id
+    ended : called with a request that has ended
     explained : called with the replicas that a quarantined request is blamed for
     """
 
@@ -73,13 +74,14 @@ class InFlight:
         admit: Callable[[], None],
         can_wait_again: Callable[[Request], bool],
         wait_again: Callable[[Request], None],
+        ended: Callable[[Request], None] = lambda _: None,
         explained: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
         self._replicas, self._observer = replicas, observer
         self._admit, self._can_wait_again, self._wait_again = admit, can_wait_again, wait_again
-        self._explained, self._deaths = explained, 0
+        self._ended, self._explained, self._deaths = ended, explained, 0
 
     def begin(self, request: Request, route: Route) -> None:
         """Start a request on a route that has room for it."""
@@ -131,6 +133,7 @@ class InFlight:
                 replica.send(Cancel(request_id=request.request_id))
         self._forget_if_settled(request)
         self.records.append(request.record)
+        self._ended(request)
         if self._observer is not None:
             try:
                 self._observer.ended(request.record)

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from runtime.routing.fair_queue import Queue
 from runtime.routing.kv_budget import KvBudget
+from runtime.routing.pressure import Pressure
 from runtime.routing.refusals import TooLong, Unavailable
 from runtime.routing.replica_state import ReplicaEvent, ReplicaStates
 from runtime.routing.router import Route, Router, routes_without
@@ -42,6 +43,10 @@ class Admission(Generic[Request]):
     queue : decides which request is first, and how many may wait
     routes_left : returns the routes without some lost replicas (see reflow.py); None: the router's routes
         that do not touch them
+
+    Attributes
+    ----------
+    pressure : whether requests have to wait
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class Admission(Generic[Request]):
         queue: Queue[Request],
         routes_left: RoutesLeft | None = None,
     ) -> None:
-        self.router, self.states = router, ReplicaStates()
+        self.router, self.states, self.pressure = router, ReplicaStates(), Pressure()
         self._routes_left = routes_left or partial(routes_without, router.routes)
         self._to_come: tuple[Route, ...] = ()
         self._replicas, self._queue = replicas, queue
@@ -92,6 +97,7 @@ class Admission(Generic[Request]):
         self.check_serving()
         if not self.can_ever_start(request):
             raise TooLong(f"{request.capacity_tokens} tokens exceed the KV cache of every replica")
+        self.pressure.arrived(len(self._queue) > 0)
         crowded_out = self._queue.make_way(request)
         self._queue.append(request)
         return crowded_out
@@ -108,7 +114,8 @@ class Admission(Generic[Request]):
         """Take out the first request, with the route that it starts on; None while it must wait."""
         if not self._queue:
             return None
-        route = self.router.pick(self._has_room(self._queue.first()))
+        request = self._queue.first()
+        route = self.router.pick(self._has_room(request), request.prompt_tokens)
         if route is None:
             return None
         return self._queue.popleft(), route
@@ -158,6 +165,10 @@ class Admission(Generic[Request]):
             self.states.on(ReplicaEvent.RETIRE, replica_id)
         self._take_routes()
         return self._stranded()
+
+    def reroute(self) -> None:
+        """Take up the routes anew, whose flow has changed."""
+        self._take_routes()
 
     def _take_routes(self) -> None:
         """Update the routes to those between the replicas that serve."""

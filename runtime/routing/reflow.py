@@ -1,8 +1,10 @@
-"""Recomputes routes and weights after replicas are lost: a balanced maximum flow over the rest.
+"""Recomputes routes and weights after replicas are lost, or for requests of other lengths: a balanced maximum
+flow over what is left.
 
 The front end repeats the flow step of the search (HexGen-2, section 3.3) in milliseconds: replicas and their
 plans stay, only the flow changes. It solves two linear programs: the first finds the maximum flow, the second
-a flow of that size with the lowest peak utilisation. A mixed replica may carry any flow within its region:
+a flow of that size with the lowest peak utilisation. For other lengths, a third one finds among those the
+flow that is closest to the planned shares. A mixed replica may carry any flow within its region:
 requests that it serves alone, prompts for others and answers for others. Links, network cards, uplinks and
 GPU ports are shared as in hexgen2.checks, unless the placement says that links are pairwise.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -31,6 +33,7 @@ from hexgen2.placement import Route as PlacedRoute
 from hexgen2.prediction.bottlenecks import bottlenecks_of
 from hexgen2.prediction.latency import latency_of
 from hexgen2.region import Region
+from hexgen2.workload.prompt_limits import divided, prompt_factors
 from runtime.routing.router import Route, routes_of
 
 MANY_PAIRS = 400
@@ -45,6 +48,8 @@ KEPT = (1 - 1e-9, 1 - 1e-6)
 exceed the limits by its tolerance (1e-7), so that keeping all of it is impossible."""
 EACH_ROLE = 1e-4
 """Weight of each role's peak utilisation beside the largest of them."""
+ENOUGH = 0.98
+"""A flow close to the planned shares has to carry this share of the largest: formulas know no better."""
 
 Pair = tuple[str, str]
 
@@ -72,23 +77,90 @@ class Reflow:
         """The routes without the lost replicas, with the flow in requests/s as weight; 0 makes a spare.
 
         Without a loss these are the placement's own routes. Colocated replicas keep their load. As long as a
-        mixed replica, or a prefill and a decode replica are left, there is a route that can serve.
+        mixed replica, or a prefill and a decode replica are left, there is a route that can serve. Routes for
+        long prompts stay such where another one to the same replica takes the short ones.
         """
-        if not lost:
-            return list(self._planned)
-        pairs = self._pairs(lost)
-        flows = self._flow(pairs, lost) if pairs else np.zeros(0)
+        return self._limited(self._solved(lost)) if lost else list(self._planned)
+
+    def _limited(self, routes: list[Route]) -> list[Route]:
+        """The routes, whose flow is for requests of all lengths, with the limits of the placement's."""
+        limits = {(r.prefill, r.decode): r.min_prompt_tokens for r in self._planned if r.min_prompt_tokens}
+        if not limits:
+            return routes
+        flows, kept = divided(self._costs.lengths, {(r.prefill, r.decode): r.weight for r in routes}, limits)
+        return [Route(*pair, flow, kept.get(pair, 0)) for pair, flow in flows.items()]
+
+    def _of_all_lengths(self, lost: Collection[str]) -> dict[Pair, float]:
+        """The flow of each route if all had requests of all lengths."""
+        if lost:
+            return {(r.prefill, r.decode): r.weight for r in self._solved(lost)}
+        flows = [(r.weight, r.min_prompt_tokens) for r in self._planned]
+        factors = prompt_factors(self._costs.lengths, flows)
+        return {
+            (r.prefill, r.decode): r.weight * factor for r, factor in zip(self._planned, factors, strict=True)
+        }
+
+    def _solved(self, lost: Collection[str], near: Mapping[Pair, float] | None = None) -> list[Route]:
+        """The routes without the lost replicas and their flow, close to the shares of `near` if given."""
+        pairs = self._pairs(lost) if near is None else [pair for pair in near if not self._is_colocated(pair)]
+        shares = None if near is None else np.array([near[pair] for pair in pairs])
+        flows = self._flow(pairs, lost, shares) if pairs else np.zeros(0)
         least = float(flows.sum()) * NEGLIGIBLE
         weights = (flow if flow > least else 0.0 for flow in flows.tolist())
         routes = [Route(*pair, weight) for pair, weight in zip(pairs, weights, strict=True)]
-        return routes + [r for r in self._planned if self._stays(r) and r.prefill not in lost]
+        return routes + [
+            r for r in self._planned if self._is_colocated((r.prefill, r.decode)) and r.prefill not in lost
+        ]
+
+    def moved(self, lost: Collection[str], other: Reflow) -> list[Route]:
+        """As `routes`, but under the lengths of requests that `other` has, which has the same replicas. No
+        share moves without need, and none to a route that there was not, but that of a mixed replica to
+        itself."""
+        return other._limited(self._nearest(lost, other))
+
+    def gain(self, lost: Collection[str], other: Reflow) -> float:
+        """How much more requests/s the flow of `moved` carries than that of `routes` does under the other
+        lengths, as a share of these. Much can stay as planned: admission sends requests around what is full,
+        so that only what mixed replicas do with their time is left to gain."""
+        planned = other._carried(self._of_all_lengths(lost), lost)
+        moved = {(r.prefill, r.decode): r.weight for r in self._nearest(lost, other)}
+        return other._carried(moved, lost) / planned - 1 if planned > 0 else 0.0
+
+    def _nearest(self, lost: Collection[str], other: Reflow) -> list[Route]:
+        """The routes of `moved`, if all had requests of all lengths."""
+        near = self._of_all_lengths(lost)
+        mixed = (r.id for r in self._placement.replicas if r.role == "mixed" and r.id not in lost)
+        return other._solved(lost, {(name, name): 0.0 for name in mixed} | near)
+
+    def _carried(self, weights: Mapping[Pair, float], lost: Collection[str]) -> float:
+        """The requests/s that routes carry when more come than that: each gets requests in proportion to its
+        weight until something that it needs is full, and the others go on."""
+        pairs = [pair for pair, weight in weights.items() if weight > 0 and not self._is_colocated(pair)]
+        colocated = [pair[0] for pair in weights if self._is_colocated(pair)]
+        whole = math.fsum(self._replicas[name].capacity_req_s for name in colocated)
+        if not pairs:
+            return whole
+        limits, (shared, free) = _Limits.of(pairs, self._replicas), self._shared(pairs, lost)
+        most = [self.between(*pair).capacity_req_s for pair in pairs]
+        takes = vstack([limits.members, shared, np.eye(len(pairs))], format="csr")
+        left = np.concatenate([limits.capacity, free, most])
+        going, carried = np.array([weights[pair] for pair in pairs]), 0.0
+        while going.any():
+            used = takes @ going
+            lasts = np.divide(left, used, out=np.full(len(left), np.inf), where=used > 0)
+            first = int(lasts.argmin())
+            carried += float(going.sum() * lasts[first])
+            left = np.maximum(0.0, left - used * lasts[first])
+            going[takes[[first]].indices] = 0.0
+        return whole + carried
 
     def placement(self, lost: Collection[str]) -> Placement:
         """The placement without the lost replicas, with the recomputed flow and figures; it passes the same
-        checks. The bound stays that of all GPUs, which holds for fewer too; `goodput` is left out."""
+        checks. The bound stays that of all GPUs, which holds for fewer too; `goodput` is left out, and so are
+        limits of prompts' lengths: flows are those of requests of all lengths."""
         if not lost:
             return self._placement
-        routes = self.routes(lost)
+        routes = self._solved(lost)
         prompts: dict[str, float] = defaultdict(float)
         answers: dict[str, float] = defaultdict(float)
         for route in routes:
@@ -103,9 +175,11 @@ class Reflow:
                 replicas.append(replica.model_copy(update={"utilisation": used}))
         served = math.fsum(route.weight for route in routes)
         carrying = [
-            self.between(route.prefill, route.decode).model_copy(update={"flow_req_s": route.weight})
+            self.between(route.prefill, route.decode).model_copy(
+                update={"flow_req_s": route.weight, "min_prompt_tokens": 0}
+            )
             for route in routes
-            if not self._stays(route) and route.weight > 0
+            if not self._is_colocated((route.prefill, route.decode)) and route.weight > 0
         ]
         serving = {gpu for replica in replicas for gpu in replica.gpus}
         idle = [gpu for gpu in self._cluster.gpu_ids if gpu not in gone | serving]
@@ -131,9 +205,9 @@ class Reflow:
             self._known[pair] = self._made(self._replicas[prefill], self._replicas[decode])
         return self._known[pair]
 
-    def _stays(self, route: Route) -> bool:
+    def _is_colocated(self, pair: Pair) -> bool:
         """Whether it is a colocated replica, whose load no loss changes."""
-        return self._replicas[route.prefill].role == "colocated"
+        return self._replicas[pair[0]].role == "colocated"
 
     # -- candidates
 
@@ -142,7 +216,7 @@ class Reflow:
         left = [replica for replica in self._placement.replicas if replica.id not in lost]
         prefill = [replica for replica in left if replica.prefills_for_others]
         decode = [replica for replica in left if replica.decodes_for_others]
-        own = (route for route in self._planned if not self._stays(route))
+        own = (route for route in self._planned if not self._is_colocated((route.prefill, route.decode)))
         pairs = dict.fromkeys(
             (route.prefill, route.decode)
             for route in own
@@ -211,8 +285,9 @@ class Reflow:
 
     # -- the flow
 
-    def _flow(self, pairs: list[Pair], lost: Collection[str]) -> np.ndarray:
-        """The flow of each pair [pairs], in requests/s."""
+    def _flow(self, pairs: list[Pair], lost: Collection[str], near: np.ndarray | None = None) -> np.ndarray:
+        """The flow of each pair [pairs], in requests/s; if `near` is given [pairs], as close to its shares as
+        a balanced maximum flow can be."""
         limits = _Limits.of(pairs, self._replicas)
         shared, left = self._shared(pairs, lost)
         unit = limits.unit_req_s  # scale rates, so that tolerances are relative
@@ -225,6 +300,12 @@ class Reflow:
         value = 0.0 if largest is None else float(largest.sum())
         if largest is None or value <= 0:
             return np.zeros(len(pairs))
+        if near is not None and near.sum() > 0:
+            carried = value * ENOUGH
+            rows = vstack([matrix, -np.ones((1, len(pairs)))], format="csr")
+            sides = np.concatenate([capacity, left, [-carried]])
+            closest = _closest(rows, sides, most, near * (carried / near.sum()))
+            return (largest if closest is None else closest[: len(pairs)]) * unit
         # Balance: scale each capacity from the role's mean utilisation (slack 0) up to the whole (slack 1).
         # Columns: the pairs, the largest slack, and each role's.
         means = limits.means(value, capacity)
@@ -325,6 +406,25 @@ def _utilisation(replica: Replica, prompts: float, answers: float) -> float:
 
 def _largest(replicas: list[Replica]) -> list[Replica]:
     return sorted(replicas, key=lambda replica: -replica.capacity_req_s)[:PARTNERS]
+
+
+def _closest(matrix: csr_array, limits: np.ndarray, most: np.ndarray, to: np.ndarray) -> np.ndarray | None:
+    """The x, 0 <= x <= most and matrix x <= limits, whose first entries differ least from `to`, by the sum of
+    the differences; None if the solver finds none."""
+    count, wide = len(to), len(most)
+    # One more column for each of them: at least the difference, up or down.
+    picks = csr_array((np.ones(count), (range(count), range(count))), shape=(count, wide))
+    wider = vstack(
+        [
+            hstack([matrix, csr_array((matrix.shape[0], count))]),
+            hstack([picks, -np.eye(count)]),
+            hstack([-picks, -np.eye(count)]),
+        ],
+        format="csr",
+    )
+    cost = np.concatenate([np.zeros(wide), np.ones(count)])
+    sides = np.concatenate([limits, to, -to])
+    return _minimised(cost, wider, sides, np.concatenate([most, np.full(count, np.inf)]))
 
 
 def _minimised(

@@ -19,12 +19,14 @@ class Route:
     mixed replica is for the requests that it serves alone.
 
     weight is the flow of the placement in requests per second (only proportions matter); a route with
-    weight 0 is a spare.
+    weight 0 is a spare. min_prompt_tokens: requests with shorter prompts take the route only while no other
+    has room for them.
     """
 
     prefill: str
     decode: str
     weight: float
+    min_prompt_tokens: int = 0
 
     @property
     def colocated(self) -> bool:
@@ -37,16 +39,20 @@ def routes_of(placement: Placement) -> list[Route]:
     A colocated replica is a route to itself, weighted with its planned load; a mixed one has such a route in
     the placement.
     """
-    flows = {(route.from_, route.to): route.flow_req_s for route in placement.routes}
+    flows = {(r.from_, r.to): (r.flow_req_s, r.min_prompt_tokens) for r in placement.routes}
     for replica in placement.replicas:
         if replica.role == "colocated":
-            flows[replica.id, replica.id] = replica.capacity_req_s * replica.utilisation
-    return [Route(prefill, decode, flow) for (prefill, decode), flow in flows.items()]
+            flows[replica.id, replica.id] = replica.capacity_req_s * replica.utilisation, 0
+    return [Route(*ends, *flow) for ends, flow in flows.items()]
 
 
 def routes_without(routes: Iterable[Route], lost: Collection[str]) -> list[Route]:
     """The routes that use no lost replica."""
     return [route for route in routes if route.prefill not in lost and route.decode not in lost]
+
+
+CREDIT_LIMIT = 64.0
+"""Requests that a route for long prompts may be due at most, after many short ones."""
 
 
 @dataclass(slots=True)
@@ -79,6 +85,11 @@ class Router:
     room counted per decode replica that means: a spare only ever leads to a decode replica that the
     placement left idle, or that lost its other routes.
 
+    A route for long prompts goes on earning credit while short ones pass, up to CREDIT_LIMIT, and gets the
+    next long ones until it has caught up. So routes have their shares in the long run if there are long
+    prompts enough. If no route takes short prompts, those with the lowest limit do. While no route that takes
+    a request has room, one for longer prompts serves it, and is charged as usual: nobody waits beside room.
+
     References
     ----------
     R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980).
@@ -90,18 +101,49 @@ class Router:
         self._total = math.fsum([standing.weight for standing in self._standing])
         self._spare_uses = {route: 0 for route in self.routes if route.weight <= 0}
         self._margin = 1 / (2 * max(len(self._standing), 2) - 2)
+        serving = [standing.route for standing in self._standing] or self.routes
+        self._least_tokens = min((route.min_prompt_tokens for route in serving), default=0)
+        self.limited = any(route.min_prompt_tokens > self._least_tokens for route in self.routes)
 
-    def pick(self, admissible: Callable[[Route], bool] = _always) -> Route | None:
-        """The route of the next request; None, which changes nothing, if no route is admissible."""
+    def takes(self, route: Route, prompt_tokens: float) -> bool:
+        """Whether a route is for requests with prompts of that length."""
+        return prompt_tokens >= route.min_prompt_tokens or route.min_prompt_tokens <= self._least_tokens
+
+    def pick(
+        self, admissible: Callable[[Route], bool] = _always, prompt_tokens: float = math.inf
+    ) -> Route | None:
+        """The route of the next request; None, which changes nothing, if no route is admissible.
+
+        Parameters
+        ----------
+        prompt_tokens : of the request; by default, it is long enough for every route
+        """
+        if self.limited and prompt_tokens < math.inf:
+            return self._pick_by_length(admissible, prompt_tokens)
         candidates = [standing for standing in self._standing if admissible(standing.route)]
         if not candidates:
             return self._pick_spare(admissible)
+        return self._pick_of(candidates, candidates)
+
+    def _pick_by_length(self, admissible: Callable[[Route], bool], prompt_tokens: float) -> Route | None:
+        with_room = [standing for standing in self._standing if admissible(standing.route)]
+        candidates = [standing for standing in with_room if self.takes(standing.route, prompt_tokens)]
+        if not candidates:
+            return self._pick_of(with_room, with_room) if with_room else self._pick_spare(admissible)
+        taking = set(map(id, candidates))
+        earning = [each for each in with_room if id(each) in taking or each.credit < CREDIT_LIMIT]
+        return self._pick_of(candidates, earning)
+
+    def _pick_of(self, candidates: list[_Standing], earning: list[_Standing]) -> Route:
+        """The next of the candidates, at least one; those that earn credit are at least these."""
         total = self._total
-        if len(candidates) < len(self._standing):
-            total = math.fsum([standing.weight for standing in candidates])
+        if len(earning) < len(self._standing):
+            total = math.fsum([standing.weight for standing in earning])
+        for standing in earning:
+            standing.credit += standing.weight / total
         margin, picked, first = self._margin, candidates[0], (True, math.inf)
         for standing in candidates:
-            standing.credit = credit = standing.credit + standing.weight / total
+            credit = standing.credit
             # Those that are due first; of these, by the time until they must be picked, up to a factor.
             order = credit < margin, (1 - margin - credit) / standing.weight
             if order < first:

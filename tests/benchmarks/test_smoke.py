@@ -25,6 +25,8 @@ SMALL = {
     "search.planned_throughput": "--clusters 1 --fixed 0 --requests 300 --strategies distserve --seed 2",
     "search.promises": "--clusters 1 --fixed 0 --requests 200 --draws 1 --seed 2",
     "search.flexible": "--fixed 1 --clusters 0 --seed 2 --requests 300 --few",
+    "search.length_split": "--clusters hexgen2-case-study --models llama-2-70b --targets 2000:100 --draws 1"
+    " --seed 1 --requests 300",
     "search.promise_time": "--cases 1 --runs 1 --seed 2",
     "search.rank_agreement": "--clusters 1 --fixed 0 --placements 4 --requests 200 --seed 2",
     "search.paper_figures": "--parts table4 --seconds 5",
@@ -44,6 +46,7 @@ SMALL = {
     "serving.soak": "--seconds 15",
     "serving.three_machines": "--requests 8",
     "simulator.against_fleet": "--seconds 3",
+    "simulator.load_shift": "--cells hexgen2-setting-4:online --seeds 1 --seed 2 --requests 1000 --few",
     "simulator.simulator_speed": "--requests 100",
 }
 """Options by script. ELSEWHERE has the scripts that need something to be fetched first."""

@@ -33,6 +33,7 @@ FRONT = FrontOptions(
     client_queue_limit=4,
     queue_timeout_s=3.5,
     kv_high_water=0.5,
+    shift_load=False,
     operator_key="sesame",
     allowed_hosts=("llm.here", "10.0.0.7"),
     cors_origin=("https://chat.here", "http://localhost:3000"),
@@ -91,6 +92,8 @@ def flags_of(options) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if name == "reuse_prefixes":
             flags.append("--prefix-caching" if value else "--no-prefix-caching")
+        elif name == "shift_load":
+            flags.append("--shift-load" if value else "--no-shift-load")
         elif isinstance(value, bool):
             flags += [flag] * value
         elif isinstance(value, tuple):

@@ -10,11 +10,13 @@ import pytest
 
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
+from hexgen2.prediction.other_lengths import with_lengths
 from hexgen2.promise.trial import Trials
 from hexgen2.search.problem import make_problem
 from hexgen2.simulator.options import Failure, Options
 from hexgen2.simulator.pipelined_replica import PipelinedReplica
 from hexgen2.simulator.records import Records
+from hexgen2.simulator.run import simulate
 from hexgen2.simulator.simulation import Simulation
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.hexgen2 import search
@@ -78,3 +80,41 @@ def test_nothing_is_lost_with_a_mixed_replica(case):
     assert mixed[0] not in {records.prefill[k] for k in late} | {records.decode[k] for k in late}
     for name, budget in simulation.kv_budgets.items():
         assert name == mixed[0] or not budget.held
+
+
+def test_shares_move_with_longer_outputs_and_more_is_served():
+    placement = placement_of("hexgen2-setting-3", "llama-2-70b", "online")
+    planned = placement.workload
+    longer = with_lengths(placement, planned.isl, 1.5 * planned.osl).workload
+    requests = online(LengthSource(longer), placement.throughput.req_s, 4000, (5,))
+    moved, kept = (simulate(placement, requests, Options(shift_load=shift)) for shift in (True, False))
+    assert moved.completed == kept.completed == 4000
+    assert moved.steady_request_throughput > kept.steady_request_throughput
+    assert any("shares of routes moved" in line for line in moved.assumptions)
+    assert not any("shares of routes moved" in line for line in kept.assumptions)
+
+
+def test_shares_stay_while_no_request_waits():
+    placement = placement_of("hexgen2-setting-3", "llama-2-70b", "online")
+    longer = with_lengths(placement, placement.workload.isl, 1.5 * placement.workload.osl).workload
+    requests = online(LengthSource(longer), 0.5 * placement.throughput.req_s, 2000, (5,))
+    moved, kept = (simulate(placement, requests, Options(shift_load=shift)) for shift in (True, False))
+    assert moved.to_dict() == kept.to_dict()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lengths_as_planned_give_the_same_results_whether_shares_may_move_or_not(case):
+    placement = placement_of(*case)
+    requests = online(LengthSource(placement.workload), 1.2 * placement.throughput.req_s, 3000, (6,))
+    moved, kept = (simulate(placement, requests, Options(shift_load=shift)) for shift in (True, False))
+    assert moved.to_dict() == kept.to_dict()
+
+
+def test_shares_move_after_a_loss_too():
+    placement = placement_of("hexgen2-setting-3", "llama-2-70b", "online")
+    longer = with_lengths(placement, placement.workload.isl, 2 * placement.workload.osl).workload
+    requests = online(LengthSource(longer), placement.throughput.req_s, 2500, (7,))
+    lost = next(replica.id for replica in placement.replicas if replica.role == "prefill")
+    found = simulate(placement, requests, Options(failures=[Failure(20.0, lost)]))
+    assert found.completed == 2500 and not found.failures
+    assert any("shares of routes moved" in line for line in found.assumptions)

@@ -74,6 +74,37 @@ def test_a_mixed_replica_killed_in_mid_stream_loses_nothing(placement, model_fol
         server.close()
 
 
+def test_a_launched_fleet_sends_only_long_prompts_to_a_route_for_them(placement, model_folder, tmp_path):
+    pair, least = ("prefill-0", "mixed-1"), 30
+    routes = [
+        route.model_copy(update={"min_prompt_tokens": least}) if (route.from_, route.to) == pair else route
+        for route in placement.routes
+    ]
+    limited = placement.model_copy(update={"routes": routes})
+    assert violations(limited) == []
+    server = Server(model_folder, tmp_path, placement=limited)
+    try:
+        server.until_serving()
+        with httpx.Client(base_url=server.url, timeout=SECONDS) as http:
+
+            def taken(tokens, count):
+                body = {"model": placement.model.name, "prompt": [3] * tokens, "max_tokens": 4}
+                answers = [http.post("/v1/completions", json=body) for _ in range(count)]
+                assert {answer.status_code for answer in answers} == {200}
+                return [
+                    tuple(answer.headers[f"x-hexgen2-{phase}-replica"] for phase in ("prefill", "decode"))
+                    for answer in answers
+                ]
+
+            assert pair not in taken(least - 1, 16)
+            share = MIXED_FLOWS[pair] / sum(MIXED_FLOWS.values())
+            assert taken(least, 16).count(pair) >= 32 * share - 1  # its share of all 32
+            until_idle(http)
+        assert server.interrupt() == 0
+    finally:
+        server.close()
+
+
 def test_the_workers_of_mixed_replicas_send_and_hold_batches(placement, model_folder):
     routes = routes_of(placement)
     assert {(r.prefill, r.decode): r.weight for r in routes} == MIXED_FLOWS

@@ -79,6 +79,17 @@ def test_own_and_incoming_requests_take_what_is_not_kept_for_prompts_of_others()
     assert open_routes(admitting, Asked(10)) == set()
 
 
+def test_pressure_counts_requests_that_find_others_waiting():
+    admitting, _ = admission()
+    admitting.enqueue(Asked(500))
+    assert admitting.pressure.share == 0
+    admitting.enqueue(Asked(500))
+    once = admitting.pressure.share
+    assert admitting.next() and admitting.next()
+    admitting.enqueue(Asked(500))
+    assert 0 < admitting.pressure.share < once
+
+
 def test_a_request_starts_where_both_ends_could_hold_it():
     admitting, _ = admission([LOCAL, TO_D, BACK], a=100, b=300, d=300)
     for asked, may in (
