@@ -21,9 +21,10 @@ REACHED = 0.95
 """A fleet that serves this share of all arrivals may be faster still."""
 TOLERATED = 0.02
 """Formulas that are off by less are not corrected."""
-TURNS, FEWEST, MOST = 8, 400, 16_000
-"""Requests of a run: so many for each that is decoded at a time, no fewer than that. Fleets that would need
-more than that are not simulated."""
+TURNS, TURNS_OF_MIXTURES = 8, 10
+"""Requests of a run for each that is decoded at a time; more where lengths differ, and with them runs."""
+FEWEST, MOST = 400, 16_000
+"""Requests of a run at least; fleets that would need more than that are not simulated."""
 _RUNS = 3
 
 
@@ -40,15 +41,16 @@ def simulated_factor(
 ) -> float:
     """The requests/s of the placement in the simulator's steady state over those planned; 1 where the fleet
     holds more requests than are worth simulating, or it is time to stop."""
-    if TURNS * placement.places > MOST:
+    turns = TURNS_OF_MIXTURES if len(placement.workload.classes) > 1 else TURNS
+    if turns * placement.places > MOST:
         return 1.0
-    count = max(FEWEST, TURNS * placement.places)
+    count = max(FEWEST, turns * placement.places)
     planned = placement.throughput.req_s
     trials = Trials(placement, cluster, placement.goal, seed, stop=stop)
     rate, served = planned, 0.0
     for draw in range(_RUNS):
         rate *= BEYOND
-        found = trials.served_req_s(rate, count, draw)
+        found = trials.served_req_s(rate, count, draw, turns)
         served = served if stop() else found
         if served < REACHED * rate or stop():
             break

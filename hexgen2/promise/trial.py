@@ -17,6 +17,7 @@ from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.fleet import Fleet
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
+from hexgen2.simulator.run import TURNS
 from hexgen2.simulator.simulation import Simulation
 from hexgen2.workload.arrivals import LengthSource, online
 from hexgen2.workload.requests import Requests
@@ -31,9 +32,8 @@ GROWN = 0.01
 became more by at most this share of those that arrived."""
 CHANCE = 3.0
 """The number of requests that wait varies by so many times its root (standard deviations)."""
-SERVED = 0.3, 7 / 8
-"""Of the requests of a run beyond the capacity, the steady state lasts from this share of them to that: from
-two turns and a half (see full_load.py) until the last prompts have begun."""
+FILLED = 0.3
+"""Of the requests of a run beyond the capacity, the steady state begins once this share of them has ended."""
 HOPELESS = 2.5
 """A run ends early once this many times as many requests as allowed are late."""
 
@@ -118,11 +118,17 @@ class Trials:
         self._simulate(records, watch)
         return watch.trial(rate)
 
-    def served_req_s(self, rate: float, count: int, draw: int) -> float:
+    def served_req_s(self, rate: float, count: int, draw: int, turns: int = TURNS) -> float:
         """Requests/s that the fleet serves of `count` that arrive at a rate beyond its capacity, once it is
-        full and as long as requests wait; 0 where it cannot serve them all, or has to stop before."""
+        full and as long as prompts wait; 0 where it cannot serve them all, or has to stop before.
+
+        Parameters
+        ----------
+        turns : all that the fleet decodes at a time ends so many times in the run; in the last of these turns
+            no prompts wait
+        """
         records = self._records(rate, count, draw)
-        first, last = (int(count * share) for share in SERVED)
+        first, last = int(count * FILLED), int(count * (1 - 1 / turns))
 
         def until_few_are_left(simulation: Simulation) -> None:
             if simulation.ended > last or self._stop():

@@ -48,9 +48,11 @@ def _best_step(
 ) -> tuple[Step, Evaluation] | None:
     """The step with the highest score, if it improves the current one; of many groups, the best of the first
     steps among which one does."""
-    many = len(current.solution.groups) > MANY_GROUPS
-    left, seen, duals = iter(steps), set[tuple](), state.evaluator.duals(current)
-    while some := list(itertools.islice(left, STEPS_AT_A_TIME if many else None)):
+    seen, duals = set[tuple](), state.evaluator.duals(current)
+    if len(current.solution.groups) <= MANY_GROUPS:
+        return _best_of(state, current, steps, duals, seen)
+    left = iter(steps)
+    while some := list(itertools.islice(left, STEPS_AT_A_TIME)):
         found = _best_of(state, current, some, duals, seen)
         if found is not None or state.finished():
             return found
@@ -67,6 +69,8 @@ def _best_of(
     promising: list[tuple[float, Neighbour]] = []
     for step, solution in steps:
         state.groups_looked_at += len(solution.groups)
+        if state.finished():
+            break
         if state.budget and not state.budget.affordable(solution):
             continue
         limit = evaluator.score_limit(solution, threshold)
@@ -77,8 +81,6 @@ def _best_of(
             limit = min(limit, evaluator.limit_by_duals(solution, current, duals))
         if exceeds(limit, threshold):
             promising.append((limit, (step, solution)))
-        if state.finished():
-            break
     best: tuple[Step, Evaluation] | None = None
     for limit, (step, solution) in greatest_first(promising, lambda promise: promise[0]):
         if not exceeds(limit, threshold) or (best and state.finished()) or state.stopping.out_of_time():
