@@ -135,10 +135,10 @@ def run_search(
             if state.pure and problem.goal.objective != "latency"
         ],
     )
+    kept = [incumbent.best] if stopping.out_of_time() else _finalists(state, options)
     if problem.goal.rents:
-        finalists = [build_rental(problem, state, each, name, record) for each in _finalists(state, options)]
+        finalists = [build_rental(problem, state, each, name, record) for each in kept]
     else:
-        kept = _finalists(state, options)
         finalists = [build(problem, each, name, record, incumbent.bound) for each in kept]
     found = finalists[0]
     cluster = Cluster.from_spec(found.cluster)
