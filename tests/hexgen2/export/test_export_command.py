@@ -18,7 +18,7 @@ from hexgen2.placement import Placement
 def placement(tmp_path_factory):
     path = tmp_path_factory.mktemp("placement") / "placement.json"
     where = ["--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--workload", "HPHD"]
-    done = hexgen2("search", *where, "--time-limit", "2", "-o", path)
+    done = hexgen2("search", *where, "--phases", "disaggregated", "-o", path)
     assert done.returncode == 0, done.stderr
     return path
 

@@ -40,7 +40,7 @@ def test_the_planned_lengths_change_nothing():
 
 def test_longer_prompts_take_prefill_replicas_and_links_about_as_much_longer():
     longer = other(1.5, 1.0)
-    assert ratios(longer, "prefill") == pytest.approx([1 / 1.5] * 4, rel=0.03)
+    assert all(ratio == pytest.approx(1 / 1.5, rel=0.03) for ratio in ratios(longer, "prefill"))
     assert all(
         1 / 1.5 < ratio < 1 for ratio in ratios(longer, "decode")
     )  # they hold and read longer contexts
@@ -52,7 +52,7 @@ def test_longer_prompts_take_prefill_replicas_and_links_about_as_much_longer():
 
 def test_longer_outputs_take_decode_replicas_longer_and_prefill_replicas_not():
     longer = other(1.0, 1.5)
-    assert ratios(longer, "prefill") == pytest.approx([1.0] * 4)
+    assert all(ratio == pytest.approx(1.0) for ratio in ratios(longer, "prefill"))
     assert all(ratio < 1 / 1.45 for ratio in ratios(longer, "decode"))
 
 
