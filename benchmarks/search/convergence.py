@@ -24,8 +24,7 @@ from benchmarks.search.csv_file import write_csv
 from cost_model.calibrated import Calibrated
 from cost_model.errors import InfeasibleError
 from hexgen2.search.problem import Problem, make_problem
-from hexgen2.search.state import SearchState
-from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.base import SearchOptions, SearchProgress
 from hexgen2.strategies.registry import find_strategy
 
 CLUSTER = "hexgen2-setting-1"
@@ -61,9 +60,8 @@ def measure(model: str, workload: str, strategy: str, seed: int, time_limit_s: f
     def add(evaluations: int, seconds: float, req_s: float) -> None:
         points.append(Point(model, workload, strategy, seed, evaluations, round(seconds, 4), float(req_s)))
 
-    def improved(state: SearchState) -> None:
-        latest = state.incumbent.trace[-1]
-        add(latest["evaluations"], time.perf_counter() - started, latest["req_s"])
+    def improved(search: SearchProgress) -> None:
+        add(search.evaluations, time.perf_counter() - started, search.best_req_s)
 
     options = SearchOptions(seed=seed, time_limit_s=time_limit_s, progress=improved)
     started = time.perf_counter()

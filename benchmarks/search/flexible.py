@@ -34,6 +34,8 @@ PURE = ("disaggregated", "colocated")
 OTHERS = tuple(name for name in STRATEGIES if name not in CHOOSE_PHASES)
 CLUSTERS = ("homogeneous", "setting-1", "setting-2", "setting-3", "setting-4", "setting-5")
 CELLS = tuple(itertools.product(CLUSTERS, ("llama-2-70b", "opt-30b", "llama-3-8b"), WORKLOADS))
+OFFLINE = 1000
+"""Requests of an offline run."""
 BEYOND = 1.2
 """So many times the planned requests/s arrive."""
 
@@ -118,7 +120,11 @@ def row(
 
 
 def simulated(placement: Placement, options: argparse.Namespace) -> float:
-    """Requests/s of the simulator's steady state at full load."""
+    """Requests/s of the simulator's steady state at full load; of a whole offline run through ranges of
+    layers."""
+    if placement.layer_ranges is not None:
+        found = hexgen2.simulate(placement, offline=True, num_requests=OFFLINE, seed=options.seed)
+        return found.request_throughput
     cluster = Cluster.from_spec(placement.cluster)
     trials = Trials(placement, cluster, placement.goal, options.seed)
     count = min(options.requests, max(FEWEST, TURNS * placement.places))

@@ -1,7 +1,7 @@
 """`hexgen2 search` on ordinary clusters of many kinds: how late it is after its time limit, and its gap.
 
     python -m benchmarks.search.ordinary [--families racks,boxes] [--sizes 64,320] [--seeds 3]
-           [--first-seed S] [--time-limit T] [--models A,B] [--workloads A,B] [--options "..."]
+           [--first-seed S] [--time-limit T] [--models A,B] [--workloads A,B] [--options "..."] [--longer N]
 
 The families, each drawn at random by a seed:
 
@@ -14,7 +14,9 @@ The families, each drawn at random by a seed:
 
 Each row is a whole process with start-up and output: GPUs, model, workload, time limit, the seconds it took,
 by how much that is over the limit, requests/s, the bound, and the gap between both. A time limit grows with
-the cluster unless one is given. Prints the latest and the largest gap of each family and size.
+the cluster unless one is given. Prints the latest and the largest gap of each family and size. With --longer,
+each case is searched again with so many times the limit: rows end with the share of those requests/s that the
+limit left, and the gap that they have to the bound found then.
 """
 
 from __future__ import annotations
@@ -222,6 +224,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=None)
     parser.add_argument("--models", default="llama-2-70b,opt-30b,llama-3-8b")
     parser.add_argument("--workloads", default="HPLD,HPHD,LPHD,LPLD,online")
+    parser.add_argument("--longer", type=float, default=None, metavar="N", help="N times the time limit, too")
     parser.add_argument("--options", type=shlex.split, default=[], help="further ones of `hexgen2 search`")
     options = parser.parse_args()
     print(f"seed {options.first_seed}")
@@ -230,7 +233,7 @@ def main() -> None:
         f"{'bound':>10}{'gap':>8}  replicas",
         flush=True,
     )
-    worst: dict[tuple[str, int], tuple[float, float]] = {}
+    worst: dict[tuple[str, int], tuple[float, float, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for family, size, seed, model, workload in cases(options):
             spec = drawn(family, size, seed)
@@ -248,11 +251,19 @@ def main() -> None:
             roles = "".join(sorted(replica["role"][0] for replica in found["replicas"]))
             counts = "".join(f" {len(list(run))}{role}" for role, run in itertools.groupby(roles))
             req_s = found["throughput"]["req_s"]
-            print(f"{head}{req_s:>10.3f}{bound['req_s']:>10.3f}{bound['gap']:>8.1%} {counts}", flush=True)
-            known = worst.get((family, size), (0.0, 0.0))
-            worst[family, size] = max(known[0], late), max(known[1], bound["gap"])
-    for (family, size), (late, gap) in worst.items():
-        print(f"worst of {family}-{size}: {late:.0%} late, gap {gap:.1%}")
+            ends, share = "", 1.0
+            if options.longer:
+                more = measure(path, model, workload, limit_s * options.longer, options.options)
+                share, least = req_s / more["throughput"]["req_s"], more["bound"]["req_s"]
+                ends = f"  {share:.3f} of {options.longer:g} times as long, gap then {1 - req_s / least:.1%}"
+            print(
+                f"{head}{req_s:>10.3f}{bound['req_s']:>10.3f}{bound['gap']:>8.1%} {counts}{ends}", flush=True
+            )
+            known = worst.get((family, size), (0.0, 0.0, 1.0))
+            worst[family, size] = max(known[0], late), max(known[1], bound["gap"]), min(known[2], share)
+    for (family, size), (late, gap, share) in worst.items():
+        beside = f", {share:.3f} of {options.longer:g} times as long" if options.longer else ""
+        print(f"worst of {family}-{size}: {late:.0%} late, gap {gap:.1%}{beside}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from hexgen2.placement import SearchRecord
 from hexgen2.promise.finalists import Effort
 from hexgen2.promise.keep import with_promise
 from hexgen2.search.build import build_placement
-from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.perturbation import perturbed
 from hexgen2.search.problem import Group, Problem, Solution, counts_of, make_problem
 from hexgen2.search.state import SearchState

@@ -51,6 +51,8 @@ def main() -> None:
             f"{measured['steady_request_throughput']:10.2f}{measured['failed']:8}  {replicas}",
             flush=True,
         )
+        for why, count in measured["failures"].items():
+            print(f"{count} failed: {why}")
 
 
 def _measured(placement: hexgen2.Placement, options: argparse.Namespace, rate: float) -> dict:
@@ -60,7 +62,10 @@ def _measured(placement: hexgen2.Placement, options: argparse.Namespace, rate: f
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "placement.json"
         placement.save(path)
+        # All requests come from one client, and none may be turned away.
         waiting = ["--queue-limit", str(options.requests), "--queue-timeout-s", "3600"]
+        waiting += ["--max-connections", str(options.requests + 200)]
+        waiting += ["--max-address-connections", str(options.requests + 100)]
         with launched(path, None, "--no-prefix-caching", *waiting) as (url, _):
             done = subprocess.run([COMMAND, "bench", url, *load], check=True, capture_output=True, text=True)
     return json.loads(done.stdout)

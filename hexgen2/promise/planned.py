@@ -9,7 +9,8 @@ from cost_model.base import CostModel
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement
 from hexgen2.replica import Replica
-from hexgen2.search.evaluator import Evaluation, Evaluator, PlannedReplica
+from hexgen2.search.evaluation import Evaluation, PlannedReplica
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.planning.plan import PlannedStage
 from hexgen2.search.problem import Group, Problem, Solution, counts_of
 

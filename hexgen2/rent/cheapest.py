@@ -8,7 +8,7 @@ from cost_model.errors import InfeasibleError
 from hexgen2.rent.release import cheapest_alike
 from hexgen2.rent.universe import attempt, fresh
 from hexgen2.search.budget import Budget, spendable
-from hexgen2.search.evaluator import Evaluation
+from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.problem import Solution
 from hexgen2.search.state import SearchState
 

@@ -8,7 +8,7 @@ from hexgen2.rent.cheapest import leave_cheapest
 from hexgen2.rent.universe import attempt, fresh
 from hexgen2.rent.within_budget import Plain, explore_budget
 from hexgen2.search.budget import Budget, spendable
-from hexgen2.search.evaluator import Evaluation
+from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds
 

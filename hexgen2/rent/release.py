@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 from hexgen2.search.budget import Budget, releases, trades
-from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.problem import Solution
 from hexgen2.search.ties import exceeds, least, smallest_first
 
@@ -42,7 +43,7 @@ def _cheaper(evaluator: Evaluator, current: Evaluation, req_s: float) -> Evaluat
     steps = itertools.chain(releases(solution, everyone), trades(below, solution, everyone, everyone))
     options = {rest.key: rest for _, rest in steps if below.affordable(rest)}
     for rest in smallest_first(options.values(), below.price):
-        if exceeds(req_s, evaluator.score_limit(rest, req_s)):
+        if exceeds(req_s, evaluator.limits.of(rest, req_s)):
             continue
         found = evaluator.reordered(evaluator.evaluate(rest))
         if not exceeds(req_s, found.req_s):

@@ -11,7 +11,8 @@ from hexgen2.cluster import Cluster
 from hexgen2.placement import BoundRecord, FrontierPoint, Placement, Rented, SearchRecord
 from hexgen2.search.budget import ROUNDING, Budget, spendable
 from hexgen2.search.build import build_placement
-from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.problem import Group, Problem, Solution
 from hexgen2.search.state import SearchState
 

@@ -17,7 +17,7 @@ from ortools.graph.python import linear_sum_assignment
 
 from hexgen2.moves import Action, Cost
 from hexgen2.replan.previous import OldReplica, Previous
-from hexgen2.search.evaluator import Evaluation, PlannedReplica
+from hexgen2.search.evaluation import Evaluation, PlannedReplica
 from hexgen2.search.planning.plan import GroupPlan
 from hexgen2.search.planning.shards import Shard, shard_bytes, shards_of, shared_bytes
 from hexgen2.search.problem import Problem

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hexgen2.moves import Action, Move
 from hexgen2.replan.migration import Migrator, Successor
 from hexgen2.replan.previous import OldReplica
-from hexgen2.search.evaluator import Evaluation
+from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.naming import Name
 
 

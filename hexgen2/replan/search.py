@@ -15,7 +15,8 @@ from hexgen2.replan.previous import Previous
 from hexgen2.replan.value import ReplanEvaluator
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
-from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import refine
 from hexgen2.search.params import Params
 from hexgen2.search.problem import Problem, Solution

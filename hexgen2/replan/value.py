@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from hexgen2.replan.migration import Migrator, same_service
 from hexgen2.replan.previous import OldReplica
-from hexgen2.search.evaluator import Evaluation, Evaluator, PlannedReplica
+from hexgen2.search.evaluation import Evaluation, PlannedReplica
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.params import Params
 from hexgen2.search.planning.plan import GroupPlan
 from hexgen2.search.planning.shards import shard_bytes, shards_of
@@ -106,7 +107,7 @@ class ReplanEvaluator(Evaluator):
     def _polish(self, start: Evaluation, place: int) -> Evaluation:
         best, replica = start, start.replicas[place]
         plans = [plan for plan, _ in self._options(replica.group)]
-        for plan in dict.fromkeys([*plans, *self.orders(replica)]):
+        for plan in dict.fromkeys([*plans, *self.orders.of(replica)]):
             replicas = list(start.replicas)
             replicas[place] = replace(replica, plan=plan)
             tried = self.with_plans(start.solution, *_by_role(replicas))

@@ -19,7 +19,7 @@ from hexgen2.placement import (
 from hexgen2.prediction.bottlenecks import bottlenecks_of
 from hexgen2.region import Region
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
-from hexgen2.search.evaluator import Evaluation, PlannedReplica
+from hexgen2.search.evaluation import Evaluation, PlannedReplica
 from hexgen2.search.flow.max_flow import balance, few_routes
 from hexgen2.search.naming import Name, fresh_names
 from hexgen2.search.problem import Problem
@@ -100,13 +100,7 @@ def build_placement(
         cluster=problem.spec,
         model=problem.model,
         workload=problem.workload,
-        cost_model=CostModelName.of(
-            problem.costs,
-            problem.pipeline,
-            problem.links,
-            error=max(problem.costs.error(card) for card in cards),
-            unmeasured=sorted(card.name for card in cards if not problem.costs.measured(card)),
-        ),
+        cost_model=CostModelName.of(problem.costs, problem.pipeline, problem.links, cards),
         goal=problem.goal,
         lost=sorted(problem.lost, key=problem.cluster.index),
         replicas=replicas,

@@ -79,7 +79,7 @@ class _Enumeration:
         if state.budget and not state.budget.affordable(Solution(tuple(self._groups))):
             return True
         best = max(state.incumbent.best.net_req_s if state.incumbent.best else 0.0, self._wanted * (1 - 1e-8))
-        if not exceeds(state.evaluator.limit_with_rest(done, free, self._regions), best):
+        if not exceeds(state.evaluator.limits.with_rest(done, free, self._regions), best):
             return True
         if node == len(free):
             if self._left is not None:
@@ -100,7 +100,9 @@ class _Enumeration:
                     continue
                 group = Group(role, counts_of(dict(enumerate(counts))))
                 self._groups.append(group)
-                mixed = [state.evaluator.plan_region(group)] if role == "colocated" and self._mixes else []
+                mixed = (
+                    [state.evaluator.limits.plan_region(group)] if role == "colocated" and self._mixes else []
+                )
                 self._regions += [region for region in mixed if region]
                 complete = self._descend(rest, node, counts, {**done, role: done[role] + gained})
                 self._groups.pop()

@@ -6,139 +6,36 @@ decide it.
 
 from __future__ import annotations
 
-import functools
+import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from hexgen2.region import Region
 from hexgen2.search.bounds.relaxations import Relaxations
-from hexgen2.search.bounds.upper_bounds import (
-    best_mixture,
-    best_split,
-    mixed_rates,
-    node_rates,
-    node_regions,
-)
+from hexgen2.search.evaluation import Evaluation, PlannedReplica
 from hexgen2.search.flow.duals import Duals, Stages
-from hexgen2.search.flow.max_flow import Flow, FlowNetwork, settled, solve
+from hexgen2.search.flow.max_flow import MANY_PAIRS, FlowNetwork, solve
 from hexgen2.search.flow.regions import Share, shares_by_program
-from hexgen2.search.flow.routes import RouteUse, pipeline_use, route_use
+from hexgen2.search.flow.routes import NO_ROUTE, RouteUse, pipeline_use, route_use
 from hexgen2.search.flow.shared_use import SharedUse, shared_use
-from hexgen2.search.knapsack import best_points, most_served, served
+from hexgen2.search.knapsack import best_points, served
 from hexgen2.search.operators import Alike
 from hexgen2.search.params import DEFAULT, Params
-from hexgen2.search.planning.plan import LESS, GroupPlan, PlannedStage, Planner
+from hexgen2.search.partition.parts import near_parts
+from hexgen2.search.planning.plan import GroupPlan, Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
-from hexgen2.search.ties import exceeds, greatest, least, ranks_above
-
-
-@dataclass(frozen=True)
-class PlannedReplica:
-    """A group with its plan; index is its place in the solution."""
-
-    index: int
-    group: Group
-    plan: GroupPlan
-
-    @property
-    def stages(self) -> tuple[PlannedStage, ...]:
-        return self.plan.stages
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a solution is worth, and why: its replicas, the flow network between them, and the maximum flow.
-
-    Attributes
-    ----------
-    prefill, decode, colocated : replicas by role
-    senders, receivers : prefill and decode replicas, and after them colocated ones that work for others
-    network, flow : between senders and receivers; the capacity of a colocated one is its share
-    regions : of the colocated replicas that may work for others
-    score : guides the local search: throughput less cost, plus a small share of the replicas' capacities
-    alone : [C] requests/s that each colocated replica serves by itself; where colocated replicas share links
-        with KV routes, they take precedence
-    cost_req_s, idle_req_s : what it costs to get to this solution, over time (see Evaluator.way_cost)
-    """
-
-    solution: Solution
-    prefill: tuple[PlannedReplica, ...]
-    decode: tuple[PlannedReplica, ...]
-    network: FlowNetwork
-    flow: Flow
-    score: float
-    colocated: tuple[PlannedReplica, ...]
-    alone: np.ndarray
-    cost_req_s: float = 0.0
-    idle_req_s: float = 0.0
-    senders: tuple[PlannedReplica, ...] = ()
-    receivers: tuple[PlannedReplica, ...] = ()
-    regions: tuple[Region, ...] = ()
-
-    def region_of(self, replica: PlannedReplica) -> Region | None:
-        """What the replica can do if it is a mixed one, else None."""
-        if replica.index not in self.mixed:
-            return None
-        return self.regions[[r.index for r in self.colocated].index(replica.index)]
-
-    @cached_property
-    def mixed(self) -> frozenset[int]:
-        """Which groups are colocated ones that work for others, by their places in the solution."""
-        ends = {replica.index for replica in (*self.senders, *self.receivers)}
-        return frozenset(replica.index for replica in self.colocated if replica.index in ends)
-
-    def role_of(self, replica: PlannedReplica) -> str:
-        """The replica's role in a placement: "mixed" if it is colocated and works for others, too."""
-        return "mixed" if replica.index in self.mixed else replica.group.role
-
-    @cached_property
-    def plans(self) -> dict[tuple[str, NodeCounts], GroupPlan]:
-        """The plan of each group."""
-        return {(r.group.role, r.group.counts): r.plan for r in self.replicas}
-
-    @cached_property
-    def routes(self) -> np.ndarray:
-        """[P, D] what each route carries, in requests/s: of all maximum flows the one to read (see
-        flow.settled)."""
-        return settled(self.network, self.flow).routes
-
-    @property
-    def kv_limited(self) -> bool:
-        """Whether KV routes, and not the replicas, limit the flow."""
-        return self.flow.value < min(self.network.prefill.sum(), self.network.decode.sum()) * (1 - 1e-6)
-
-    @property
-    def req_s(self) -> float:
-        return self.flow.value + float(self.alone.sum())
-
-    @property
-    def replicas(self) -> tuple[PlannedReplica, ...]:
-        """All of them, prefill, decode, colocated."""
-        return (*self.prefill, *self.decode, *self.colocated)
-
-    @property
-    def net_req_s(self) -> float:
-        """The objective of the search: throughput less the cost of getting there."""
-        return self.req_s - self.cost_req_s
-
-    @property
-    def rank(self) -> tuple[float, float, float]:
-        """Greater is better. Ties in net throughput go to the solution that changes least, then to the higher
-        score."""
-        return self.net_req_s, -self.idle_req_s, self.score
-
-    def better_than(self, other: Evaluation) -> bool:
-        """Whether it ranks above the other."""
-        return ranks_above(self.rank, other.rank)
-
+from hexgen2.search.score_limits import ScoreLimits
+from hexgen2.search.stage_orders import StageOrders
 
 SMALL = 1e-9
 """Requests/s that are rounding."""
+ROUTES_AWAY = 4
+"""Routes of a replica to other parts of the cluster, where there are too many for all."""
 _NEVER = math.inf
 """Stretches the transfers of routes that are not to be used."""
 
@@ -148,32 +45,44 @@ def _capacity(replicas: Sequence[PlannedReplica]) -> float:
 
 
 class Evaluator:
-    """Evaluates solutions of one problem, and counts the evaluations and the routes they looked at."""
+    """Evaluates solutions of one problem, and counts the evaluations and the routes they looked at.
+
+    Attributes
+    ----------
+    limits, orders : upper limits on scores; orders of the replicas' stages
+    """
 
     def __init__(self, problem: Problem, params: Params = DEFAULT, planner: Planner | None = None) -> None:
         self.problem, self.params = problem, params
         self.planner = planner or Planner(problem)
         self.evaluations = self.routes = 0
-        self._worth = 0.5  # of a prompt, an answer's being the rest of 1
-        self._node_rates = node_rates(problem)
-        self._rates = {
-            "prefill": [p for p, _ in self._node_rates],
-            "decode": [q for _, q in self._node_rates],
-            "colocated": mixed_rates(problem),
-        }
-        self._node_regions = node_regions(problem) if problem.mixes else []
-        self._rate_regions: dict[NodeCounts, Region] = {}
-        self._plan_regions: dict[NodeCounts, Region | None] = {}
-        self._rate_limits: dict[tuple[str, NodeCounts], float] = {}
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
+        # What follows is the same where fewer GPUs can be used.
+        self.limits = ScoreLimits(problem, params, self.planner, self.plan_of)
+        self.orders = StageOrders(params, self.planner)
         self._uses: dict[tuple, RouteUse] = {}
-        self._ordered: dict[tuple, list[GroupPlan]] = {}
+
+    def of_part(self, free: Mapping[int, int]) -> Evaluator:
+        """For solutions with so many GPUs of each of these nodes alone. Both share what they remember of
+        groups and routes."""
+        part = copy.copy(self)
+        for name in ("alike", "parts", "relaxed"):
+            vars(part).pop(name, None)
+        part.problem = self.problem.only(free)
+        part.evaluations = part.routes = 0
+        part._evaluated, part._reordered_keys = {}, set()
+        return part
 
     @cached_property
     def alike(self) -> Alike:
         """Which groups and nodes take each other's place."""
         return Alike(self.planner.classes.class_of, self.problem.node_links)
+
+    @cached_property
+    def parts(self) -> list[tuple[int, ...]]:
+        """The parts of the cluster: nodes that are near each other."""
+        return near_parts(self.problem)
 
     @cached_property
     def relaxed(self) -> Relaxations:
@@ -203,6 +112,8 @@ class Evaluator:
 
     def reordered(self, evaluation: Evaluation) -> Evaluation:
         """The same solution with the stage orders that suit its KV routes best, if the routes limit it."""
+        if evaluation.network.routes.size > MANY_PAIRS:
+            return evaluation
         limit = min(evaluation.network.prefill.sum(), evaluation.network.decode.sum())
         key = evaluation.solution.key
         if evaluation.flow.value >= limit * (1 - 1e-6) or key in self._reordered_keys:
@@ -210,7 +121,7 @@ class Evaluator:
         self._reordered_keys.add(key)
         if evaluation.mixed:
             return evaluation
-        self._evaluated[key] = self._reorder(evaluation)
+        self._evaluated[key] = self.orders.improved(evaluation, self)
         return self._evaluated[key]
 
     def at_full_load(self, evaluation: Evaluation) -> Evaluation:
@@ -231,97 +142,6 @@ class Evaluator:
         return self._with_shares(
             evaluation.solution, evaluation.prefill, evaluation.decode, evaluation.colocated
         )
-
-    def score_limit(self, solution: Solution, threshold: float) -> float:
-        """An upper limit on the score without routes or flow: what the replicas alone could do.
-
-        Plans are made only if the GPUs' own rates leave hope of passing the threshold.
-        """
-        limit = self._limit(solution, threshold, self._rate_limit, self._rate_region)
-        if limit > threshold and any(group.role == "colocated" for group in solution.groups):
-            # To plan a group for both phases takes long.
-            limit = self._limit(solution, threshold, self._capacity_limit, self._region_limit)
-        if limit <= threshold:
-            return limit
-        return self._limit(solution, threshold, self._plan_capacity, self.plan_region)
-
-    def limit_with_rest(
-        self, done: Mapping[str, float], free: Sequence[int], done_regions: Sequence[Region] = ()
-    ) -> float:
-        """An upper limit on the flow of groups with these capacities (requests/s by role; those of colocated
-        groups that may work for others as regions) once the free GPUs (counted per node) have joined any role
-        at their best rates."""
-        if self.problem.mixes:
-            regions = list(done_regions)
-            regions += [region.times(n) for region, n in zip(self._node_regions, free, strict=True) if n]
-            return most_served(done["prefill"], done["decode"], regions)[0]
-        if "colocated" in self.problem.roles:
-            mixed = zip(self._node_rates, self._rates["colocated"], free, strict=True)
-            rest = [(p * n, q * n, r * n) for (p, q), r, n in mixed if n]
-            return best_mixture(rest, done["prefill"], done["decode"]) + done["colocated"]
-        rates = [(p * n, q * n) for (p, q), n in zip(self._node_rates, free, strict=True) if n]
-        return best_split(rates, done["prefill"], done["decode"])
-
-    def _limit(
-        self,
-        solution: Solution,
-        threshold: float,
-        capacity_of: Callable[[Group], float],
-        region_of: Callable[[Group], Region | None],
-    ) -> float:
-        """An upper limit on the score with these limits of the groups; how far below the threshold it is does
-        not matter."""
-        capacity = {"prefill": 0.0, "decode": 0.0, "colocated": 0.0}
-        for group in solution.groups:
-            capacity[group.role] += capacity_of(group)
-        prefill, decode = capacity["prefill"], capacity["decode"]
-        plateau = self.params.plateau_share * math.fsum(capacity.values())
-        if capacity["colocated"] and self.problem.mixes:
-            regions = [r for g in solution.groups if g.role == "colocated" and (r := region_of(g))]
-            # The worth of a prompt where another solution was best is a limit, too, and quicker to see.
-            able = math.fsum(region.worth(self._worth) for region in regions)
-            carried = self._worth * prefill + (1 - self._worth) * decode + able
-            if carried + plateau > threshold:
-                carried, self._worth = most_served(prefill, decode, regions)
-        else:
-            carried = min(prefill, decode) + capacity["colocated"]
-        return carried + plateau
-
-    def _rate_region(self, group: Group) -> Region:
-        """What a colocated group could do if each of its GPUs worked alone at its best."""
-        found = self._rate_regions.get(group.counts)
-        if found is None:
-            parts = [self._node_regions[node].times(count) for node, count in group.counts]
-            found = self._rate_regions[group.counts] = functools.reduce(Region.plus, parts)
-        return found
-
-    def plan_region(self, group: Group) -> Region | None:
-        """What a colocated group can do that may work for others; None if the model does not fit."""
-        if group.counts not in self._plan_regions:
-            plan = self.plan_of(group)
-            self._plan_regions[group.counts] = self.planner.region(plan) if plan else None
-        return self._plan_regions[group.counts]
-
-    def _rate_limit(self, group: Group) -> float:
-        key = (group.role, group.counts)
-        known = self._rate_limits.get(key)
-        if known is None:
-            rates = self._rates[group.role]
-            known = self._rate_limits[key] = math.fsum(count * rates[node] for node, count in group.counts)
-        return known
-
-    def _region_limit(self, group: Group) -> Region | None:
-        return self.planner.region_limit(group.counts)
-
-    def _capacity_limit(self, group: Group) -> float:
-        if group.role != "colocated":
-            return self._plan_capacity(group)
-        limit = self._region_limit(group)
-        return limit.balanced if limit else 0.0
-
-    def _plan_capacity(self, group: Group) -> float:
-        plan = self.plan_of(group)
-        return plan.capacity_req_s if plan else 0.0
 
     def _replicas(
         self, solution: Solution, role: str, plans: Mapping[tuple[str, NodeCounts], GroupPlan]
@@ -375,8 +195,15 @@ class Evaluator:
         self, senders: tuple[PlannedReplica, ...], receivers: tuple[PlannedReplica, ...]
     ) -> tuple[np.ndarray, SharedUse | None]:
         """[S, R] requests/s that each route can carry alone, and what all of them share."""
-        self.routes += len(senders) * len(receivers)
-        uses = [[self.route_use(p, d) for d in receivers] for p in senders]
+        near = self._near_pairs(senders, receivers)
+        self.routes += len(senders) * len(receivers) if near is None else int(near.sum())
+        if near is None:
+            uses = [[self.route_use(p, d) for d in receivers] for p in senders]
+        else:
+            uses = [
+                [self.route_use(p, d) if here else NO_ROUTE for d, here in zip(receivers, row, strict=True)]
+                for p, row in zip(senders, near.tolist(), strict=True)
+            ]
         transfers = np.array(
             [
                 use.transfer_s * self._slowed(use, d)
@@ -387,6 +214,27 @@ class Evaluator:
         # Inside a replica nothing is moved.
         carried = np.divide(1.0, transfers, out=np.full(len(transfers), np.inf), where=transfers > 0)
         return carried.reshape(len(senders), len(receivers)), self._shared(uses)
+
+    def _near_pairs(
+        self, senders: tuple[PlannedReplica, ...], receivers: tuple[PlannedReplica, ...]
+    ) -> np.ndarray | None:
+        """[S, R] between which replicas there are to be routes: with more pairs than MANY_PAIRS, between
+        those in one part of the cluster, and some in others, so that parts help each other out; None for
+        all."""
+        if len(senders) * len(receivers) <= MANY_PAIRS:
+            return None
+        part_of = {node: k for k, part in enumerate(self.parts) for node in part}
+        of_sender, of_receiver = (
+            np.array([part_of[replica.stages[0].node] for replica in side]) for side in (senders, receivers)
+        )
+        near = of_sender[:, None] == of_receiver[None, :]
+        for i in range(len(senders)):
+            for k in range(ROUTES_AWAY):
+                near[i, (i * ROUTES_AWAY + k) % len(receivers)] = True
+        for j in range(len(receivers)):
+            for k in range(ROUTES_AWAY):
+                near[(j * ROUTES_AWAY + k) % len(senders), j] = True
+        return near
 
     def _with_shares(
         self,
@@ -474,6 +322,8 @@ class Evaluator:
         """What the flow's bottlenecks are worth; None where the replicas' capacities alone decide."""
         network = evaluation.network
         limit = min(network.prefill.sum(), network.decode.sum())
+        if network.routes.size > MANY_PAIRS:
+            return None
         if evaluation.colocated or limit <= 0 or evaluation.flow.value >= limit * (1 - 1e-6):
             return None
         return Duals(
@@ -494,73 +344,3 @@ class Evaluator:
         alone = _capacity(self._replicas(solution, "colocated", near.plans))
         total = math.fsum(capacity for side in sides for _, capacity in side) + alone
         return duals.flow_bound(*sides) + alone + self.params.plateau_share * total
-
-    def _reorder(self, start: Evaluation) -> Evaluation:
-        """Stage orders that move KV caches faster, replica by replica, until none does (Appendix A).
-
-        An order is judged by what it takes of the full links at their duals, and a little by the transfer
-        time, to all partners, each weighted by its capacity; so the flow is solved once per round. Such a
-        climb may end early, so it also starts where all pipelines of one side, or both, are turned round,
-        whichever is best.
-        """
-        sides = [(side, tuple(map(self._turned, side))) for side in (start.prefill, start.decode)]
-        ways = [
-            self.with_plans(start.solution, prefill, decode, start.colocated)
-            for prefill, decode in list(dict.fromkeys(itertools.product(*sides)))[1:]
-        ]
-        starts = [start, *greatest(ways, lambda way: way.score)[:1]]
-        return greatest([self._reorder_from(way) for way in starts], lambda way: way.score)[0]
-
-    def _turned(self, replica: PlannedReplica) -> PlannedReplica:
-        """The replica with its stages in the opposite order, if that keeps its capacity."""
-        wanted = tuple(s.shape for s in reversed(replica.stages))
-        plans = (plan for plan in self.orders(replica) if tuple(s.shape for s in plan.stages) == wanted)
-        return replace(replica, plan=next(plans, replica.plan))
-
-    def _reorder_from(self, start: Evaluation) -> Evaluation:
-        best = start
-        for _ in range(self.params.reorder_rounds):
-            duals = self.duals(best)
-            prefill = tuple(self._reordered(p, best.decode, duals, sending=True) for p in best.prefill)
-            decode = tuple(self._reordered(d, prefill, duals, sending=False) for d in best.decode)
-            tried = self.with_plans(best.solution, prefill, decode, best.colocated)
-            if not exceeds(tried.score, best.score):
-                break
-            best = tried
-        return best
-
-    def _reordered(
-        self,
-        replica: PlannedReplica,
-        partners: tuple[PlannedReplica, ...],
-        duals: Duals | None,
-        sending: bool,
-    ) -> PlannedReplica:
-        def cost(candidate: PlannedReplica) -> float:
-            total = 0.0
-            for partner in partners:
-                use = self.route_use(*((candidate, partner) if sending else (partner, candidate)))
-                toll = duals.toll(use) if duals else 0.0
-                total += (toll + self.params.transfer_share * use.transfer_s) * partner.plan.capacity_req_s
-            return total
-
-        candidates = [replace(replica, plan=plan) for plan in self.orders(replica)]
-        return least([replica, *candidates], cost)[0]
-
-    def orders(self, replica: PlannedReplica) -> list[GroupPlan]:
-        """The replica's plan under other orders of its stages that keep its capacity; the layers are split
-        anew for each. A gain in capacity is not counted (below 1 %: another stage has the LM head), for the
-        bounds rest on the planner's best."""
-        shape = tuple(s.shape for s in replica.stages)
-        key = (replica.group.role, shape)
-        if key not in self._ordered:
-            orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), self.params.stage_orders))
-            best = self.planner.plan(replica.group.role, replica.group.counts) or replica.plan
-            most, kept = best.capacity_req_s, replica.plan.capacity_req_s * self.params.capacity_kept
-            plans = (self.planner.plan_shape(replica.group.role, order, kept * LESS) for order in orders)
-            self._ordered[key] = [
-                replace(p, capacity_req_s=min(p.capacity_req_s, most))
-                for p in plans
-                if p and p.capacity_req_s >= kept
-            ]
-        return self._ordered[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hexgen2.search.evaluator import Evaluation
+from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import exceeds, greatest_first
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hexgen2.placement import OPTIMAL
 from hexgen2.search.bounds.upper_bounds import UpperBound
-from hexgen2.search.evaluator import Evaluation
+from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.steps import Step
 from hexgen2.search.ties import exceeds
 

@@ -1,12 +1,14 @@
-"""Linear and integer programs, solved by OR-tools: GLOP (simplex) and SCIP (branch and cut)."""
+"""Linear programs, solved by OR-tools' GLOP (simplex), which is quick where they are small and solved again
+and again; and integer programs, solved by HiGHS (branch and cut)."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import highspy
 import numpy as np
 from ortools.linear_solver.python import model_builder_helper as linear
 from scipy.sparse import csr_array
@@ -91,36 +93,76 @@ class LinearProgram:
         value, duals = solver.objective_value(), np.asarray(solver.dual_values())
         return Optimum(value, value, np.asarray(solver.variable_values()), duals)
 
-    def solve_integer(
-        self, whole: Iterable[int], gap: float, branches: int | None = None, time_s: float | None = None
-    ) -> Optimum:
-        """The best solution found with whole numbers for these variables, until it is within this
-        relative gap of the bound, or so many branches or seconds are spent. If none is found, its value is
-        0."""
-        for column in whole:
-            self._model.set_var_integrality(column, True)
-        solver = linear.ModelSolverHelper("scip")
-        parameters = [f"limits/gap = {gap}", "misc/catchctrlc = FALSE"]
-        if branches is not None:
-            parameters.append(f"limits/nodes = {branches}")
-        solver.set_solver_specific_parameters("\n".join(parameters))
-        if time_s is not None:
-            solver.set_time_limit_in_seconds(time_s)
-        _solve_in_thread(solver, self._model)
-        bound, none = solver.best_objective_bound(), np.zeros(0)
-        if not solver.has_solution():
-            return Optimum(0.0, bound, np.zeros(self.size), none)
-        return Optimum(solver.objective_value(), bound, np.array(solver.variable_values()), none)
+
+def solve_whole(
+    gain: np.ndarray,
+    matrix: csr_array,
+    row_least: np.ndarray,
+    row_most: np.ndarray,
+    whole_most: Mapping[int, float],
+    gap: float,
+    branches: int,
+    time_s: float | None = None,
+    least_value: float = 0.0,
+) -> Optimum:
+    """The best solution found of max gain x over x >= 0 and row_least <= matrix x <= row_most, until it is
+    within this relative gap of the bound, or so many branches or seconds are spent; a value of 0 and no x
+    [n] that is not 0 if none is found.
+
+    Parameters
+    ----------
+    whole_most : the variables with whole numbers, and the most that each may be
+    least_value : solutions of less are of no interest, so that none may be found, and none exceed -infinity
+    """
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(gain), len(row_least)
+    lp.sense_ = highspy.ObjSense.kMaximize
+    most, kinds = np.full(len(gain), math.inf), [highspy.HighsVarType.kContinuous] * len(gain)
+    for column, limit in whole_most.items():
+        most[column], kinds[column] = limit, highspy.HighsVarType.kInteger
+    lp.col_cost_, lp.col_lower_, lp.col_upper_, lp.integrality_ = gain, np.zeros(len(gain)), most, kinds
+    lp.row_lower_, lp.row_upper_ = row_least, row_most
+    rows = csr_array(matrix)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = rows.indptr, rows.indices, rows.data
+    # To simplify the program first takes as long as to solve it.
+    solver = make_highs(presolve="off", mip_rel_gap=gap, mip_max_nodes=branches)
+    if time_s is not None:
+        solver.setOptionValue("time_limit", max(time_s, 1e-3))
+    solver.passModel(lp)
+    if least_value > 0:
+        valued = np.flatnonzero(gain)
+        solver.addRow(least_value, math.inf, len(valued), valued.astype(np.int32), gain[valued])
+    run(solver)
+    info, nothing = solver.getInfo(), np.zeros(0)
+    bound = float(info.mip_dual_bound)
+    if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+        bound = -math.inf
+    elif not math.isfinite(bound):
+        bound = math.inf
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return Optimum(0.0, bound, np.zeros(len(gain)), nothing)
+    value = float(info.objective_function_value)
+    return Optimum(value, max(bound, value), np.array(solver.getSolution().col_value), nothing)
 
 
-def _solve_in_thread(solver: linear.ModelSolverHelper, model: linear.ModelBuilderHelper) -> None:
-    """Solve so that Ctrl-C is heard: the solver stops, and the interrupt goes on."""
-    thread = threading.Thread(target=solver.solve, args=(model,), daemon=True)
+def make_highs(**options: float | str) -> highspy.Highs:
+    """HiGHS on one thread, without output, with these options; the same input gives the same result."""
+    solver = highspy.Highs()
+    for name, value in {"output_flag": False, "threads": 1, "random_seed": 0, **options}.items():
+        solver.setOptionValue(name, value)
+    return solver
+
+
+def run(solver: highspy.Highs) -> None:
+    """Run HiGHS so that Ctrl-C is heard: it stops, and the interrupt goes on."""
+    solver.HandleUserInterrupt = True
+    thread = threading.Thread(target=solver.run, daemon=True)
     thread.start()
     try:
         while thread.is_alive():
             thread.join(0.1)
     except KeyboardInterrupt:
-        solver.interrupt_solve()
+        solver.cancelSolve()
         thread.join()
         raise

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cost_model.queueing import DecodeQueue, PrefillQueue, largest
-from hexgen2.search.evaluator import Evaluation
+from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.planning.targets import Targets
 

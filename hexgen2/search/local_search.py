@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from hexgen2.search.budget import Budget, trades
-from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.flow.duals import Duals
 from hexgen2.search.operators import flips, idle_gpus, merges, moves, recruits, splits, swaps
 from hexgen2.search.problem import Solution
@@ -73,7 +74,7 @@ def _best_of(
             break
         if state.budget and not state.budget.affordable(solution):
             continue
-        limit = evaluator.score_limit(solution, threshold)
+        limit = evaluator.limits.of(solution, threshold)
         if not exceeds(limit, threshold) or solution.key in seen:
             continue
         seen.add(solution.key)

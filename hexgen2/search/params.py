@@ -73,7 +73,7 @@ class Params:
 
     disaggregated_effort: float = 1000
     colocated_effort: float = 800
-    stale_effort: float = 500
+    stale_effort: float = 1000
 
     rental_effort: float = 8000
     rental_attempt_effort: float = 2500

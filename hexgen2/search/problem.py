@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from cost_model.registry import CostSource, find_cost_model
 from hexgen2.cluster import Cluster, between_nodes
 from hexgen2.goal import Goal
 from hexgen2.network.shared_links import Links, SharedLinks
+from hexgen2.search.layer_ranges.nodes import RangeNodes
 from hexgen2.search.planning.targets import Targets
 from hexgen2.workload.classes import load_workload
 from hexgen2.workload.lengths import Workload
@@ -52,6 +54,10 @@ class Problem:
     cluster, so that ids and links stay as they are.
 
     `phases` says which roles groups may have (see ROLES).
+
+    `range_nodes` are given where tokens/s by layers held are measured instead of predicted, and
+    `partial_inference` says whether requests may skip layers of a node, and `latency_aware` whether the flow
+    counts only as far as KV caches allow; these concern ranges of layers only (hexgen2/search/layer_ranges).
     """
 
     spec: ClusterSpec
@@ -65,6 +71,18 @@ class Problem:
     links: Links = "shared"
     engine: Engine = "any"
     phases: Phases = "disaggregated"
+    range_nodes: RangeNodes | None = None
+    partial_inference: bool = True
+    latency_aware: bool = False
+
+    def only(self, free: Mapping[int, int]) -> Problem:
+        """The same problem with so many GPUs of each of these nodes alone; all others count as lost. What
+        nodes and links are is not computed again."""
+        names = self.cluster.gpu_ids
+        kept = {names[g] for node, count in free.items() for g in self.node_gpus[node][:count]}
+        smaller = replace(self, lost=frozenset(names) - kept)
+        vars(smaller).update({name: getattr(self, name) for name in _WHATEVER_IS_LOST})
+        return smaller
 
     @property
     def mixes(self) -> bool:
@@ -139,6 +157,17 @@ class Problem:
         keys = [(self.node_accelerator[n], self.node_links[n][n]) for n in range(len(self.node_gpus))]
         return tuple(kinds.setdefault(key, len(kinds)) for key in keys)
 
+
+_WHATEVER_IS_LOST = (
+    "targets",
+    "_node_members",
+    "node_accelerator",
+    "node_price",
+    "node_links",
+    "node_kind",
+    "shared_links",
+)
+"""The cached properties of a problem that do not depend on which GPUs are lost."""
 
 NodeCounts = tuple[tuple[int, int], ...]
 """How many GPUs of which nodes: (node, count) pairs in rising node order."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.budget import Budget
-from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.finalists import Finalists
 from hexgen2.search.incumbent import Incumbent
+from hexgen2.search.problem import Phases
 from hexgen2.search.steps import Step
 from hexgen2.search.stopping import Stopping
 
@@ -23,6 +26,8 @@ class SearchState:
     unmixed : the best offered in which no replica works for both itself and others
     pure : the best of all disaggregated and of all colocated solutions, in a flexible search
     improved_at : effort when the best last improved
+    elsewhere : effort of searches in parts of the cluster, less what does not count
+    started_by_parts : whether the groups of each part by itself were offered
     keeps_finalists : whether finalists are kept without latency targets, too
     progress is called with the state after every improvement; interrupt it with KeyboardInterrupt, the best
     stays in the incumbent.
@@ -38,6 +43,23 @@ class SearchState:
     unmixed: Evaluation | None = None
     pure: dict[str, Evaluation] = field(default_factory=dict)
     improved_at: float = 0.0
+    elsewhere: float = 0.0
+    started_by_parts: bool = False
+
+    @property
+    def best_req_s(self) -> float:
+        """Requests/s of the best so far; 0 if there is none."""
+        return 0.0 if self.incumbent.best is None else self.incumbent.best.req_s
+
+    @property
+    def bound_req_s(self) -> float | None:
+        """The same of the bound."""
+        return None if self.incumbent.bound is None else self.incumbent.bound.req_s
+
+    @property
+    def evaluations(self) -> int:
+        """Solutions that were evaluated."""
+        return self.evaluator.evaluations
 
     @cached_property
     def finalists(self) -> Finalists:
@@ -74,6 +96,34 @@ class SearchState:
         best = self.incumbent.best
         return best is not None and best.req_s >= self.stopping.target_req_s
 
+    @contextmanager
+    def restricted_to(self, phases: Phases, listed: float, until: float) -> Iterator[SearchState]:
+        """A search within this one among solutions with these phases only, whose best is offered to this one
+        when it ends, also by Ctrl-C.
+
+        Parameters
+        ----------
+        listed, until : shares of the time limit after which linear programs do with what they have, and the
+            search ends
+        """
+        evaluator = self.evaluator
+        restricted = replace(evaluator.problem, phases=phases)
+        pure = SearchState(
+            Evaluator(restricted, evaluator.params, evaluator.planner),
+            self.stopping.of_which(1 - until),
+            progress=self.progress,
+        )
+        pure.evaluator.relaxed.stop = partial(self.stopping.spent, listed)
+        pure.evaluator.relaxed.enough = evaluator.relaxed.enough
+        try:
+            yield pure
+        finally:
+            self.stopping.after(pure.stopping)
+            found = pure.incumbent.best
+            if found is not None and found.req_s > 0:
+                self.pure[phases] = found
+                self.offer(evaluator.evaluate(found.solution, found), f"best of those all {phases}")
+
     @property
     def effort(self) -> float:
         """Work done so far (see Params)."""
@@ -83,7 +133,17 @@ class SearchState:
             + params.effort_per_route * evaluator.routes
             + params.effort_per_plan * evaluator.planner.computed
             + params.effort_per_group * self.groups_looked_at
+            + self.elsewhere
         )
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Work that brings the effort's limits no nearer."""
+        before = self.effort
+        try:
+            yield
+        finally:
+            self.elsewhere -= self.effort - before
 
     def spend(self, effort: float, close_gap: float | None = None, stale_effort: float = math.inf) -> None:
         """Stop after so much more effort, or so much without an improvement, or within that gap to the upper

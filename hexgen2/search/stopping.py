@@ -42,6 +42,11 @@ class Stopping:
         limit_s = self.time_limit_s
         return Stopping(None if limit_s is None else limit_s * (1 - kept), _started_s=self._started_s)
 
+    def only_until(self, share: float) -> Stopping:
+        """All the same, but until this share of the time limit."""
+        limit_s = self.time_limit_s
+        return replace(self, time_limit_s=None if limit_s is None else limit_s * share)
+
     def after(self, part: Stopping) -> None:
         """Take over how such a part ended: Ctrl-C ends the whole, a shorter time limit does not."""
         self.hurried = self.hurried or part.hurried or part.cut is not None
@@ -66,6 +71,11 @@ class Stopping:
     def time_left_s(self) -> float | None:
         """Seconds until the time limit, if there is one."""
         return None if self.time_limit_s is None else max(0.0, self.time_limit_s - self.elapsed_s)
+
+    @property
+    def spent_share(self) -> float:
+        """The share of the time limit that has passed; 0 if there is none."""
+        return min(1.0, self.elapsed_s / self.time_limit_s) if self.time_limit_s else 0.0
 
     def out_of_time(self) -> bool:
         """Whether the time limit has passed or the search was cut otherwise."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from cost_model.errors import InfeasibleError, InputError
 from hexgen2.cluster import Cluster
@@ -16,7 +17,8 @@ from hexgen2.promise.robust import with_robust_promise
 from hexgen2.rent.rental import build_rental
 from hexgen2.search.bounds.upper_bounds import UpperBound
 from hexgen2.search.build import build_placement
-from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.infeasible import unmet
 from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.planning.plan import Planner
@@ -27,6 +29,20 @@ from hexgen2.search.stopping import Stopping
 SLOWER = (1.0, 0.5)
 """By how many standard deviations costs are higher in a search for cautious placements; the second counts
 where nothing meets the targets under the first."""
+
+
+class SearchProgress(Protocol):
+    """A search under way, as far as a user is told: requests/s of the best so far and of the bound, and how
+    many solutions were evaluated."""
+
+    @property
+    def best_req_s(self) -> float: ...
+
+    @property
+    def bound_req_s(self) -> float | None: ...
+
+    @property
+    def evaluations(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class SearchOptions:
     seed: int = 0
     time_limit_s: float | None = None
     certify: bool = False
-    progress: Callable[[SearchState], None] | None = None
+    progress: Callable[[SearchProgress], None] | None = None
     params: Params = DEFAULT
     simulated: bool = True
     robust: bool = False
@@ -107,7 +123,7 @@ def run_search(
             f"no feasible placement: {problem.cluster.name} has {count}, and a prefill and a decode replica "
             "need one each; add GPUs"
         )
-    stopping = Stopping(_before_output_s(problem, options))
+    stopping = Stopping(before_output_s(problem, options))
     state = SearchState(
         evaluator(problem, options.params),
         stopping.of_which(FOR_THE_PROMISE if options.simulated and problem.targets.given else 0.0),
@@ -156,7 +172,7 @@ def run_search(
     return found.model_copy(update={"search": ended})
 
 
-def _before_output_s(problem: Problem, options: SearchOptions) -> float | None:
+def before_output_s(problem: Problem, options: SearchOptions) -> float | None:
     """Seconds of the time limit within which the search has to end."""
     if options.time_limit_s is None:
         return None

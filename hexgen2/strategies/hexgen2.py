@@ -9,6 +9,7 @@ best is perturbed and refined again.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +22,6 @@ from hexgen2.rent.cheapest import explore_cost
 from hexgen2.rent.frontier import explore_frontier
 from hexgen2.rent.within_budget import explore_budget
 from hexgen2.search.enumeration import MAX_GPUS, enumerate_all
-from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import refine
 from hexgen2.search.partition.initial import initial_solution, spectral_and_swaps, start_sizes
 from hexgen2.search.partition.metis import metis_partition
@@ -33,6 +33,7 @@ from hexgen2.search.stopping import Stopping
 from hexgen2.search.ties import greatest, greatest_first
 from hexgen2.strategies.base import SearchOptions, run_search
 from hexgen2.strategies.latency import explore_latency
+from hexgen2.strategies.parts import explore_parts, has_parts
 
 NAME = "hexgen2"
 
@@ -42,8 +43,11 @@ PARTITIONERS = (spectral_and_swaps, metis_partition)
 
 PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 """A flexible search begins with the best solutions of these."""
-LISTED = 0.25
-"""Once this share of the time limit has passed, the linear program does with the columns listed so far."""
+REFINED = 0.08
+"""On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
+LISTED, PARTS_LISTED = 0.25, 0.45
+"""Once this share of the time limit has passed, the linear program does with the columns listed so far; the
+second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
 """The same for pure phases, and the share of the time limit after which these searches end."""
 PATIENCE = 10.0
@@ -125,21 +129,52 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
 def explore(state: SearchState, seed: int) -> None:
     """Offer the best solution of a cluster whose GPUs are all there to use, and a bound."""
     evaluator = state.evaluator
-    state.offer(evaluator.evaluate(whole_nodes(evaluator)), "start with whole nodes")
-    evaluator.relaxed.stop = partial(state.stopping.spent, LISTED)
-    state.bounded_by(evaluator.relaxed.upper_bound())
+    for role in ("colocated", "decode"):
+        if role in evaluator.problem.roles:
+            state.offer(evaluator.evaluate(whole_nodes(evaluator, role)), "start with whole nodes")
+    by_parts = has_parts(evaluator) and state.budget is None
+    evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
+    if by_parts:
+        evaluator.relaxed.hopeless = partial(_hopeless, state.stopping)
     params, patience = evaluator.params, _patience(state)
     large = len(evaluator.problem.usable) > params.large_gpus
+    bound_last = not large and state.stopping.time_limit_s is None
+    if bound_last:
+        evaluator.relaxed.enough = math.inf
+    state.bounded_by(evaluator.relaxed.upper_bound())
     state.spend(params.effort * patience, params.close_gap if large else 0.0)
+    if by_parts:
+        explore_parts(state, seed)
+        return
     if evaluator.problem.phases == "flexible":
         for phases in PURE:
-            if not state.finished():
+            # Where formulas prove a split to be best, colocated replicas may still serve more when simulated.
+            if not state.finished() or (phases == "colocated" and state.incumbent.proved and _in_time(state)):
                 _search_pure(state, phases, seed)
         for kind, found in greatest_first(state.pure.items(), lambda pure: pure[1].req_s):
             refine(state, found.solution, f"start all {kind}")
         state.spend(params.effort * patience, stale_effort=params.stale_effort * patience)
     climb_from_starts(state)
     settle(state, seed)
+    if bound_last and state.incumbent.best and not state.incumbent.proved:
+        _refine_bound(state, REFINED)
+
+
+def _in_time(state: SearchState) -> bool:
+    return not (state.stopping.out_of_time() or state.reached())
+
+
+def _refine_bound(state: SearchState, gap: float) -> None:
+    """Refine the bound until the best is this close to it."""
+    best, relaxed = state.incumbent.best, state.evaluator.relaxed
+    relaxed.enough = best.req_s / (1 - gap) if best else 0.0
+    state.bounded_by(relaxed.upper_bound())
+
+
+def _hopeless(stopping: Stopping, listed: float) -> bool:
+    """Whether at this pace not all columns of a large cluster are listed in time, of which this share is."""
+    spent = stopping.spent_share
+    return spent > LISTED and spent > PARTS_LISTED * listed and stopping.spent(0.0)
 
 
 def _patience(state: SearchState) -> float:
@@ -148,36 +183,23 @@ def _patience(state: SearchState) -> float:
 
 def _search_pure(state: SearchState, phases: Phases, seed: int) -> None:
     """Search among solutions with these phases only."""
-    evaluator = state.evaluator
-    if phases == "disaggregated" and len(evaluator.problem.usable) < 2:
+    params, patience = state.evaluator.params, _patience(state)
+    if phases == "disaggregated" and len(state.evaluator.problem.usable) < 2:
         return
-    restricted = replace(evaluator.problem, phases=phases)
-    pure = SearchState(
-        Evaluator(restricted, evaluator.params, evaluator.planner),
-        state.stopping.of_which(1 - PURE_UNTIL[phases][1]),
-        progress=state.progress,
-    )
-    pure.evaluator.relaxed.stop = partial(state.stopping.spent, PURE_UNTIL[phases][0])
-    params, patience = evaluator.params, _patience(state)
-    stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
-    pure.spend(params.effort * patience, stale_effort=stale * patience)
-    try:
+    with state.restricted_to(phases, *PURE_UNTIL[phases]) as pure:
+        stale = params.disaggregated_effort if phases == "disaggregated" else params.colocated_effort
+        pure.spend(params.effort * patience, stale_effort=stale * patience)
         climb_from_starts(pure)
         settle(pure, seed)
-    finally:  # What was found before Ctrl-C counts, too.
-        state.stopping.after(pure.stopping)
-        found = pure.incumbent.best
-        if found is not None and found.req_s > 0:
-            state.pure[phases] = found
-            state.offer(evaluator.evaluate(found.solution, found), f"best of those all {phases}")
 
 
 def climb_from_starts(state: SearchState) -> None:
     """Refine the linear program's start and the paper's, each on its own."""
     evaluator = state.evaluator
-    laid_out = [evaluator.relaxed.start()]
-    if not state.stopping.out_of_time():
-        laid_out.append(evaluator.relaxed.start(pair_roles=True))
+    with state.uncounted():
+        laid_out = [evaluator.relaxed.start()]
+        if not state.stopping.out_of_time():
+            laid_out.append(evaluator.relaxed.start(pair_roles=True))
     linear = greatest(laid_out, lambda solution: evaluator.evaluate(solution).score)[0]
     if linear.groups:
         refine(state, linear, "start from the linear program")
@@ -203,8 +225,12 @@ def _certify(state: SearchState, seed: int) -> None:
     """The integer program, which proves a tighter bound and may know a better start; then more of the
     same search."""
     params = state.evaluator.params
+    _refine_bound(state, 0.0)
+    best = state.incumbent.best
     solution, limit = state.evaluator.relaxed.whole(
-        branches=params.certify_branches, time_s=state.stopping.time_left_s
+        branches=params.certify_branches,
+        time_s=state.stopping.time_left_s,
+        known=best.req_s if best else 0.0,
     )
     state.bounded_by(limit)
     # A flexible search still ends when it stops to improve.

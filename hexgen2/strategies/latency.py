@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cost_model.errors import InfeasibleError
-from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.flow.max_flow import balance
 from hexgen2.search.infeasible import soonest_s
 from hexgen2.search.load_prediction import LoadedPlacement

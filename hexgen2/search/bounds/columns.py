@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from hexgen2.region import Point, Region
 from hexgen2.search.bounds.upper_bounds import node_rates
-from hexgen2.search.planning.classes import NodeClasses, Pattern, widest_span
+from hexgen2.search.planning.classes import LARGE, NodeClasses, Pattern, widest_span
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds
@@ -68,48 +70,63 @@ def _cut(corners: Sequence[Point], most: float, sign: float) -> tuple[Point, ...
 
 class _KvLimits:
     """How many requests/s a group can send and receive at most: what the network cards of its nodes carry,
-    and what the GPUs beside it on these nodes could do if each worked alone at its best."""
+    and what the GPUs beside it on these nodes could do if each worked alone at its best; of the nodes of a
+    class, those with the fastest card and the most GPUs count."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, classes: NodeClasses) -> None:
         kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers
         shared = problem.links == "shared" and kv_bytes > 0
-        self._cards = (problem.cluster.card_bytes_s / kv_bytes).tolist() if shared else []
-        self._rates, self._sizes = node_rates(problem), [len(gpus) for gpus in problem.node_gpus]
+        cards = (problem.cluster.card_bytes_s / kv_bytes).tolist() if shared else []
+        self._cards = [max(cards[node] for node in nodes) for nodes in classes.nodes] if shared else []
+        rates = node_rates(problem)
+        self._rates, self._sizes = [rates[nodes[0]] for nodes in classes.nodes], classes.node_size
 
-    def most(self, counts: NodeCounts) -> tuple[float, float]:
+    def most(self, pattern: Pattern) -> tuple[float, float]:
         """Requests/s sent and received."""
         if not self._cards:
             return math.inf, math.inf
         sent = received = 0.0
-        for node, count in counts:
-            beside = self._sizes[node] - count
-            prefill, decode = self._rates[node]
-            sent += self._cards[node] + beside * decode
-            received += self._cards[node] + beside * prefill
+        for which, count in pattern:
+            beside = self._sizes[which] - count
+            prefill, decode = self._rates[which]
+            sent += self._cards[which] + beside * decode
+            received += self._cards[which] + beside * prefill
         return sent, received
 
 
 def list_columns(
-    planner: Planner, problem: Problem, classes: NodeClasses, stop: Callable[[], bool]
+    planner: Planner, problem: Problem, classes: NodeClasses, stop: Callable[[float], bool]
 ) -> tuple[list[Column], bool]:
     """All patterns of up to `widest_span` nodes in which the model fits, in every role that groups may have;
     and whether these are all, or it was time to stop. Colocated ones on several nodes are worth what no plan
-    exceeds."""
-    columns, roles, limits = list[Column](), problem.roles, _KvLimits(problem)
-    for nodes in range(1, widest_span(problem) + 1):
-        for pattern in classes.patterns(nodes):
-            if columns and stop():
+    exceeds.
+
+    Parameters
+    ----------
+    stop : whether to stop after this share of all patterns
+    """
+    columns, roles, limits = list[Column](), problem.roles, _KvLimits(problem, classes)
+    spans = range(1, widest_span(problem) + 1)
+    listed, total = 0, max(1, sum(map(classes.count_patterns, spans)))
+    for nodes in spans:
+        patterns = list(classes.patterns(nodes))
+        if len(problem.usable) > LARGE:  # If there is no time for all, some of every kind are best.
+            order = np.random.default_rng(0).permutation(len(patterns))
+            patterns = [patterns[k] for k in order.tolist()]
+        for pattern in patterns:
+            if columns and stop(listed / total):
                 return columns, False
+            listed += 1
             counts = classes.counts(pattern)
-            sent, received = limits.most(counts)
+            sent, received = limits.most(pattern)
             for role in roles:
                 if role == "colocated" and nodes > 1:
                     # There are many, each takes long to plan, and few are worth it.
-                    limit = planner.region_limit(counts)
+                    limit = planner.colocated_limit(counts)
                     if limit:
-                        region = limit if problem.mixes else None
-                        found = Column(role, pattern, limit.balanced, region, sent, received, False)
-                        columns.append(found)
+                        columns.append(
+                            Column(role, pattern, limit.req_s, limit.region, sent, received, planned=False)
+                        )
                     continue
                 plan = planner.plan(role, counts)
                 if plan is None:

@@ -17,7 +17,8 @@ y[a, b] be the requests/s, times the share of their layers, that move from class
 
 A colocated column whose groups may work for others has a variable for each corner of its region instead of
 one capacity; together they are at most z. Of these, no more than all their prompts, or all their answers,
-stay where they are.
+stay where they are. On a single class, its GPUs handle KV caches as far as its corners allow, and what stays
+is among what moves inside the class.
 
 Every placement is a solution, whatever its routes and the order of its stages. So the value is an upper
 bound (upper_bounds.py), and with whole z a tighter one. Rounded to whole groups on nodes it is a start for
@@ -39,7 +40,7 @@ from hexgen2.placement import OPTIMAL
 from hexgen2.region import Point
 from hexgen2.search.bounds.columns import Column
 from hexgen2.search.bounds.upper_bounds import node_rates
-from hexgen2.search.linear_program import LinearProgram, Optimum
+from hexgen2.search.linear_program import LinearProgram, Optimum, solve_whole
 from hexgen2.search.partition.coarsen import sums_by
 from hexgen2.search.planning.classes import NodeClasses
 from hexgen2.search.problem import ROLES
@@ -47,10 +48,13 @@ from hexgen2.search.ties import spread
 
 INFINITY = math.inf
 PHASES = ROLES["disaggregated"]
+ROUNDING = 1e-6
+"""Share of a value that may be the solver's rounding."""
 TIE = 1e-3
 """Share of a column's capacity by which a rule may prefer another one: the solver's tolerance is 1e-6."""
 Entries = list[tuple[int, float]]
 """A column of the matrix: (row, coefficient)."""
+Arrays = tuple[np.ndarray, csr_array, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,10 @@ class ConfigurationLP:
         links = problem.shared_links.capacity_bytes_s[: nodes**2].reshape(nodes, nodes).copy()
         np.fill_diagonal(links, 0.0)
         kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers
-        class_of = np.array(self._classes.class_of)
-        between = sums_by(sums_by(links, class_of).T, class_of).T / kv_bytes
-        card = sums_by(problem.cluster.card_bytes_s, class_of) / kv_bytes
+        here = np.array(list(itertools.chain.from_iterable(classes)))
+        class_of = np.repeat(np.arange(size), [len(members) for members in classes])
+        between = sums_by(sums_by(links[np.ix_(here, here)], class_of).T, class_of).T / kv_bytes
+        card = sums_by(problem.cluster.card_bytes_s[here], class_of) / kv_bytes
 
         alone = "colocated" in problem.roles
         self._moved_row = total = self._row(0.0, INFINITY if alone else 0.0)
@@ -147,24 +152,35 @@ class ConfigurationLP:
             if colocated and self._with_kv:
                 entries.append((self._moved_row, column.capacity_req_s))
         entries.append((self._price_row, self.price_of(column)))
+        entries += [(self._gpu_row[which], float(count)) for which, count in column.gpus]
+        if not self._with_kv or (colocated and (column.region is None or self._in_one_class(column))):
+            return entries
         for which, count in column.gpus:
-            entries.append((self._gpu_row[which], float(count)))
-            if self._with_kv:
-                for phase in PHASES if column.region else (column.role,) if not colocated else ():
-                    rate = self._rates[phase][which]
-                    entries.append((self._rate_row[phase][which], -rate * count))
+            for phase in PHASES if colocated else (column.role,):
+                most = self._rates[phase][which] * count
+                handled = most if colocated else min(most, column.capacity_req_s)
+                entries.append((self._rate_row[phase][which], -handled))
         return entries
 
-    def _corner_entries(self, corner: Point, row: int) -> Entries:
-        """The entries of a corner of a mixed column, whose groups the row counts."""
+    @staticmethod
+    def _in_one_class(column: Column) -> bool:
+        return len(column.gpus) == 1
+
+    def _corner_entries(self, column: Column, corner: Point, row: int) -> Entries:
+        """The entries of a corner of a mixed column, whose groups the row counts. On one class, KV caches
+        that stay where they are count among those that move inside the class."""
         entries = [(row, 1.0), *enumerate(corner)]
-        if self._with_kv:
-            entries += [(local, -rate) for local, rate in zip(self._local_rows, corner, strict=True)]
-        return entries
+        if not self._with_kv:
+            return entries
+        rows = self._local_rows
+        if self._in_one_class(column):
+            rows = [self._rate_row[phase][column.gpus[0][0]] for phase in PHASES]
+        return entries + [(handled, -rate) for handled, rate in zip(rows, corner, strict=True)]
 
     def relaxed_groups(self, columns: Sequence[Column], budget: float = INFINITY) -> RelaxedGroups:
         """The program over these columns, within a budget (US dollars per hour)."""
-        return RelaxedGroups(*self._program(columns, budget), len(columns))
+        program = LinearProgram(*self._arrays(columns, budget))
+        return RelaxedGroups(program, self._first, len(columns))
 
     def solve(self, columns: Sequence[Column], budget: float = INFINITY) -> Relaxation:
         """The optimum over these columns, within a budget (US dollars per hour)."""
@@ -173,20 +189,41 @@ class ConfigurationLP:
     def solve_whole(
         self,
         columns: Sequence[Column],
-        budget: float = INFINITY,
-        branches: int | None = None,
+        budget: float,
+        branches: int,
         time_s: float | None = None,
+        known: float = 0.0,
     ) -> Relaxation:
-        """The same with whole groups only, until optimal or so many branches or seconds are spent."""
-        program, first = self._program(columns, budget)
-        for k, column in enumerate(columns, first):
-            program.at_most(k, min(self._classes.gpus[c] // n for c, n in column.gpus))
-        groups = range(first, first + len(columns))
-        return Relaxation.of(program.solve_integer(groups, OPTIMAL, branches, time_s), groups)
+        """The same with whole groups only, until optimal or so many branches or seconds are spent. Solutions
+        of less than `known` requests/s are left out; there may be no groups then."""
+        relaxed = self.solve(columns, budget)
+        most = self.most_groups(columns, relaxed, known)
+        kept = np.flatnonzero(most).tolist()
+        arrays = self._arrays([columns[k] for k in kept], budget)
+        groups = range(self._first, self._first + len(kept))
+        limits = dict(zip(groups, most[kept].tolist(), strict=True))
+        found = solve_whole(*arrays, limits, OPTIMAL, branches, time_s, known * (1 - ROUNDING))
+        amounts = np.zeros(len(columns))
+        amounts[kept] = found.x[groups.start : groups.stop]
+        bound = min(relaxed.upper_bound, max(known, found.bound))
+        return Relaxation(found.value, bound, amounts, found.duals)
+
+    def most_groups(self, columns: Sequence[Column], relaxed: Relaxation, known: float) -> np.ndarray:
+        """[columns] the most groups of each in any solution of more than `known` requests/s: each group takes
+        at least what it costs beyond what it brings, at the duals of the relaxed program, off its optimum
+        (reduced cost fixing; Dantzig, Fulkerson & Johnson, 1954)."""
+        fit = np.array([min(self._classes.gpus[c] // n for c, n in column.gpus) for column in columns])
+        if not len(relaxed.duals):
+            return fit
+        gap = relaxed.value - known + ROUNDING * relaxed.value
+        bills = (self._bill(column, relaxed.duals) for column in columns)
+        losses = np.array([cost - brought for brought, cost in bills])
+        room = np.divide(gap, losses, out=np.full(len(columns), np.inf), where=losses > 0)
+        return np.minimum(fit, np.floor(np.clip(room, 0, fit.max(initial=0)))).astype(int)
 
     def least_price(self, columns: Sequence[Column], req_s: float) -> float:
         """US dollars per hour below which no placement carries req_s; infinity if none does."""
-        program, first = self._program(columns)
+        program, first = LinearProgram(*self._arrays(columns)), self._first
         prices = [self.price_of(column) for column in columns]
         program.minimise([0.0] * first + prices + [0.0] * (program.size - first - len(columns)))
         program.at_least(0, req_s)
@@ -196,6 +233,11 @@ class ConfigurationLP:
     def worth(self, column: Column, duals: np.ndarray) -> float:
         """What a group of the column brings at these duals, beside what its GPUs cost: at most 1 of all
         columns, and 1 of those that the solution has."""
+        brought, cost = self._bill(column, duals)
+        return brought / cost if cost > 0 else INFINITY
+
+    def _bill(self, column: Column, duals: np.ndarray) -> tuple[float, float]:
+        """What a group of the column brings at these duals, and what its GPUs cost, in requests/s."""
         bought = {self._price_row, *self._gpu_row}
         brought = cost = 0.0
         for row, amount in self._entries(column):
@@ -204,34 +246,41 @@ class ConfigurationLP:
             else:
                 brought -= float(duals[row]) * amount
         if column.region is not None:
-            corners = [self._corner_entries(corner, 0)[1:] for corner in column.corners]
+            corners = [self._corner_entries(column, corner, 0)[1:] for corner in column.corners]
             brought += max(-math.fsum(float(duals[row]) * n for row, n in corner) for corner in corners)
-        return brought / cost if cost > 0 else INFINITY
+        return brought, cost
 
     def price_of(self, column: Column) -> float:
         """US dollars per hour for the GPUs of one group."""
         return math.fsum(self._price[which] * count for which, count in column.gpus)
 
-    def _program(self, columns: Sequence[Column], budget: float = INFINITY) -> tuple[LinearProgram, int]:
-        """The linear program, and the number of the variable with which its columns z begin."""
-        fixed = [self._flow, *self._local, *self._moves]
+    @property
+    def _first(self) -> int:
+        """The number of the variable with which the columns begin."""
+        return len(self._flow_and_moves)
+
+    @property
+    def _flow_and_moves(self) -> list[Entries]:
+        return [self._flow, *self._local, *self._moves]
+
+    def _arrays(self, columns: Sequence[Column], budget: float = INFINITY) -> Arrays:
+        """The program's gain [n], matrix [r, n] and limits of the rows [r]."""
         groups, corners, rows = [self._entries(column) for column in columns], list[Entries](), [*self._rows]
+        rows[self._price_row] = -INFINITY, budget
         for column, entries in zip(columns, groups, strict=True):
             if column.region is not None:
                 entries.append((len(rows), -1.0))
-                corners += [self._corner_entries(corner, len(rows)) for corner in column.corners]
+                corners += [self._corner_entries(column, corner, len(rows)) for corner in column.corners]
                 rows.append((-INFINITY, 0.0))
-        matrix = [*fixed, *groups, *corners]
-        first, size = len(fixed), len(matrix)
+        matrix = [*self._flow_and_moves, *groups, *corners]
+        size = len(matrix)
         gain = np.zeros(size)
         gain[0] = 1.0
         row, value = np.array([entry for entries in matrix for entry in entries]).T
         variable = np.repeat(np.arange(size), [len(entries) for entries in matrix])
         coefficients = csr_array((value, (row.astype(int), variable)), shape=(len(rows), size))
         row_least, row_most = (np.array(limits) for limits in zip(*rows, strict=True))
-        program = LinearProgram(gain, coefficients, row_least, row_most)
-        program.row_at_most(self._price_row, budget)
-        return program, first
+        return gain, coefficients, row_least, row_most
 
 
 class RelaxedGroups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import cached_property
 
@@ -15,17 +15,15 @@ from hexgen2.search.bounds.rounding import lay_out, rounded
 from hexgen2.search.bounds.upper_bounds import UpperBound, rates_bound
 from hexgen2.search.planning.classes import few_classes, widest_span
 from hexgen2.search.planning.plan import Planner
-from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.problem import ROLES, Problem, Solution
 from hexgen2.search.ties import greatest_first
 
 CHOSEN = 1e-9
 """Groups of a column in a solution that are more than rounding."""
-
-
-FEW_GPUS = 32
-"""On clusters of up to so many GPUs, starts are refined further than programs see."""
 AT_ONCE = 40
 """Groups planned before a program is solved again."""
+MOST_PLANNED = 2000
+"""And before an integer program is solved."""
 
 
 class Relaxations:
@@ -34,13 +32,18 @@ class Relaxations:
 
     Attributes
     ----------
+    classes : of nodes, as its columns see them
     stop : whether it is time to do with the columns listed so far
+    hopeless : whether there will not be time for all columns, now that this share of them is listed
+    enough : bounds of so many requests/s are tight enough; to refine them further takes time
     """
 
     def __init__(self, planner: Planner, problem: Problem | None = None) -> None:
         self._planner, self._problem = planner, problem or planner.problem
-        self._classes = few_classes(self._problem, planner.classes)
+        self.classes = few_classes(self._problem, planner.classes)
         self.stop: Callable[[], bool] = lambda: False
+        self.hopeless: Callable[[float], bool] = lambda listed: False
+        self.enough = 0.0
 
     @property
     def _complete(self) -> bool:
@@ -50,7 +53,16 @@ class Relaxations:
     @cached_property
     def _listed(self) -> tuple[list[Column], bool]:
         """Columns, and whether they are all that there are."""
-        return list_columns(self._planner, self._problem, self._classes, self.stop)
+
+        def stop(listed: float) -> bool:
+            return self.stop() or self.hopeless(listed)
+
+        return list_columns(self._planner, self._problem, self.classes, stop)
+
+    @property
+    def all_listed(self) -> bool:
+        """Whether there was time for all columns."""
+        return self._listed[1]
 
     @cached_property
     def columns(self) -> list[Column]:
@@ -72,47 +84,55 @@ class Relaxations:
             return lp.solve(_simple(self.columns) if simple else self.columns, budget)
 
         found = solve()
-        if len(self._problem.usable) <= FEW_GPUS:
-            return found
-        while not self.stop():
+        while found.upper_bound > self.enough and not self.stop():
             chosen = np.flatnonzero(found.amounts > CHOSEN).tolist()
             if not len(found.duals) or all(self.columns[k].planned for k in chosen):
                 break
             loose = [k for k, column in enumerate(self.columns) if not column.planned]
             worth = {k: lp.worth(self.columns[k], found.duals) for k in loose}
-            for k in greatest_first(loose, worth.__getitem__)[:AT_ONCE]:
-                counts = self._classes.counts(self.columns[k].pattern)
-                made = with_its_plan(self.columns[k], self._planner, self._problem, counts)
-                nothing = replace(self.columns[k], capacity_req_s=0.0, region=None, planned=True)
-                self.columns[k] = made or nothing
+            self._plan(greatest_first(loose, worth.__getitem__)[:AT_ONCE])
             found = solve()
         return found
+
+    def _plan(self, which: Iterable[int]) -> None:
+        """Plan the groups of these columns, as far as there is time."""
+        for k in which:
+            if self.stop():
+                break
+            counts = self.classes.counts(self.columns[k].pattern)
+            made = with_its_plan(self.columns[k], self._planner, self._problem, counts)
+            nothing = replace(self.columns[k], capacity_req_s=0.0, region=None, planned=True)
+            self.columns[k] = made or nothing
 
     @cached_property
     def _lp(self) -> ConfigurationLP:
         """The program, with KV transfers where routes share links."""
-        return ConfigurationLP(self._classes, with_kv=self._problem.links == "shared")
+        return ConfigurationLP(self.classes, with_kv=self._problem.links == "shared")
 
     @cached_property
     def _kv_free_lp(self) -> ConfigurationLP:
         """The program without KV transfers."""
-        return ConfigurationLP(self._classes, with_kv=False)
+        return ConfigurationLP(self.classes, with_kv=False)
 
     def start(
-        self, budget: float = math.inf, nodes: Collection[int] | None = None, pair_roles: bool = False
+        self,
+        budget: float = math.inf,
+        nodes: Collection[int] | None = None,
+        pair_roles: bool = False,
+        roles: Collection[str] = ROLES["flexible"],
     ) -> Solution:
-        """The linear program rounded to whole groups, within the budget and on these nodes (by default
-        all). What colocated groups could do for others is left out: the program is solved many times, and the
-        search finds that sooner."""
+        """The linear program rounded to whole groups with these roles, within the budget and on these nodes
+        (by default all). What colocated groups could do for others is left out: the program is solved many
+        times, and the search finds that sooner."""
 
-        if nodes is None:
+        if nodes is None and "colocated" in roles:
             self._solved(self._lp, budget, simple=True)
-        columns = _simple(self.columns)
+        columns = [column for column in _simple(self.columns) if column.role in roles]
         if nodes is not None:
-            classes = self._classes.nodes
+            classes = self.classes.nodes
             inside = {which for which, members in enumerate(classes) if set(members) <= set(nodes)}
             columns = [c for c in columns if inside.issuperset(which for which, _ in c.pattern)]
-        return rounded(self._lp, self._classes, columns, budget, pair_roles, self.stop)
+        return rounded(self._lp, self.classes, columns, budget, pair_roles, self.stop)
 
     def upper_bound(self, budget: float = math.inf) -> UpperBound:
         """The bound on any placement within the budget by the linear program; by the rates of single GPUs
@@ -125,17 +145,25 @@ class Relaxations:
         return UpperBound(found, "linear program", (divided, *self._assumptions()), free)
 
     def whole(
-        self, budget: float = math.inf, branches: int | None = None, time_s: float | None = None
+        self,
+        budget: float = math.inf,
+        branches: int = 1000,
+        time_s: float | None = None,
+        known: float = 0.0,
     ) -> tuple[Solution, UpperBound]:
-        """The solution of the integer program, laid out on nodes, and the bound that the program proves
-        within so many branches or seconds."""
-        found = self._lp.solve_whole(self.columns, budget, branches, time_s)
+        """The solution of the integer program, laid out on nodes (none if it is no better than one of `known`
+        requests/s), and the bound that the program proves within so many branches or seconds. First the
+        groups are planned that a better solution may have."""
+        relaxed = self._solved(self._lp, budget)
+        hopeful = np.flatnonzero(self._lp.most_groups(self.columns, relaxed, known)).tolist()
+        self._plan([k for k in hopeful if not self.columns[k].planned][:MOST_PLANNED])
+        found = self._lp.solve_whole(self.columns, budget, branches, time_s, known)
         free = self._kv_free_lp.solve(self.columns, budget).upper_bound
         assumptions = ("KV caches can be routed at will", *self._assumptions())
         bound = UpperBound(found.upper_bound, "integer program", assumptions, free)
         if not self._complete:
             bound = rates_bound(self._problem)
-        return lay_out(self._classes, self.columns, found.amounts), bound
+        return lay_out(self.classes, self.columns, found.amounts), bound
 
     def least_price(self, req_s: float) -> float:
         """US dollars per hour below which no placement carries req_s, by the linear program; infinity if none
@@ -147,7 +175,7 @@ class Relaxations:
     @property
     def _coarse(self) -> bool:
         """Whether classes hold nodes with other links."""
-        return self._classes is not self._planner.classes
+        return self.classes is not self._planner.classes
 
     def _assumptions(self) -> tuple[str, ...]:
         """What the bounds by programs rest on."""

@@ -1,13 +1,14 @@
 """Rounding of the configuration LP to whole groups, laid out on nodes: a start for the search.
 
 All whole groups of the linear program are fixed at once. Then one group at a time: of the column of which the
-program, solved again, takes most. A column for which no node has room is left out. (In integer programming
-this is a diving heuristic; Berthold, Primal Heuristics for Mixed Integer Programs, 2006.)
+program, solved again, takes most. If no node has room for it, all columns without room are left out. (In
+integer programming this is a diving heuristic; Berthold, Primal Heuristics for Mixed Integer Programs, 2006.)
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -42,6 +43,7 @@ def rounded(
     layout, program = Layout(classes, pair_roles), lp.relaxed_groups(columns, budget)
     program.break_ties([column.capacity_req_s for column in columns])
     placed, spent, reached = np.zeros(len(columns)), 0.0, False
+    left = set(range(len(columns)))
     while len(columns):
         relaxed = program.solve()
         ahead = relaxed.amounts - placed
@@ -54,8 +56,13 @@ def rounded(
         for k in _largest_first(columns, whole):
             price = lp.price_of(columns[k])
             for _ in range(whole[k]):
-                if spent + price > budget * (1 + ROUNDING) or not layout.place(columns[k]):
+                if spent + price > budget * (1 + ROUNDING):
                     program.at_most(k, int(placed[k]))
+                    break
+                if not layout.place(columns[k]):
+                    for full in [each for each in left if not layout.has_room(columns[each])]:
+                        program.at_most(full, int(placed[full]))
+                        left.remove(full)
                     break
                 placed[k] += 1
                 spent += price
@@ -97,6 +104,7 @@ class Layout:
             for node in uplink.nodes:
                 self._uplinks[node].append(k)
         self._groups: list[Group] = []
+        self._room_by_class: dict[int, list[int]] = {}
 
     @property
     def solution(self) -> Solution:
@@ -112,11 +120,26 @@ class Layout:
         sign = _SIGN[column.role]
         for node, count in counts:
             self._free[node] -= count
+            self._room_by_class.pop(self._classes.class_of[node], None)
             surplus = sign * column.capacity_req_s / len(counts)
             self._surplus[node] += surplus
             for uplink in self._uplinks[node]:
                 self._behind[uplink] += surplus
         self._groups.append(Group(column.role, counts))
+        return True
+
+    def has_room(self, column: Column) -> bool:
+        """Whether there are nodes with room for a group of the column."""
+        wanted: dict[int, list[int]] = {}
+        for which, count in column.pattern:
+            wanted.setdefault(which, []).append(count)
+        for which, counts in wanted.items():
+            if which not in self._room_by_class:
+                free = (self._free[node] for node in self._classes.nodes[which])
+                self._room_by_class[which] = sorted(free, reverse=True)
+            free_counts = self._room_by_class[which]
+            if any(map(operator.gt, sorted(counts, reverse=True), free_counts)):
+                return False
         return True
 
     def _room(self, column: Column) -> NodeCounts | None:

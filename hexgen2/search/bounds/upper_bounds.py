@@ -119,7 +119,9 @@ def mixed_rates(problem: Problem) -> list[float]:
         least_s = math.inf
         for chunk in (*(tokens / costs.isl for tokens in CHUNKS), 1.0):
             decodes = mixed_decodes(most, 1, chunk, osl)
-            both = costs.layer_work_s(alone, costs.mixed_work(chunk, decodes))
+            # Where prompts fill every step, the first tokens come with them (see mixed_steps).
+            beside = decodes - chunk if decodes >= osl * chunk else decodes
+            both = costs.layer_work_s(alone, costs.mixed_work(chunk, max(0.0, beside)))
             own = costs.layer_s("decode", alone, decodes)
             least_s = min(least_s, mixed_request_s(both, own, chunk, decodes, osl))
         rates.append(1 / (least_s * layers))

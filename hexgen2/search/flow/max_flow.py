@@ -21,6 +21,8 @@ from hexgen2.search.flow.shared_use import SharedUse
 from hexgen2.search.linear_program import LinearProgram, Optimum
 from hexgen2.search.ties import TOLERANCE, spread
 
+ROUNDS, FEW_ROUNDS, MANY_PAIRS = 10, 2, 10_000
+"""Halvings of the slack to which replicas are loaded evenly; the second with more routes than these."""
 SCALE = 1e12
 """The solver's integer capacity that stands for the largest possible flow."""
 
@@ -98,15 +100,16 @@ def without_sharing(network: FlowNetwork) -> Flow:
     return Flow(solver.optimal_flow() / unit, routes)
 
 
-def balance(network: FlowNetwork, flow: Flow, rounds: int = 10) -> Flow:
+def balance(network: FlowNetwork, flow: Flow) -> Flow:
     """A flow of the same value that loads the replicas of each role as evenly as the routes allow.
 
     A maximum flow may fill one replica and leave its twin idle. Here the capacities of each role shrink
     from what they are (slack 1) towards the role's mean utilisation (slack 0), as far as the value can
-    still be carried; the slack is found to 2^-rounds.
+    still be carried; the slack is found to 2^-ROUNDS.
     """
     if flow.value <= 0:
         return flow
+    rounds = ROUNDS if network.routes.size <= MANY_PAIRS else FEW_ROUNDS
     mean_prefill, mean_decode = flow.value / network.prefill.sum(), flow.value / network.decode.sum()
     wanted = flow.value * (1 - 1e-9)
     best, at, low, high, slack = flow, network, 0.0, 1.0, 0.0
@@ -200,11 +203,18 @@ def _solved(
     RuntimeError : the solver found nothing, although x = 0 is feasible
     """
     gain = np.ones(len(most)) if weights is None else weights
-    program = LinearProgram(gain, matrix, np.full(len(limits), -np.inf), limits, most)
+    used = np.flatnonzero(most > 0)
+    if len(used) < len(most):
+        gain, matrix = gain[used], matrix[:, used]
+    program = LinearProgram(gain, matrix, np.full(len(limits), -np.inf), limits, most[used])
     found = program.solve(GLOP_PARAMETERS) or program.solve()
     if found is None:
         raise RuntimeError("the flow's linear program has no solution")
-    return found
+    if len(used) == len(most):
+        return found
+    x = np.zeros(len(most))
+    x[used] = found.x
+    return replace(found, x=x)
 
 
 def capacity_duals(network: FlowNetwork) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -77,10 +77,15 @@ def shares_by_program(
     matrix = csr_array(coo_array(cells, shape=(len(limits), len(most))))
     # Of equal flows, that which moves fewer KV caches.
     gain = np.concatenate([np.full(pairs, 1 - 1e-6), np.ones(mixed)])
-    program = LinearProgram(gain, matrix, np.full(len(limits), -np.inf), np.array(limits), most)
+    used = np.flatnonzero(most > 0)
+    program = LinearProgram(
+        gain[used], matrix[:, used], np.full(len(limits), -np.inf), np.array(limits), most[used]
+    )
     found = program.solve(GLOP_PARAMETERS) or program.solve()
     if found is None:
         raise RuntimeError("the linear program of mixed replicas has no solution")
-    flow, alone = np.maximum(0.0, found.x[:pairs]).reshape(senders, receivers), found.x[pairs:]
+    x = np.zeros(len(most))
+    x[used] = found.x
+    flow, alone = np.maximum(0.0, x[:pairs]).reshape(senders, receivers), x[pairs:]
     sent, received = flow[first_p:].sum(axis=1), flow[:, first_d:].sum(axis=0)
     return [Share(*map(float, each)) for each in zip(np.maximum(0.0, alone), sent, received, strict=True)]

@@ -7,6 +7,7 @@ sets the pace, and the order of the stages on both sides decides which parts cro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,10 @@ class RouteUse:
     def pairs(self) -> list[tuple[int, float]]:
         """(resource, seconds) pairs, for sums in plain Python, which are faster for so few."""
         return list(zip(self.resources.tolist(), self.busy_s.tolist(), strict=True))
+
+
+NO_ROUTE = RouteUse(math.inf, np.zeros(0, dtype=np.int64), np.zeros(0))
+"""Of a pair of replicas between which nothing is to be sent."""
 
 
 def route_use(problem: Problem, prefill: Sequence[PlannedStage], decode: Sequence[PlannedStage]) -> RouteUse:

@@ -16,6 +16,7 @@ from hexgen2.search.partition.coarsen import CoarseGraph, coarsen, gpu_graph, pr
 from hexgen2.search.partition.kernighan_lin import kernighan_lin
 from hexgen2.search.partition.secondary import secondary_partition
 from hexgen2.search.partition.spectral import spectral_partition
+from hexgen2.search.planning.classes import LARGE
 from hexgen2.search.problem import Problem, Solution
 from hexgen2.search.ties import first_largest, greatest
 
@@ -23,9 +24,6 @@ BATCH_PER_REPLICA = 32
 """Concurrent requests per replica in the estimate of the number of groups (Appendix A)."""
 
 MAX_STARTS = 4
-
-LARGE = 48
-"""Clusters of more GPUs are partitioned by parts of nodes: faster, and from 64 GPUs on also better."""
 
 Partitioner = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 """From bandwidths [n, n], memories [n] and a number of groups to labels [n], every group non-empty."""

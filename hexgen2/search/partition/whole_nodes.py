@@ -13,11 +13,12 @@ from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
 from hexgen2.search.ties import first_greatest, greatest_first
 
 
-def whole_nodes(evaluator: Evaluator) -> Solution:
+def whole_nodes(evaluator: Evaluator, role: str | None = None) -> Solution:
     """A group on each node in which the model fits; nodes that are too small are joined, the nearest first,
-    until it fits. Groups are colocated if they may be; otherwise those that are best at prefill, beside what
-    they decode, prefill."""
-    problem, role = evaluator.problem, evaluator.problem.roles[-1]
+    until it fits. They all have the role "colocated" (the default where they may have it), or those of them
+    that are best at prefill, beside what they decode, prefill for the others ("decode")."""
+    problem = evaluator.problem
+    role = role or problem.roles[-1]
     sizes = [len(gpus) for gpus in problem.node_gpus]
     found: list[NodeCounts] = []
     small: list[int] = []

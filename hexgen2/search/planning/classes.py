@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,8 +19,13 @@ from hexgen2.search.problem import NodeCounts, Problem, counts_of
 PATTERNS_PLANNED = 3600
 """The most patterns for which plans are made, each counted once per node in it."""
 
-PATTERNS_LISTED = 4000
-"""More patterns than these are not listed for linear programs: kinds of nodes stand for their classes."""
+LARGE = 48
+"""Clusters of more GPUs are searched part by part, and partitioned by parts of nodes: faster, and from 64
+GPUs on also better."""
+
+PATTERNS_LISTED, LARGE_LISTED = 4000, 600
+"""More patterns than these (the second of large clusters) are not listed for linear programs: kinds of nodes
+stand for their classes."""
 
 SINGLE_NODES = 12
 """In clusters of up to this many nodes, each node is a class of its own."""
@@ -38,19 +43,28 @@ class NodeClasses:
 
     @cached_property
     def node_size(self) -> tuple[int, ...]:
-        """GPUs in a node of each class."""
-        return tuple(len(self.problem.node_gpus[nodes[0]]) for nodes in self.nodes)
+        """GPUs in the largest node of each class."""
+        sizes = [len(gpus) for gpus in self.problem.node_gpus]
+        return tuple(max(sizes[node] for node in nodes) for nodes in self.nodes)
 
     @cached_property
     def gpus(self) -> tuple[int, ...]:
         """GPUs in all nodes of each class."""
-        return tuple(size * len(nodes) for size, nodes in zip(self.node_size, self.nodes, strict=True))
+        sizes = [len(gpus) for gpus in self.problem.node_gpus]
+        return tuple(sum(sizes[node] for node in nodes) for nodes in self.nodes)
 
     @cached_property
     def class_of(self) -> tuple[int, ...]:
         """The class of each node."""
         found = {node: which for which, nodes in enumerate(self.nodes) for node in nodes}
         return tuple(found[node] for node in range(len(found)))
+
+    def within(self, nodes: Collection[int]) -> tuple[NodeClasses, dict[int, int]]:
+        """The classes of these nodes alone, and where each class that has some of them is among these."""
+        here = [tuple(node for node in members if node in nodes) for members in self.nodes]
+        kept = [which for which, members in enumerate(here) if members]
+        problem = self.problem.only({node: len(self.problem.node_gpus[node]) for node in nodes})
+        return NodeClasses(problem, tuple(here[which] for which in kept)), {w: k for k, w in enumerate(kept)}
 
     def count_patterns(self, nodes: int) -> int:
         """The number of patterns of exactly this many nodes."""
@@ -65,10 +79,18 @@ class NodeClasses:
 
     def patterns(self, nodes: int) -> Iterator[Pattern]:
         """All patterns of exactly this many nodes."""
-        yield from self._patterns(nodes, 0)
+        return filter(self.has_room, self._patterns(nodes, 0))
+
+    def has_room(self, pattern: Pattern) -> bool:
+        """Whether a class has enough nodes with so many GPUs, each for one part of the pattern."""
+        return all(
+            len(self._with_room(which, count)) >= sum(w == which and c >= count for w, c in pattern)
+            for which, count in pattern
+        )
 
     def _patterns(self, nodes: int, first: int) -> Iterator[Pattern]:
-        """Patterns of so many nodes of the classes from `first` on."""
+        """Patterns of so many nodes of the classes from `first` on; of nodes of several sizes perhaps more
+        than there is room for."""
         if nodes == 0:
             yield ()
             return
@@ -84,13 +106,27 @@ class NodeClasses:
     def counts(self, pattern: Pattern) -> NodeCounts:
         """Nodes for a group of this pattern, with fast links among them: one node at a time, each the nearest
         to those already taken."""
-        taken: list[int] = []
-        for which, _ in pattern:
-            free = [node for node in self.nodes[which] if node not in taken]
-            taken.append(max(free, key=lambda node: (self._slowest(node, taken), -node)))
         if len(pattern) == 2 and not self._alone(pattern):
-            taken = list(self._fastest_pair(pattern[0][0], pattern[1][0]))
-        return counts_of({node: count for node, (_, count) in zip(taken, pattern, strict=True)})
+            taken = self._fastest_pair(*pattern)
+            return counts_of({node: count for node, (_, count) in zip(taken, pattern, strict=True)})
+        chosen: dict[int, int] = {}
+        for which, count in sorted(pattern, key=lambda part: -part[1]):
+            free = [node for node in self._with_room(which, count) if node not in chosen]
+            chosen[max(free, key=lambda node: (self._slowest(node, list(chosen)), -node))] = count
+        return counts_of(chosen)
+
+    def _with_room(self, which: int, count: int) -> list[int]:
+        """The nodes of a class that have so many GPUs, remembered."""
+        key = which, count
+        if key not in self._roomy:
+            sizes = self.problem.node_gpus
+            self._roomy[key] = [node for node in self.nodes[which] if len(sizes[node]) >= count]
+        return self._roomy[key]
+
+    @cached_property
+    def _roomy(self) -> dict[tuple[int, int], list[int]]:
+        """The lists of `_with_room` made so far."""
+        return {}
 
     def _alone(self, pattern: Pattern) -> bool:
         """Whether every class in the pattern has only one node, so that there is nothing to choose."""
@@ -101,18 +137,28 @@ class NodeClasses:
         links = self.problem.node_links[node]
         return min((links[other].bandwidth_bytes_s for other in others), default=math.inf)
 
-    def _fastest_pair(self, a: int, b: int) -> tuple[int, int]:
-        """A node of each class, joined by the fastest link."""
-        if (a, b) not in self._fastest:
-            pairs = ((m, n) for m in self.nodes[a] for n in self.nodes[b] if m != n)
-            links = self.problem.node_links
-            self._fastest[a, b] = max(
-                pairs, key=lambda p: (links[p[0]][p[1]].bandwidth_bytes_s, -p[0], -p[1])
-            )
-        return self._fastest[a, b]
+    def _fastest_pair(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+        """Two nodes of these classes with so many GPUs, joined by the fastest link."""
+        key = (one, other)
+        if key not in self._fastest:
+            first, second = self._with_room(*one), self._with_room(*other)
+            like = tuple(first), tuple(second)
+            if like not in self._fastest_of:
+                links = self.problem.node_links
+                self._fastest_of[like] = max(
+                    ((m, n) for m in first for n in second if m != n),
+                    key=lambda p: (links[p[0]][p[1]].bandwidth_bytes_s, -p[0], -p[1]),
+                )
+            self._fastest[key] = self._fastest_of[like]
+        return self._fastest[key]
 
     @cached_property
-    def _fastest(self) -> dict[tuple[int, int], tuple[int, int]]:
+    def _fastest_of(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]]:
+        """The fastest pairs of nodes of two lists."""
+        return {}
+
+    @cached_property
+    def _fastest(self) -> dict[tuple[tuple[int, int], tuple[int, int]], tuple[int, int]]:
         """The pairs of `_fastest_pair` found so far."""
         return {}
 
@@ -124,11 +170,12 @@ def node_classes(problem: Problem) -> NodeClasses:
     return _each_node(problem) if count <= SINGLE_NODES else _like_nodes(problem)
 
 
-def kinds_of_nodes(problem: Problem) -> NodeClasses:
-    """Classes of nodes of one kind, size and price, whatever their links."""
+def kinds_of_nodes(problem: Problem, of_any_size: bool = False) -> NodeClasses:
+    """Classes of nodes of one kind, price and, unless they may be of any, size, whatever their links."""
     kinds: dict[tuple, list[int]] = {}
     for node, gpus in enumerate(problem.node_gpus):
-        kinds.setdefault((problem.node_kind[node], len(gpus), problem.node_price[node]), []).append(node)
+        size = 0 if of_any_size else len(gpus)
+        kinds.setdefault((problem.node_kind[node], size, problem.node_price[node]), []).append(node)
     return NodeClasses(problem, tuple(map(tuple, kinds.values())))
 
 
@@ -136,9 +183,10 @@ def few_classes(problem: Problem, classes: NodeClasses) -> NodeClasses:
     """These classes, or kinds of nodes where that gives too many patterns: where links are all different, or
     racks of different nodes have uplinks, nearly every node is a class of its own."""
     spans = range(1, widest_span(problem) + 1)
-    if sum(map(classes.count_patterns, spans)) <= PATTERNS_LISTED:
+    large = len(problem.usable) > LARGE
+    if sum(map(classes.count_patterns, spans)) <= (LARGE_LISTED if large else PATTERNS_LISTED):
         return classes
-    return kinds_of_nodes(problem)
+    return kinds_of_nodes(problem, of_any_size=large)
 
 
 def widest_span(problem: Problem) -> int:

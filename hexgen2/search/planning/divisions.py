@@ -20,7 +20,8 @@ from cost_model.pipeline import (
 )
 from cost_model.queueing import DecodeQueue
 from hexgen2.replica import EngineSettings
-from hexgen2.search.planning.pipelines import Pipeline, Pipelines, Timing
+from hexgen2.search.planning.pipelines import Pipeline, Pipelines
+from hexgen2.search.planning.timing import Timing
 from hexgen2.search.problem import Problem
 
 BATCH_SHARES = (1.0, 0.8, 0.6, 0.4, 0.25)
@@ -146,8 +147,12 @@ class Divisions:
     def _decode_up_to(self, pipeline: Pipeline, most: float, above: float) -> Iterator[Division]:
         """Divisions chosen for at most so many requests, each with the most requests that it has memory
         for."""
-        chunks, best_req_s = self.chunks_of(pipeline), 0.0
+        limit_of = dict(
+            zip(self.chunks_of(pipeline), pipeline.chunk_limits or (pipeline.limit_req_s,), strict=True)
+        )
+        best_req_s = 0.0
         for batch in dict.fromkeys(max(1, int(most * share)) for share in BATCH_SHARES):
+            chunks = [chunk for chunk, limit in limit_of.items() if limit > above]
             limits = [m.max_layers(batch) for m in pipeline.memory]
             splits = dict.fromkeys(
                 tuple(split) for chunk in chunks for split in self._splits(pipeline, batch, chunk, limits)
@@ -157,7 +162,7 @@ class Divisions:
                 # The layers chosen may leave room for more requests than they were chosen for.
                 room = (m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
                 largest = min(self.problem.costs.batch_cap, *room)
-                for chunk in chunks:
+                for chunk in (each for each in chunks if limit_of[each] > above):
                     found = self.within_targets(pipeline, list(split), largest, chunk, above=above)
                     if found:
                         above = max(above, found.req_s * LESS)

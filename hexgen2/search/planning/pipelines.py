@@ -22,14 +22,15 @@ from cost_model.pipeline import (
     micro_batch,
     mixed_decodes,
     mixed_pace,
-    mixed_request_s,
     mixed_steps,
     prefill_batches_held,
     prompts_held,
     under_way,
 )
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
+from hexgen2.search.planning.limits import MixedSteps, least_period_s
 from hexgen2.search.planning.shapes import StageShape
+from hexgen2.search.planning.timing import Timing
 from hexgen2.search.problem import Problem
 
 
@@ -46,35 +47,6 @@ class StageKind:
     mixed_edge_s: dict[tuple[float, bool], float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds per layer and per stage of each stage, and of each hop between stages."""
-
-    layer_s: list[float]
-    edge_s: list[float]
-    hop_s: list[float]
-
-    def stage_s(self, split: list[int]) -> list[float]:
-        """Seconds of each stage with so many layers."""
-        return [a * n + e for a, n, e in zip(self.layer_s, split, self.edge_s, strict=True)]
-
-    def most_steps_s(self, layers: int) -> float:
-        """An upper limit on the steps/s, however so many layers are divided (see balance_layers): that of
-        stages which all take as long, and that of the slowest hop."""
-        edges = math.fsum(e / a for a, e in zip(self.layer_s, self.edge_s, strict=True))
-        stage_s = (layers + edges) / math.fsum(1 / a for a in self.layer_s)
-        return 1 / max((stage_s, *self.hop_s))
-
-    def times(self, weight: float) -> Timing:
-        """`weight` times all of these."""
-        return Timing(*([weight * s for s in part] for part in (self.layer_s, self.edge_s, self.hop_s)))
-
-    def plus(self, other: Timing, weight: float) -> Timing:
-        """This and `weight` times the other, stage by stage and hop by hop."""
-        pairs = ((self.layer_s, other.layer_s), (self.edge_s, other.edge_s), (self.hop_s, other.hop_s))
-        return Timing(*([a + weight * b for a, b in zip(*pair, strict=True)] for pair in pairs))
-
-
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """Stages in order, whose layers are not divided yet.
@@ -84,6 +56,7 @@ class Pipeline:
     shape : node and degrees of each stage
     batch : the requests that fit; for prefill, the prompts in a step
     limit_req_s : an upper limit on the capacity, however the layers are divided
+    chunk_limits : the same for each size of the chunks in mixed steps (see Pipelines.chunks)
     timings, mixed, paces : those that were asked for, by phase and batch; by decodes and chunk; and by
         layers, batch and chunk
     """
@@ -95,6 +68,7 @@ class Pipeline:
     memory: list[StageMemory]
     batch: float
     limit_req_s: float
+    chunk_limits: tuple[float, ...] = ()
     timings: dict[tuple[Phase, float], Timing] = field(default_factory=dict)
     mixed: dict[tuple[float, float], tuple[Timing, float]] = field(default_factory=dict)
     paces: dict[tuple[tuple[int, ...], float, float], Pace] = field(default_factory=dict)
@@ -140,6 +114,9 @@ class Pipelines:
         if not batch:
             return None
         pipeline = Pipeline(role, tuple(shape), kinds, hops, memory, batch, 0.0)
+        if role == "colocated" and self.chunks:
+            limits = tuple(self._most_mixed_req_s(pipeline, chunk) for chunk in self.chunks)
+            return replace(pipeline, limit_req_s=max(limits), chunk_limits=limits)
         # Every request passes all L layers, so L times the requests/s is at most the layers/s of all stages.
         rate = math.fsum(self._layers_s(role, kind, running, batch) for kind in kinds)
         return replace(pipeline, limit_req_s=rate / (layers * outputs))
@@ -150,10 +127,6 @@ class Pipelines:
         key = (role, running, batch)
         if key not in kind.layers_s:
             costs, phase = self.problem.costs, cast(Phase, "prefill" if role == "prefill" else "decode")
-            if role == "colocated" and self.chunks:
-                least_s = min(self._mixed_s(kind, running, chunk) for chunk in (*self.chunks, 1.0))
-                kind.layers_s[key] = costs.osl / least_s
-                return kind.layers_s[key]
             best = costs.fastest_batch(phase, kind.group, running)
             layer_s = self._layer_s(kind, phase, best)
             if role == "colocated":
@@ -179,13 +152,15 @@ class Pipelines:
             self._stage_kinds[key] = StageKind(group, memory)  # type: ignore[arg-type]
         return self._stage_kinds[key]
 
-    def _mixed_s(self, kind: StageKind, running: float, chunk: float) -> float:
-        """Seconds that a request takes in one layer of a colocated replica whose steps have so many decodes,
-        and chunks of `chunk` prompts."""
-        costs = self.problem.costs
-        decodes = mixed_decodes(running, 1, chunk, costs.osl)
-        both = self._mixed_layer_s(kind, chunk, decodes)
-        return mixed_request_s(both, self._layer_s(kind, "decode", decodes), chunk, decodes, costs.osl)
+    def _most_mixed_req_s(self, pipeline: Pipeline, chunk: float) -> float:
+        """An upper limit on the requests/s of a colocated replica whose steps have chunks of `chunk` prompts,
+        however its layers are divided."""
+        costs, stages = self.problem.costs, len(pipeline.kinds)
+        decodes = mixed_decodes(pipeline.batch, stages, chunk, costs.osl)
+        mixed, prompts = self._mixed(pipeline, decodes, chunk)
+        steps = MixedSteps(min(1.0, decodes / (costs.osl * prompts)), prompts, stages)
+        rest = self.timing(pipeline, "decode", decodes)
+        return decodes / (costs.osl * least_period_s(mixed, rest, self.problem.model.layers, steps))
 
     def at_once(self, split: list[int]) -> int:
         """How many batches of requests the pipeline holds at once."""
@@ -256,11 +231,6 @@ class Pipelines:
             mean = mean.plus(self.mixed_step(pipeline, beside, other), share)
             prompts += share * other
         return mean, prompts
-
-    def most_steps_s(self, pipeline: Pipeline, prompts: float, decodes: float) -> float:
-        """An upper limit on the steps/s with so many prompts and decodes, however the layers are divided."""
-        layers_s = math.fsum(1 / self._mixed_layer_s(kind, prompts, decodes) for kind in pipeline.kinds)
-        return layers_s / self.problem.model.layers
 
     def mixed_step(self, pipeline: Pipeline, decodes: float, prompts: float) -> Timing:
         """Seconds of each stage and hop for a step with so many prompts and decodes."""

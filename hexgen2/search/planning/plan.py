@@ -20,7 +20,7 @@ from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.planning.divisions import LESS, SMALLEST_STEP, Division, Divisions
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.prefill_front import PrefillFront
-from hexgen2.search.planning.regions import region_limit, region_of
+from hexgen2.search.planning.regions import ColocatedLimit, region_of
 from hexgen2.search.planning.shapes import Shapes, StageShape, vllm_runs, with_experts_divided
 from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds, greatest, greatest_first
@@ -108,8 +108,8 @@ class Planner:
         self._made: dict[tuple[str, NodeCounts], list[Pipeline]] = alike._made if alike else {}
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         self._regions: dict[tuple, Region] = {}
-        self._limits: dict[NodeCounts, Region | None] = {}
-        self._limits_by_kind: dict[tuple, Region | None] = {}
+        self._limits: dict[NodeCounts, ColocatedLimit | None] = {}
+        self._limits_by_kind: dict[tuple, ColocatedLimit | None] = {}
         kinds: dict[Link, int] = {}
         self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
         pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
@@ -315,21 +315,17 @@ class Planner:
         first = self.problem.targets.prefill_queue(pace, chunk or 1.0)
         return first, self._divisions.decode_queue(pipeline, split, int(plan.batch), chunk)
 
-    def region_limit(self, counts: NodeCounts) -> Region | None:
-        """What no plan of a colocated group exceeds, also if it works for others: as if layers could be cut
-        up, so that no stage ever waits for another; None if the model does not fit. Much faster than to
+    def colocated_limit(self, counts: NodeCounts) -> ColocatedLimit | None:
+        """What no plan of a colocated group exceeds; None if the model does not fit. Much faster than to
         plan."""
         if len(counts) > self.span:
             return None
         if counts not in self._limits:
             like, _, key = self._by_kind(counts)
             if key not in self._limits_by_kind:
-                limits = [
-                    region_limit(self._pipelines, pipeline)
-                    for pipeline in self._pipelines_of("colocated", like)
-                ]
-                corners = [corner for limit in limits for corner in limit.corners]
-                self._limits_by_kind[key] = Region.around(corners) if corners else None
+                found = self._pipelines_of("colocated", like)
+                limit = ColocatedLimit.of(self._pipelines, found) if found else None
+                self._limits_by_kind[key] = limit
             self._limits[counts] = self._limits_by_kind[key]
         return self._limits[counts]
 

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from cost_model.pipeline import PhaseTimes, mixed_period_s, outgoing_prompts
 from hexgen2.region import Point, Region
+from hexgen2.search.planning.limits import MixedSteps, least_decodes_s, least_step_s
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 
 SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
 """Shares of mixed steps at which a mixed replica's region is looked at."""
+TELLING = (SHARES[2], SHARES[-1])
+"""Those of them that limit regions most: the former where hops take long, the latter where they do not."""
 
 
-def region_limit(pipelines: Pipelines, pipeline: Pipeline) -> Region:
-    """What no plan of a colocated replica with these stages exceeds, as if layers could be cut up."""
-    costs, most = pipelines.problem.costs, pipeline.batch / len(pipeline.kinds)
-    own, alone = pipeline.limit_req_s, pipelines.most_steps_s
-    prompts = costs.prefill_batch()
-    corners = [
-        (own, own),
-        (alone(pipeline, prompts, 0.0) * prompts, 0.0),
-        (0.0, alone(pipeline, 0.0, most) * most / costs.osl),
-    ]
+@dataclass(frozen=True)
+class ColocatedLimit:
+    """What no plan of a colocated group exceeds: in requests/s of its own, and in work of both phases for
+    itself and others (None where no replica works for others)."""
+
+    req_s: float
+    region: Region | None
+
+    @classmethod
+    def of(cls, pipelines: Pipelines, found: Sequence[Pipeline]) -> ColocatedLimit:
+        """That of the pipelines that the group can form."""
+        mixes, corners = pipelines.problem.mixes, list[Point]()
+        if mixes:
+            for pipeline in found:
+                corners += _corners(pipelines, pipeline)
+        most = max(pipeline.limit_req_s for pipeline in found)
+        return cls(most, Region.around(corners) if mixes else None)
+
+
+def _corners(pipelines: Pipelines, pipeline: Pipeline) -> list[Point]:
+    """Corners of a region that no plan with these stages exceeds, however its layers are divided."""
+    costs, layers, stages = pipelines.problem.costs, pipelines.problem.model.layers, len(pipeline.kinds)
+    decodes = pipeline.batch / stages
+    rest = pipelines.timing(pipeline, "decode", decodes)
+    corners = [(pipeline.limit_req_s, pipeline.limit_req_s)]
     for chunk in pipelines.chunks:
-        steps_s = alone(pipeline, chunk, most)
-        corners.append((steps_s * chunk, steps_s * most / costs.osl))
-    return Region.around(corners)
+        only, mixed = (pipelines.mixed_step(pipeline, beside, chunk) for beside in (0.0, decodes))
+        step_s = least_step_s(mixed, layers)
+        decode_s = max(
+            least_decodes_s(mixed, rest, layers, MixedSteps(share, chunk, stages)) for share in TELLING
+        )
+        corners += [
+            (chunk / least_step_s(only, layers), 0.0),
+            (chunk / step_s, decodes / (costs.osl * step_s)),
+            (0.0, decodes / (costs.osl * decode_s)),
+        ]
+    return corners
 
 
 def region_of(

@@ -146,5 +146,5 @@ def test_colocated_replicas_add_to_the_flow_of_the_others(problem):
     gained = plan.capacity_req_s if plan else 0.0
     found = evaluator.evaluate(mixed)
     assert found.req_s == pytest.approx(evaluator.evaluate(apart).req_s + gained)
-    assert found.score <= evaluator.score_limit(mixed, 0.0) * (1 + 1e-9)
-    assert found.score <= evaluator.score_limit(mixed, float("inf")) * (1 + 1e-9)
+    assert found.score <= evaluator.limits.of(mixed, 0.0) * (1 + 1e-9)
+    assert found.score <= evaluator.limits.of(mixed, float("inf")) * (1 + 1e-9)

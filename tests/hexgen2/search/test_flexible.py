@@ -114,7 +114,7 @@ def test_what_mixed_replicas_add_is_what_their_regions_allow(problem, data):
     regions = [evaluator.planner.region(r.plan) for r in together.colocated]
     points = best_points(capacity["prefill"], capacity["decode"], regions)
     assert together.req_s <= served(capacity["prefill"], capacity["decode"], points) * (1 + 1e-6)
-    assert together.score <= evaluator.score_limit(solution, -1.0) * (1 + 1e-6)
+    assert together.score <= evaluator.limits.of(solution, -1.0) * (1 + 1e-6)
     for replica, region in zip(together.colocated, regions, strict=True):
         alone = together.alone[[r.index for r in together.colocated].index(replica.index)]
         ends = (

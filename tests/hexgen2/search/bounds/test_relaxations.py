@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import MODELS, clusters, problem_from, problems
 
+from cluster_specs.loader import parse_cluster
 from cost_model.errors import InfeasibleError
 from hexgen2.search.bounds.columns import list_columns, undominated
 from hexgen2.search.bounds.configuration_lp import ConfigurationLP
 from hexgen2.search.bounds.upper_bounds import rates_bound
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import refine
+from hexgen2.search.planning import classes
 from hexgen2.search.planning.classes import node_classes, widest_span
-from hexgen2.search.problem import Problem, Solution
+from hexgen2.search.problem import Problem, Solution, make_problem
 from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
+from hexgen2.workload.lengths import RequestClass, Workload
 
 
 def check_layout(problem: Problem, evaluator: Evaluator, solution: Solution) -> None:
@@ -69,6 +75,24 @@ def check_bounds(problem: Problem) -> None:
     check_layout(problem, evaluator, relaxed.start())
 
 
+@settings(max_examples=40, deadline=None)
+@given(problems(max_gpus=6), st.sampled_from(["disaggregated", "flexible"]))
+def test_the_bound_holds_where_nodes_of_all_sizes_are_one_class(problem, phases):
+    problem = replace(problem, phases=phases)
+    try:
+        best = find_strategy("exact")(problem, SearchOptions(simulated=False)).throughput.req_s
+    except InfeasibleError:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classes, "LARGE", 0)
+        patch.setattr(classes, "LARGE_LISTED", 0)
+        relaxed = Evaluator(problem).relaxed
+        kinds = len({(problem.node_kind[n], problem.node_price[n]) for n in range(len(problem.node_gpus))})
+        assert len(relaxed.classes.nodes) == kinds
+        assert best <= relaxed.upper_bound().req_s * (1 + 1e-6)
+        check_layout(problem, Evaluator(problem), relaxed.start())
+
+
 @pytest.mark.parametrize("bandwidth_gbit_s", [1, 10, 100])
 def test_a_slow_link_between_two_gpus_bounds_the_throughput(bandwidth_gbit_s):
     spec = many_nodes(["H100:1", "H100:1"], bandwidth_gbit_s)
@@ -84,19 +108,42 @@ def test_a_slow_link_between_two_gpus_bounds_the_throughput(bandwidth_gbit_s):
     assert limit.req_s >= whole.req_s * (1 - 1e-9)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["H100", "L4", "Core"]),
+    st.integers(8, 600),
+    st.integers(2, 64),
+    st.sampled_from(["vllm", "calibrated"]),
+)
+def test_a_device_alone_serves_no_more_than_its_rate(card, isl, osl, cost_model):
+    """Where prompts fill every step, first tokens come with them, which counts for short answers."""
+    core = {"memory_gib": 30, "bf16_dense_tflops": 0.05, "memory_bandwidth_gbyte_s": 8, "kind": "cpu"}
+    spec = {
+        "name": "one",
+        "nodes": [{"name": "a", "accelerators": f"{card}:1"}],
+        "accelerators": {"Core": core},
+    }
+    cluster = parse_cluster(spec, "test", Path())
+    workload = Workload(name="short", classes=(RequestClass(name="short", isl=isl, osl=osl),))
+    problem = make_problem(cluster, "llama-3-8b", workload, cost_model=cost_model, phases="colocated")
+    plan = Evaluator(problem).planner.plan("colocated", ((0, 1),))
+    assume(plan is not None)
+    assert plan.capacity_req_s <= rates_bound(problem, colocated=True).req_s * (1 + 1e-9)
+
+
 @settings(max_examples=40, deadline=None)
 @given(clusters(max_gpus=8), st.sampled_from(MODELS))
 def test_patterns_are_counted_and_no_dominated_column_matters(spec, model):
     problem = problem_from(spec, model, "LPLD")
-    classes = node_classes(problem)
+    alike = node_classes(problem)
     for nodes in range(1, len(problem.node_gpus) + 1):
-        patterns = list(classes.patterns(nodes))
-        assert len(set(patterns)) == len(patterns) == classes.count_patterns(nodes)
-    columns, all_of_them = list_columns(Evaluator(problem).planner, problem, classes, lambda: False)
+        patterns = list(alike.patterns(nodes))
+        assert len(set(patterns)) == len(patterns) == alike.count_patterns(nodes)
+    columns, all_of_them = list_columns(Evaluator(problem).planner, problem, alike, lambda listed: False)
     assume(columns)
     assert all_of_them
     for with_kv in (True, False):
-        master = ConfigurationLP(classes, with_kv)
+        master = ConfigurationLP(alike, with_kv)
         assert master.solve(undominated(columns, lambda: False)).value == pytest.approx(
             master.solve(columns).value
         )

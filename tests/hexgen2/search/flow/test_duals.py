@@ -9,7 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import clusters, problem_from
 
-from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.flow.max_flow import Flow, FlowNetwork, capacity_duals, few_routes, solve
 from hexgen2.search.local_search import all_steps
 from hexgen2.search.operators import flips, merges, moves, splits, swaps

@@ -1,0 +1,202 @@
+"""The part program: which groups to form on a few nodes, by an integer program that knows where KV caches go.
+
+It has a variable for each group that may stand on these nodes, with its plan: z, whether it is there, and f,
+the requests/s that it prefills or decodes. Where the configuration LP (configuration_lp.py) lets KV caches be
+routed at will between classes of nodes, here a share of each request's layers leaves every node on which a
+prefill group holds them, and reaches every node on which a decode group does:
+
+    max the answers/s of all groups   with   f <= capacity z,
+                   sum of GPUs z <= GPUs of each node,
+                   sum over b of y[a, b] = sum of (share of layers on a) f over prefill groups,
+                   sum over a of y[a, b] = sum of (share of layers on b) f over decode groups,
+                   y <= what links and network cards carry.
+
+A colocated group that may work for others has a variable for each corner of its region, together at most z,
+and one for the requests that it keeps: those are neither sent nor received.
+
+Which layers they are is left out, and so are other parts of the cluster. So its solutions are starts for the
+search, not bounds."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from hexgen2.region import Point
+from hexgen2.search.bounds.columns import Column
+from hexgen2.search.linear_program import LinearProgram, solve_whole
+from hexgen2.search.planning.classes import NodeClasses
+from hexgen2.search.planning.plan import Planner
+from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
+
+MOST = 400
+"""Candidates in a program, about."""
+CLOSE, BRANCHES, LONGEST_S = 0.005, 200, 20.0
+"""The integer program ends at this gap, after so many branches, or (should they take too long) seconds."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A group that may be formed: what it can do in requests/s, and on which nodes its layers are.
+
+    corners : of what a colocated group can do, in prompts/s and answers/s; for itself alone if there is one
+    shares : (node, share of the layers)
+    """
+
+    group: Group
+    capacity_req_s: float
+    corners: tuple[Point, ...]
+    shares: tuple[tuple[int, float], ...]
+
+
+def candidates(columns: Sequence[Column], classes: NodeClasses, planner: Planner) -> list[Candidate]:
+    """All groups of these columns on nodes of these classes; once there are MOST, of the first columns
+    alone."""
+    found: list[Candidate] = []
+    layers = planner.problem.model.layers
+    for column in columns:
+        if len(found) >= MOST:
+            break
+        for counts in sorted(set(_placed(column.pattern, classes.nodes))):
+            if any(count > len(classes.problem.node_gpus[node]) for node, count in counts):
+                continue
+            plan = planner.plan(column.role, counts)
+            if plan is None:
+                continue
+            held: Counter[int] = Counter()
+            for stage in plan.stages:
+                held[stage.node] += stage.layers
+            corners: tuple[Point, ...] = ()
+            if column.role == "colocated":
+                mixes = classes.problem.mixes
+                own = (plan.capacity_req_s, plan.capacity_req_s)
+                corners = planner.region(plan).corners if mixes else (own,)
+            shares = tuple((node, n / layers) for node, n in sorted(held.items()))
+            found.append(Candidate(Group(column.role, counts), plan.capacity_req_s, corners, shares))
+    return found
+
+
+def _placed(pattern: Sequence[tuple[int, int]], nodes: Sequence[Sequence[int]]) -> Iterator[NodeCounts]:
+    """The ways to put a pattern on different nodes of its classes; some of them several times."""
+    for chosen in itertools.product(*(nodes[which] for which, _ in pattern)):
+        if len(set(chosen)) == len(chosen):
+            counts = (count for _, count in pattern)
+            yield counts_of(dict(zip(chosen, counts, strict=True)))
+
+
+class PartProgram:
+    """The program over these candidates on these nodes of a problem."""
+
+    def __init__(self, problem: Problem, nodes: Sequence[int], groups: Sequence[Candidate]) -> None:
+        self._groups = groups
+        self._limits: list[tuple[float, float]] = []
+        self._entries: list[tuple[int, int, float]] = []
+        self._gain: list[float] = [0.0] * len(groups)
+        shared = problem.links == "shared"
+        self._kv_bytes = problem.costs.kv_bytes_per_layer * problem.model.layers if shared else 0.0
+        self._gpu_row = {node: self._row(0.0, len(problem.node_gpus[node])) for node in nodes}
+        self._out, self._into = ({node: self._row(0.0, 0.0) for node in nodes} for _ in range(2))
+        self._lay_moves(problem, nodes)
+        for k, candidate in enumerate(groups):
+            self._lay(k, candidate)
+
+    def _row(self, low: float, high: float) -> int:
+        self._limits.append((low, high))
+        return len(self._limits) - 1
+
+    def _variable(self, gain: float, entries: Sequence[tuple[int, float]]) -> int:
+        self._gain.append(gain)
+        number = len(self._gain) - 1
+        self._entries += [(row, number, amount) for row, amount in entries]
+        return number
+
+    def _lay_moves(self, problem: Problem, nodes: Sequence[int]) -> None:
+        """The variables y."""
+        if not self._kv_bytes:
+            total = self._row(0.0, 0.0)
+            for node in nodes:
+                self._variable(0.0, [(self._out[node], 1.0), (total, 1.0)])
+                self._variable(0.0, [(self._into[node], 1.0), (total, -1.0)])
+            return
+        cards = problem.cluster.card_bytes_s
+        size = len(problem.node_gpus)
+        links = problem.shared_links.capacity_bytes_s
+        sends, takes = (
+            {node: self._row(0.0, float(cards[node]) / self._kv_bytes) for node in nodes} for _ in range(2)
+        )
+        for a, b in itertools.product(nodes, repeat=2):
+            ends = [(self._out[a], 1.0), (self._into[b], 1.0)]
+            if a != b:
+                link = self._row(0.0, float(links[a * size + b]) / self._kv_bytes)
+                ends += [(sends[a], 1.0), (takes[b], 1.0), (link, 1.0)]
+            self._variable(0.0, ends)
+
+    def _lay(self, k: int, candidate: Candidate) -> None:
+        """The variables of a candidate."""
+        here = self._row(-np.inf, 0.0)
+        self._entries += [(self._gpu_row[node], k, float(n)) for node, n in candidate.group.counts]
+        out = [(self._out[node], -share) for node, share in candidate.shares]
+        into = [(self._into[node], -share) for node, share in candidate.shares]
+        if candidate.corners:
+            self._entries.append((here, k, -1.0))
+            sent, received = self._row(0.0, np.inf), self._row(0.0, np.inf)
+            for p, d in candidate.corners:
+                moved = [(row, p * share) for row, share in out] + [(row, d * share) for row, share in into]
+                self._variable(d, [(here, 1.0), (sent, p), (received, d), *moved])
+            kept = [(row, -share) for row, share in (*out, *into)]
+            self._variable(0.0, [(sent, -1.0), (received, -1.0), *kept])
+        else:
+            self._entries.append((here, k, -candidate.capacity_req_s))
+            prefills = candidate.group.role == "prefill"
+            self._variable(0.0 if prefills else 1.0, [(here, 1.0), *(out if prefills else into)])
+
+    def _arrays(self) -> tuple[np.ndarray, csr_array, np.ndarray, np.ndarray]:
+        """Gain [n], matrix [r, n], and the least and most of each row [r]."""
+        row, column, value = np.array(self._entries).T
+        size = (len(self._limits), len(self._gain))
+        matrix = csr_array((value, (row.astype(int), column.astype(int))), shape=size)
+        low, high = (np.array(limits) for limits in zip(*self._limits, strict=True))
+        return np.array(self._gain), matrix, low, high
+
+    def worth(self) -> list[float]:
+        """What each candidate brings, at the duals of the linear program, beside what its GPUs cost: at most
+        1, and 1 of those that the optimum has."""
+        found = LinearProgram(*self._arrays()).solve()
+        if found is None or not len(found.duals):
+            return [0.0] * len(self._groups)
+        price = {node: float(found.duals[row]) for node, row in self._gpu_row.items()}
+        worth = []
+        for candidate in self._groups:
+            cost = sum(price[node] * n for node, n in candidate.group.counts)
+            gain = self._gained(candidate, found.duals)
+            worth.append(gain / cost if cost > 0 else 1.0)
+        return worth
+
+    def _gained(self, candidate: Candidate, duals: np.ndarray) -> float:
+        """Answers/s that a group brings at these duals, its GPUs left aside."""
+        out = sum(float(duals[self._out[node]]) * share for node, share in candidate.shares)
+        into = sum(float(duals[self._into[node]]) * share for node, share in candidate.shares)
+        if not candidate.corners:
+            each = out if candidate.group.role == "prefill" else 1.0 + into
+            return max(0.0, each) * candidate.capacity_req_s
+        return max(
+            p * out + d * (1.0 + into) - min(p, d) * min(0.0, out + into) for p, d in candidate.corners
+        )
+
+    def solve(self, time_s: float | None = None) -> Solution:
+        """The groups of the best solution found (none, if there is none) within so many seconds."""
+        most = {k: self._most(k) for k in range(len(self._groups))}
+        limit_s = LONGEST_S if time_s is None else time_s
+        found = solve_whole(*self._arrays(), most, CLOSE, BRANCHES, limit_s)
+        amounts = np.round(found.x[: len(most)]).astype(int).tolist()
+        groups = zip(self._groups, amounts, strict=True)
+        return Solution(tuple(each.group for each, amount in groups for _ in range(amount)))
+
+    def _most(self, k: int) -> float:
+        """How many groups of a candidate there is room for."""
+        return min(self._limits[self._gpu_row[node]][1] // n for node, n in self._groups[k].group.counts)

@@ -1,0 +1,103 @@
+"""A start for large clusters: the groups of each part of the cluster by themselves.
+
+Each part (parts.py) has its own linear program over the configuration LP's columns. Those groups that are
+worth most there may stand on any of its nodes, and an integer program (part_program.py) chooses among
+them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from hexgen2.search.bounds.columns import Column
+from hexgen2.search.bounds.configuration_lp import ConfigurationLP
+from hexgen2.search.bounds.part_program import PartProgram, candidates
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.planning.classes import NodeClasses
+from hexgen2.search.problem import Group, Problem, Solution
+from hexgen2.search.ties import greatest_first
+
+WORTH = 0.95
+"""Groups that are worth so much at a program's duals, beside what their GPUs cost, are considered."""
+MOST_S = 2.0
+"""Seconds for a part, where there is a time limit."""
+
+
+def groups_by_parts(
+    evaluator: Evaluator,
+    stop: Callable[[], bool],
+    time_left_s: Callable[[], float | None],
+) -> Solution:
+    """The groups of all parts; of those only that there was time for.
+
+    Parameters
+    ----------
+    stop : whether it is time to do with the parts so far
+    time_left_s : seconds that there are for all parts left; none without a time limit
+    """
+    parts, known = evaluator.parts, dict[tuple, Solution]()
+    groups: list[Group] = []
+    for done, nodes in enumerate(parts):
+        if stop():
+            break
+        left_s = time_left_s()
+        share_s = None if left_s is None else min(MOST_S, left_s / (len(parts) - done))
+        key, order = _likeness(evaluator.problem, nodes)
+        if key not in known:
+            found = groups_within(evaluator, nodes, share_s)
+            place = {node: k for k, node in enumerate(order)}
+            known[key] = _moved(found, place)
+        groups += _moved(known[key], dict(enumerate(order))).groups
+    return Solution(tuple(groups))
+
+
+def groups_within(evaluator: Evaluator, nodes: Sequence[int], time_s: float | None = None) -> Solution:
+    """The groups on these nodes, as if there were no others; time_s as for PartProgram.solve."""
+    relaxed, problem = evaluator.relaxed, evaluator.problem
+    classes, place = relaxed.classes.within(nodes)
+    columns = [
+        replace(column, pattern=tuple((place[which], count) for which, count in column.pattern))
+        for column in relaxed.columns
+        if column.planned and _fits(column, classes, place)
+    ]
+    if not columns:
+        return Solution()
+    lp = ConfigurationLP(classes, with_kv=problem.links == "shared")
+    found = lp.solve(columns)
+    if found.value <= 0:
+        return Solution()
+    near = [(value, column) for column in columns if (value := lp.worth(column, found.duals)) >= WORTH]
+    best_first = [column for _, column in greatest_first(near, lambda each: each[0])]
+    everyone = candidates(best_first, classes, evaluator.planner)
+    worth = PartProgram(classes.problem, nodes, everyone).worth()
+    able = [each for each, value in zip(everyone, worth, strict=True) if value >= WORTH]
+    return PartProgram(classes.problem, nodes, able).solve(time_s) if able else Solution()
+
+
+def _fits(column: Column, classes: NodeClasses, place: Mapping[int, int]) -> bool:
+    """Whether these classes have so many nodes for a column, whose classes have other numbers there."""
+    wanted = Counter(which for which, _ in column.pattern)
+    return all(
+        which in place and count <= len(classes.nodes[place[which]]) for which, count in wanted.items()
+    )
+
+
+def _likeness(problem: Problem, nodes: Sequence[int]) -> tuple[tuple, list[int]]:
+    """A key that parts have in common whose nodes correspond, and the nodes in that order."""
+    order = sorted(nodes, key=lambda n: (problem.node_kind[n], len(problem.node_gpus[n]), n))
+    kinds = tuple(
+        (problem.node_kind[n], len(problem.node_gpus[n]), float(problem.cluster.card_bytes_s[n]))
+        for n in order
+    )
+    return (kinds, tuple(problem.node_links[a][b] for a in order for b in order if a != b)), order
+
+
+def _moved(solution: Solution, to: Mapping[int, int]) -> Solution:
+    """The solution on the nodes that correspond to its own."""
+    return Solution(
+        tuple(
+            Group(group.role, tuple(sorted((to[node], n) for node, n in group.counts)))
+            for group in solution.groups
+        )
+    )

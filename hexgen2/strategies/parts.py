@@ -1,0 +1,92 @@
+"""HexGen-2's search on a large cluster: the groups of each part by themselves, then one neighbourhood after
+the other (search/neighbourhoods.py), instead of all groups at once. Beyond the paper."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.local_search import refine
+from hexgen2.search.neighbourhoods import improve_neighbourhoods
+from hexgen2.search.partition.by_parts import groups_by_parts
+from hexgen2.search.partition.whole_nodes import whole_nodes
+from hexgen2.search.planning.classes import LARGE
+from hexgen2.search.problem import ROLES, Phases
+from hexgen2.search.state import SearchState
+from hexgen2.search.stopping import Stopping
+
+STARTS, ROUNDED = 0.55, 0.3
+"""The share of the time left that there is for starts at least, and that of it in which linear programs are
+rounded."""
+STARTS_UNTIL, FIRST_UNTIL = 0.6, 0.8
+"""Shares of the time limit after which a flexible search does with the starts so far, and turns to pure
+phases for comparison."""
+PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.83, 0.86), "colocated": (0.88, 0.9)}
+"""The same for pure phases; the rest of the time is for the best of all."""
+ALL_BUT_OUTPUT = 0.9
+"""The share of the time limit after which a search of one kind of phases alone does with the parts so far."""
+
+
+def has_parts(evaluator: Evaluator) -> bool:
+    """Whether a cluster is searched part by part."""
+    return len(evaluator.problem.usable) > LARGE and len(evaluator.parts) > 1
+
+
+def explore_parts(state: SearchState, seed: int) -> None:
+    """Offer the best solution of a large cluster."""
+    if state.evaluator.problem.phases == "flexible":
+        _improve(state, seed, STARTS_UNTIL, FIRST_UNTIL)
+        for phases, (starts, ends) in PURE_UNTIL.items():
+            if not state.finished():
+                with state.restricted_to(phases, starts, ends) as pure:
+                    pure.spend(state.evaluator.params.effort)
+                    _improve(pure, seed, starts / ends, 1.0)
+    _improve(state, seed + 1, ALL_BUT_OUTPUT, 1.0)
+    best = state.incumbent.best
+    if best is not None and not state.finished():
+        refine(state, best.solution, "all at once")
+
+
+def _improve(state: SearchState, seed: int, starts_until: float, until: float) -> None:
+    """Offer the groups of each part by themselves, and the linear program's; then improve the best, within
+    these shares of the time limit."""
+    whole = state.stopping
+    starts_until = max(starts_until, whole.spent_share + (until - whole.spent_share) * STARTS)
+    state.stopping = whole.only_until(until)
+    try:
+        if not state.started_by_parts:
+            _offer_starts(state, whole, starts_until)
+        improve_neighbourhoods(state, seed)
+    finally:
+        whole.after(state.stopping)
+        state.stopping = whole
+
+
+def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
+    """Offer whole nodes, the linear program's groups, and those of each part by themselves, until this share
+    of the time limit has passed."""
+    evaluator, state.started_by_parts = state.evaluator, True
+    if state.incumbent.best is None:
+        state.offer(evaluator.evaluate(whole_nodes(evaluator)), "start with whole nodes")
+    phases, began = evaluator.problem.phases, stopping.spent_share
+    evaluator.relaxed.stop = partial(stopping.spent, began + ROUNDED * (until - began))
+    if phases == "flexible":  # Quicker, since no colocated group has to be planned.
+        _offer_rounded(state, "disaggregated")
+    if phases != "flexible" or evaluator.relaxed.all_listed:
+        _offer_rounded(state, phases)
+    found = groups_by_parts(evaluator, partial(stopping.spent, until), partial(_left_s, stopping, until))
+    state.offer(evaluator.evaluate(found), "start by parts")
+
+
+def _offer_rounded(state: SearchState, phases: Phases) -> None:
+    """Offer the linear program's groups with the roles of these phases."""
+    relaxed = state.evaluator.relaxed
+    for pair_roles in (False, True):
+        if not relaxed.stop():
+            found = relaxed.start(pair_roles=pair_roles, roles=ROLES[phases])
+            state.offer(state.evaluator.evaluate(found), "start from the linear program")
+
+
+def _left_s(stopping: Stopping, until: float) -> float | None:
+    limit_s = stopping.time_limit_s
+    return None if limit_s is None else max(0.0, until * limit_s - stopping.elapsed_s)

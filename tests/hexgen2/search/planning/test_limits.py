@@ -1,0 +1,100 @@
+"""Limits that hold for every division of a pipeline's layers: no division and no plan exceeds them."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from cost_model.pipeline import PhaseTimes, mixed_period_s
+from hexgen2.search.planning.limits import MixedSteps, least_decodes_s, least_period_s, least_step_s
+from hexgen2.search.planning.plan import Planner
+from hexgen2.search.planning.timing import Timing
+from hexgen2.search.problem import make_problem
+
+SECONDS = st.floats(1e-4, 1e-2)
+SLOWER = st.floats(1.0, 8.0)
+SMALL = 1e-9
+
+
+@st.composite
+def pipelines(draw):
+    """Times of mixed and decode steps, and layers of each stage."""
+    stages = draw(st.integers(1, 6))
+    decode_s = draw(st.lists(SECONDS, min_size=stages, max_size=stages))
+    slower = draw(st.lists(SLOWER, min_size=stages, max_size=stages))
+    edges, more_edges = [0.0] * stages, [0.0] * stages
+    edges[-1] = draw(st.floats(0, 0.02))
+    more_edges[-1] = edges[-1] * draw(SLOWER)
+    hops = draw(st.lists(st.floats(0, 0.01), min_size=stages - 1, max_size=stages - 1))
+    rest = Timing(decode_s, edges, hops)
+    mixed_s = [d * s for d, s in zip(decode_s, slower, strict=True)]
+    mixed = Timing(mixed_s, more_edges, [2 * hop for hop in hops])
+    split = draw(st.lists(st.integers(1, 30), min_size=stages, max_size=stages))
+    return mixed, rest, split
+
+
+def _period_s(mixed: Timing, rest: Timing, split: list[int], share: float, prompts: float) -> float:
+    both = PhaseTimes(mixed.stage_s(split), mixed.hop_s, prompts)
+    return mixed_period_s(both, PhaseTimes(rest.stage_s(split), rest.hop_s, 1.0), share)
+
+
+@given(pipelines(), st.floats(0.01, 1.0), st.floats(0.05, 8.0))
+def test_no_division_has_a_shorter_period(pipeline, share, prompts):
+    mixed, rest, split = pipeline
+    least_s = least_period_s(mixed, rest, sum(split), MixedSteps(share, prompts, len(split)))
+    assert least_s <= _period_s(mixed, rest, split, share, prompts) * (1 + SMALL)
+
+
+@given(pipelines(), st.floats(0.05, 0.95), st.floats(0.05, 8.0))
+def test_no_division_decodes_more_beside_mixed_steps(pipeline, share, prompts):
+    mixed, rest, split = pipeline
+    steps = MixedSteps(share, prompts, len(split))
+    mean_s = _period_s(mixed, rest, split, share, prompts)
+    alone_s = _period_s(mixed, rest, split, 0.0, prompts)
+    all_mixed_s = _period_s(mixed, rest, split, 1.0, prompts)
+    line_s = max(alone_s, (mean_s - share * all_mixed_s) / (1 - share))
+    assert least_decodes_s(mixed, rest, sum(split), steps) <= line_s * (1 + SMALL)
+
+
+@given(pipelines())
+def test_no_division_has_quicker_equal_steps(pipeline):
+    mixed, _, split = pipeline
+    least_s = least_step_s(mixed, sum(split))
+    walk_s = sum(mixed.stage_s(split)) + sum(mixed.hop_s)
+    assert least_s <= max(*mixed.stage_s(split), *mixed.hop_s, walk_s / len(split)) * (1 + SMALL)
+
+
+@given(st.integers(1, 6), st.integers(1, 20), SECONDS, SLOWER, st.floats(0.01, 1.0))
+def test_equal_stages_reach_the_limit(stages, layers, decode_s, slower, share):
+    """With prompts of one chunk each, that begin at random, so that steps do not remember one another."""
+    prompts = 1e-9
+    rest = Timing([decode_s] * stages, [0.0] * stages, [0.0] * (stages - 1))
+    mixed = rest.times(slower)
+    steps = MixedSteps(share, prompts, stages)
+    assume(steps.most == pytest.approx(1.0, abs=1e-6) or share > 0.99)
+    period_s = _period_s(mixed, rest, [layers] * stages, share, prompts)
+    assert least_period_s(mixed, rest, stages * layers, steps) == pytest.approx(period_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model", "workload"),
+    [
+        ("hexgen2-setting-1", "llama-2-70b", "HPLD"),
+        ("hexgen2-setting-3", "opt-30b", "HPHD"),
+        ("helix-mixed-42", "llama-3-8b", "online"),
+    ],
+)
+def test_no_plan_exceeds_the_limit_of_its_group(cluster, model, workload):
+    planner = Planner(make_problem(cluster, model, workload, phases="flexible"))
+    sizes = [len(gpus) for gpus in planner.problem.node_gpus]
+    groups = [((node, size),) for node, size in enumerate(sizes) if size]
+    groups += [((a, sizes[a]), (b, 1)) for a in range(len(sizes)) for b in range(a + 1, len(sizes))][::3]
+    planned = 0
+    for counts in groups:
+        plan, limit = planner.plan("colocated", counts), planner.colocated_limit(counts)
+        if plan is None:
+            continue
+        planned += 1
+        assert limit is not None and limit.region is not None
+        assert plan.capacity_req_s <= limit.req_s * (1 + SMALL)
+        assert all(limit.region.contains(corner, 1e-6) for corner in planner.region(plan).corners)
+    assert planned >= 5
