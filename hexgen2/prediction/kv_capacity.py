@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cost_model.base import CostModel, Phase
+from hexgen2.attention_workers import AttentionWorker, stage_requests
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Replica
 
 
-def kv_capacity_tokens(replica: Replica, cluster: Cluster, costs: CostModel) -> int:
-    """Tokens of KV cache for which a replica has memory, limited by its tightest stage; 0 if not even the
-    weights fit."""
+def kv_capacity_tokens(
+    replica: Replica, cluster: Cluster, costs: CostModel, workers: Sequence[AttentionWorker] = ()
+) -> int:
+    """Tokens of KV cache for which a replica has memory, with its attention workers, limited by its tightest
+    stage; 0 if not even the weights fit."""
     phase: Phase = "prefill" if replica.role == "prefill" else "decode"
     window = costs.model.window
     lengths = costs.lengths
     held = lengths.kv_tokens_prefill(window) if phase == "prefill" else lengths.kv_tokens_decode(window)
+    if workers:
+        return max(0, int(min(stage_requests(replica, workers, cluster, costs)) * held))
     last = len(replica.stages) - 1
     requests = []
     for j, stage in enumerate(replica.stages):

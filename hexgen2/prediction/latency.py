@@ -20,19 +20,26 @@ from cost_model.pipeline import (
     prefill_pace,
     prompt_s,
 )
+from hexgen2.attention_workers import AttentionWorker
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Latency, Replica
+from hexgen2.prediction.headwise_times import step_times
 from hexgen2.prediction.step_times import StepTimes
 
 
 def latency_of(
-    replicas: Sequence[Replica], cluster: Cluster, costs: CostModel, semantics: PipelineSemantics
+    replicas: Sequence[Replica],
+    cluster: Cluster,
+    costs: CostModel,
+    semantics: PipelineSemantics,
+    workers: Sequence[AttentionWorker] = (),
 ) -> Latency:
     """Means over requests, each replica weighted by its load: the time of a prefill step and of a decode
     step, which on a colocated replica includes the prefills in between. Zeros if there is no load."""
     first_s = token_s = served = 0.0
     for replica in replicas:
-        pace = pace_of(replica, StepTimes(replica, cluster, costs, semantics))
+        own = [worker for worker in workers if worker.replica == replica.id]
+        pace = pace_of(replica, step_times(replica, own, cluster, costs, semantics))
         load = replica.utilisation * replica.capacity_req_s
         if replica.role == "decode":
             token_s += load * pace.latency_s

@@ -15,6 +15,7 @@ from cost_model.base import CostModel
 from cost_model.pipeline import PipelineSemantics, decode_pace, micro_batch, prefill_pace
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
+from hexgen2.prediction.headwise_times import step_times
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 from hexgen2.prediction.latency import pace_of, phase_times
 from hexgen2.prediction.step_times import StepTimes
@@ -80,12 +81,17 @@ class _Side:
         return self.placement.cost_model.pipeline  # type: ignore[return-value]
 
     def times(self, replica: Replica) -> StepTimes:
-        return StepTimes(replica, self.cluster, self.costs, self.semantics)
+        return step_times(
+            replica, self.placement.workers_of(replica.id), self.cluster, self.costs, self.semantics
+        )
 
     def batch(self, replica: Replica) -> int:
         """Requests that a replica decodes at a time: as planned, unless its memory holds fewer."""
         tokens = self.costs.lengths.kv_tokens_decode(self.costs.model.window)
-        held = kv_capacity_tokens(replica, self.cluster, self.costs) / tokens
+        held = (
+            kv_capacity_tokens(replica, self.cluster, self.costs, self.placement.workers_of(replica.id))
+            / tokens
+        )
         return max(1, min(replica.max_batch, int(held)))
 
     def prompts_req_s(self, replica: Replica) -> float:

@@ -1,20 +1,15 @@
 """A placement under requests of other lengths: prompts cost prefill, outputs cost decode, and no more."""
 
-import functools
-
 import pytest
+from placements import one_of_each_role
 
 import hexgen2
 from hexgen2.prediction.other_lengths import with_lengths
 from hexgen2.region import Region
 
 
-@functools.cache
 def placed():
-    """One with prefill, decode and mixed replicas."""
-    found = hexgen2.search(
-        cluster="hexgen2-setting-3", model="llama-2-70b", workload="online", phases="flexible", seed=5
-    )
+    found = one_of_each_role()
     assert {replica.role for replica in found.replicas} == {"prefill", "decode", "mixed"}
     return found
 

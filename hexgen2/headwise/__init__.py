@@ -1,0 +1,1 @@
+"""Decode attention divided by heads between devices: what it takes, who takes which heads, what moves."""
