@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hexgen2.schedulers import BUCKETS, FLOW
 from runtime.routing.fair_queue import QUEUE_LIMIT
 
 BLOCK_TOKENS = 16
@@ -58,6 +59,8 @@ class FrontOptions:
     kv_high_water : share of a replica's KV cache up to which requests are let in, counting what they are
         expected to grow by
     shift_load : whether shares of routes move when requests wait and are longer or shorter than planned
+    scheduler : how the route of a request is chosen (routing/schedulers.py)
+    output_lengths : what predicts the output of requests, for schedulers that ask (routing/output_lengths.py)
     api_keys : keys by the name of the client; a client must send one of them. Empty: no key is needed
     operator_key : key that an operator must send to see metrics, requests and the placement, and to change
         it; "": with api_keys, only this machine may see them
@@ -78,6 +81,8 @@ class FrontOptions:
     queue_timeout_s: float = QUEUE_TIMEOUT_S
     kv_high_water: float = 1.0
     shift_load: bool = True
+    scheduler: str = FLOW
+    output_lengths: str = BUCKETS
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     operator_key: str = field(default="", repr=False)
     allowed_hosts: tuple[str, ...] | None = None

@@ -17,6 +17,7 @@ import msgspec
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
 from hexgen2.replica import Role
+from hexgen2.schedulers import FLOW
 from runtime import logs
 from runtime.api.access import hosts_of, is_loopback
 from runtime.api.app import add_views, create_app
@@ -50,8 +51,10 @@ from runtime.options import (
 )
 from runtime.protocol.to_workers import Configure
 from runtime.routing.load_shift import LoadShift
+from runtime.routing.output_lengths import make_predictor
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import Router
+from runtime.routing.schedulers import make_router
 
 if TYPE_CHECKING:
     from runtime.p2p.membership.membership import Membership
@@ -97,8 +100,10 @@ def serve(
     HexGen2Error : a worker failed at the start
     """
     from hexgen2.checks import verify
+    from hexgen2.layer_ranges import whole_models_only
 
     verify(placement, source)
+    whole_models_only(placement, source, "a launch")
     if engine not in ENGINES:
         raise InputError("--engine", engine, "does not exist", f"choose from: {', '.join(ENGINES)}")
     check_family(placement, engine, source)
@@ -133,13 +138,14 @@ def serve(
         )
     logs.set_up("front end")
     front = replace(front, allowed_hosts=hosts_of(front, host))
-    successors = _successors(worker_configs, configure, front.kv_high_water)
+    router = make_router(front.scheduler, (), make_predictor(front.output_lengths, placement.workload))
+    successors = _successors(worker_configs, configure, front)
     with bound(host, port) as listener:
         if not front.api_keys and not is_loopback(host):
             report(f"anybody who reaches {host} can use this server: it was started without --api-key")
         return asyncio.run(
             _serve(
-                *(placement, folder, worker_configs, successors, listener, starter),
+                *(placement, folder, worker_configs, router, successors, listener, starter),
                 *(restarts, replan_after_s, front),
             )
         )
@@ -158,6 +164,7 @@ async def _serve(
     placement: Placement,
     folder: Path | None,
     worker_configs: dict[str, Configure],
+    router: Router,
     successors: Configured,
     listener: socket.socket,
     launcher: Launcher,
@@ -175,14 +182,14 @@ async def _serve(
             links, tokenizer = started
             reflow = Reflow(placement)
             coordinator = Coordinator(
-                Router(reflow.routes(())),
-                make_replicas(placement, worker_configs, links, front.kv_high_water),
+                router.with_routes(reflow.routes(())),
+                make_replicas(placement, worker_configs, links, front.kv_high_water, front.scheduler),
                 metrics if tracer is None else tracer,
                 queue_limit=front.queue_limit,
                 client_queue_limit=front.client_queue_limit,
                 queue_timeout_s=front.queue_timeout_s,
                 plan=reflow,
-                shifts=LoadShift.of if front.shift_load else None,
+                shifts=LoadShift.of if front.shift_load and front.scheduler == FLOW else None,
             )
             metrics.watch(coordinator)
             app = create_app(Service(placement, coordinator, tokenizer, metrics, front))
@@ -217,7 +224,7 @@ async def _serve(
 def _successors(
     worker_configs: dict[str, Configure],
     configure: Callable[[Placement], dict[str, Configure]],
-    high_water: float,
+    front: FrontOptions,
 ) -> Configured:
     """What makes workers of another placement that work with those of this one: they know its secret, hold
     the KV cache in its type and have the cores of their GPU."""
@@ -230,7 +237,7 @@ def _successors(
             fresh[gpu] = msgspec.structs.replace(
                 own, secret=one.secret, dtype=one.dtype, threads=before.threads, cores=before.cores
             )
-        return fresh, make_replicas(placement, fresh, {}, high_water)
+        return fresh, make_replicas(placement, fresh, {}, front.kv_high_water, front.scheduler)
 
     return configured
 

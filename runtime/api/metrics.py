@@ -160,6 +160,15 @@ class _Gauges(Collector):
             if replica.free_blocks is not None:
                 free.add_metric([replica_id], replica.free_blocks)
         yield from (running, used, budget, free, preempted, up, restarts)
+        if coordinator.weighs:
+            work = GaugeMetricFamily(
+                "hexgen2_replica_work",
+                "Work of the requests on a replica, as the scheduler weighs them",
+                labels=["replica"],
+            )
+            for replica_id, replica in coordinator.replicas.items():
+                work.add_metric([replica_id], replica.backlog.work)
+            yield work
         yield from self._of_engines()
 
     def _of_engines(self) -> Iterator[Metric]:

@@ -92,6 +92,11 @@ class Coordinator:
         return len(self._queue)
 
     @property
+    def weighs(self) -> bool:
+        """Whether the scheduler counts the work of requests."""
+        return self._admission.router.weighs
+
+    @property
     def states(self) -> ReplicaStates:
         """What each replica is doing."""
         return self._admission.states
@@ -325,6 +330,8 @@ class Coordinator:
         record = request.record
         if self._shift is not None:
             self._shift.ended(request, record.output_tokens, record.prompt_tokens, record.cached_tokens)
+        if record.outcome in ("stop", "length"):
+            self._admission.router.learn(record.prompt_tokens, record.max_tokens, record.output_tokens)
 
     def _can_wait_again(self, request: Request) -> bool:
         return not self._stopped and self._admission.can_ever_start(request)

@@ -9,7 +9,9 @@ from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.from_workers import Load
 from runtime.protocol.message import Message
 from runtime.protocol.to_workers import Configure
+from runtime.routing.instances import instances
 from runtime.routing.kv_budget import KvBudget, growth_tokens, outgoing_tokens
+from runtime.routing.schedulers import needs_instances
 
 FULL = 0.9
 """An engine that has requests waiting and uses this share of its KV cache gets no more requests."""
@@ -77,6 +79,7 @@ def make_replicas(
     configurations: Mapping[str, Configure],
     links: Mapping[str, WorkerLink],
     high_water: float = 1.0,
+    scheduler: str | None = None,
 ) -> dict[str, Replica]:
     """The replicas of a placement by id, with the links to those of their workers that have started.
 
@@ -84,8 +87,9 @@ def make_replicas(
     ----------
     configurations, links : by worker id, which is the id of its GPU
     high_water : see KvBudget
+    scheduler : the replicas know what it needs
     """
-    return {
+    made = {
         replica.id: Replica(
             replica_id=replica.id,
             role=replica.role,
@@ -103,3 +107,7 @@ def make_replicas(
         )
         for replica in placement.replicas
     }
+    if needs_instances(scheduler):
+        for name, instance in instances(placement).items():
+            made[name].know(instance)
+    return made

@@ -150,9 +150,14 @@ class Request:
         return len(self.prompt) + self.sampling.max_tokens
 
     @property
+    def output_limit(self) -> int:
+        """Output tokens that it may still have."""
+        return self.capacity_tokens - len(self.tokens)
+
+    @property
     def one_token(self) -> bool:
         """Whether one token is missing."""
-        return self.capacity_tokens - len(self.tokens) == 1
+        return self.output_limit == 1
 
     def __aiter__(self) -> Request:
         return self

@@ -11,7 +11,7 @@ from runtime.routing.kv_budget import KvBudget
 from runtime.routing.pressure import Pressure
 from runtime.routing.refusals import TooLong, Unavailable
 from runtime.routing.replica_state import ReplicaEvent, ReplicaStates
-from runtime.routing.router import Route, Router, routes_without
+from runtime.routing.router import Routable, Route, Router, routes_without
 
 SPREAD = 2.0
 """A route may take so many times its planned share of the KV cache for prompts of a replica that sends."""
@@ -19,17 +19,11 @@ SPREAD = 2.0
 RoutesLeft = Callable[[Collection[str]], Iterable[Route]]
 
 
-class Waiting(Protocol):
+class Waiting(Routable, Protocol):
     """A waiting request, with the KV cache tokens that it needs."""
 
     @property
-    def prompt_tokens(self) -> int: ...
-
-    @property
     def capacity_tokens(self) -> int: ...
-
-    @property
-    def one_token(self) -> bool: ...
 
 
 Request = TypeVar("Request", bound=Waiting)
@@ -56,8 +50,8 @@ class Admission(Generic[Request]):
         queue: Queue[Request],
         routes_left: RoutesLeft | None = None,
     ) -> None:
-        self.router, self.states, self.pressure = router, ReplicaStates(), Pressure()
-        self._routes_left = routes_left or partial(routes_without, router.routes)
+        self.router, self.states, self.pressure = router.among(replicas), ReplicaStates(), Pressure()
+        self._routes_left = routes_left or partial(routes_without, router.planned)
         self._to_come: tuple[Route, ...] = ()
         self._replicas, self._queue = replicas, queue
         self._shares_of: Router | None = None
@@ -115,7 +109,7 @@ class Admission(Generic[Request]):
         if not self._queue:
             return None
         request = self._queue.first()
-        route = self.router.pick(self._has_room(request), request.prompt_tokens)
+        route = self.router.choose(request, self._has_room(request))
         if route is None:
             return None
         return self._queue.popleft(), route

@@ -12,6 +12,8 @@ from cost_model.pipeline import BATCHES_PER_REPLICA, PipelineSemantics, outgoing
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
+from runtime.routing.backlog import Backlog
+from runtime.routing.instances import Instance
 
 
 def kv_budgets(placement: Placement) -> dict[str, int]:
@@ -25,7 +27,10 @@ def kv_budgets(placement: Placement) -> dict[str, int]:
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     costs = placement.costs()
     return {
-        replica.id: min(_useful_tokens(replica, placement), kv_capacity_tokens(replica, cluster, costs))
+        replica.id: min(
+            _useful_tokens(replica, placement),
+            kv_capacity_tokens(replica, cluster, costs, placement.workers_of(replica.id)),
+        )
         for replica in placement.replicas
     }
 
@@ -87,6 +92,8 @@ class KvBudget:
     groups: int = 1
     outgoing_tokens: int | None = None
     rounding_tokens: int = 0
+    backlog: Backlog = field(default_factory=Backlog)
+    instance: Instance | None = None
     _targets: dict[Any, str] = field(default_factory=dict)
     _target_tokens: dict[str, int] = field(default_factory=dict)
     _sent_tokens: int = 0
@@ -120,6 +127,10 @@ class KvBudget:
             return False
         return prefill_only or decoding < BATCHES_PER_REPLICA * self.max_batch
 
+    def know(self, instance: Instance) -> None:
+        """Tell the scheduler what the replica is; it holds what this account says."""
+        self.instance = instance.holding(self.kv_budget_tokens, self.max_batch)
+
     def has_room_toward(self, target: str, tokens: int, share: float) -> bool:
         """Whether requests that continue on the replica `target` may hold so many more tokens, if they have
         at most this share of what prompts for other replicas may take together; one request always may."""
@@ -149,6 +160,7 @@ class KvBudget:
         tokens = self.held.pop(request_id, 0)
         self.held_tokens -= tokens
         self.refused = False
+        self.backlog.end(request_id)
         if target := self._targets.pop(request_id, ""):
             self._target_tokens[target] -= tokens
             self._sent_tokens -= tokens

@@ -181,7 +181,9 @@ class Reflow:
             for route in routes
             if not self._is_colocated((route.prefill, route.decode)) and route.weight > 0
         ]
-        serving = {gpu for replica in replicas for gpu in replica.gpus}
+        kept = {replica.id for replica in replicas}
+        workers = [w for w in self._placement.attention_workers if w.replica in kept and w.gpu not in gone]
+        serving = {*(gpu for replica in replicas for gpu in replica.gpus), *(w.gpu for w in workers)}
         idle = [gpu for gpu in self._cluster.gpu_ids if gpu not in gone | serving]
         bound, costs = self._placement.bound, self._costs
         changed = {
@@ -189,7 +191,8 @@ class Reflow:
             "replicas": replicas,
             "routes": carrying,
             "throughput": Throughput(req_s=served, output_tok_s=served * self._placement.workload.osl),
-            "latency": latency_of(replicas, self._cluster, costs, self._semantics),
+            "attention_workers": workers,
+            "latency": latency_of(replicas, self._cluster, costs, self._semantics, workers),
             "goodput": None,
             "bound": bound.model_copy(update={"gap": 1 - served / bound.req_s if bound.req_s else 0.0}),
             "bottlenecks": bottlenecks_of(
@@ -362,9 +365,9 @@ class _Limits:
                 capacity.append(most)
                 roles.append(cls.ROLES.index(replica.role))
             if replica.prefills_for_others:
-                sides[0] += min(most / prompts for prompts, _, most in _edges(replica))
+                sides[0] += min(most / prompts for prompts, _, most in _edges(replica) if prompts > 0)
             if replica.decodes_for_others:
-                sides[1] += min(most / answers for _, answers, most in _edges(replica))
+                sides[1] += min(most / answers for _, answers, most in _edges(replica) if answers > 0)
         entries = [
             (row, column, share)
             for column, (prefill, decode) in enumerate(pairs)

@@ -1,16 +1,19 @@
 """Picks the prefill and the decode replica of each request, by interleaved weighted round-robin.
 
-The weights are the placement's flows, so traffic follows the plan of the search. This file needs neither
-torch nor asyncio: the runtime and the simulator share it.
+The weights are the placement's flows, so traffic follows the plan of the search; other schedulers
+(schedulers.py) are subclasses of this one. This file needs neither torch nor asyncio: the runtime and the
+simulator share it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from hexgen2.placement import Placement
+from runtime.routing.kv_budget import KvBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,26 @@ def routes_without(routes: Iterable[Route], lost: Collection[str]) -> list[Route
     return [route for route in routes if route.prefill not in lost and route.decode not in lost]
 
 
+class Routable(Protocol):
+    """A request as routers see it.
+
+    output_limit : most output tokens that it may still have; None: unknown
+    request_id : by which replicas hold its KV cache
+    """
+
+    @property
+    def request_id(self) -> object: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def output_limit(self) -> int | None: ...
+
+    @property
+    def one_token(self) -> bool: ...
+
+
 CREDIT_LIMIT = 64.0
 """Requests that a route for long prompts may be due at most, after many short ones."""
 
@@ -70,6 +93,11 @@ def _always(_: Route) -> bool:
 
 class Router:
     """Interleaved weighted round-robin over routes.
+
+    Attributes
+    ----------
+    routes : that requests may take
+    planned : that it was made from; a scheduler may weigh or leave out some of them
 
     Each pick credits every admissible route with its share of one request, and charges the picked route
     one. Among the routes that are due, the one that must be picked soonest is next.
@@ -95,8 +123,11 @@ class Router:
     R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980).
     """
 
+    weighs: ClassVar[bool] = False
+    """Whether it counts the work of requests in the backlogs of replicas."""
+
     def __init__(self, routes: Iterable[Route]) -> None:
-        self.routes = tuple(routes)
+        self.routes = self.planned = tuple(routes)
         self._standing = [_Standing(route, route.weight) for route in self.routes if route.weight > 0]
         self._total = math.fsum([standing.weight for standing in self._standing])
         self._spare_uses = {route: 0 for route in self.routes if route.weight <= 0}
@@ -108,6 +139,17 @@ class Router:
     def takes(self, route: Route, prompt_tokens: float) -> bool:
         """Whether a route is for requests with prompts of that length."""
         return prompt_tokens >= route.min_prompt_tokens or route.min_prompt_tokens <= self._least_tokens
+
+    def among(self, replicas: Mapping[str, KvBudget]) -> Router:
+        """The router that also knows the replicas, by id; they may come and go."""
+        return self
+
+    def choose(self, request: Routable, admissible: Callable[[Route], bool]) -> Route | None:
+        """The route on which a request begins now; None, which changes nothing, if none is admissible."""
+        return self.pick(admissible, request.prompt_tokens)
+
+    def learn(self, prompt_tokens: int, output_limit: int | None, output_tokens: int) -> None:
+        """A request has ended by itself."""
 
     def pick(
         self, admissible: Callable[[Route], bool] = _always, prompt_tokens: float = math.inf
@@ -153,11 +195,15 @@ class Router:
 
     def with_routes(self, routes: Iterable[Route]) -> Router:
         """A router over other routes; those that stay keep their credit."""
-        successor = Router(routes)
+        successor = self._over(routes)
         earned = {(own.route.prefill, own.route.decode): own.credit for own in self._standing}
         for own in successor._standing:
             own.credit = earned.get((own.route.prefill, own.route.decode), 0.0)
         return successor
+
+    def _over(self, routes: Iterable[Route]) -> Router:
+        """A router of the same kind."""
+        return Router(routes)
 
     def _pick_spare(self, admissible: Callable[[Route], bool]) -> Route | None:
         spares = [route for route in self._spare_uses if admissible(route)]

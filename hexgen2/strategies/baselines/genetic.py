@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from hexgen2.placement import Placement
-from hexgen2.search.evaluator import Evaluation
+from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.operators import merges, moves, splits, swaps
 from hexgen2.search.partition.coarsen import coarsen, gpu_graph, project
 from hexgen2.search.partition.initial import estimated_groups

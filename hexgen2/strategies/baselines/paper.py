@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from cost_model.errors import InfeasibleError
 from hexgen2.placement import Placement
-from hexgen2.search.evaluator import Evaluation, Evaluator
+from hexgen2.search.evaluation import Evaluation
+from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import guided_steps
 from hexgen2.search.partition.initial import estimated_groups, initial_solution
 from hexgen2.search.problem import Problem, Solution
@@ -69,7 +70,7 @@ def require_found(state: SearchState, why: str, other: str = "hexgen2") -> None:
         )
     within = " within the targets" if problem.targets.given else ""
     raise InfeasibleError(
-        f"no feasible placement on {problem.cluster.name}: {why} hold {problem.model.name}{within}; "
+        f"no feasible placement on {problem.cluster.name}: {why} can hold {problem.model.name}{within}; "
         f"use --strategy {other}"
     )
 

@@ -69,7 +69,7 @@ def keep_best(state: SearchState, candidates: Iterator[Candidate]) -> None:
         if state.stopping.out_of_time():
             return
         best = state.incumbent.best.req_s if state.incumbent.best else 0.0
-        if exceeds(state.evaluator.score_limit(solution, best), best):
+        if exceeds(state.evaluator.limits.of(solution, best), best):
             state.offer(valued(state.evaluator, solution), name)
 
 

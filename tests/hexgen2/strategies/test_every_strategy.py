@@ -17,6 +17,7 @@ from cost_model.errors import InputError
 from hexgen2.goal import make_goal
 from hexgen2.search.problem import make_problem
 from hexgen2.strategies.base import SearchOptions
+from hexgen2.strategies.baselines.layer_ranges import NAMES as LAYER_RANGES
 from hexgen2.strategies.registry import STRATEGIES, find_strategy
 
 MOTLEY = {
@@ -55,7 +56,10 @@ RENTING = ("hexgen2", "exact")
 REFUSALS = {
     ("exact", "setting 1"): "too many",
     **{(name, "rented"): "does not choose what to rent" for name in set(STRATEGIES) - set(RENTING)},
-    **{(name, "within targets"): "does not search for --objective" for name in ("hexgen", "vllm")},
+    **{
+        (name, "within targets"): "does not search for --objective"
+        for name in ("hetis", "hexgen", "huawei", "vllm", *LAYER_RANGES)
+    },
 }
 
 

@@ -22,7 +22,7 @@ from hexgen2.strategies.baselines.paper import valued
 from hexgen2.strategies.registry import STRATEGIES, find_strategy
 
 BASELINES = ("hexgen2-paper", "random-swap", "genetic", "splitwise", "distserve")
-ALL = (*BASELINES, "hexgen", "vllm")
+ALL = (*BASELINES, "hexgen", "huawei", "vllm")
 CLUSTERS = ("hexgen2-homogeneous", "hexgen2-setting-1", "hexgen2-setting-4", "hexgen2-case-study")
 make = functools.cache(make_problem)
 
@@ -96,7 +96,7 @@ def test_another_seed_takes_another_way(strategy):
     assert one.search.trace != two.search.trace
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", (*ALL, "hetis"))
 def test_time_limit_keeps_the_best(strategy):
     """When cut at once, the search returns what it has evaluated so far, or an error that names the limit."""
     problem = make("hexgen2-setting-1", "opt-30b", "HPHD")
@@ -119,7 +119,7 @@ def test_interrupted_search_keeps_the_best_so_far(strategy):
     assert placement.search.cut == "interrupted"
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", (*ALL, "hetis"))
 def test_what_cannot_fit_raises(strategy):
     with pytest.raises(InfeasibleError, match="opt-13b"):
         run(strategy, make_problem("local-cpu", "opt-13b", "LPLD"))

@@ -3,8 +3,10 @@
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import httpx
+import psutil
 import pytest
 from instructions import AVX512, kernels
 from served import KEY, STOP_S, Launched, alive, gauge, make_placement, small, until_idle
@@ -145,7 +147,8 @@ def test_on_demand_and_a_search_that_finds_nothing_leaves_the_fleet_as_it_is(lau
 
         def none_is_up():
             for each in workers(server):
-                each.kill()
+                with suppress(psutil.NoSuchProcess):  # It may have ended with the others.
+                    each.kill()
             return "up" not in http.get("/health").json()["replicas"].values()
 
         wait_for(none_is_up)

@@ -1,26 +1,17 @@
 """Shares move when requests wait and lengths clearly change, return with them or once nobody waits, and stay
 where lengths only vary or little is to gain."""
 
-import functools
 import heapq
 
 import numpy as np
 import pytest
+from placements import one_of_each_role
 
-import hexgen2
 from hexgen2.prediction.other_lengths import with_lengths
 from runtime.routing import load_shift
 from runtime.routing.load_shift import FEWEST, Lengths, LoadShift
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import routes_of
-
-
-@functools.cache
-def placed(workload="online"):
-    """One with prefill, decode and mixed replicas."""
-    return hexgen2.search(
-        cluster="hexgen2-setting-3", model="llama-2-70b", workload=workload, phases="flexible", seed=5
-    )
 
 
 def serve(shift, prompts, outputs, cached=0.0, lost=(), pace=5.0, pressed=True):
@@ -42,7 +33,7 @@ def serve(shift, prompts, outputs, cached=0.0, lost=(), pace=5.0, pressed=True):
 
 def of_classes(seed, count, prompts=1.0, outputs=1.0):
     """Requests with the lengths of the placement's classes, times factors."""
-    classes = placed().workload.classes
+    classes = one_of_each_role().workload.classes
     weights = np.array([c.weight for c in classes])
     rng = np.random.default_rng(seed)
     chosen = rng.choice(len(classes), size=count, p=weights / weights.sum())
@@ -59,59 +50,59 @@ def share(routes, replica):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_lengths_that_vary_about_the_planned_means_move_nothing(seed):
-    shift = LoadShift(placed())
+    shift = LoadShift(one_of_each_role())
     assert serve(shift, *of_classes(seed, 6000)) == []
     assert shift.lengths == shift.planned and shift.moves == 0
-    assert shift.routes(()) == routes_of(placed())
+    assert shift.routes(()) == routes_of(one_of_each_role())
 
 
 def test_longer_outputs_make_mixed_replicas_prefill_less_until_outputs_are_as_planned_again():
-    shift = LoadShift(placed())
+    shift = LoadShift(one_of_each_role())
     serve(shift, *of_classes(1, 1000))
     (first, *_) = serve(shift, *of_classes(4, 3000, outputs=1.7))
     assert "so shares move: " in first and "mixed-0 prefills" in first and "(was" in first
     assert shift.lengths.output == pytest.approx(1.7 * shift.planned.output, rel=0.25)
     assert shift.lengths.prompt == shift.planned.prompt
-    assert share(shift.routes(()), "mixed-0") < share(routes_of(placed()), "mixed-0") - 0.01
+    assert share(shift.routes(()), "mixed-0") < share(routes_of(one_of_each_role()), "mixed-0") - 0.01
     serve(shift, *of_classes(3, 4000))
     assert shift.lengths == shift.planned
-    assert shift.routes(()) == routes_of(placed())
+    assert shift.routes(()) == routes_of(one_of_each_role())
 
 
 def test_nothing_moves_while_nobody_waits():
-    shift = LoadShift(placed())
+    shift = LoadShift(one_of_each_role())
     assert serve(shift, *of_classes(4, 3000, outputs=1.7), pressed=False) == []
-    assert shift.routes(()) == routes_of(placed())
+    assert shift.routes(()) == routes_of(one_of_each_role())
     assert len(serve(shift, *of_classes(5, load_shift.EVERY, outputs=1.7))) == 1
 
 
 def test_the_planned_shares_return_once_nobody_waits():
-    shift = LoadShift(placed())
+    shift = LoadShift(one_of_each_role())
     serve(shift, *of_classes(4, 3000, outputs=1.7))
     (back,) = serve(shift, *of_classes(5, 3000, outputs=1.7), pressed=False)
     assert "hardly wait any more, so shares move: " in back and "mixed-0 prefills" in back
-    assert shift.routes(()) == routes_of(placed()) and shift.lengths == shift.planned
+    assert shift.routes(()) == routes_of(one_of_each_role()) and shift.lengths == shift.planned
 
 
 def test_shares_stay_where_admission_sends_requests_around_what_is_full():
     """With longer prompts, prefill replicas are full, and mixed ones get what these have no room for."""
-    shift = LoadShift(placed())
+    shift = LoadShift(one_of_each_role())
     assert serve(shift, *of_classes(2, 3000, prompts=1.5)) == []
     assert shift.lengths.prompt == pytest.approx(1.5 * shift.planned.prompt, rel=0.25)
-    assert shift.moves == 0 and shift.routes(()) == routes_of(placed())
+    assert shift.moves == 0 and shift.routes(()) == routes_of(one_of_each_role())
 
 
 @pytest.mark.parametrize("lost", [(), ("prefill-1",), ("decode-0",)])
 def test_the_gain_of_another_flow_is_none_for_planned_lengths_and_clear_for_longer_outputs(lost):
-    plan, asked = Reflow(placed()), placed().workload
+    plan, asked = Reflow(one_of_each_role()), one_of_each_role().workload
     assert plan.gain(lost, plan) == pytest.approx(0.0, abs=0.02)
-    longer = Reflow(with_lengths(placed(), asked.isl, 1.7 * asked.osl))
+    longer = Reflow(with_lengths(one_of_each_role(), asked.isl, 1.7 * asked.osl))
     assert lost or plan.gain(lost, longer) > 2 * load_shift.WORTHWHILE
     assert plan.gain(["mixed-0"], longer) == pytest.approx(0.0, abs=0.02)
 
 
 def test_cached_tokens_are_no_work():
-    shift = LoadShift(placed())
+    shift = LoadShift(one_of_each_role())
     # Twice the tokens, half of which are in the cache. Until that is known, prompts seem to be longer.
     serve(shift, *of_classes(5, 4000, prompts=2.0), cached=0.5)
     assert shift.lengths.prompt == pytest.approx(shift.planned.prompt, rel=load_shift.CHANGED)
@@ -119,12 +110,12 @@ def test_cached_tokens_are_no_work():
 
 def test_the_first_outputs_to_end_do_not_count_as_all():
     """Of 4000 requests that begin within a tenth of the time that one takes, the shortest end first."""
-    shift = LoadShift(placed())
+    shift = LoadShift(one_of_each_role())
     assert serve(shift, *of_classes(6, 4000), pace=0.05) == []
 
 
 def test_a_request_that_hardly_ever_ends_does_not_keep_others_from_counting():
-    shift = LoadShift(placed())
+    shift = LoadShift(one_of_each_role())
     shift.began("forever")
     for k in range(load_shift.OVERTAKEN + 10):
         shift.began(k)
@@ -135,7 +126,7 @@ def test_a_request_that_hardly_ever_ends_does_not_keep_others_from_counting():
 
 
 def test_without_a_choice_nothing_is_watched():
-    placement = placed()
+    placement = one_of_each_role()
     (own,) = [r for r in placement.routes if r.from_ == r.to]
     alone = placement.model_copy(update={"replicas": [placement.replica(own.from_)], "routes": [own]})
     shift = LoadShift(alone)
@@ -144,7 +135,7 @@ def test_without_a_choice_nothing_is_watched():
 
 
 def test_moved_flow_is_near_the_largest_and_leads_to_no_new_or_lost_replica():
-    plan = Reflow(placed())
+    plan = Reflow(one_of_each_role())
     shift = LoadShift.of(plan)
     serve(shift, *of_classes(8, 3000, outputs=1.5))
     assert shift.moves

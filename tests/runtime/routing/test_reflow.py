@@ -40,9 +40,11 @@ MIXED = ("prefill", "decode", "mixed", "mixed", "colocated")
 
 @st.composite
 def regions(draw):
-    """The corners of a region: from (0, D) to (P, 0), convex."""
+    """The corners of a region: from (0, D) to (P, 0), convex; its first and last sides may be level and
+    upright."""
     most_p, most_d = draw(RATES), draw(RATES)
-    inside = draw(st.lists(st.tuples(st.floats(0.05, 0.95), st.floats(0.05, 0.95)), max_size=3))
+    share = st.floats(0.05, 0.95) | st.just(1.0)
+    inside = draw(st.lists(st.tuples(share, share), max_size=3))
     points = [(x * most_p, y * most_d) for x, y in inside if x + y > 1.01]
     return Region.around([(0.0, most_d), *points, (most_p, 0.0)]).corners
 
