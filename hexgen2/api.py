@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from hexgen2.network.shared_links import Links
     from hexgen2.placement import Placement
     from hexgen2.results import SimulationResult
-    from hexgen2.search.local_search import SearchState
     from hexgen2.search.problem import Engine, Phases
     from hexgen2.simulator.batching import Policy
+    from hexgen2.simulator.options import OutputLengths
     from hexgen2.simulator.simulation import Simulation
+    from hexgen2.strategies.base import SearchProgress
     from hexgen2.workload.lengths import Workload
 
 STRATEGIES = "hexgen2,hexgen,splitwise,vllm"
@@ -39,9 +40,10 @@ STRATEGIES = "hexgen2,hexgen,splitwise,vllm"
 
 def search(
     *,
-    cluster: str | Path | ClusterSpec,
-    model: str | Path | ModelArchitecture,
+    cluster: str | Path | ClusterSpec | None = None,
+    model: str | Path | ModelArchitecture | None = None,
     workload: str | Path | Workload | None = None,
+    case: str | Path | None = None,
     isl: float | None = None,
     osl: float | None = None,
     weights: str | None = None,
@@ -59,11 +61,13 @@ def search(
     links: Links = "shared",
     engine: Engine = "any",
     phases: Phases | None = None,
+    partial_inference: bool | None = None,
+    latency_aware: bool = False,
     certify: bool = False,
     robust: bool = False,
     seed: int = 0,
     time_limit_s: float | None = None,
-    progress: Callable[[SearchState], None] | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
 ) -> Placement:
     """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow.
 
@@ -76,6 +80,8 @@ def search(
     cluster : shipped name (`hexgen2 list clusters`), YAML file, or spec
     model : shipped name, folder with a Hugging Face config.json, or architecture
     workload : shipped class, shares of several ("HPLD:2,LPHD:1"), trace file, or workload
+    case : "FILE#NAME", measured tables of tokens/s instead of a cluster and a model (docs/strategies.md); for
+        strategies that place ranges of layers
     isl, osl : mean prompt and output tokens; instead of a workload, or to override the workload's
     weights, kv : number formats of weights and KV caches; the model's own if not given
     goal : instead of the following six options
@@ -93,6 +99,10 @@ def search(
     phases : whether replicas do one phase each ("disaggregated"), both for their own requests ("colocated"),
         or whatever serves most, also for one another ("flexible", the default); only strategies hexgen2 and
         exact have this choice
+    partial_inference : whether requests may skip layers of a node that they have passed; True if not given.
+        Only strategies that place ranges of layers have this choice
+    latency_aware : of strategy "helix": maximise what is kept up once KV caches are full, in place of the
+        flow; the longer requests are under way, the less that is
     certify : spend some more seconds on proving how good the answer is
     robust : of the best placements found, choose the one that fares best where costs are off, by its 10th
         percentile over perturbations of them; `placement.robustness` then says how each fares
@@ -117,9 +127,14 @@ def search(
     True
     """
     began_s = time.monotonic()
+    from dataclasses import replace
+
     from hexgen2.export.vllm_command import check_vllm
     from hexgen2.goal import Goal, check_goal, make_goal
+    from hexgen2.search.layer_ranges.case import load_case
+    from hexgen2.search.layer_ranges.from_case import problem_of_case
     from hexgen2.search.problem import make_problem
+    from hexgen2.strategies.baselines.layer_ranges import NAMES
     from hexgen2.strategies.registry import CHOOSE_PHASES, find_strategy, phases_of
 
     find = find_strategy(strategy)
@@ -133,20 +148,34 @@ def search(
     if phases is not None and strategy not in CHOOSE_PHASES:
         remedy = f"leave it out, or use {' or '.join(CHOOSE_PHASES)}"
         raise InputError("--phases", phases, f"does not go with --strategy {strategy}", remedy)
-    if certify and (strategy != "hexgen2" or goal.rents or goal.objective == "latency"):
+    ranges = strategy in NAMES
+    if latency_aware and strategy != "helix":
+        problem_text = f"does not go with --strategy {strategy}"
+        raise InputError("--latency-aware", "", problem_text, "use --strategy helix")
+    _check_range_options(strategy, ranges, partial_inference, case, cluster, model, weights or kv)
+    if certify and (strategy not in ("hexgen2", "helix") or goal.rents or goal.objective == "latency"):
         raise InputError("--certify", "", "only works with a plain search by hexgen2", "leave it out here")
     if robust and strategy not in ("hexgen2", "exact"):
         raise InputError("--robust", "", f"does not go with --strategy {strategy}", "use hexgen2 or exact")
     if robust and goal.rents:
         raise InputError("--robust", "", "does not choose what to rent", "leave it out, or give no --budget")
-    problem = make_problem(
-        *(cluster, model, workload, isl, osl, cost_model, pipeline, goal),
-        links=links,
-        engine=engine,
-        phases=phases or phases_of(strategy),
-        weights=weights,
-        kv=kv,
-    )
+    if case is not None:
+        problem = problem_of_case(
+            load_case(str(case)), partial_inference is not False, workload, isl, osl, cost_model
+        )
+        problem = replace(problem, goal=goal, pipeline=pipeline, latency_aware=latency_aware)
+    else:
+        assert cluster is not None and model is not None
+        problem = make_problem(
+            *(cluster, model, workload, isl, osl, cost_model, pipeline, goal),
+            links=links,
+            engine=engine,
+            phases=phases or phases_of(strategy),
+            weights=weights,
+            kv=kv,
+        )
+        partial = partial_inference is not False
+        problem = replace(problem, partial_inference=partial, latency_aware=latency_aware)
     left_s = _time_left_s(time_limit_s, began_s)
     placement = find(problem, _search_options(seed, left_s, certify, progress, robust))
     if engine == "vllm":
@@ -173,7 +202,7 @@ def replan(
     load_gbyte_s: float | None = None,
     seed: int = 0,
     time_limit_s: float | None = None,
-    progress: Callable[[SearchState], None] | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
 ) -> Placement:
     """Find the next placement of a running fleet after GPUs were lost or added, or the workload changed.
 
@@ -205,11 +234,13 @@ def replan(
     began_s = time.monotonic()
     from dataclasses import replace
 
+    from hexgen2.layer_ranges import whole_models_only
     from hexgen2.replan.migration import Terms
     from hexgen2.replan.request import replan_problem
     from hexgen2.replan.search import replan as run
 
     previous, source = _loaded(placement)
+    whole_models_only(previous, source, "re-planning")
     if previous.goal.objective != "throughput":
         key, problem_text = f"{source}: goal.objective", "re-planning can only optimise throughput"
         raise InputError(key, "", problem_text, "leave the goal out, or run a new search without --from")
@@ -262,6 +293,8 @@ def simulate(
     replans: Sequence[tuple[Placement | str | Path, float]] = (),
     recover: bool = True,
     shift_load: bool = True,
+    scheduler: str | None = None,
+    output_lengths: str | OutputLengths | None = None,
     seed: int = 0,
     requests_out: str | Path | None = None,
     progress: Callable[[Simulation], None] | None = None,
@@ -301,6 +334,11 @@ def simulate(
     replans : (placement, seconds): placements made by `replan` to switch to, and when
     recover : whether requests of a lost replica resume elsewhere or fail
     shift_load : whether shares of routes move when requests wait and are longer or shorter than planned
+    scheduler : how the route of a request is chosen, or with ranges of layers (helix) its path: "flow" (the
+        default, as planned), "workload-aware", "memory", "round-robin", "weighted" or "single"; of a path
+        "flow", "swarm", "random" or "shortest-queue" (see hexgen2/schedulers.py)
+    output_lengths : what the schedulers "workload-aware" and "memory" expect of a request's output: "buckets"
+        (the default), "distribution", or a predictor (see runtime/routing/output_lengths.py)
     seed : of lengths and arrivals
     requests_out : CSV file to write, with a line per request
     progress : called regularly with the simulation
@@ -322,12 +360,17 @@ def simulate(
     ['placement', 'cluster', 'model', 'requests']
     """
     from cost_model.files import written
+    from hexgen2.schedulers import PATH_SCHEDULERS, SCHEDULERS
     from hexgen2.simulator.options import Failure, Options, Replan
     from hexgen2.simulator.run import simulate as run
     from hexgen2.simulator.run import steady_requests
     from hexgen2.workload.arrivals import LengthSource, arrivals
 
-    placed, _ = _loaded(placement)
+    placed, source = _loaded(placement)
+    for_paths = scheduler in PATH_SCHEDULERS and scheduler not in SCHEDULERS
+    if scheduler is not None and for_paths and placed.layer_ranges is None:
+        problem = f"chooses paths through ranges of layers, which {source} does not have"
+        raise InputError("--scheduler", scheduler, problem, f"use one of {', '.join(SCHEDULERS)}")
     _check_choices(policy=policy)
     asked = {"request_rate": request_rate, "duration_s": duration_s, "burstiness": burstiness}
     targets = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
@@ -347,7 +390,13 @@ def simulate(
     lost = [Failure(at_s, replica) for replica, at_s in failures]
     following = [Replan(at_s, _following(each, placed)) for each, at_s in replans]
     limits = step_tokens, max_batch, max_concurrency
-    options = Options(policy, queue_limit, lost, following, recover, 0.0, *limits, shift_load=shift_load)
+    options = Options(
+        *(policy, queue_limit, lost, following, recover, 0.0, *limits),
+        shift_load=shift_load,
+        scheduler=scheduler,
+        output_lengths=output_lengths,
+        seed=seed,
+    )
     with written(Path(requests_out)) if requests_out else nullcontext() as stream:
         return run(placed, requests, options, stream, progress)
 
@@ -536,6 +585,30 @@ def _following(placement: Placement | str | Path, before: Placement) -> Placemen
             source, "moves", "are missing, so it is unknown which GPUs must load weights", remedy
         )
     return found
+
+
+def _check_range_options(
+    strategy: str,
+    ranges: bool,
+    partial_inference: bool | None,
+    case: str | Path | None,
+    cluster: object,
+    model: object,
+    formats: str | None,
+) -> None:
+    """Refuse options of ranges of layers with other strategies, and a case beside a cluster or model."""
+    given: object
+    for option, given in (("--case", case), ("--partial-inference", partial_inference)):
+        if given is not None and not ranges:
+            raise InputError(option, "", f"does not go with --strategy {strategy}", "use --strategy helix")
+    if case is None:
+        for option, given in (("--cluster", cluster), ("--model", model)):
+            if given is None:
+                raise InputError(option, "", "is missing", "name one")
+        return
+    for option, given in (("--cluster", cluster), ("--model", model), ("--weights or --kv", formats)):
+        if given is not None:
+            raise InputError(option, "", "does not go with --case", "leave it out")
 
 
 def _time_left_s(time_limit_s: float | None, began_s: float) -> float | None:

@@ -17,7 +17,9 @@ from cost_model.hardware import Accelerator
 from cost_model.lengths import RequestLengths
 from cost_model.pipeline import PIPELINE_SEMANTICS, PipelineSemantics, prompts_held
 from cost_model.registry import COST_MODELS
+from hexgen2.attention_workers import stage_requests
 from hexgen2.cluster import Cluster
+from hexgen2.layer_ranges import check_range_flow, check_ranges, served_req_s
 from hexgen2.network.occupancy import KvTransfer, activations, parts_of_gpus
 from hexgen2.network.traffic import Traffic
 from hexgen2.placement import Placement, Replica, Route
@@ -37,14 +39,22 @@ def violations(placement: Placement, source: str = "placement") -> list[Violatio
     InputError : its cluster alone is wrong already; names `source`
     """
     cluster = Cluster.from_spec(resolve(placement.cluster, f"{source}: cluster", Path()))
+    ranges = placement.layer_ranges is not None
     structure = [
         *check_gpus(placement, cluster),
-        *check_layers(placement),
+        *(check_ranges(placement) if ranges else check_layers(placement)),
         *check_degrees(placement),
         *check_names(placement),
     ]
     if structure:
         return structure
+    if ranges:
+        return [
+            *check_tensor_groups(placement, cluster),
+            *check_memory(placement, cluster),
+            *check_range_flow(placement),
+            *check_throughput(placement),
+        ]
     return [
         *check_tensor_groups(placement, cluster),
         *check_memory(placement, cluster),
@@ -87,6 +97,29 @@ def check_gpus(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
     for gpu, places in users.items():
         if len(places) > 1:
             yield f"{places[1]}.gpus", f"'{gpu}' is used by {places[0]} already"
+    yield from _check_workers(placement, known - lost, users)
+
+
+def _check_workers(
+    placement: Placement, usable: set[str], users: dict[str, list[str]]
+) -> Iterator[Violation]:
+    """Every attention worker is a GPU by itself, and works for the stages of one colocated replica."""
+    stages = {r.id: len(r.stages) for r in placement.replicas if r.role == "colocated"}
+    for k, worker in enumerate(placement.attention_workers):
+        key = f"attention_workers[{k}]"
+        if worker.gpu not in usable:
+            yield f"{key}.gpu", f"'{worker.gpu}' is lost or not in the cluster"
+        if worker.gpu in users:
+            yield f"{key}.gpu", f"'{worker.gpu}' is used by {users[worker.gpu][0]} already"
+        users[worker.gpu] = [key]
+        if worker.replica not in stages:
+            yield f"{key}.replica", f"there is no colocated replica '{worker.replica}'"
+        elif len(worker.kv_shares) != stages[worker.replica]:
+            yield f"{key}.kv_shares", f"has {len(worker.kv_shares)} for {stages[worker.replica]} stages"
+        if math.fsum(worker.kv_shares) > 1 + TOLERANCE:
+            yield f"{key}.kv_shares", f"add up to {math.fsum(worker.kv_shares):.6g}, which is more than 1"
+    if placement.attention_workers and placement.model.latent is not None:
+        yield "attention_workers", "cannot divide latent attention, whose cache has no heads"
 
 
 def check_layers(placement: Placement) -> Iterator[Violation]:
@@ -133,6 +166,8 @@ def check_names(placement: Placement) -> Iterator[Violation]:
     for name, count in Counter(replica.id for replica in placement.replicas).items():
         if count > 1:
             yield "replicas", f"id '{name}' is used {count} times"
+    if placement.layer_ranges is not None:
+        return
     seen = set()
     for k, route in enumerate(placement.routes):
         for end, role in ((route.from_, "prefill"), (route.to, "decode")):
@@ -173,7 +208,9 @@ def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
     if placement.cost_model.name not in COST_MODELS:
         yield "cost_model.name", f"unknown '{placement.cost_model.name}'"
         return
-    costs = placement.costs()
+    if placement.layer_ranges is not None and placement.layer_ranges.tables is not None:
+        return  # What fits was given; check_range_flow compares with it.
+    costs, layers = placement.costs(), placement.model.layers
     for r, replica in enumerate(placement.replicas):
         phase = "prefill" if replica.role == "prefill" else "decode"
         semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
@@ -182,10 +219,16 @@ def check_memory(placement: Placement, cluster: Cluster) -> Iterator[Violation]:
             prompts = min(replica.max_batch, replica.engine.step_tokens / costs.isl)
             steps = replica.engine.steps_in_flight(semantics, len(replica.stages))
             held = prompts_held(prompts, steps + 1)
-        last = len(replica.stages) - 1
+        if workers := placement.workers_of(replica.id):
+            for s, most in enumerate(stage_requests(replica, workers, cluster, costs)):
+                if replica.max_batch > most * (1 + TOLERANCE):
+                    where = f"replicas[{r}].stages[{s}]"
+                    yield where, f"{replica.max_batch} requests need more memory than GPUs and workers have"
+            continue
         for s, stage in enumerate(replica.stages):
             group = stage.tensor_group(_accelerator(cluster, stage.gpus[0]))
-            memory = costs.stage_memory(phase, group, first=s == 0, last=s == last)  # type: ignore[arg-type]
+            ends = {"first": stage.layers[0] == 0, "last": stage.layers[1] == layers}
+            memory = costs.stage_memory(phase, group, **ends)  # type: ignore[arg-type]
             needed = memory.needed(stage.layer_count, held)
             if needed > memory.limit * (1 + TOLERANCE):
                 yield (
@@ -227,10 +270,13 @@ def check_flow(placement: Placement) -> Iterator[Violation]:
 def check_throughput(placement: Placement) -> Iterator[Violation]:
     """Flow is conserved: routes and colocated replicas together carry the throughput, which is within the
     bound."""
-    carried = math.fsum(route.flow_req_s for route in placement.routes)
-    carried += math.fsum(
-        r.utilisation * r.capacity_req_s for r in placement.replicas if r.role == "colocated"
-    )
+    if placement.layer_ranges is not None:
+        carried = served_req_s(placement)
+    else:
+        carried = math.fsum(route.flow_req_s for route in placement.routes)
+        carried += math.fsum(
+            r.utilisation * r.capacity_req_s for r in placement.replicas if r.role == "colocated"
+        )
     total = placement.throughput.req_s
     if abs(carried - total) > TOLERANCE * max(total, 1e-9):
         yield "throughput.req_s", f"{total:.6g} is not the {carried:.6g} that the routes carry"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -14,6 +15,7 @@ from cost_model.coefficients import CoefficientSet, fitted
 from cost_model.engines.model import ENGINES
 from cost_model.engines.numbers import EngineFits
 from cost_model.fields import Name
+from cost_model.hardware import Accelerator
 from cost_model.lengths import RequestLengths
 from cost_model.registry import CostSource
 from hexgen2.moves import Figure
@@ -41,8 +43,10 @@ class CostModelName(BaseModel):
     links: Links = "pairwise"
 
     @classmethod
-    def of(cls, costs: CostModel, pipeline: str, links: Links, **others: Any) -> CostModelName:
-        """The record of a cost model; `others` are error and unmeasured."""
+    def of(
+        cls, costs: CostModel, pipeline: str, links: Links, cards: Collection[Accelerator] = ()
+    ) -> CostModelName:
+        """The record of a cost model, with the error of its times on these types of devices, if any."""
         source = costs.source or CostSource(costs.name)
         return cls(
             name=costs.name,
@@ -52,7 +56,8 @@ class CostModelName(BaseModel):
             engines=source.engines,
             pipeline=pipeline,
             links=links,
-            **others,
+            error=max((costs.error(card) for card in cards), default=None),
+            unmeasured=sorted(card.name for card in cards if not costs.measured(card)),
         )
 
     @property

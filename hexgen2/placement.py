@@ -17,8 +17,10 @@ from cost_model.base import CostModel
 from cost_model.errors import InputError
 from cost_model.fields import Name, Prose, between, schema_error
 from cost_model.files import read_text, write_text
+from hexgen2.attention_workers import AttentionWorker
 from hexgen2.costs import CostModelName
 from hexgen2.goal import Goal
+from hexgen2.layer_ranges import LayerRanges, places_in_ranges
 from hexgen2.moves import LARGEST, Figure, Migration, Move
 from hexgen2.network.kv_parts import GpuPart, copies, gpu_parts
 from hexgen2.replica import Count, Replica, Stage
@@ -53,7 +55,8 @@ _Tokens = Annotated[int, Field(ge=0), between(0, MAX_TOKENS)]
 
 class Route(_Strict):
     """KV cache from a replica that prefills to one that decodes. Of a mixed replica to itself: the requests
-    that it serves alone, whose KV caches stay where they are.
+    that it serves alone, whose KV caches stay where they are. Between ranges of layers: the activations of
+    all tokens of a request, in place of its KV cache.
 
     min_prompt_tokens : requests with shorter prompts take the route only while no other has room for them.
         flow_req_s counts the requests that it gets; capacity and bytes are for the mean prompt
@@ -117,10 +120,12 @@ class Route(_Strict):
 
 
 class Throughput(_Strict):
-    """Requests/s and output tokens/s of the whole placement."""
+    """Requests/s and output tokens/s of the whole placement; of ranges of layers also the tokens/s of prompts
+    and answers together, which is the max flow."""
 
     req_s: Figure
     output_tok_s: Figure
+    total_tok_s: Figure | None = Field(default=None, exclude_if=lambda tokens: tokens is None)
 
 
 class Latency(_Strict):
@@ -155,7 +160,8 @@ class Goodput(_Strict):
 class BoundRecord(_Strict):
     """A proven upper limit on throughput, valid under `assumptions`; gap = 1 - req_s / bound.
 
-    With the objective "cost", price_per_hour is what any rental that carries the load costs at least.
+    With the objective "cost", price_per_hour is what any rental that carries the load costs at least. Of
+    ranges of layers, total_tok_s is the bound on the tokens/s of prompts and answers together.
     method : "rates" of single GPUs, a "linear program" over replicas, an "integer program" over whole ones,
         or "enumeration" of all placements
     kv_free_req_s : what the linear program gives if KV transfers took no time
@@ -167,6 +173,7 @@ class BoundRecord(_Strict):
     kv_free_req_s: Annotated[float, between(0, LARGEST)] | None = None
     assumptions: list[Prose]
     price_per_hour: Figure | None = None
+    total_tok_s: Figure | None = Field(default=None, exclude_if=lambda tokens: tokens is None)
 
 
 class Rented(_Strict):
@@ -224,8 +231,9 @@ class SearchRecord(_Strict):
 
 class Placement(_Strict):
     """What a strategy returns, the simulator times and the runtime launches. `lost` are GPUs of the cluster
-    that are out of service; `robustness` says how it was chosen where costs may be off; `moves` and
-    `migration` say how a re-plan gets here from the placement before."""
+    that are out of service; with `layer_ranges`, replicas hold parts of the model; `robustness` says how it
+    was chosen where costs may be off; `moves` and `migration` say how a re-plan gets here from the placement
+    before."""
 
     version: Literal[1] = 1
     strategy: Name
@@ -237,7 +245,8 @@ class Placement(_Strict):
     lost: list[Name] = []
     replicas: list[Replica] = Field(min_length=1)
     routes: list[Route]
-    attention_workers: list[dict[str, Any]] = []
+    attention_workers: list[AttentionWorker] = []
+    layer_ranges: LayerRanges | None = Field(default=None, exclude_if=lambda ranges: ranges is None)
     throughput: Throughput
     latency: Latency
     goodput: Goodput | None = None
@@ -258,6 +267,10 @@ class Placement(_Strict):
                 return replica
         raise KeyError(replica_id)
 
+    def workers_of(self, replica_id: str) -> list[AttentionWorker]:
+        """The attention workers of a replica; most have none."""
+        return [worker for worker in self.attention_workers if worker.replica == replica_id]
+
     @property
     def phases(self) -> Literal["flexible", "disaggregated"]:
         """What a search among placements of its kind may do: flexible if it has mixed replicas."""
@@ -266,6 +279,8 @@ class Placement(_Strict):
     @property
     def places(self) -> int:
         """Requests that its replicas decode at a time at most, those without any route left aside."""
+        if self.layer_ranges is not None:
+            return places_in_ranges(self)
         reached = {route.to for route in self.routes if route.flow_req_s > 0}
         return sum(r.max_batch for r in self.replicas if r.role == "colocated" or r.id in reached)
 

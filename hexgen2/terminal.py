@@ -6,6 +6,8 @@ control characters in a name or a path cannot affect the terminal.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from typing import Any
 
@@ -17,6 +19,23 @@ BEGAN_S = time.monotonic()
 """When the command began, up to the start of Python."""
 QUIET = f"{__name__}.quiet"
 """Where a click context notes that --quiet was given."""
+
+
+def silence_libraries() -> None:
+    """From now on, what solvers print by themselves, past Python, does not reach stdout, where it would be in
+    the midst of JSON. What Python prints does."""
+    try:
+        at = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # A test, or a notebook.
+        return
+    if at != 1:
+        return
+    sys.stdout.flush()
+    ours = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 def quiet() -> bool:

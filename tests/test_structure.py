@@ -21,8 +21,8 @@ MAY_IMPORT = {
 }
 INTO_THE_RUNTIME = ("hexgen2.commands.launch", "hexgen2.commands.node")
 FOR_THE_RUNTIME = (
-    *("cluster", "devices", "placement", "replica", "region"),
-    *("checks", "workload", "network", "prediction"),
+    *("cluster", "devices", "placement", "replica", "region", "schedulers"),
+    *("checks", "layer_ranges", "workload", "network", "prediction"),
 )
 EXPORTS_THAT_ARE_STARTED = {
     "runtime.launcher.ray": "hexgen2.export.ray",

@@ -24,7 +24,7 @@ from hexgen2.commands.options import (
     json_option,
     options,
 )
-from hexgen2.terminal import echo_json, note
+from hexgen2.terminal import echo_json, note, silence_libraries
 
 
 class Targets(click.ParamType):
@@ -133,6 +133,7 @@ def compare(output: Path | None, as_json: bool, **asked: Any) -> None:
     if output is not None and output.exists() and not output.is_dir():
         raise InputError(str(output), "", "is a file", "name a folder")
     given = {name: value for name, value in asked.items() if value is not None}
+    silence_libraries()
     found = hexgen2.compare(**given, progress=note)
     if output is not None:
         for path in write_comparison(found, output):

@@ -41,6 +41,7 @@ def export(
     import hexgen2
     from cost_model.errors import InputError
     from hexgen2.export.folder import write_folder
+    from hexgen2.layer_ranges import whole_models_only
 
     folder = output or Path(name)
     check_folder(folder)
@@ -48,6 +49,7 @@ def export(
         if value is not None and name != "kubernetes":
             raise InputError(option, value, f"is not for --format {name}", "leave it out")
     loaded, source = hexgen2.load_placement(placement), str(placement)
+    whole_models_only(loaded, source, "an export")
     if name == "vllm":
         from hexgen2.export.vllm import vllm_files
 

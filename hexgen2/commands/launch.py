@@ -13,6 +13,7 @@ import click
 
 from cost_model.errors import InputError
 from hexgen2.commands.options import PATH, POSITIVE, Command, Number, options, setting, settings_of
+from hexgen2.schedulers import LENGTHS_HELP, OUTPUT_LENGTHS, SCHEDULER_HELP, SCHEDULERS
 from hexgen2.terminal import quiet
 from runtime.options import (
     DEFAULTS,
@@ -37,6 +38,7 @@ _ORIGIN = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?"
 _SECONDS = Number(0, min_open=True)
 _what, _server, _failures = options("What to run"), options("Server"), options("When replicas are lost")
 _output, _nodes, _detail = options("Output"), options("Network of nodes (p2p)"), options("Engine details")
+_front = partial(setting, "Scheduling", FRONT_DEFAULTS)
 _engine = partial(setting, "Engine details", DEFAULTS)
 _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 
@@ -114,6 +116,12 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
     show_default=True,
     help="Move shares of routes when requests wait and are longer or shorter than planned.",
 )
+@_front(
+    "--scheduler",
+    click.Choice(list(SCHEDULERS)),
+    SCHEDULER_HELP,
+)
+@_front("--output-lengths", click.Choice(list(OUTPUT_LENGTHS)), LENGTHS_HELP)
 @_failures(
     "--restarts",
     type=click.IntRange(0),

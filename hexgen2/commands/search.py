@@ -26,7 +26,7 @@ from hexgen2.commands.options import (
     output_option,
 )
 from hexgen2.goal import OBJECTIVES, SMALLEST, Goal, make_goal
-from hexgen2.terminal import BEGAN_S, echo_json, note
+from hexgen2.terminal import BEGAN_S, echo_json, note, silence_libraries
 
 _what = options("What to place")
 _goal = options("What to optimise")
@@ -51,6 +51,12 @@ _detail = options("Modelling details")
     metavar="NAME|FILE",
     help="Shipped class, shares of several (HPLD:2,LPHD:1), or trace file (Azure CSV, Mooncake JSONL, "
     "ShareGPT JSON).",
+)
+@_what(
+    "--case",
+    metavar="FILE#NAME",
+    help="Measured tables of tokens/s instead of --cluster and --model, for --strategy helix, petals, swarm "
+    "and separate-pipelines (docs/strategies.md).",
 )
 @_what("--isl", type=float, metavar="TOKENS", help="Mean prompt length, instead of --workload.")
 @_what("--osl", type=float, metavar="TOKENS", help="Mean output length, instead of --workload.")
@@ -159,12 +165,24 @@ _detail = options("Modelling details")
     "whatever serves most, also for one another (flexible).  [default: flexible; the strategy's own for all "
     "but hexgen2 and exact]",
 )
+@_detail(
+    "--partial-inference",
+    type=click.Choice(["on", "off"]),
+    help="With ranges of layers: whether requests may skip layers of a node that they have passed.  "
+    "[default: on]",
+)
+@_detail(
+    "--latency-aware",
+    is_flag=True,
+    help="With --strategy helix: maximise what is kept up once KV caches are full, in place of the flow.",
+)
 def search(output: Path | None, as_json: bool, previous: Path | None, **asked: Any) -> None:
     """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow."""
     from hexgen2.strategies.registry import find_strategy
 
     find_strategy(asked["strategy"])
     check_folder(output)
+    silence_libraries()
     asked["progress"] = _progress()
     if asked["time_limit_s"] is not None:  # It counts from the start of the command.
         asked["time_limit_s"] = max(SMALLEST, asked["time_limit_s"] - (time.monotonic() - BEGAN_S))
@@ -185,14 +203,25 @@ def _new(lost: str, added: str, horizon_s: float, load_gbyte_s: float, **asked: 
     for option, value in changes.items():
         if value is not None:
             raise InputError(option, "", "is for re-planning", "name the running placement with --from")
+    if asked["partial_inference"] is not None:
+        asked["partial_inference"] = asked["partial_inference"] == "on"
     for name in ("cluster", "model"):
-        if asked[name] is None:
+        if asked[name] is None and asked["case"] is None:
             raise InputError(f"--{name}", "", "is missing", "name one, or re-plan a placement with --from")
     return hexgen2.search(**_given(asked))
 
 
 def _next(
-    previous: Path, strategy: str, certify: bool, robust: bool, engine: str, phases: str | None, **asked: Any
+    previous: Path,
+    strategy: str,
+    certify: bool,
+    robust: bool,
+    engine: str,
+    phases: str | None,
+    case: str | None,
+    partial_inference: str | None,
+    latency_aware: bool,
+    **asked: Any,
 ):
     """A placement to switch to from a running one."""
     from hexgen2.replan.search import NAME
@@ -201,6 +230,14 @@ def _next(
         raise InputError("--certify", "", "only works with a plain search by hexgen2", "leave it out here")
     if robust:
         raise InputError("--robust", "", "does not go with --from", "leave it out, or search a new placement")
+    for option, value in (("--case", case), ("--partial-inference", partial_inference)):
+        if value is not None:
+            raise InputError(
+                option, value, "does not go with --from", "leave it out, or search a new placement"
+            )
+    if latency_aware:
+        remedy = "leave it out, or search a new placement"
+        raise InputError("--latency-aware", "", "does not go with --from", remedy)
     if engine != "any":
         remedy = "leave it out, or search a new placement"
         raise InputError("--engine", engine, "does not go with --from", remedy)
@@ -229,14 +266,14 @@ def _progress():
     def show(state) -> None:
         nonlocal last
         now = time.monotonic()
-        best, bound = state.incumbent.best, state.incumbent.bound
-        if best is None or best.req_s <= 0 or (not on_terminal and now - last < 1.0):
+        best_req_s, bound_req_s = state.best_req_s, state.bound_req_s
+        if best_req_s <= 0 or (not on_terminal and now - last < 1.0):
             return
         last = now
-        rate = state.evaluator.evaluations / max(now - started, 1e-9)
-        text = f"{now - started:6.2f} s  best {best.req_s:.4g} requests/s"
-        if bound is not None:
-            text += f"  bound {bound.req_s:.4g} (gap {1 - best.req_s / bound.req_s:.1%})"
+        rate = state.evaluations / max(now - started, 1e-9)
+        text = f"{now - started:6.2f} s  best {best_req_s:.4g} requests/s"
+        if bound_req_s is not None:
+            text += f"  bound {bound_req_s:.4g} (gap {1 - best_req_s / bound_req_s:.1%})"
         text += f"  {rate:.0f} evaluations/s"
         note(text)
 

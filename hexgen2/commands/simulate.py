@@ -21,12 +21,23 @@ from hexgen2.commands.options import (
     options,
     output_option,
 )
+from hexgen2.schedulers import (
+    BUCKETS,
+    FLOW,
+    LENGTHS_HELP,
+    OUTPUT_LENGTHS,
+    PATH_SCHEDULERS,
+    PATHS_HELP,
+    SCHEDULER_HELP,
+    SCHEDULERS,
+)
 from hexgen2.simulator.batching import POLICIES
 from hexgen2.terminal import echo_json, note
 
 _load = options("Load")
 _goal = options("Targets")
 _batching = options("Batching")
+_scheduling = options("Scheduling")
 _fleet = options("What happens to the fleet")
 
 
@@ -37,7 +48,7 @@ _fleet = options("What happens to the fleet")
         "hexgen2 simulate placement.json --request-rate 4 --num-requests 2000 -o results.json",
         "hexgen2 simulate placement.json --workload trace.csv --ttft 900 --tpot 90",
         "hexgen2 simulate placement.json --isl 1024 --osl 1024 --max-concurrency 64 --num-prompts 640",
-        "hexgen2 simulate placement.json --offline",
+        "hexgen2 simulate placement.json --offline --scheduler workload-aware",
     ),
 )
 @click.argument("placement", type=PATH)
@@ -89,6 +100,20 @@ _fleet = options("What happens to the fleet")
     show_default=True,
     help="Move shares of routes when requests wait and are longer or shorter than planned, as"
     " `hexgen2 launch` does.",
+)
+@_scheduling(
+    "--scheduler",
+    type=click.Choice(list(SCHEDULERS | PATH_SCHEDULERS)),
+    default=FLOW,
+    show_default=True,
+    help=f"{SCHEDULER_HELP} {PATHS_HELP}",
+)
+@_scheduling(
+    "--output-lengths",
+    type=click.Choice(list(OUTPUT_LENGTHS)),
+    default=BUCKETS,
+    show_default=True,
+    help=LENGTHS_HELP,
 )
 @_fleet("--fail", "failures", multiple=True, metavar="REPLICA@S", help="Lose this replica after S seconds.")
 @_fleet(

@@ -8,13 +8,16 @@ from typing import get_args
 
 from cluster_specs.schema import ClusterSpec
 from cost_model.errors import InputError
+from hexgen2.schedulers import FLOW, WORKLOAD_AWARE
 from hexgen2.search.problem import Phases
 from hexgen2.simulator.batching import POLICIES, Policy
 from hexgen2.strategies.registry import CHOOSE_PHASES, find_strategy
 
 RUNTIME: Policy = "mixed"
-ENGINES: dict[str, Policy] = {"hexgen": "prefill-first", "vllm": "chunked"}
+ENGINES: dict[str, Policy] = {"hexgen": "prefill-first", "vllm": "chunked", "huawei": "chunked"}
 """The policy of each colocated strategy's engine: HexGen's has no chunked prefill, vLLM's does by default."""
+ROUTED_BY = {"huawei": WORKLOAD_AWARE}
+"""The scheduler of strategies that bring one of their own."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Contender:
     cluster: str
     spec: ClusterSpec | None = field(default=None, repr=False, compare=False)
     phases: Phases | None = None
+
+    @property
+    def scheduler(self) -> str:
+        """What chooses the routes of its requests."""
+        return ROUTED_BY.get(self.strategy, FLOW)
 
     @property
     def name(self) -> str:

@@ -28,8 +28,7 @@ from hexgen2.results import SimulationResult
 from hexgen2.search.problem import Phases, Problem, make_problem
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.records import Records
-from hexgen2.simulator.run import results, steady_requests
-from hexgen2.simulator.simulation import Simulation
+from hexgen2.simulator.run import results, simulation_of, steady_requests
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy, phases_of
 from hexgen2.workload.arrivals import LengthSource, offline, online
@@ -251,5 +250,6 @@ def _simulate(entry: Entry, requests: Requests) -> tuple[SimulationResult, Recor
     assert placement is not None
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     records = Records(requests)
-    Simulation(placement, cluster, records, Options(policy=entry.contender.policy)).run()
+    options = Options(policy=entry.contender.policy, scheduler=entry.contender.scheduler)
+    simulation_of(placement, cluster, records, options).run()
     return results(placement, records), records

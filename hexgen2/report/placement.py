@@ -63,7 +63,7 @@ def print_placement(placement: Placement, console: Console) -> None:
     error = "" if costs.error is None else f" +- {costs.error:.0%}"
     console.print(
         f"throughput  {placement.throughput.req_s:.4g}{error} requests/s, "
-        f"{placement.throughput.output_tok_s:.5g} output tokens/s"
+        f"{placement.throughput.output_tok_s:.5g} output tokens/s{_total_text(placement)}"
     )
     if placement.search.alternatives:
         console.print(_alternatives_text(placement))
@@ -98,6 +98,18 @@ def print_placement(placement: Placement, console: Console) -> None:
         console.print(f"assumed     {assumption}", style="dim")
     for assumption in placement.cluster.assumptions:
         console.print(f"assumed     {assumption}", style="dim")
+
+
+def _total_text(placement: Placement) -> str:
+    """Tokens/s of prompts and answers, where the placement states them, and what they are at most."""
+    total, most = placement.throughput.total_tok_s, placement.bound.total_tok_s
+    if total is None:
+        return ""
+    text = f", {total:.6g} tokens/s with prompts" + ("" if most is None else f" of at most {most:.6g}")
+    ranges, req_s = placement.layer_ranges, placement.throughput.req_s
+    if ranges is None or ranges.kept_up_req_s is None or not req_s:
+        return text
+    return f"{text} ({total * ranges.kept_up_req_s / req_s:.4g} once KV caches are full)"
 
 
 def _alternatives_text(placement: Placement) -> str:
@@ -240,7 +252,7 @@ def _replica_table(placement: Placement) -> Table:
     for replica in placement.replicas:
         table.add_row(
             replica.id,
-            stages_text(replica, accelerators),
+            stages_text(replica, accelerators) + _workers_text(placement, replica, accelerators),
             str(replica.max_batch),
             f"{replica.capacity_req_s:.4g}",
             f"{replica.utilisation:.0%}",
@@ -256,6 +268,15 @@ def stages_text(replica: Replica, accelerators: dict[str, str]) -> str:
         f"{stage.layers[0]}-{stage.layers[1] - 1}"
         for stage in replica.stages
     )
+
+
+def _workers_text(placement: Placement, replica: Replica, accelerators: dict[str, str]) -> str:
+    """For example " + attention on 2xP100 pod-c/0-1"; empty without attention workers."""
+    workers = [worker.gpu for worker in placement.workers_of(replica.id)]
+    types = groupby(workers, key=lambda gpu: accelerators[gpu.split("/")[0]])
+    parts = [(name, list(gpus)) for name, gpus in types]
+    text = ", ".join(f"{len(gpus)}x{name} {compact(gpus)}" for name, gpus in parts)
+    return f" + attention on {text}" if text else ""
 
 
 def compact(gpus: list[str]) -> str:
@@ -275,7 +296,8 @@ def _prompts_of(route: Route) -> str:
 
 
 def _route_table(placement: Placement) -> Table:
-    table = Table("KV route", "requests/s", "of at most", "KV per request", box=None)
+    carried = "KV" if placement.layer_ranges is None else "activations"
+    table = Table(f"{carried} route", "requests/s", "of at most", f"{carried} per request", box=None)
     for route in placement.routes:
         table.add_row(
             f"{route.from_} -> {route.to}" + _prompts_of(route),

@@ -11,11 +11,14 @@ from cost_model.pipeline import PipelineSemantics, under_way
 from hexgen2.cluster import Cluster
 from hexgen2.network.shared_links import SharedLinks
 from hexgen2.placement import Placement, Replica, Route
+from hexgen2.prediction.headwise_times import step_times
 from hexgen2.prediction.kv_capacity import kv_capacity_tokens
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.transfers import RouteCost, binding, route_cost
+from runtime.routing.instances import Instance, instances
 from runtime.routing.kv_budget import KvBudget, growth_tokens, kv_budgets, outgoing_tokens
+from runtime.routing.schedulers import needs_instances
 
 
 class Fleet:
@@ -42,7 +45,17 @@ class Fleet:
         self._budgets = kv_budgets(placement)
 
     def kv_budget(self, replica: Replica) -> KvBudget:
-        """An empty KV budget with the replica's KV capacity and batch size."""
+        """An empty KV budget with the replica's KV capacity and batch size, and what the scheduler needs."""
+        budget = self._kv_budget(replica)
+        if needs_instances(self._options.scheduler):
+            budget.know(self._instances[replica.id])
+        return budget
+
+    @cached_property
+    def _instances(self) -> Mapping[str, Instance]:
+        return instances(self.placement, self._cluster, self.costs)
+
+    def _kv_budget(self, replica: Replica) -> KvBudget:
         places = replica.max_batch * self._in_flight_per_place(replica)
         groups = replica.attention_data_parallel
         if replica.role != "prefill":
@@ -50,7 +63,9 @@ class Fleet:
         if replica.role == "colocated" and self._options.policy != "mixed":
             # Such a replica queues every request and does its own accounting; only a request that it could
             # never hold is rejected.
-            room = kv_capacity_tokens(replica, self._cluster, self.costs)
+            room = kv_capacity_tokens(
+                replica, self._cluster, self.costs, self.placement.workers_of(replica.id)
+            )
             return _AcceptsAll(room, places, groups=groups)
         budget = self._budgets[replica.id] * self._in_flight_per_place(replica)
         if replica.role == "prefill":
@@ -62,9 +77,10 @@ class Fleet:
     def times(self, replica: Replica) -> StepTimes:
         """The step times of a replica."""
         stages = ((*s.gpus, *s.layers, s.attention_data_parallel, s.expert_parallel) for s in replica.stages)
-        key = (*stages, replica.engine)
+        workers = self.placement.workers_of(replica.id)
+        key = (*stages, replica.engine, *((w.gpu, *w.kv_shares) for w in workers))
         if key not in self._times:
-            self._times[key] = StepTimes(replica, self._cluster, self.costs, self._semantics)
+            self._times[key] = step_times(replica, workers, self._cluster, self.costs, self._semantics)
         return self._times[key]
 
     def routes(self, more: Iterable[Route] = ()) -> Mapping[tuple[str, str], RouteCost]:

@@ -310,7 +310,7 @@ class PipelinedReplica:
                 self._unfinished[request.index] = request
             else:
                 self._unfinished.pop(request.index, None)
-        stage_s, hop_s = self._times.step(Work(tokens, attended, own, context, own + ends))
+        stage_s, hop_s = self._step_s(Work(tokens, attended, own, context, own + ends), decodes, chunks)
         at, free_s = now, self._stage_free_s
         for j, (seconds, after_s) in enumerate(zip(stage_s, (*hop_s, 0.0), strict=True)):
             free_s[j] = at = max(at, free_s[j]) + seconds
@@ -323,6 +323,12 @@ class PipelinedReplica:
         self._in_flight += 1
         self._schedule(at, self._completed, flight)
         self._schedule(free_s[0], self._go_on, None)
+
+    def _step_s(
+        self, work: Work, decodes: list[_Request], chunks: list[tuple[_Request, int]]
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Seconds of each stage and each hop for a step of this work."""
+        return self._times.step(work)
 
     def _completed(self, now: float, flight: Flight) -> None:
         """A step has left the last stage."""

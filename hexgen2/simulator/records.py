@@ -28,6 +28,7 @@ class ReplicaRecord:
     waited_s : sum of the times that requests queued for it
     running_s : sum of the times that requests decoded on it
     peak_running : most requests that decoded at the same time
+    redispatches, hauled_bytes : requests whose heads moved between attention workers, and their KV caches
     """
 
     busy_s: float = 0.0
@@ -36,6 +37,8 @@ class ReplicaRecord:
     running_s: float = 0.0
     peak_running: int = 0
     preemptions: int = 0
+    redispatches: int = 0
+    hauled_bytes: float = 0.0
 
 
 @dataclass

@@ -12,9 +12,11 @@ import numpy as np
 from cluster_specs.loader import resolve
 from cost_model.base import CostModel
 from hexgen2.cluster import Cluster
+from hexgen2.layer_ranges import range_of
 from hexgen2.placement import Placement
 from hexgen2.results import SimulationResult, summarise
 from hexgen2.simulator.options import Options
+from hexgen2.simulator.ranges.simulation import RANGE_ASSUMPTIONS, RangeSimulation
 from hexgen2.simulator.records import Records, ReplicaRecord, RouteRecord
 from hexgen2.simulator.simulation import Simulation
 from hexgen2.workload.requests import Requests
@@ -40,6 +42,23 @@ def steady_requests(placement: Placement) -> int:
     return min(MOST, max(FEWEST, TURNS * placement.places))
 
 
+def simulation_of(
+    placement: Placement,
+    cluster: Cluster,
+    records: Records,
+    options: Options | None = None,
+    costs: CostModel | None = None,
+) -> Simulation | RangeSimulation:
+    """The kind of simulation that a placement takes.
+
+    Raises
+    ------
+    InputError : see there
+    """
+    kind = Simulation if placement.layer_ranges is None else RangeSimulation
+    return kind(placement, cluster, records, options, costs)
+
+
 def simulate(
     placement: Placement,
     requests: Requests,
@@ -62,8 +81,7 @@ def simulate(
     """
     cluster = Cluster.from_spec(resolve(placement.cluster, "cluster", Path()))
     records = Records(requests, stream=stream)
-    simulation = Simulation(placement, cluster, records, options, costs)
-    simulation.run(progress)
+    simulation_of(placement, cluster, records, options, costs).run(progress)
     return results(placement, records)
 
 
@@ -92,14 +110,21 @@ def results(placement: Placement, records: Records) -> SimulationResult:
         replicas={name: _replica(record, duration) for name, record in records.replicas.items()},
         routes=[_route(*ends, record, duration) for ends, record in records.routes.items()],
         failures=dict(Counter(records.failed.values())),
-        assumptions=[*ASSUMPTIONS, *_too_few(placement, records), *_moved(records)],
+        assumptions=[
+            *(ASSUMPTIONS if placement.layer_ranges is None else RANGE_ASSUMPTIONS),
+            *_too_few(placement, records),
+            *_moved(records),
+        ],
     )
 
 
 def _too_few(placement: Placement, records: Records) -> list[str]:
     """Says where a busy placement has too few requests for a steady state."""
     ended, places = int(np.count_nonzero(~np.isnan(records.end_s))), placement.places
-    running = sum(replica.peak_running for replica in records.replicas.values())
+    counted = placement.replicas
+    if placement.layer_ranges is not None:  # Each request is on several replicas, one of which begins.
+        counted = [replica for replica in counted if range_of(replica)[0] == 0]
+    running = sum(records.replicas[replica.id].peak_running for replica in counted)
     if ended >= TURNS * places or running < BUSY * places:
         return []
     return [
@@ -130,6 +155,7 @@ def _route(source: str, target: str, record: RouteRecord, duration_s: float) -> 
 
 def _replica(record: ReplicaRecord, duration_s: float) -> dict[str, float]:
     served = record.requests or 1
+    moved = {"redispatches": record.redispatches, "hauled_bytes": record.hauled_bytes}
     return {
         "requests": record.requests,
         "utilisation": record.busy_s / duration_s,
@@ -138,4 +164,5 @@ def _replica(record: ReplicaRecord, duration_s: float) -> dict[str, float]:
         "mean_running": record.running_s / duration_s,
         "peak_running": record.peak_running,
         "preemptions": record.preemptions,
+        **(moved if record.redispatches else {}),
     }

@@ -6,13 +6,9 @@ take the times of the cost model, and KV transfers that share links. It is deter
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
-from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 from cluster_specs.loader import resolve
 from cost_model.base import CostModel
@@ -20,10 +16,13 @@ from cost_model.errors import InputError
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.placement import Route as PlacedRoute
+from hexgen2.prediction.headwise_times import HeadwiseTimes
+from hexgen2.schedulers import FLOW
 from hexgen2.simulator.changeover import Changeover
-from hexgen2.simulator.clients import Clients
 from hexgen2.simulator.decode_replica import DecodeReplica
+from hexgen2.simulator.event_loop import EventLoop
 from hexgen2.simulator.fleet import Fleet, LiveKvBudget
+from hexgen2.simulator.headwise_replica import HeadwiseReplica
 from hexgen2.simulator.options import Options
 from hexgen2.simulator.pipelined_replica import PipelinedReplica
 from hexgen2.simulator.prefill_replica import PrefillReplica
@@ -34,8 +33,10 @@ from runtime.routing.admission import Admission
 from runtime.routing.fair_queue import FirstCome
 from runtime.routing.kv_budget import KvBudget
 from runtime.routing.load_shift import LoadShift
+from runtime.routing.output_lengths import OutputLengths, make_predictor
 from runtime.routing.refusals import Overloaded, TooLong, Unavailable
 from runtime.routing.router import Route, Router, routes_of, routes_without
+from runtime.routing.schedulers import make_router
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +48,8 @@ class _Request:
     made : tokens generated before the request was restarted, now part of its prompt
     on_their_way : chunks whose KV cache transfer has begun and not ended
     phase : "waiting", "prefill", "moving" (prefilled, its KV cache in transfer) or "decode"
+    output_limit : most output tokens that the client allows; None, since no client of a simulation does, and
+        the lengths themselves are not to be known in advance
     """
 
     index: int
@@ -59,12 +62,18 @@ class _Request:
     phase: str = "waiting"
     computed_s: float = 0.0
     one_token: bool = field(init=False)
+    output_limit: int | None = None
 
     def __post_init__(self) -> None:
         self.one_token = self.capacity_tokens - self.prompt_tokens <= 1
 
+    @property
+    def request_id(self) -> int:
+        """By which replicas hold its KV cache."""
+        return self.index
 
-class Simulation:
+
+class Simulation(EventLoop):
     """One run of a placement under the requests of `records`.
 
     Parameters
@@ -88,19 +97,8 @@ class Simulation:
         costs: CostModel | None = None,
         fleet: Fleet | None = None,
     ) -> None:
-        self.options = options = options or Options()
-        self.placement, self.records, self.now = placement, records, 0.0
-        requests = records.requests
-        self._isl: list[int] = requests.isl.tolist()
-        self._osl: list[int] = requests.osl.tolist()
-        self._clients: Clients | None = None
-        delay_s = options.front_end_s
-        if options.max_concurrency is not None:
-            self._clients = Clients(options.max_concurrency, delay_s, records, self.schedule, self._submit)
-            delay_s = 0.0
-        self._arrival_s: list[float] = (requests.arrival_s + delay_s).tolist()
-        self._events: list[tuple[float, int, Callable, Any]] = []
-        self._order, self._done = count(), 0
+        super().__init__(placement, records, options)
+        options, requests = self.options, records.requests
         self._active: dict[int, _Request] = {}
         self.transfers = Transfers(self.schedule)
         self.kv_budgets: dict[str, KvBudget] = {}
@@ -118,7 +116,7 @@ class Simulation:
         self._shift = LoadShift(placement)
         limit = options.queue_limit if options.queue_limit is not None else len(requests) + 1
         self._admission: Admission[_Request] = Admission(
-            Router(routes_of(placement)), self.kv_budgets, FirstCome(limit), self._routes_left
+            self._router(routes_of(placement)), self.kv_budgets, FirstCome(limit), self._routes_left
         )
         for failure in options.failures:
             if failure.replica not in self.kv_budgets:
@@ -129,39 +127,23 @@ class Simulation:
         for replan in options.replans:
             self.schedule(replan.at_s, self._replan, replan.placement)
 
-    def run(self, progress: Callable[[Simulation], None] | None = None) -> None:
-        """Run until every request has ended."""
-        events, transfers, handled = self._events, self.transfers, 0
-        arrive = self._submit if self._clients is None else self._clients.arrive
-        for index, arrival_s in enumerate(chain(self._arrival_s, (math.inf,))):
-            while events and events[0][0] < arrival_s:
-                self.now, _, call, argument = heappop(events)
-                call(self.now, argument)
-                if transfers.changed and not (events and events[0][0] == self.now):
-                    transfers.settle(self.now)
-                handled += 1
-                if handled % 4096 == 0 and progress:
-                    progress(self)
-            if arrival_s < math.inf:
-                self.now = arrival_s
-                arrive(arrival_s, index)
-        left = [request.index for request in (*self._held_back, *self._admission.waiting)]
-        if self._clients is not None:
-            left += self._clients.give_up(self.now)
-        for index in left:
-            self.records.fail(index, "no replica is left to serve it")
+    def _after_event(self) -> None:
+        """Transfers share links anew once all events of this time are done."""
+        events = self._events
+        if self.transfers.changed and not (events and events[0][0] == self.now):
+            self.transfers.settle(self.now)
 
-    @property
-    def ended(self) -> int:
-        """Requests that have ended, successfully or not."""
-        return self._done + len(self.records.failed)
-
-    def schedule(self, time_s: float, call: Callable[[float, Any], None], argument: Any) -> None:
-        """Schedule call(time_s, argument). Events at the same time run in the order in which they were
-        scheduled."""
-        heappush(self._events, (time_s, next(self._order), call, argument))
+    def _left(self) -> list[int]:
+        return [request.index for request in (*self._held_back, *self._admission.waiting)]
 
     # -- replicas
+
+    def _router(self, routes: Sequence[Route]) -> Router:
+        """The router of the scheduler that was asked for."""
+        lengths = self.options.output_lengths
+        if not isinstance(lengths, OutputLengths):
+            lengths = make_predictor(lengths, self.placement.workload)
+        return make_router(self.options.scheduler, routes, lengths)
 
     def _known(self) -> str:
         return f"name one of {', '.join(self.kv_budgets)}"
@@ -179,8 +161,13 @@ class Simulation:
         calls = self.schedule, self._ended
         sends = self._begun, self._computed
         both = replica.role != "decode" and batching.policy == "mixed" and times.in_flight > 1
-        kind = PipelinedReplica if both else DecodeReplica
-        decoder = kind(batching, times, *lengths, kv_budget, self.records, record, *calls, *sends)
+        decoder: DecodeReplica | PipelinedReplica
+        common = (*lengths, kv_budget, self.records, record, *calls, *sends)
+        if isinstance(times, HeadwiseTimes):
+            _check_policy(batching.policy)
+            decoder = HeadwiseReplica(batching, times, *common, self.options.heads)
+        else:
+            decoder = (PipelinedReplica if both else DecodeReplica)(batching, times, *common)
         if replica.role != "decode":
             self._colocated_replicas[name] = decoder
         if replica.decodes_for_others:
@@ -203,8 +190,7 @@ class Simulation:
 
     # -- requests
 
-    def _submit(self, _: float, index: int) -> None:
-        """A request reaches the queue."""
+    def _submit(self, now: float, index: int) -> None:
         isl, osl = self._isl[index], self._osl[index]
         self._shift.arrived(isl)
         self._shift_load()
@@ -295,6 +281,7 @@ class Simulation:
         self._done += 1
         self.records.ended(index, now)
         self._shift.ended(index, self._osl[index])
+        self._admission.router.learn(self._isl[index], None, self._osl[index])
         self._free(request)
         if len(self._admission):
             self.schedule(now, self._released, None)
@@ -363,7 +350,8 @@ class Simulation:
 
     def _shift_load(self) -> None:
         """Move shares of routes if requests have become longer or shorter, and have to wait."""
-        if not self.options.shift_load or self._changeover is not None:
+        by_flow = self.options.scheduler in (None, FLOW)
+        if not (self.options.shift_load and by_flow) or self._changeover is not None:
             return
         admission = self._admission
         moved = self._shift.move(self._ids(admission.states.absent), admission.pressure.high)
@@ -442,3 +430,9 @@ class Simulation:
         if changeover.done:
             self._changeover = None
         self._start_waiting()
+
+
+def _check_policy(policy: str) -> None:
+    if policy != "mixed":
+        problem = f"replicas with attention workers do not run under {policy}"
+        raise InputError("--policy", policy, problem, "leave it out, or use a placement without them")

@@ -9,7 +9,18 @@ from hexgen2.search.enumeration import MAX_GPUS
 from hexgen2.search.problem import Phases
 from hexgen2.strategies import exact, hexgen2
 from hexgen2.strategies.base import Strategy
-from hexgen2.strategies.baselines import distserve, genetic, hexgen, paper, random_swap, splitwise, vllm
+from hexgen2.strategies.baselines import (
+    distserve,
+    genetic,
+    hetis,
+    hexgen,
+    huawei,
+    layer_ranges,
+    paper,
+    random_swap,
+    splitwise,
+    vllm,
+)
 
 STRATEGIES: dict[str, tuple[Strategy, str]] = {
     hexgen2.NAME: (hexgen2.search, "HexGen-2: partition, coarsen, plan, max flow, flow-guided refinement"),
@@ -26,7 +37,22 @@ STRATEGIES: dict[str, tuple[Strategy, str]] = {
     hexgen.NAME: (hexgen.search, "HexGen: colocated replicas, asymmetric parallelism, genetic algorithm"),
     vllm.NAME: (vllm.search, "vLLM: colocated replicas, one uniform tensor x pipeline shape per GPU type"),
     splitwise.NAME: (splitwise.search, "Splitwise: fast GPU types prefill, slow ones decode"),
+    huawei.NAME: (huawei.search, "Huawei: the tensor degree of each machine, by its workload-aware estimate"),
     distserve.NAME: (distserve.search, "DistServe: one GPU type per phase, uniform tensor x pipeline shapes"),
+    layer_ranges.HELIX: (
+        layer_ranges.search_helix,
+        "Helix: overlapping ranges of layers, one per node, of greatest max flow; a path for each request",
+    ),
+    layer_ranges.PETALS: (layer_ranges.search_petals, "Petals: each node where its layers are rarest so far"),
+    layer_ranges.SWARM: (
+        layer_ranges.search_swarm,
+        "Swarm: equal stages that the weakest node holds, balanced",
+    ),
+    layer_ranges.SEPARATE: (layer_ranges.search_separate, "a pipeline of each kind of node by itself"),
+    hetis.NAME: (
+        hetis.search,
+        "Hetis: fast GPU types hold the weights, slow ones take heads of decode attention",
+    ),
 }
 
 

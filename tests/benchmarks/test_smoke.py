@@ -21,10 +21,12 @@ SMALL = {
     "search.budget": "--workloads HPLD",
     "search.cost_models": "--settings 1 --workloads HPLD --requests 100",
     "search.convergence": "--seeds 1 --workloads HPLD",
+    "search.helix_cases": "tests/support/helix_case.json --shuffles 1",
     "search.ordinary": "--families racks --sizes 16 --first-seed 2 --models llama-3-8b",
     "search.planned_throughput": "--clusters 1 --fixed 0 --requests 300 --strategies distserve --seed 2",
     "search.promises": "--clusters 1 --fixed 0 --requests 200 --draws 1 --seed 2",
     "search.flexible": "--fixed 1 --clusters 0 --seed 2 --requests 300 --few",
+    "search.partial_prefill": "--models llama-2-70b --prompts 512",
     "search.length_split": "--clusters hexgen2-case-study --models llama-2-70b --targets 2000:100 --draws 1"
     " --seed 1 --requests 300",
     "search.promise_time": "--cases 1 --runs 1 --seed 2",
@@ -45,7 +47,10 @@ SMALL = {
     "serving.reflow_speed": "--runs 2",
     "serving.soak": "--seconds 15",
     "serving.three_machines": "--requests 8",
+    "serving.workload_aware": "--requests 80 --seeds 1 --seed 1 --clusters 1",
     "simulator.against_fleet": "--seconds 3",
+    "simulator.helix_simulated": "tests/support/helix_case.json --requests 40 --placements helix --online",
+    "simulator.hetis_simulated": "--models llama-2-13b --loads humaneval --seeds 1 --seed 2 --requests 150",
     "simulator.load_shift": "--cells hexgen2-setting-4:online --seeds 1 --seed 2 --requests 1000 --few",
     "simulator.simulator_speed": "--requests 100",
 }

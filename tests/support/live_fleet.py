@@ -22,7 +22,7 @@ from runtime.frontend.request import Request
 from runtime.frontend.supervisor import Supervisor
 from runtime.launcher.configure import configurations
 from runtime.launcher.local import LocalLauncher
-from runtime.options import DEFAULTS, TORCH, EngineOptions
+from runtime.options import DEFAULTS, FRONT_DEFAULTS, TORCH, EngineOptions
 from runtime.protocol.message import Sampling
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import Router
@@ -95,7 +95,7 @@ async def live_fleet(
         replicas = make_replicas(placement, workers, links)
         coordinator = Coordinator(Router(plan.routes(())), replicas, plan=plan)
         supervisor = Supervisor(coordinator, launcher, restarts, said.append)
-        configured = _successors(workers, configure, 1.0)
+        configured = _successors(workers, configure, FRONT_DEFAULTS)
         replanner = Replanner(placement, coordinator, launcher, supervisor, configured, LIMIT_S, said.append)
         coordinator.start(supervisor.lost, supervisor.forgive)
         fleet = LiveFleet(coordinator, launcher, replanner, said)

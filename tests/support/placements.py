@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from cluster_specs.schema import AcceleratorSpec, ClusterSpec
@@ -18,6 +19,9 @@ from hexgen2.placement import (
     Stage,
     Throughput,
 )
+from hexgen2.search.build import build_placement
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.problem import Group, Solution, make_problem
 from hexgen2.workload.lengths import Workload
 
 CORE = AcceleratorSpec(memory_gib=2, bf16_dense_tflops=0.2, memory_bandwidth_gbyte_s=10, kind="cpu")
@@ -83,3 +87,18 @@ def placement_of(
         bottlenecks=[],
         search=SearchRecord(seconds=0.0, seed=0, evaluations=0),
     )
+
+
+@functools.cache
+def one_of_each_role() -> Placement:
+    """Three prefill replicas, one that decodes, and one that decodes for others and itself, at full scale."""
+    groups = (
+        Group("colocated", ((0, 4),)),
+        Group("decode", ((1, 2), (2, 2))),
+        Group("prefill", ((3, 3), (4, 1), (5, 2))),
+        Group("prefill", ((3, 1), (4, 3), (6, 2))),
+        Group("prefill", ((2, 2), (5, 1), (6, 1))),
+    )
+    problem = make_problem("hexgen2-setting-3", "llama-2-70b", "online", phases="flexible")
+    evaluated = Evaluator(problem).evaluate(Solution(groups))
+    return build_placement(problem, evaluated, "by-hand", SearchRecord(seconds=0.0, seed=0, evaluations=1))

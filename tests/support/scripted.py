@@ -74,8 +74,18 @@ class FakeDriver:
 
 
 @asynccontextmanager
-async def serving(routes, budget=100, max_batch=4, driver=FakeDriver, growth_tokens=3, **options):
-    """A coordinator over a fake driver for every replica that the routes name."""
+async def serving(
+    routes,
+    budget=100,
+    max_batch=4,
+    driver=FakeDriver,
+    growth_tokens=3,
+    router=Router,
+    instance=None,
+    **options,
+):
+    """A coordinator over a fake driver for every replica that the routes name. `router` makes its router, and
+    `instance` is what a scheduler knows of each replica."""
     drivers, replicas, tasks = {}, {}, []
     for name in dict.fromkeys(name for route in routes for name in (route.prefill, route.decode)):
         ours, theirs = socket.socketpair()
@@ -83,8 +93,10 @@ async def serving(routes, budget=100, max_batch=4, driver=FakeDriver, growth_tok
         role = "colocated" if name.startswith("c") else "prefill" if name.startswith("p") else "decode"
         links = {f"n/{name}": await StreamLink.over(ours)}
         replicas[name] = Replica(name, role, f"n/{name}", links, budget, max_batch, growth_tokens)
+        if instance is not None:
+            replicas[name].know(instance)
         tasks.append(asyncio.create_task(drivers[name].run()))
-    coordinator = Coordinator(Router(routes), replicas, **options)
+    coordinator = Coordinator(router(routes), replicas, **options)
     coordinator.start()
     try:
         yield coordinator, drivers

@@ -51,6 +51,8 @@ FRONT = FrontOptions(
     read_timeout_s=1.5,
     write_timeout_s=2.5,
     otlp_endpoint="http://collector",
+    scheduler="workload-aware",
+    output_lengths="distribution",
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -245,3 +246,13 @@ def test_files_that_are_no_placement(tmp_path, text):
 
 def test_a_placement_that_is_missing(tmp_path):
     assert "cannot be read" in refused(installed("show", str(tmp_path / "none.json")))
+
+
+def test_what_solvers_print_is_not_in_the_midst_of_json() -> None:
+    """Past Python's own stdout, as C libraries do."""
+    code = (
+        "import os, sys; from hexgen2.terminal import silence_libraries as silence; silence(); "
+        "os.write(1, b'from C'); print('ours'); sys.stdout.flush(); os.write(1, b'later')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "ours\n"
