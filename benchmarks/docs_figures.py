@@ -1,6 +1,6 @@
 """Fill the README and docs/ with what commands print, or check that they agree.
 
-    python -m benchmarks.docs_figures [--check] [--all]
+    python -m benchmarks.docs_figures [--check] [--all | --only WORDS]
 
 - A fenced block whose first line is `$ hexgen2 ...` or `$ python -m benchmarks. ...` shows what that command
   prints; `...` stands for lines left out. The lines from the first to the last between two of these are found
@@ -10,8 +10,8 @@
   with as many decimals as it has there. Without a command, the figures are those of the block above.
 
 All commands run in one folder, those of README.md first, so that one can read what another wrote with -o. A
-block or figures after a line `<!-- slow -->` are left to --all. Commands that need a file which nobody wrote
-are named and left as they are.
+block or figures after a line `<!-- slow -->` are left to --all, or to --only with words of their command.
+Commands that need a file which nobody wrote are named and left as they are.
 """
 
 from __future__ import annotations
@@ -193,8 +193,9 @@ def with_first_word(output: list[list[str]], line: str, at: int) -> int:
     raise LookupError(f"no line of the output begins with `{word}` here")
 
 
-def fill(pages: list[Page], slow_too: bool) -> tuple[dict[str, str], list[str]]:
-    """Each page's text as it should be, and the commands that were left out."""
+def fill(pages: list[Page], slow_too: bool, only: str = "") -> tuple[dict[str, str], list[str]]:
+    """Each page's text as it should be, and the commands that were left out: slow ones, and those without the
+    words of `only`."""
     outputs, left = dict[str, str](), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         for page in pages:
@@ -202,7 +203,7 @@ def fill(pages: list[Page], slow_too: bool) -> tuple[dict[str, str], list[str]]:
                 if part.command in outputs or part.command in left:
                     continue
                 words = shlex.split(part.command)
-                if (part.slow and not slow_too) or set(words) & set(INPUTS):
+                if (part.slow and not slow_too) or only not in part.command or set(words) & set(INPUTS):
                     left.append(part.command)
                     continue
                 module = words[2:] if words[0] == "python" else words
@@ -242,18 +243,21 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page differs")
     parser.add_argument("--all", action="store_true", help="run the slow commands, too")
+    parser.add_argument("--only", metavar="WORDS", help="run only commands with these words in them")
     options = parser.parse_args()
     try:
         pages = read()
-        texts, left = fill(pages, options.all)
+        texts, left = fill(pages, options.all or options.only is not None, options.only or "")
     except DocsError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     changed = [line for page in pages for line in differences(page, texts[page.name])]
     print(*(f"left as it is: {command}" for command in left), *changed, sep="\n")
     if not options.check:
+        # Others may have been edited meanwhile.
         for page in pages:
-            (ROOT / page.name).write_text(texts[page.name])
+            if differences(page, texts[page.name]):
+                (ROOT / page.name).write_text(texts[page.name])
     sys.exit(1 if changed and options.check else 0)
 
 
