@@ -124,8 +124,9 @@ def list_columns(
                     # There are many, each takes long to plan, and few are worth it.
                     limit = planner.colocated_limit(counts)
                     if limit:
+                        region = limit.region if problem.mixes else None
                         columns.append(
-                            Column(role, pattern, limit.req_s, limit.region, sent, received, planned=False)
+                            Column(role, pattern, limit.req_s, region, sent, received, planned=False)
                         )
                     continue
                 plan = planner.plan(role, counts)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.cluster.hierarchy import ClusterNode, linkage, to_tree
-from scipy.spatial.distance import squareform
 
 from cost_model.portable import log
 from hexgen2.search.planning.classes import LARGE
 from hexgen2.search.problem import Problem
 from hexgen2.search.ties import first_largest
+
+if TYPE_CHECKING:
+    from scipy.cluster.hierarchy import ClusterNode
 
 FASTEST = 1e13
 """Bytes/s above which all links count as equally fast."""
@@ -27,6 +29,8 @@ ROOM = 2.5
 
 def near_parts(problem: Problem) -> list[tuple[int, ...]]:
     """The nodes that have GPUs, divided into parts, each in rising order."""
+    from scipy.cluster.hierarchy import linkage, to_tree  # Slow to import; small clusters do without.
+
     sizes = [len(gpus) for gpus in problem.node_gpus]
     nodes = np.flatnonzero(sizes)
     if len(nodes) < 2:
@@ -34,7 +38,7 @@ def near_parts(problem: Problem) -> list[tuple[int, ...]]:
     between = bandwidth_between(problem)[np.ix_(nodes, nodes)]
     distance = _logarithms(between.max() / between)
     np.fill_diagonal(distance, 0.0)
-    tree = to_tree(linkage(squareform(distance, checks=False), "average"))
+    tree = to_tree(linkage(distance[np.triu_indices(len(nodes), 1)], "average"))
     found = [tuple(sorted(nodes[branch].tolist())) for branch in _cut(tree, [sizes[n] for n in nodes])]
     return _with_room(problem, found)
 

@@ -14,12 +14,14 @@ from cluster_specs.loader import parse_cluster
 from cost_model.errors import InfeasibleError
 from hexgen2.search.bounds.columns import list_columns, undominated
 from hexgen2.search.bounds.configuration_lp import ConfigurationLP
+from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.bounds.upper_bounds import rates_bound
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.local_search import refine
 from hexgen2.search.planning import classes
 from hexgen2.search.planning.classes import node_classes, widest_span
-from hexgen2.search.problem import Problem, Solution, make_problem
+from hexgen2.search.planning.plan import Planner
+from hexgen2.search.problem import ROLES, Problem, Solution, make_problem
 from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
@@ -42,6 +44,17 @@ def many_nodes(cards: list[str], bandwidth_gbit_s: float = 100) -> dict:
     ]
     network = {"default": {"bandwidth_gbit_s": bandwidth_gbit_s, "latency_us": 20}}
     return {"name": "many", "nodes": nodes, "network": network}
+
+
+@pytest.mark.parametrize("phases", ["colocated", "disaggregated"])
+def test_pure_phases_are_rounded_with_the_planner_of_a_flexible_search(phases):
+    """A planner of all phases knows what colocated groups could do for others; those programs do not."""
+    spec = parse_cluster(many_nodes(["A6000:2", "L40:2", "A6000:2", "A100-40GB:2"]), "test", Path())
+    flexible = make_problem(spec, "llama-2-70b", "HPLD", phases="flexible")
+    relaxed = Relaxations(Planner(flexible), replace(flexible, phases=phases))
+    start = relaxed.start()
+    assert {group.role for group in start.groups} <= set(ROLES[phases])
+    check_layout(flexible, Evaluator(flexible), start)
 
 
 @settings(max_examples=30, deadline=None)
