@@ -47,8 +47,10 @@ def many_nodes(cards: list[str], bandwidth_gbit_s: float = 100) -> dict:
 
 
 @pytest.mark.parametrize("phases", ["colocated", "disaggregated"])
-def test_pure_phases_are_rounded_with_the_planner_of_a_flexible_search(phases):
-    """A planner of all phases knows what colocated groups could do for others; those programs do not."""
+def test_pure_phases_are_rounded_with_the_planner_of_a_flexible_search(phases, monkeypatch):
+    """A planner of all phases knows what colocated groups could do for others; those programs do not. Kinds
+    of nodes stand for classes, as in large clusters."""
+    monkeypatch.setattr(classes, "PATTERNS_LISTED", 0)
     spec = parse_cluster(many_nodes(["A6000:2", "L40:2", "A6000:2", "A100-40GB:2"]), "test", Path())
     flexible = make_problem(spec, "llama-2-70b", "HPLD", phases="flexible")
     relaxed = Relaxations(Planner(flexible), replace(flexible, phases=phases))
