@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from problems import problems
 
 import hexgen2
+from cluster_specs.loader import parse_cluster
 from cluster_specs.schema import ClusterSpec
 from cost_model.errors import InfeasibleError, InputError
 from hexgen2.checks import violations
@@ -266,3 +268,23 @@ def test_a_colocated_replica_that_also_works_for_others_turns_and_gets_another_i
     for replica in mixed:
         assert moves[replica.id].action == "turn" and moves[replica.id].from_ in names.values()
         assert moves[replica.id].drain_s > 0 == moves[replica.id].load_bytes
+
+
+def test_under_vllm_pipelines_work_for_themselves_only():
+    """vLLM's NixlConnector moves KV caches of replicas with one stage; two A10G hold the model as a
+    pipeline."""
+    cards = ["A10G:1", "A10G:1", "H100:1", "H100:1"]
+    nodes = [{"name": f"n{k}", "accelerators": card} for k, card in enumerate(cards)]
+    network = {"default": {"bandwidth_gbit_s": 100, "latency_us": 20}}
+    spec = parse_cluster({"name": "small cards", "nodes": nodes, "network": network}, "test", Path())
+    groups = (("colocated", {0: 1, 1: 1}), ("prefill", {2: 1}), ("colocated", {3: 1}))
+    solution = Solution(tuple(Group(role, counts_of(counts)) for role, counts in groups))
+    helped = {}
+    for engine in ("any", "vllm"):
+        problem = make_problem(spec, "llama-2-13b", "HPHD", phases="flexible", engine=engine)
+        helped[engine] = Evaluator(problem).evaluate(solution)
+    assert helped["any"].mixed == {0, 2} and helped["vllm"].mixed == {2}
+    pipeline = next(r for r in helped["vllm"].colocated if r.index == 0)
+    assert len(pipeline.stages) == 2
+    assert helped["vllm"].alone[0] == pytest.approx(pipeline.plan.capacity_req_s)
+    assert 0 < helped["vllm"].req_s < helped["any"].req_s
