@@ -287,4 +287,4 @@ def test_under_vllm_pipelines_work_for_themselves_only():
     pipeline = next(r for r in helped["vllm"].colocated if r.index == 0)
     assert len(pipeline.stages) == 2
     assert helped["vllm"].alone[0] == pytest.approx(pipeline.plan.capacity_req_s)
-    assert 0 < helped["vllm"].req_s < helped["any"].req_s
+    assert 0 < helped["vllm"].req_s <= helped["any"].req_s
