@@ -173,7 +173,7 @@ class Evaluator:
             shares[k] = Share(min(p, d), max(0.0, p - d), max(0.0, d - p))
         found = self._with_shares(solution, prefill, decode, colocated, shares, regions)
         most = served(*carried, points)
-        if found.req_s >= most * (1 - 1e-6):
+        if not able or found.req_s >= most * (1 - 1e-6):
             return found
         mixed = tuple(colocated[k] for k in able)
         by_program = self._shares_by_program(prefill, decode, mixed, [regions[k] for k in able])

@@ -288,3 +288,20 @@ def test_under_vllm_pipelines_work_for_themselves_only():
     assert len(pipeline.stages) == 2
     assert helped["vllm"].alone[0] == pytest.approx(pipeline.plan.capacity_req_s)
     assert 0 < helped["vllm"].req_s <= helped["any"].req_s
+
+
+def test_under_vllm_none_but_a_pipeline_beside_a_thin_link():
+    nodes = [{"name": f"n{k}", "accelerators": card} for k, card in enumerate(["A10G:2", "H100:1", "H100:1"])]
+    network = {"default": {"bandwidth_gbit_s": 0.1, "latency_us": 20}}
+    spec = parse_cluster({"name": "thin", "nodes": nodes, "network": network}, "test", Path())
+    problem = make_problem(spec, "llama-3-8b", "HPHD", phases="flexible", engine="vllm")
+    roles = (("colocated", {0: 2}), ("prefill", {1: 1}), ("decode", {2: 1}))
+    solution = Solution(tuple(Group(role, counts_of(counts)) for role, counts in roles))
+    evaluator = Evaluator(problem)
+    planned = evaluator.planner.plan_shape("colocated", [(0, 1), (0, 1)])
+    assert planned is not None and len(planned.stages) == 2
+    near = Evaluator(problem).evaluate(solution)
+    near.plans["colocated", counts_of({0: 2})] = planned
+    found = evaluator.evaluate(solution, near)
+    assert len(found.colocated[0].stages) == 2 and found.mixed == frozenset()
+    assert found.req_s == pytest.approx(planned.capacity_req_s + found.flow.value)
