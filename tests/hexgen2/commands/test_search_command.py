@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import pytest
 import yaml
 from commands import HEXGEN2, hexgen2, installed, refused
+from lost_interrupts import press_ctrl_c_in_vain
 from problems import ON_SETTING_1
+
+search_command = import_module("hexgen2.commands.search")
 
 CLUSTER = {
     "name": "pods",
@@ -235,6 +239,26 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path):
     placement = json.loads(output.read_text())
     assert placement["search"]["cut"] == "interrupted" and placement["throughput"]["req_s"] > 0
     assert "Traceback" not in errors
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("strategy", ["hexgen2", "helix"])
+def test_a_lost_ctrl_c_keeps_the_best_so_far_too(strategy, monkeypatch):
+    """Python drops the KeyboardInterrupt while the first result is shown."""
+    monkeypatch.setattr(search_command, "_progress", lambda: lambda state: press_ctrl_c_in_vain())
+    done = hexgen2("search", *ON_SETTING_1, "--strategy", strategy, "--json")
+    placement = json.loads(done.stdout)
+    assert placement["search"]["cut"] == "interrupted" and placement["throughput"]["req_s"] > 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("strategy", ["hetis", "vllm", "huawei"])
+def test_a_lost_ctrl_c_before_anything_was_found(strategy, monkeypatch):
+    given = search_command._given
+    monkeypatch.setattr(search_command, "_given", lambda asked: press_ctrl_c_in_vain() or given(asked))
+    done = hexgen2("search", *ON_SETTING_1, "--strategy", strategy)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.strip() == "hexgen2: interrupted before anything was found"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "not json", '{"version": 2}'])
