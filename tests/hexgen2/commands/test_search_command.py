@@ -55,7 +55,8 @@ def test_search_writes_shows_and_repeats(tmp_path, cluster_file):
 
 
 def test_json_is_the_only_thing_on_stdout():
-    result = hexgen2("search", *ON_SETTING_1, "--json")
+    asked = ["--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "HPLD"]
+    result = hexgen2("search", *asked, "--json")
     placement = json.loads(result.stdout)
     assert placement["version"] == 1 and placement["strategy"] == "hexgen2"
     assert placement["cluster"]["assumptions"]
@@ -91,10 +92,10 @@ def test_wrong_ways_to_rent(options, fragment):
 
 
 def test_assumed_figures_are_shown_to_the_user():
-    result = hexgen2("search", *ON_SETTING_1)
+    result = hexgen2("search", *ON_SETTING_1, "--strategy", "splitwise")
     assert "every link figure here is assumed" in result.stdout
     assert "cost model  vllm (vllm" in result.stdout and "+- " in result.stdout
-    asked = ["--cost-model", "calibrated", "--phases", "disaggregated"]
+    asked = ["--cost-model", "calibrated", "--strategy", "vllm"]
     of_2023 = hexgen2("search", *ON_SETTING_1, *asked).stdout
     assert "calibrated (fitted)" in of_2023 and "No step of A6000 or L40 was measured" in of_2023
 
