@@ -13,6 +13,7 @@ import pytest
 from benchmarks.search.ordinary import drawn
 from cluster_specs.schema import ClusterSpec
 from hexgen2.checks import verify
+from hexgen2.goal import Goal
 from hexgen2.search import stopping
 from hexgen2.search.planning.classes import few_classes, node_classes
 from hexgen2.search.problem import make_problem
@@ -53,6 +54,33 @@ def test_ordinary_clusters(calls: SimpleNamespace, family: str, gpus: int, model
     verify(placement)
     assert placement.search.cut == "time limit"
     assert took_s <= 1.1
+
+
+@pytest.mark.parametrize(
+    "goal",
+    [
+        Goal(objective="cost", request_rate=3.0),
+        Goal(budget_per_hour=10.0),
+        Goal(budget_per_hour=10.0, frontier=3),
+        Goal(objective="goodput", request_rate=3.0, ttft_ms=2000, tpot_ms=100),
+    ],
+    ids=["cost", "budget", "frontier", "goodput"],
+)
+def test_every_goal_has_an_answer(calls: SimpleNamespace, goal: Goal) -> None:
+    """All links are different, so that there is no time to look at all groups of these GPUs."""
+    cluster = ClusterSpec.model_validate(drawn("boxes", 20, 3))
+    problem = make_problem(cluster, "llama-3-8b", "HPLD", phases="flexible", goal=goal)
+    began = calls.made
+    placement = search(problem, SearchOptions(time_limit_s=1.0))
+    took_s = (calls.made - began) / CALLS_PER_S
+    sys.setprofile(None)
+    verify(placement)
+    assert placement.search.cut == "time limit"
+    assert took_s <= 1.5
+    if goal.objective == "cost":
+        assert placement.throughput.req_s >= 3.0
+    if goal.budget_per_hour is not None:
+        assert placement.price_per_hour <= goal.budget_per_hour
 
 
 def test_nodes_of_a_kind_are_one_class_where_all_links_differ() -> None:
