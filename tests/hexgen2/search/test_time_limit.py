@@ -15,6 +15,8 @@ from cluster_specs.schema import ClusterSpec
 from hexgen2.checks import verify
 from hexgen2.goal import Goal
 from hexgen2.search import stopping
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.planning.classes import few_classes, node_classes
 from hexgen2.search.problem import make_problem
 from hexgen2.strategies.base import SearchOptions
@@ -81,6 +83,20 @@ def test_every_goal_has_an_answer(calls: SimpleNamespace, goal: Goal) -> None:
         assert placement.throughput.req_s >= 3.0
     if goal.budget_per_hour is not None:
         assert placement.price_per_hour <= goal.budget_per_hour
+
+
+def test_whole_nodes_are_quick_where_no_replica_meets_the_targets(calls: SimpleNamespace) -> None:
+    """Targets let replicas span all nodes, and replicas of ever more nodes would be planned."""
+    goal = Goal(objective="goodput", request_rate=10.0, ttft_ms=2000, tpot_ms=100)
+    cluster = ClusterSpec.model_validate(drawn("racks", 64, 3))
+    evaluator = Evaluator(make_problem(cluster, "llama-2-70b", "online", phases="flexible", goal=goal))
+    began = calls.made
+    whole_nodes(evaluator, "colocated")
+    took_s = (calls.made - began) / CALLS_PER_S
+    solution = whole_nodes(evaluator, "decode", stop=lambda: True)
+    sys.setprofile(None)
+    assert took_s <= 1.5
+    assert len(solution.groups) <= 1
 
 
 def test_nodes_of_a_kind_are_one_class_where_all_links_differ() -> None:
