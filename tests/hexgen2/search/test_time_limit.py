@@ -95,7 +95,7 @@ def test_whole_nodes_are_quick_where_no_replica_meets_the_targets(calls: SimpleN
     took_s = (calls.made - began) / CALLS_PER_S
     solution = whole_nodes(evaluator, "decode", stop=lambda: True)
     sys.setprofile(None)
-    assert took_s <= 1.5
+    assert took_s <= 4.0
     assert len(solution.groups) <= 1
 
 
