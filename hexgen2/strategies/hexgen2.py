@@ -207,7 +207,8 @@ def climb_from_starts(state: SearchState) -> None:
     if linear.groups:
         refine(state, linear, "start from the linear program")
     if evaluator.problem.phases == "colocated" or len(evaluator.problem.usable) < 2:
-        refine(state, whole_nodes(evaluator), "start with whole nodes")
+        first = whole_nodes(evaluator, stop=state.stopping.out_of_time)
+        refine(state, first, "start with whole nodes")
         return
     sizes = start_sizes(state.evaluator.problem)
     for groups, partitioner in zip(sizes, itertools.cycle(PARTITIONERS), strict=False):
