@@ -59,14 +59,17 @@ def ranges_placement(
         out = sum(flow for (source, _), flow in flows.items() if source == name)
         into = sum(flow for (_, target), flow in flows.items() if target == name)
         own = " ".join(f"{name}/{k}" for k in range(count[name]))
-        replica = replica_of("colocated", [(own, 1)], utilisation=max(out, into) / (4 * REQ_S), capacity_req_s=4 * REQ_S)
+        replica = replica_of(
+            "colocated", [(own, 1)], utilisation=max(out, into) / (4 * REQ_S), capacity_req_s=4 * REQ_S
+        )
         stages = [replica.stages[0].model_copy(update={"layers": held})]
         replicas.append(replica.model_copy(update={"id": name, "stages": stages}))
     for (source, target), flow in flows.items():
         ends = {"from": source, "to": target, "flow_req_s": flow, "capacity_req_s": 100.0}
         routes.append(Route.model_validate(ends | {"kv_bytes_per_req": 1.0}))
     nodes = [
-        NodeSpec(name=name, accelerators=f"Core:{count[name]}", interconnect="shared-memory") for name in ranges
+        NodeSpec(name=name, accelerators=f"Core:{count[name]}", interconnect="shared-memory")
+        for name in ranges
     ]
     placement = placement_of(
         ClusterSpec(name="ranges", nodes=nodes, accelerators={"Core": CORE}),
@@ -76,7 +79,9 @@ def ranges_placement(
         routes,
     )
     carried = sum(
-        replica.utilisation * replica.capacity_req_s for replica in replicas if not replica.stages[0].layers[0]
+        replica.utilisation * replica.capacity_req_s
+        for replica in replicas
+        if not replica.stages[0].layers[0]
     )
     return placement.model_copy(
         update={
