@@ -137,11 +137,10 @@ class PathRouter:
         """A request has one more token; returns a replica that can't hold its KV cache, if there is one."""
         each = self._requests[request]
         each.tokens += 1
-        if each.tokens <= each.expected:  # It is counted already.
-            return None
-        before, each.expected = each.expected, each.expected + 1
-        for hop in each.path:
-            self._expected[hop.replica] += self._taken(hop, each.expected) - self._taken(hop, before)
+        if each.tokens > each.expected:
+            before, each.expected = each.expected, each.expected + 1
+            for hop in each.path:
+                self._expected[hop.replica] += self._taken(hop, each.expected) - self._taken(hop, before)
         return self.overfull(request)
 
     def overfull(self, request: Hashable) -> str | None:
