@@ -83,13 +83,14 @@ def ranges_placement(
         for replica in replicas
         if not replica.stages[0].layers[0]
     )
+    bound = sum(replica.capacity_req_s for replica in replicas)
     return placement.model_copy(
         update={
             "layer_ranges": LayerRanges(partial_inference=partial),
             "throughput": placement.throughput.model_copy(
                 update={"req_s": carried, "output_tok_s": carried * osl}
             ),
-            "bound": placement.bound.model_copy(update={"req_s": carried}),
+            "bound": placement.bound.model_copy(update={"req_s": bound, "gap": 1 - carried / bound}),
         }
     )
 
@@ -97,8 +98,15 @@ def ranges_placement(
 class RangeFleet:
     """A served placement of ranges of layers, and its front end."""
 
-    def __init__(self, placement: Placement, coordinator: Coordinator, launcher: LocalLauncher) -> None:
-        self.placement, self.coordinator, self.launcher = placement, coordinator, launcher
+    def __init__(
+        self,
+        placement: Placement,
+        coordinator: Coordinator,
+        launcher: LocalLauncher,
+        supervisor: Supervisor,
+    ) -> None:
+        self.placement, self.coordinator = placement, coordinator
+        self.launcher, self.supervisor = launcher, supervisor
 
     def submit(self, prompt: Sequence[int], tokens: int, **sampling: object) -> Request:
         wanted = Sampling(max_tokens=tokens, **({"ignore_eos": True} | sampling))
@@ -151,7 +159,7 @@ async def range_fleet(
         supervisor = Supervisor(coordinator, launcher, restarts, lambda _: None)
         coordinator.start(supervisor.lost, supervisor.forgive)
         try:
-            yield RangeFleet(placement, coordinator, launcher)
+            yield RangeFleet(placement, coordinator, launcher, supervisor)
         finally:
             await supervisor.stop()
             await coordinator.stop()
