@@ -129,8 +129,8 @@ class InFlightOnPaths(InFlight):
 
     def _on_released(self, replica: Replica, request_id: str) -> None:
         self._router.release(request_id, replica.replica_id)
-        self._go_on_with_room()
         super()._on_released(replica, request_id)
+        self._go_on_with_room()
 
     def _misses(self, request: Request, replica_id: str) -> bool:
         return True

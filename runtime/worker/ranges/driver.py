@@ -83,7 +83,8 @@ class RangeDriver(DriverBase):
     def run(self) -> Configure:
         while True:
             made = self._scheduler.next_step()
-            for request_id, why in self._scheduler.take_faults().items():
+            faults = self._scheduler.take_faults()
+            for request_id, why in faults.items():
                 self._fail(request_id, why, fault=True)
             if made is not None:
                 step, pieces = made
@@ -93,7 +94,7 @@ class RangeDriver(DriverBase):
                     self._pass_on(pieces, outcome.rows)
                 else:
                     self._answer(pieces, outcome.result)
-            elif self._inbox.empty():
+            elif not faults:
                 self._handle(self._inbox.get())
             while not self._inbox.empty():
                 self._handle(self._inbox.get())
