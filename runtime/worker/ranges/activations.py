@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from runtime.engine.base import Rows
@@ -65,8 +66,10 @@ class ActivationSender:
         self._streams: dict[str, _Stream] = {}
 
     def reconnect(self, peers: Mapping[str, Address]) -> None:
-        """Take new addresses."""
+        """Take new addresses; from any thread."""
         self._peers = dict(peers)
+        for worker, stream in list(self._streams.items()):
+            stream.leave_unless(peers.get(worker))
 
     def send(self, worker: str, parts: Sequence[ActivationPart], rows: Sequence[Rows]) -> None:
         """Queue the activations of some requests for a worker; never waits."""
@@ -106,15 +109,21 @@ class _Stream:
     def put(self, parcel: _Parcel) -> None:
         self._queue.put(parcel)
 
+    def leave_unless(self, address: Address | None) -> None:
+        """End a connection to another address, which may be one that takes nothing any more."""
+        with self._lock:
+            opened = self._open
+        if opened is not None and opened[0] != address:
+            opened[1].close()
+
     def _run(self) -> None:
         while True:
-            try:
+            with suppress(queue.Empty):
                 self._send(self._queue.get(timeout=self._deadline_s / 4))
-            except queue.Empty:
-                with self._lock:
-                    late = self._sent and time.monotonic() - self._moved_s > self._deadline_s
-                if late:
-                    self._break(self._open, f"it took nothing for {self._deadline_s:g} s")
+            with self._lock:
+                late = self._sent and time.monotonic() - self._moved_s > self._deadline_s
+            if late:
+                self._break(self._open, f"it took nothing for {self._deadline_s:g} s")
 
     def _send(self, parcel: _Parcel) -> None:
         opened = None
@@ -151,6 +160,8 @@ class _Stream:
         try:
             while (message := next_message(connection)) is not None:
                 with self._lock:
+                    if opened is not self._open:
+                        return
                     if not isinstance(message, ActivationsTaken) or message.count > len(self._sent):
                         raise ConnectionError(f"{message} answers nothing that was sent")
                     for _ in range(message.count):

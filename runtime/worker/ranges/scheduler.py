@@ -24,10 +24,11 @@ from runtime.worker.ranges.activations import Piece
 
 @dataclass(slots=True)
 class Visit:
-    """A request on this replica: its hop, its blocks, of which the executors know the first, and whether they
-    know it at all."""
+    """A request on this replica: its hop, how many of its tokens have arrived, its blocks, of which the
+    executors know the first, and whether they know it at all."""
 
     hop: JoinPath
+    arrived: int = 0
     blocks: list[int] = field(default_factory=list)
     blocks_sent: int = 0
     introduced: bool = False
@@ -94,7 +95,11 @@ class RangeScheduler:
         that of paths which it has left is dropped."""
         for piece in pieces:
             part, visit = piece.part, self.visits.get(piece.part.request_id)
-            if visit is not None:
+            if visit is not None and part.position != visit.arrived:
+                missing = f"tokens {visit.arrived} to {part.position} of it did not arrive"
+                self._faults[part.request_id] = missing
+            elif visit is not None:
+                visit.arrived += len(part.tokens)
                 (self._decodes if part.index > visit.hop.index else self._prompts).append(piece)
             elif part.number > self._last_number:
                 self._early.append(piece)

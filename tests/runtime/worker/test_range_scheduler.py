@@ -131,6 +131,15 @@ def test_what_comes_early_waits_and_what_comes_late_is_dropped():
     assert pool.free == BLOCKS
 
 
+def test_a_request_of_which_a_part_never_arrives_fails():
+    made, _ = scheduler()
+    for number, name in enumerate("ab"):
+        made.join(joining(name, number, first_layer=1), 0.0)
+    made.arrive([piece("a", range(4)), piece("b", range(4), number=1), piece("a", (9,), 6)])
+    assert ran(made.next_step()) == [("b", 0, 4)]
+    assert made.take_faults() == {"a": "tokens 4 to 6 of it did not arrive"}
+
+
 def test_a_request_without_blocks_fails_alone():
     made, pool = scheduler(max_prompt_tokens=100, blocks=4)
     made.join(joining("a", 0, tokens=range(10)), 0.0)
