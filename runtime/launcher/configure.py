@@ -170,6 +170,8 @@ def configurations(
             cores=cores.get(gpu, ()),
             engine=engine,
             emulation=emulation,
+            layers=placement.model.layers,
+            ranges=placement.layer_ranges is not None,
         )
         for replica in placement.replicas
         for gpu in replica.gpus

@@ -36,6 +36,9 @@ class Configure(Message, frozen=True):
     many threads, on these CPU cores (none: any). kv_transport names how KV caches leave here ("auto": the
     best that both sides have); kv_links are the links of this worker to emulate. emulation is for the
     emulated engine only. Blocks reserved for a KV cache that never arrives are freed after kv_lease_s.
+
+    The model has so many layers (0: as many as the stages). With `ranges`, the replica's only stage holds
+    some of them, and requests pass it on paths of their own (JoinPath).
     """
 
     protocol: int
@@ -62,6 +65,8 @@ class Configure(Message, frozen=True):
     engine: str = "torch"
     emulation: Emulation | None = None
     kv_lease_s: float = 300.0
+    layers: int = 0
+    ranges: bool = False
 
     def turned(self, role: Configure) -> Configure:
         """This worker in another role: what does not depend on the role, such as devices and addresses, stays
@@ -138,6 +143,39 @@ class Decode(Message, frozen=True):
     sampling: Sampling
 
 
+class JoinPath(Message, frozen=True):
+    """Compute a hop of a request's path (ranges of layers): the replica's layers from first_layer on, of what
+    the hop before sends, or of `tokens` at the first hop. The result goes to next_worker; the last hop, where
+    that is "", samples.
+
+    tokens are the prompt and the output so far, with `index` output tokens; only the first hop gets them, and
+    the last one if the sampling needs a history. The paths of a front end are numbered in the order in which
+    they begin, so that a worker tells activations of a path that it has yet to join from late ones. timed:
+    the last hop reports HopTimes.
+    """
+
+    request_id: str
+    number: int
+    first_layer: int
+    hops: int
+    next_worker: str
+    sampling: Sampling
+    index: int
+    tokens: tuple[int, ...] = ()
+    timed: bool = False
+    client_request_id: str = ""
+
+
+class NextToken(Message, frozen=True):
+    """To the first hop of a path: run this token, at that position of the request, and have output token
+    `index` sampled after it."""
+
+    request_id: str
+    token: int
+    position: int
+    index: int
+
+
 class Cancel(Message, frozen=True):
     """Forget the request and free its KV cache; unknown ids are ignored. Answered by Released."""
 
@@ -151,4 +189,6 @@ class Ping(Message, frozen=True):
     """Asks whether the worker is alive; answered by Pong, whatever the worker is computing."""
 
 
-ToWorker = Configure | Connect | Shutdown | ReserveKv | Prefill | Decode | Cancel | Ping
+ToWorker = (
+    Configure | Connect | Shutdown | ReserveKv | Prefill | Decode | JoinPath | NextToken | Cancel | Ping
+)
