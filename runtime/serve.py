@@ -107,9 +107,7 @@ def serve(
     if engine not in ENGINES:
         raise InputError("--engine", engine, "does not exist", f"choose from: {', '.join(ENGINES)}")
     check_family(placement, engine, source)
-    if placement.attention_workers:
-        remedy = "choose a placement of another strategy"
-        raise InputError(source, "attention_workers", f"the {engine} engine cannot run them", remedy)
+    _check_attention_workers(placement, source, engine, launcher, replan_after_s)
     if isinstance(launcher, Launcher):
         starter = launcher
     else:
@@ -149,6 +147,23 @@ def serve(
                 *(restarts, replan_after_s, front),
             )
         )
+
+
+def _check_attention_workers(
+    placement: Placement, source: str, engine: str, launcher: str | Launcher, replan_after_s: float | None
+) -> None:
+    """Refuse what cannot be done with attention workers."""
+    if not placement.attention_workers:
+        return
+    problem, remedy = "", ""
+    if engine != TORCH:
+        problem, remedy = f"the {engine} engine cannot run them", "use --engine torch"
+    elif isinstance(launcher, str) and launcher != "local":
+        problem, remedy = f"--launcher {launcher} cannot start them", "use --launcher local"
+    elif replan_after_s is not None:
+        problem, remedy = "--replan cannot change their replicas", "leave out --replan"
+    if problem:
+        raise InputError(source, "attention_workers", problem, remedy)
 
 
 def _vllm_launcher(launcher: str, options: EngineOptions) -> Launcher:
@@ -205,7 +220,7 @@ async def _serve(
                 guarded = bool(front.api_keys or front.operator_key)
                 app.include_router(operations_router(replanner.ask, guarded))
                 replanner.start()
-            coordinator.start(supervisor.lost, supervisor.forgive)
+            coordinator.start(supervisor.lost, supervisor.forgive, supervisor.lost_attention_worker)
             _freeze_what_stays()
             try:
                 await serve_http(app, front, listener, coordinator, stopping, _banner(placement, listener))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from runtime.frontend.replica import Replica
 from runtime.launcher.worker_link import WorkerLink
@@ -23,6 +24,7 @@ class Listeners:
     ----------
     handle : called with every message of a replica's workers except Failed
     lost : called with a replica one of whose workers is gone, failed or silent, and the reason
+    lost_attention_worker : called with a replica, which of its attention workers is gone, and the reason
     ping_every_s : interval at which each worker is pinged
     """
 
@@ -30,17 +32,36 @@ class Listeners:
         self,
         handle: Callable[[Replica, Message], None],
         lost: Callable[[Replica, str], None],
+        lost_attention_worker: Callable[[Replica, str, str], None],
         ping_every_s: float = PING_EVERY_S,
     ) -> None:
-        self._handle, self._lost, self._ping_every_s = handle, lost, ping_every_s
+        self._handle, self._ping_every_s = handle, ping_every_s
+        self._lost, self._lost_attention_worker = lost, lost_attention_worker
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
 
     def listen(self, replica: Replica) -> None:
-        """Start reading and watching the links of a replica."""
-        self._tasks[replica.replica_id] = [
-            asyncio.create_task(hear(replica, worker, link))
-            for worker, link in replica.links.items()
-            for hear in (self._read, self._watch)
+        """Start reading and watching the links of a replica, and of its attention workers."""
+        tasks = self._tasks[replica.replica_id] = list[asyncio.Task[None]]()
+        for worker, link in replica.links.items():
+            tasks += self._hear(replica, worker, link, partial(self._lost, replica))
+        if replica.attention_workers is not None:
+            for worker in replica.attention_workers.links.keys() - replica.attention_workers.away:
+                self.listen_to(replica, worker)
+
+    def listen_to(self, replica: Replica, attention_worker: str) -> None:
+        """Start reading and watching an attention worker of a replica that is listened to."""
+        assert replica.attention_workers is not None
+        link = replica.attention_workers.links[attention_worker]
+        lost = partial(self._lost_attention_worker, replica, attention_worker)
+        tasks = self._tasks.setdefault(replica.replica_id, [])
+        tasks += self._hear(replica, attention_worker, link, lost)
+
+    def _hear(
+        self, replica: Replica, worker: str, link: WorkerLink, lost: Callable[[str], None]
+    ) -> list[asyncio.Task[None]]:
+        return [
+            asyncio.create_task(self._read(replica, worker, link, lost)),
+            asyncio.create_task(self._watch(worker, link, lost)),
         ]
 
     def leave(self, replica_id: str) -> None:
@@ -63,20 +84,22 @@ class Listeners:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, replica: Replica, worker: str, link: WorkerLink) -> None:
+    async def _read(
+        self, replica: Replica, worker: str, link: WorkerLink, lost: Callable[[str], None]
+    ) -> None:
         try:
             while (message := await link.receive()) is not None:
                 if isinstance(message, Failed):
-                    return self._lost(replica, f"worker {worker} failed: {message.text}")
+                    return lost(f"worker {worker} failed: {message.text}")
                 self._handle(replica, message)
         except Exception as error:  # whatever it is, no request may wait for this replica any more
             log.exception("worker %s sent what could not be handled", worker)
-            return self._lost(replica, f"worker {worker}: {error}")
-        self._lost(replica, f"worker {worker} ended")
+            return lost(f"worker {worker}: {error}")
+        lost(f"worker {worker} ended")
 
-    async def _watch(self, replica: Replica, worker: str, link: WorkerLink) -> None:
+    async def _watch(self, worker: str, link: WorkerLink, lost: Callable[[str], None]) -> None:
         await until_silent(link, self._ping_every_s)
-        self._lost(replica, f"worker {worker} does not answer")
+        lost(f"worker {worker} does not answer")
 
 
 async def until_silent(link: WorkerLink, every_s: float = PING_EVERY_S) -> None:

@@ -19,8 +19,9 @@ Hmac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 class Hello(Message, frozen=True):
     """First frame on a connection, from the side that connects (see handshake.py).
 
-    purpose is "control" (executor to driver), "kv" (prefill worker to decode worker),
-    "stage" (emulated engine: one pipeline stage to the next) or "worker" (a worker to its head, with Ray).
+    purpose is "control" (executor to driver), "kv" (prefill worker to decode worker), "heads" (worker of a
+    stage to attention worker), "stage" (emulated engine: one pipeline stage to the next) or "worker" (a
+    worker to its head, with Ray).
     """
 
     protocol: int
@@ -74,13 +75,43 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     blocks: tuple[int, ...] = ()
 
 
+class HeadGrant(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Further blocks for one KV head of a request, on the device of its lane that holds it. Lanes, heads of a
+    lane and its devices are numbered from 0."""
+
+    request_id: str
+    lane: int
+    head: int
+    device: int
+    blocks: tuple[int, ...]
+
+
+class HeadHaul(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Copy tokens [first, end) of one KV head of a request from one device of its lane to another, which gets
+    these further blocks for it; if `switches`, that device holds the head from now on."""
+
+    request_id: str
+    lane: int
+    head: int
+    source: int
+    target: int
+    first_token: int
+    end_token: int
+    blocks: tuple[int, ...]
+    switches: bool = False
+
+
 class Step(Message, frozen=True):
-    """Driver to executors: forget the preempted requests, learn of new ones, then run these sequences."""
+    """Driver to executors: forget the preempted requests, learn of new ones, then run these sequences.
+
+    In a replica with attention workers, KV heads first get blocks (grants) and move (hauls)."""
 
     step: int
     starts: tuple[SequenceStart, ...]
     sequences: tuple[SequenceStep, ...]
     preempted: tuple[str, ...] = ()
+    grants: tuple[HeadGrant, ...] = ()
+    hauls: tuple[HeadHaul, ...] = ()
 
 
 class ExpectKv(Message, frozen=True):
@@ -113,13 +144,31 @@ class NewRole(Message, frozen=True):
 class StepResult(Message, frozen=True):
     """Last stage to the driver: the tokens of a step, in the order of its sequences that sample.
 
-    broken has pairs of a request that failed by itself and why; it has no token.
+    broken has pairs of a request that failed by itself and why; lost has requests whose KV heads were on an
+    attention worker that is lost. Neither have tokens.
     """
 
     step: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     broken: tuple[tuple[str, str], ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+class HeadsLost(Message, frozen=True):
+    """Executor to driver: the connection of `worker`, the executor, to an attention worker is gone, and with
+    it the heads that were there."""
+
+    worker: str
+    attention_worker: str
+
+
+class HeadsReady(Message, frozen=True):
+    """Executor to driver: `worker`, the executor, is connected again to an attention worker, which holds none
+    of its heads."""
+
+    worker: str
+    attention_worker: str
 
 
 class Passed(Message, frozen=True):
@@ -216,6 +265,8 @@ BetweenWorkers = (
     | Release
     | NewRole
     | StepResult
+    | HeadsLost
+    | HeadsReady
     | Passed
     | KvLanded
     | KvSent

@@ -160,6 +160,10 @@ class Admission(Generic[Request]):
         self._take_routes()
         return self._stranded()
 
+    def stranded(self) -> list[Request]:
+        """The requests in the queue that can no longer start, because a replica holds less than before."""
+        return self._stranded()
+
     def reroute(self) -> None:
         """Take up the routes anew, whose flow has changed."""
         self._take_routes()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from runtime.engine.faults import describe, of_replica
 from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
@@ -19,6 +21,8 @@ from runtime.kv_cache.leases import Leases
 from runtime.logs import about
 from runtime.protocol.between_workers import (
     ExpectKv,
+    HeadsLost,
+    HeadsReady,
     KvLanded,
     KvSent,
     NewRole,
@@ -34,7 +38,15 @@ from runtime.worker.executor import Executor
 from runtime.worker.scheduled_request import Reservation
 from runtime.worker.scheduler import Completed, Scheduler
 
+if TYPE_CHECKING:
+    from runtime.headwise.pool import HeadPool
+
 log = logging.getLogger(__name__)
+
+MOST_LOSSES = 8
+"""A request whose logits are no numbers so often fails by itself: that is no loss of attention workers."""
+STEPS_PER_REPORT = 32
+"""Steps from one report on KV heads to the next, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,11 @@ class Driver:
         self._replica = config.replica
         self._workers = len(others) + 1
         cache = executor.cache
+        self._heads: HeadPool | None = None
+        if config.lanes:
+            from runtime.headwise.pool import HeadPool
+
+            pool = self._heads = HeadPool(config, cache.shape.bytes_per_token_cell)
         self.pool = pool or BlockPool(cache.blocks, cache.block_tokens, config.reuse_prefixes)
         self._scheduler = Scheduler(
             max_batch=config.max_batch,
@@ -95,6 +112,7 @@ class Driver:
         self._sent: dict[str, int] = {}
         self._leases = Leases(config.kv_lease_s)
         self._client_request_ids: dict[str, str] = {}
+        self._losses = Counter[str]()
         self._next_role: Configure | None = None
 
     # -- reader threads
@@ -172,6 +190,8 @@ class Driver:
                 with suppress(queue.Empty):
                     self._handle(self._inbox.get(timeout=self._leases.next_s()))
             else:
+                if self._heads is not None:
+                    step = self._heads.attach(step)
                 self._broadcast(step)
                 self._execute(step)
             while not self._inbox.empty():
@@ -221,6 +241,8 @@ class Driver:
                 self._cancel(message.request_id)
             case StepResult():
                 self._complete(message)
+            case HeadsLost() | HeadsReady() if self._heads is not None:
+                self._follow_heads(self._heads, message)
             case KvLanded():
                 self._land(message)
             case KvSent():
@@ -292,13 +314,41 @@ class Driver:
 
     def _complete(self, result: StepResult) -> None:
         broken = dict(result.broken)
-        done: Completed = self._scheduler.complete(result.step, result.tokens, result.logprobs, broken.keys())
+        done: Completed = self._scheduler.complete(
+            result.step, result.tokens, result.logprobs, broken.keys(), result.lost
+        )
         if done.outputs:
             self._front_end.send(StepOutput(replica=self._replica, outputs=done.outputs))
         self._free(done.released)
+        for request_id in result.lost:
+            self._losses[request_id] += 1
+            if self._losses[request_id] > MOST_LOSSES and request_id in self._scheduler:
+                self._fail(request_id, "its logits are not numbers", fault=False)
+            else:
+                self._spoil(request_id)
+        if self._heads is not None and (done.released or result.step % STEPS_PER_REPORT == 0):
+            self._front_end.send(self._heads.counts())
         for request_id, why in broken.items():
             if request_id in self._scheduler:
                 self._fail(request_id, why, fault=False)
+
+    def _follow_heads(self, heads: HeadPool, message: HeadsLost | HeadsReady) -> None:
+        """Compute requests again whose heads were on an attention worker that is lost; or use one again."""
+        if isinstance(message, HeadsReady):
+            heads.regain(message.worker, message.attention_worker)
+        else:
+            for request_id in heads.lose(message.worker, message.attention_worker):
+                self._spoil(request_id)
+        self._front_end.send(heads.counts())
+
+    def _spoil(self, request_id: str) -> None:
+        """Compute a request again, part of whose KV cache is lost; its client sees nothing of that."""
+        client_request_id = self._client_request_ids.get(request_id, "")
+        if self._heads is not None and self._scheduler.spoil(request_id):
+            self._heads.recomputed += 1
+            log.info(
+                "its KV heads are lost; it is computed again", extra=about(client_request_id, request_id)
+            )
 
     def _cancel(self, request_id: str) -> None:
         """Forget a request, on all executors first: nothing may be written to blocks that others get."""
@@ -371,6 +421,7 @@ class Driver:
         for request_id in request_ids:
             self._landed.pop(request_id, None)
             self._sent.pop(request_id, None)
+            self._losses.pop(request_id, None)
             client_request_id = self._client_request_ids.pop(request_id, "")
             log.info("freed a request's memory", extra=about(client_request_id, request_id))
             self._say_released(request_id)

@@ -97,7 +97,7 @@ async def live_fleet(
         supervisor = Supervisor(coordinator, launcher, restarts, said.append)
         configured = _successors(workers, configure, FRONT_DEFAULTS)
         replanner = Replanner(placement, coordinator, launcher, supervisor, configured, LIMIT_S, said.append)
-        coordinator.start(supervisor.lost, supervisor.forgive)
+        coordinator.start(supervisor.lost, supervisor.forgive, supervisor.lost_attention_worker)
         fleet = LiveFleet(coordinator, launcher, replanner, said)
         try:
             yield fleet

@@ -11,6 +11,8 @@ import torch
 from runtime.engine.base import Engine, OnLayer
 from runtime.engine.rank import Rank
 from runtime.engine.torch.collectives import Collectives, connect_store, open_store
+from runtime.engine.torch.headwise.connections import Connections
+from runtime.engine.torch.headwise.heads import Heads
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.runner import StageRunner
 from runtime.kv_cache.pool import CacheShape
@@ -28,6 +30,7 @@ class TorchEngine(Engine):
     """Computes a pipeline stage's layers, split over the ranks of its tensor-parallel group."""
 
     def __init__(self, config: Configure, rank: Rank) -> None:
+        super().__init__()
         self._config, self._rank = config, rank
         torch.set_num_threads(config.threads)
         size = len(rank.workers)
@@ -44,7 +47,22 @@ class TorchEngine(Engine):
         self._on_gpu = device.type == "cuda"
         self._stage = stage
         self._shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
-        self._make_cache()
+        self._heads: Heads | None = None
+        if config.lanes:
+            self._make_heads()
+        else:
+            self._make_cache()
+
+    def _make_heads(self) -> None:
+        """The cache of a worker in a replica with attention workers."""
+        config, number = self._config, self._rank.workers.index(self._config.worker)
+
+        def lost(attention_worker: str) -> None:
+            self._attention_workers.lost(attention_worker)
+
+        self._heads = Heads(number, config.lanes[number], self._shape, config.block_tokens, lost)
+        self.cache = self._heads.cache
+        self._runner = StageRunner(self._stage, self.cache, self._heads)
 
     def turn(self, config: Configure) -> None:
         self._config = config
@@ -74,6 +92,9 @@ class TorchEngine(Engine):
 
     def join(self, addresses: Connect) -> None:
         """Create the replica's process groups once all its workers have loaded."""
+        if self._heads is not None:
+            self._attention_workers = Connections(self._config, self._heads, self.report)
+            self._attention_workers.join(addresses.peers)
         size = len(self._rank.workers)
         if size == 1:
             return
@@ -85,6 +106,10 @@ class TorchEngine(Engine):
             store = connect_store(driver[0], addresses.store_port, size)
             store.wait([_ALL_LOADED], _LOAD_LIMIT)
         self._collectives.join(self._config.host, store)
+
+    def reconnect(self, addresses: Connect) -> None:
+        if self._heads is not None:
+            self._attention_workers.reconnect(addresses.peers)
 
     def begin(self, step: Step) -> None:
         self._runner.begin(step)
