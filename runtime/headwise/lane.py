@@ -255,17 +255,18 @@ class Lane:
                 self.hauled_tokens += end - first
                 haul.copied[number] = end
                 head = self._heads[request][number]
-                yield HeadHaul(
-                    request_id=names[request],
-                    lane=self._number,
-                    head=number,
-                    source=head.device,
-                    target=coming.device,
-                    first_token=first,
-                    end_token=end,
-                    blocks=coming.untold(),
-                    switches=end == upto,
-                )
+                if upto:  # else nobody knows of it yet
+                    yield HeadHaul(
+                        request_id=names[request],
+                        lane=self._number,
+                        head=number,
+                        source=head.device,
+                        target=coming.device,
+                        first_token=first,
+                        end_token=end,
+                        blocks=coming.untold(),
+                        switches=end == upto,
+                    )
                 if end == upto:
                     self._pools[head.device].release(head.blocks)
                     self._heads[request][number] = haul.coming.pop(number)

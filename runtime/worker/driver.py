@@ -326,7 +326,7 @@ class Driver:
                 self._fail(request_id, "its logits are not numbers", fault=False)
             else:
                 self._spoil(request_id)
-        if self._heads is not None and (done.released or result.step % STEPS_PER_REPORT == 0):
+        if self._heads is not None and result.step % STEPS_PER_REPORT == 0:
             self._front_end.send(self._heads.counts())
         for request_id, why in broken.items():
             if request_id in self._scheduler:
@@ -424,6 +424,8 @@ class Driver:
             self._losses.pop(request_id, None)
             client_request_id = self._client_request_ids.pop(request_id, "")
             log.info("freed a request's memory", extra=about(client_request_id, request_id))
+            if self._heads is not None:
+                self._front_end.send(self._heads.counts())
             self._say_released(request_id)
 
     def _say_released(self, request_id: str) -> None:

@@ -48,7 +48,8 @@ def headwise_placement(folder: Path, stages: Sequence[tuple[str, int]], helpers:
 
 def with_blocks(own: int, *helpers: int, theta: float = 0.5) -> Callable[[Configure], Configure]:
     """A change of what workers are told: so many blocks of single heads on each GPU of the stages and on each
-    attention worker (for each of those GPUs), all of them alike in the eyes of the dispatcher."""
+    attention worker (for each of those GPUs), all of them alike in the eyes of the dispatcher; and prompts are
+    computed in short chunks."""
 
     def change(config: Configure) -> Configure:
         lanes = tuple(
@@ -62,6 +63,13 @@ def with_blocks(own: int, *helpers: int, theta: float = 0.5) -> Callable[[Config
             for lane in config.lanes
         )
         budget = budget_tokens(lanes, config.block_tokens)
-        return msgspec.structs.replace(config, lanes=lanes, kv_budget_tokens=budget, theta=theta)
+        return msgspec.structs.replace(
+            config,
+            lanes=lanes,
+            kv_budget_tokens=budget,
+            theta=theta,
+            max_prefill_tokens=48,
+            max_mixed_tokens=24,
+        )
 
     return change
