@@ -48,8 +48,8 @@ def headwise_placement(folder: Path, stages: Sequence[tuple[str, int]], helpers:
 
 def with_blocks(own: int, *helpers: int, theta: float = 0.5) -> Callable[[Configure], Configure]:
     """A change of what workers are told: so many blocks of single heads on each GPU of the stages and on each
-    attention worker (for each of those GPUs), all of them alike in the eyes of the dispatcher; and prompts are
-    computed in short chunks."""
+    attention worker (for each of those GPUs), all of them alike in the eyes of the dispatcher; and prompts
+    are computed in short chunks."""
 
     def change(config: Configure) -> Configure:
         lanes = tuple(

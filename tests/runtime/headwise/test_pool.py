@@ -227,16 +227,16 @@ def test_what_has_no_room_without_a_lost_worker_waits_and_lets_others_pass() -> 
 def test_only_requests_with_heads_on_a_lost_worker_are_computed_again() -> None:
     shapes = lanes((40, 4), heads=2)
     scheduler, pool, devices = make(shapes)
-    scheduler.prefill(request("large", 30, 9))
-    scheduler.prefill(request("small", 5, 9))
-    devices.run(step := pool.attach(scheduler.next_step()), set())
-    scheduler.complete(step.step, [5, 5])
+    for name, tokens in (("large", 30), ("small", 5)):
+        scheduler.prefill(request(name, tokens, 9))
+        devices.run(step := pool.attach(scheduler.next_step()), set())
+        scheduler.complete(step.step, [5] * len(step.sequences))
     assert pool.lose("own/0", "a/1") == ["small"] and scheduler.spoil("small")
     step = pool.attach(scheduler.next_step())
     devices.run(step, set())
     assert step.preempted == ("small",)
     assert [(s.request_id, s.position, len(s.tokens)) for s in step.sequences] == [
-        ("large", 30, 1),
+        ("large", 31, 1),
         ("small", 0, 6),
     ]
     assert {grant.device for grant in step.grants if grant.request_id == "small"} == {0}

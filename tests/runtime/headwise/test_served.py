@@ -1,5 +1,5 @@
-"""Replicas with attention workers, in processes of their own: tokens are those of transformers while heads are
-elsewhere, while they move, and after an attention worker was killed."""
+"""Replicas with attention workers, in processes of their own: tokens are those of transformers while heads
+are elsewhere, while they move, and after an attention worker was killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ OUTPUT = 60
 
 @dataclass
 class Served:
-    """A fleet of one replica with two attention workers, for several tests; its event loop runs while they ask."""
+    """A fleet of one replica with two attention workers, for several tests; its event loop runs while they
+    ask."""
 
     runner: asyncio.Runner
     fleet: LiveFleet
@@ -107,7 +108,7 @@ def test_cancelling_frees_heads_on_all_devices(small_helper):
 def test_a_killed_attention_worker_costs_its_requests_a_prefill_and_nothing_else(small_helper):
     fleet, recomputed = small_helper.fleet, small_helper.counts.recomputed
     replica = fleet.coordinator.replicas[REPLICA]
-    stage = fleet.pids["box/0"]
+    stage, workers = fleet.pids["box/0"], replica.attention_workers
 
     async def run() -> list[list[int]]:
         requests = [fleet.submit(prompt, OUTPUT) for prompt in (LONG, SHORT)]
@@ -117,9 +118,7 @@ def test_a_killed_attention_worker_costs_its_requests_a_prefill_and_nothing_else
         found = await asyncio.gather(*reading)
         assert [request.record.resumes for request in requests] == [0, 0]
         await fleet.settle()
-        await fleet.until(
-            lambda: not (replica.attention_workers.away or replica.attention_workers.counts.away)
-        )
+        await fleet.until(lambda: not (workers.away or workers.counts.away))
         return found
 
     assert small_helper.runner.run(run()) == small_helper.expected(LONG, SHORT)
