@@ -225,19 +225,20 @@ def test_what_has_no_room_without_a_lost_worker_waits_and_lets_others_pass() -> 
 
 
 def test_only_requests_with_heads_on_a_lost_worker_are_computed_again() -> None:
-    shapes = lanes((40, 4), heads=2)
+    shapes = lanes((60, 16), heads=2)  # the attention worker has no room for a head of the large one
     scheduler, pool, devices = make(shapes)
-    for name, tokens in (("large", 30), ("small", 5)):
+    for name, tokens in (("large", 70), ("small", 5)):
         scheduler.prefill(request(name, tokens, 9))
-        devices.run(step := pool.attach(scheduler.next_step()), set())
-        scheduler.complete(step.step, [5] * len(step.sequences))
+        for _ in range(2):
+            devices.run(step := pool.attach(scheduler.next_step()), set())
+            scheduler.complete(step.step, [5 for sequence in step.sequences if sequence.samples])
     assert pool.lose("own/0", "a/1") == ["small"] and scheduler.spoil("small")
     step = pool.attach(scheduler.next_step())
     devices.run(step, set())
     assert step.preempted == ("small",)
     assert [(s.request_id, s.position, len(s.tokens)) for s in step.sequences] == [
-        ("large", 31, 1),
-        ("small", 0, 6),
+        ("large", 72, 1),
+        ("small", 0, 7),
     ]
     assert {grant.device for grant in step.grants if grant.request_id == "small"} == {0}
 
