@@ -94,6 +94,10 @@ class Lane:
             heads += haul.coming.values()
         return {head.device for head in heads}
 
+    def believe(self, profiles: Sequence[DeviceProfile]) -> None:
+        """Dispatch by these profiles of the devices from now on."""
+        self._allocation.profiles = list(profiles)
+
     # -- requests come, grow and go
 
     def take(self, request: int, blocks: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from cluster_specs.loader import resolve
@@ -71,10 +70,4 @@ def lanes_of(
 
 def _part(profile: DeviceProfile, degree: int) -> tuple[float, float, float, float, float]:
     """The profile of one of so many equal parts of a device."""
-    part = replace(
-        profile,
-        head_s=profile.head_s * degree,
-        kv_byte_s=profile.kv_byte_s * degree,
-        vector_s=profile.vector_s * degree,
-    )
-    return part.head_s, part.kv_byte_s, part.fixed_s, part.vector_s, part.exchange_s
+    return profile.off_by((degree, degree, 1.0, degree, 1.0)).numbers

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from hexgen2.headwise.allocation import STEPS_PER_LOOK
+from hexgen2.headwise.profile import DeviceProfile
 from runtime.headwise.lane import Lane
 from runtime.headwise.room import largest_tokens
 from runtime.kv_cache.blocks import BlockPool, Digest
@@ -137,6 +138,12 @@ class HeadPool(BlockPool):
         if not broken:
             for account, device in self._devices(attention_worker):
                 account.regain(device)
+
+    def believe(self, lane: str, profiles: Iterable[tuple[float, ...]]) -> None:
+        """Dispatch the heads of a lane by these profiles of its devices from now on."""
+        for account, shape in zip(self._lanes, self._shapes, strict=True):
+            if shape.worker == lane:
+                account.believe([DeviceProfile(*numbers) for numbers in profiles])
 
     def _devices(self, attention_worker: str) -> list[tuple[Lane, int]]:
         """A worker's number among the devices of each lane that it is one of."""

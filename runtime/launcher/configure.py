@@ -189,6 +189,7 @@ def configurations(
             emulation=emulation,
             lanes=lanes.get(replica.id, ()),
             theta=THETA,
+            measure_heads=options.measure_heads,
         )
         for replica in placement.replicas
         for gpu in replica.gpus

@@ -171,6 +171,13 @@ class HeadsReady(Message, frozen=True):
     attention_worker: str
 
 
+class HeadsProfiled(Message, frozen=True):
+    """Executor to driver: the profiles of its lane's devices (HeadDevice.profile), measured."""
+
+    worker: str
+    profiles: tuple[tuple[float, float, float, float, float], ...]
+
+
 class Passed(Message, frozen=True):
     """Emulated pipeline stage to the next one: the activations of this step have left, so many seconds later
     than the stage's time says."""
@@ -267,6 +274,7 @@ BetweenWorkers = (
     | StepResult
     | HeadsLost
     | HeadsReady
+    | HeadsProfiled
     | Passed
     | KvLanded
     | KvSent

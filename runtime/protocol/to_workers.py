@@ -62,8 +62,9 @@ class Configure(Message, frozen=True):
     emulated engine only. Blocks reserved for a KV cache that never arrives are freed after kv_lease_s.
 
     A replica with attention workers has lanes, in the order of its ranks, and dispatches heads anew if
-    attention takes more than 1 + theta times the ideal. Its attention workers get a Configure with the role
-    "attention", the replica's stages and its lanes; they load nothing.
+    attention takes more than 1 + theta times the ideal; with measure_heads, by profiles that it measures. Its
+    attention workers get a Configure with the role "attention", the replica's stages and its lanes; they load
+    nothing.
     """
 
     protocol: int
@@ -92,6 +93,7 @@ class Configure(Message, frozen=True):
     kv_lease_s: float = 300.0
     lanes: tuple[HeadLane, ...] = ()
     theta: float = 0.5
+    measure_heads: bool = False
 
     def turned(self, role: Configure) -> Configure:
         """This worker in another role: what does not depend on the role, such as devices and addresses, stays

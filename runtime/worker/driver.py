@@ -22,6 +22,7 @@ from runtime.logs import about
 from runtime.protocol.between_workers import (
     ExpectKv,
     HeadsLost,
+    HeadsProfiled,
     HeadsReady,
     KvLanded,
     KvSent,
@@ -241,7 +242,7 @@ class Driver:
                 self._cancel(message.request_id)
             case StepResult():
                 self._complete(message)
-            case HeadsLost() | HeadsReady() if self._heads is not None:
+            case HeadsLost() | HeadsReady() | HeadsProfiled() if self._heads is not None:
                 self._follow_heads(self._heads, message)
             case KvLanded():
                 self._land(message)
@@ -332,9 +333,11 @@ class Driver:
             if request_id in self._scheduler:
                 self._fail(request_id, why, fault=False)
 
-    def _follow_heads(self, heads: HeadPool, message: HeadsLost | HeadsReady) -> None:
+    def _follow_heads(self, heads: HeadPool, message: HeadsLost | HeadsReady | HeadsProfiled) -> None:
         """Compute requests again whose heads were on an attention worker that is lost; or use one again."""
-        if isinstance(message, HeadsReady):
+        if isinstance(message, HeadsProfiled):
+            heads.believe(message.worker, message.profiles)
+        elif isinstance(message, HeadsReady):
             heads.regain(message.worker, message.attention_worker)
         else:
             for request_id in heads.lose(message.worker, message.attention_worker):

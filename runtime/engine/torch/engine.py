@@ -13,11 +13,12 @@ from runtime.engine.rank import Rank
 from runtime.engine.torch.collectives import Collectives, connect_store, open_store
 from runtime.engine.torch.headwise.connections import Connections
 from runtime.engine.torch.headwise.heads import Heads
+from runtime.engine.torch.headwise.profiling import measured
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.runner import StageRunner
 from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer.memory import shared_cache
-from runtime.protocol.between_workers import Step, StepResult
+from runtime.protocol.between_workers import HeadsProfiled, Step, StepResult
 from runtime.protocol.to_workers import Configure, Connect
 
 _ALL_LOADED = "all workers have loaded"
@@ -95,6 +96,8 @@ class TorchEngine(Engine):
         if self._heads is not None:
             self._attention_workers = Connections(self._config, self._heads, self.report)
             self._attention_workers.join(addresses.peers)
+            if self._config.measure_heads:
+                self._measure(self._heads)
         size = len(self._rank.workers)
         if size == 1:
             return
@@ -106,6 +109,12 @@ class TorchEngine(Engine):
             store = connect_store(driver[0], addresses.store_port, size)
             store.wait([_ALL_LOADED], _LOAD_LIMIT)
         self._collectives.join(self._config.host, store)
+
+    def _measure(self, heads: Heads) -> None:
+        """Measure attention on the devices of this worker's lane, and tell the driver."""
+        heads.connect()
+        profiles = tuple(profile.numbers for profile in measured(heads, self._rank.tp))
+        self.report(HeadsProfiled(worker=self._config.worker, profiles=profiles))
 
     def reconnect(self, addresses: Connect) -> None:
         if self._heads is not None:

@@ -55,6 +55,14 @@ class Heads:
         with self._lock:
             self._coming[self._names.index(attention_worker)] = heads
 
+    def connect(self) -> None:
+        """Take the connections that have come up."""
+        with self._lock:
+            coming, self._coming = self._coming, {}
+        for device, heads in coming.items():
+            self._drop(device)
+            self._remote[device] = heads
+
     def device_of(self, request_id: str, head: int) -> int | None:
         """The device that holds a head; None if it is gone."""
         device = self._held[request_id][head]
@@ -90,11 +98,7 @@ class Heads:
 
     def begin(self, step: Step) -> None:
         """Give heads their blocks and move them, before a step."""
-        with self._lock:
-            coming, self._coming = self._coming, {}
-        for device, heads in coming.items():
-            self._drop(device)
-            self._remote[device] = heads
+        self.connect()
         for grant in step.grants:
             if grant.lane == self.number:
                 held = self._held.setdefault(grant.request_id, [OWN] * self.lane.heads)
