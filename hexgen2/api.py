@@ -209,6 +209,9 @@ def replan(
     Re-planning weighs the cost of moving replicas against the gain; `moves` and `migration` of the result say
     how to get there. Arguments not given keep the values of `placement`. Ctrl-C works as in `search`.
 
+    With attention workers, the strategy that made the placement plans anew over what is left; moves are not
+    weighed.
+
     Parameters
     ----------
     placement : the running one, or its file
@@ -238,6 +241,7 @@ def replan(
     from hexgen2.replan.migration import Terms
     from hexgen2.replan.request import replan_problem
     from hexgen2.replan.search import replan as run
+    from hexgen2.strategies.registry import find_strategy
 
     previous, source = _loaded(placement)
     whole_models_only(previous, source, "re-planning")
@@ -266,8 +270,10 @@ def replan(
         weights,
         kv,
     )
-    left_s = _time_left_s(time_limit_s, began_s)
-    return _checked(run(problem, previous, _search_options(seed, left_s, False, progress), terms))
+    options = _search_options(seed, _time_left_s(time_limit_s, began_s), False, progress)
+    if previous.attention_workers:
+        return _checked(find_strategy(previous.strategy)(problem, options))
+    return _checked(run(problem, previous, options, terms))
 
 
 def simulate(

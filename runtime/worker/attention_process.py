@@ -20,7 +20,13 @@ class AttentionProcess(WorkerProcess):
         from runtime.engine.torch.headwise.server import AttentionServer
 
         super().__init__(config, control)
-        self._server = AttentionServer(config)
+        blocks = {
+            lane.worker: device.blocks
+            for lane in config.lanes
+            for device in lane.devices
+            if device.worker == config.worker
+        }
+        self._server = AttentionServer(blocks, config.block_tokens, config.device, config.threads)
 
     def run(self) -> NoReturn:
         """Listen until the process ends."""

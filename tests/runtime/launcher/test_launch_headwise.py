@@ -75,3 +75,18 @@ def test_what_cannot_be_done_with_attention_workers_is_refused_in_one_line(
     done = hexgen2("launch", found, "--model-path", model_folder, *options)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].endswith(f"attention_workers: {reason}")
+
+
+def test_what_is_left_after_a_loss_is_planned_anew_by_the_same_strategy(found, tmp_path):
+    done = hexgen2("search", "--from", found, "--lost", "slow/1", "-o", tmp_path / "left.json")
+    assert done.returncode == 0, done.stderr
+    left = Placement.load(tmp_path / "left.json")
+    assert (left.strategy, left.lost) == ("hetis", ["slow/1"])
+    assert [worker.gpu for worker in left.attention_workers] == ["slow/0"]
+    found_again = tmp_path / "back.json"
+    back = hexgen2("search", "--from", tmp_path / "left.json", "--added", "slow/1", "-o", found_again)
+    assert back.returncode == 0, back.stderr
+    assert Placement.load(found_again).replicas == Placement.load(found).replicas
+    slow = hexgen2("search", "--from", found, "--lost", "fast", "-o", tmp_path / "slow.json")
+    assert slow.returncode == 0, slow.stderr
+    assert Placement.load(tmp_path / "slow.json").attention_workers == []  # all that is left is of one type

@@ -32,6 +32,8 @@ class Connections:
         self._worker, self._heads, self._report = config.worker, heads, report
         self._credentials = Credentials(config.worker, "heads", config.secret)
         self._peers: Mapping[str, tuple[str, int]] = {}
+        self._reaching = set[str]()
+        self._lock = threading.Lock()
 
     def join(self, peers: Mapping[str, tuple[str, int]]) -> None:
         """Connect to all attention workers for the first time; those that do not answer count as lost."""
@@ -41,11 +43,19 @@ class Connections:
                 self.lost(device.worker)
 
     def reconnect(self, peers: Mapping[str, tuple[str, int]]) -> None:
-        """Take the addresses of attention workers that have started again."""
-        self._peers = peers
+        """Take the addresses of attention workers that have started again, and connect to them."""
+        before, self._peers = self._peers, peers
+        for device in self._heads.lane.devices[1:]:
+            if peers.get(device.worker) != before.get(device.worker):
+                self.lost(device.worker)
 
     def lost(self, attention_worker: str) -> None:
-        """Tell the driver that an attention worker is lost, and try to reach it."""
+        """Tell the driver that an attention worker is lost, and try to reach it; nothing if that is being
+        done."""
+        with self._lock:
+            if attention_worker in self._reaching:
+                return
+            self._reaching.add(attention_worker)
         self._report(HeadsLost(worker=self._worker, attention_worker=attention_worker))
         name = f"to {attention_worker}"
         threading.Thread(target=self._reach, args=(attention_worker,), name=name, daemon=True).start()
@@ -56,6 +66,8 @@ class Connections:
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         log.info("connected to attention worker %s again", attention_worker)
+        with self._lock:
+            self._reaching.discard(attention_worker)
         self._report(HeadsReady(worker=self._worker, attention_worker=attention_worker))
 
     def _connect(self, attention_worker: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 
 import torch
 
@@ -21,7 +22,6 @@ from runtime.protocol.to_attention_workers import (
     PutHead,
     TakeHead,
 )
-from runtime.protocol.to_workers import Configure
 
 log = logging.getLogger(__name__)
 
@@ -30,26 +30,26 @@ class AttentionServer:
     """The lanes of one attention worker, each served in the thread of its connection.
 
     The memory of a lane is taken when its worker connects, and kept for its next connection.
+
+    Parameters
+    ----------
+    blocks : that each worker of a stage has here, by name
     """
 
-    def __init__(self, config: Configure) -> None:
-        self._config, self._device = config, torch.device(config.device)
-        torch.set_num_threads(config.threads)
-        self._blocks = {
-            lane.worker: device.blocks
-            for lane in config.lanes
-            for device in lane.devices
-            if device.worker == config.worker
-        }
+    def __init__(self, blocks: Mapping[str, int], block_tokens: int, device: str, threads: int) -> None:
+        self._blocks, self._block_tokens, self._device = blocks, block_tokens, torch.device(device)
+        torch.set_num_threads(threads)
         self._pools: dict[str, PagedCache] = {}
         self._lock = threading.Lock()
+        self._turns = {worker: threading.Lock() for worker in blocks}
 
     def serve(self, connection: Connection, worker: str) -> None:
-        """Serve a stage's worker until its connection ends."""
+        """Serve a stage's worker until its connection ends. A new one waits for the end of the one before, which
+        may still write to the same blocks."""
         try:
             opened = connection.receive()
             if worker in self._blocks and isinstance(opened, OpenHeads):
-                with torch.inference_mode():
+                with self._turns[worker], torch.inference_mode():
                     _Lane(connection, self._pool(worker, opened), opened.query_heads).serve()
         except OSError as error:
             log.warning("the connection of worker %s ended: %s", worker, error)
@@ -62,7 +62,7 @@ class AttentionServer:
                 dtype = getattr(torch, opened.dtype)
                 shape = one_head(opened.first_layer, opened.end_layer, opened.head_dim, dtype, self._device)
                 blocks = self._blocks[worker]
-                self._pools[worker] = PagedCache(shape, blocks, self._config.block_tokens)
+                self._pools[worker] = PagedCache(shape, blocks, self._block_tokens)
             return self._pools[worker]
 
 
