@@ -387,6 +387,7 @@ class Coordinator:
         if self._stopped or workers is None or worker in workers.away:
             return
         log.error("attention worker %s of %s is lost (%s)", worker, replica.replica_id, reason)
+        self._listeners.leave_attention_worker(replica.replica_id, worker)
         workers.links[worker].send(Shutdown())
         replica.change_attention_workers(lambda own: own.lose(worker))
         if not self._on_attention_worker_lost(replica, worker):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from runtime.frontend.replica import Replica
@@ -38,6 +38,7 @@ class Listeners:
         self._handle, self._ping_every_s = handle, ping_every_s
         self._lost, self._lost_attention_worker = lost, lost_attention_worker
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._of_attention_workers: dict[str, dict[str, list[asyncio.Task[None]]]] = {}
 
     def listen(self, replica: Replica) -> None:
         """Start reading and watching the links of a replica, and of its attention workers."""
@@ -53,8 +54,12 @@ class Listeners:
         assert replica.attention_workers is not None
         link = replica.attention_workers.links[attention_worker]
         lost = partial(self._lost_attention_worker, replica, attention_worker)
-        tasks = self._tasks.setdefault(replica.replica_id, [])
-        tasks += self._hear(replica, attention_worker, link, lost)
+        tasks = self._hear(replica, attention_worker, link, lost)
+        self._of_attention_workers.setdefault(replica.replica_id, {})[attention_worker] = tasks
+
+    def leave_attention_worker(self, replica_id: str, attention_worker: str) -> None:
+        """Stop listening to an attention worker; may be called while one of its messages is handled."""
+        _cancel(self._of_attention_workers.get(replica_id, {}).pop(attention_worker, []))
 
     def _hear(
         self, replica: Replica, worker: str, link: WorkerLink, lost: Callable[[str], None]
@@ -66,23 +71,26 @@ class Listeners:
 
     def leave(self, replica_id: str) -> None:
         """Stop listening to a replica; may be called while one of its messages is handled."""
-        for task in self._tasks.pop(replica_id, []):
-            if task is not asyncio.current_task():
-                task.cancel()
+        _cancel(self._pop(replica_id))
 
     async def hand_over(self, replica_id: str) -> None:
         """Stop listening to a replica; then others may read its links."""
-        tasks = self._tasks.pop(replica_id, [])
-        for task in tasks:
-            task.cancel()
+        tasks = self._pop(replica_id)
+        _cancel(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
         """Stop listening to all replicas."""
-        tasks = [task for own in self._tasks.values() for task in own]
-        for task in tasks:
-            task.cancel()
+        tasks = [task for replica_id in list(self._tasks) for task in self._pop(replica_id)]
+        _cancel(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _pop(self, replica_id: str) -> list[asyncio.Task[None]]:
+        """The tasks of a replica and its attention workers, which are forgotten."""
+        tasks = self._tasks.pop(replica_id, [])
+        for others in self._of_attention_workers.pop(replica_id, {}).values():
+            tasks += others
+        return tasks
 
     async def _read(
         self, replica: Replica, worker: str, link: WorkerLink, lost: Callable[[str], None]
@@ -100,6 +108,12 @@ class Listeners:
     async def _watch(self, worker: str, link: WorkerLink, lost: Callable[[str], None]) -> None:
         await until_silent(link, self._ping_every_s)
         lost(f"worker {worker} does not answer")
+
+
+def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        if task is not asyncio.current_task():
+            task.cancel()
 
 
 async def until_silent(link: WorkerLink, every_s: float = PING_EVERY_S) -> None:

@@ -44,8 +44,8 @@ class AttentionServer:
         self._turns = {worker: threading.Lock() for worker in blocks}
 
     def serve(self, connection: Connection, worker: str) -> None:
-        """Serve a stage's worker until its connection ends. A new one waits for the end of the one before, which
-        may still write to the same blocks."""
+        """Serve a stage's worker until its connection ends. A new connection waits for the end of the one
+        before, which may still write to the same blocks."""
         try:
             opened = connection.receive()
             if worker in self._blocks and isinstance(opened, OpenHeads):
