@@ -10,15 +10,18 @@ EXTRAS := runtime,p2p,dev
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
+# Tests start hundreds of processes, which import the project: it is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fleets test-runtime test-alone test-vllm test-slow environments check clean schema docs-figures
+.PHONY: demo test test-fleets test-runtime test-search test-alone test-vllm test-slow environments check clean schema docs-figures
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# Launched fleets spend more time waiting than computing, so the other two parts run at the same time.
-test: check
-	$(MAKE) --no-print-directory -j3 test-fleets test-runtime test-alone
+# Launched fleets spend more time waiting than computing, so the other parts run at the same time. Two of them keep
+# two cores busy once the fleets have ended.
+test: $(STAMP)
+	$(MAKE) --no-print-directory -j5 check test-fleets test-runtime test-search test-alone
 
 FLEETS := tests/runtime/launcher tests/runtime/p2p
 
@@ -29,9 +32,15 @@ test-fleets: $(STAMP)
 test-runtime: $(STAMP)
 	$(BIN)/python -m pytest tests/runtime $(FLEETS:%=--ignore=%) --durations 15
 
-# Everything outside the runtime, at low priority.
+SEARCH := $(addprefix tests/hexgen2/,search strategies simulator replan)
+
+# Searches and simulations, at low priority.
+test-search: $(STAMP)
+	nice -n 19 $(BIN)/python -m pytest $(SEARCH) --durations 15
+
+# Everything else outside the runtime, at low priority.
 test-alone: $(STAMP)
-	nice -n 19 $(BIN)/python -m pytest tests --ignore=tests/runtime --durations 15
+	nice -n 19 $(BIN)/python -m pytest tests --ignore=tests/runtime $(SEARCH:%=--ignore=%) --durations 15
 
 # `--engine vllm` with the real vLLM on CPUs, which has its own virtual environment.
 test-vllm: $(STAMP) $(VLLM)/.installed

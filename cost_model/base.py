@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+import numpy as np
+
 from cost_model.architecture import ModelArchitecture
 from cost_model.hardware import Accelerator, Link
 from cost_model.lengths import RequestLengths
@@ -199,6 +201,17 @@ class CostModel(ABC):
     @abstractmethod
     def layer_work_s(self, group: TensorGroup, work: Work) -> float:
         """Seconds of one layer for a step of this work, tensor-parallel communication included."""
+
+    def layers_work_s(self, group: TensorGroup, work: Work) -> np.ndarray:
+        """[n] seconds of one layer for n steps, whose work are arrays [n]: `layer_work_s` to the last bit, in
+        less time where there are many."""
+        steps = zip(*(np.asarray(each).tolist() for each in work), strict=True)
+        return np.array([self.layer_work_s(group, Work(*step)) for step in steps])
+
+    def edges_work_s(self, group: TensorGroup, sampled: np.ndarray, last: bool) -> np.ndarray:
+        """The same of `edge_work_s`, for [n] tokens sampled."""
+        different, which = np.unique(sampled, return_inverse=True)
+        return np.array([self.edge_work_s(group, each, last) for each in different.tolist()])[which]
 
     @abstractmethod
     def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:

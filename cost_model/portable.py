@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 _LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")
 _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
 """ln 2 as a sum: products of the first with integers up to 2^20 are exact (Cody and Waite, 1980)."""
@@ -33,6 +35,17 @@ def exp(x: float) -> float:
     for term in _EXP_TERMS:
         total = total * r + term
     return math.ldexp(1.0 + (r + r * r * total), k)
+
+
+def exps(x: np.ndarray) -> np.ndarray:
+    """`exp` of each of [n] numbers that are not too large for it, to the last bit."""
+    k = np.floor(x / _LN2_HIGH + 0.5)
+    r = (x - k * _LN2_HIGH) - k * _LN2_LOW
+    total = np.zeros_like(x)
+    for term in _EXP_TERMS:
+        total = total * r + term
+    found = np.ldexp(1.0 + (r + r * r * total), k.astype(int))
+    return np.where(x > _SMALLEST, found, 0.0)
 
 
 def log(x: float) -> float:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from scipy.special import gammainccinv, pdtr
-
 from cost_model.architecture import ModelArchitecture
 from cost_model.lengths import RequestLengths
 from cost_model.portable import exp, twelve_digits
@@ -204,10 +202,14 @@ class DecodeQueue:
         places = self.places_within(tpot_s)
         if rate >= self.capacity_req_s or places < 1:
             return 0.0
+        from scipy.special import pdtr  # Slow to import; a search without targets does without.
+
         return twelve_digits(float(pdtr(places - 1, self.under_way(rate))))
 
     def largest_rate(self, share: float) -> float:
         """Most requests/s at which that share of them find a place at once."""
+        from scipy.special import gammainccinv
+
         others = twelve_digits(float(gammainccinv(self.places, share)))
         rate = others / (self.osl * self.mean_tpot_s(others))
         if not self.tiled:

@@ -207,7 +207,8 @@ def replan(
     """Find the next placement of a running fleet after GPUs were lost or added, or the workload changed.
 
     Re-planning weighs the cost of moving replicas against the gain; `moves` and `migration` of the result say
-    how to get there. Arguments not given keep the values of `placement`. Ctrl-C works as in `search`.
+    how to get there. Ranges of layers are planned anew by the strategy that made them, without either.
+    Arguments not given keep the values of `placement`. Ctrl-C works as in `search`.
 
     With attention workers, the strategy that made the placement plans anew over what is left; moves are not
     weighed.
@@ -237,14 +238,13 @@ def replan(
     began_s = time.monotonic()
     from dataclasses import replace
 
-    from hexgen2.layer_ranges import whole_models_only
     from hexgen2.replan.migration import Terms
     from hexgen2.replan.request import replan_problem
     from hexgen2.replan.search import replan as run
     from hexgen2.strategies.registry import find_strategy
 
     previous, source = _loaded(placement)
-    whole_models_only(previous, source, "re-planning")
+    _check_ranges_from(previous, source, horizon_s, load_gbyte_s)
     if previous.goal.objective != "throughput":
         key, problem_text = f"{source}: goal.objective", "re-planning can only optimise throughput"
         raise InputError(key, "", problem_text, "leave the goal out, or run a new search without --from")
@@ -273,7 +273,25 @@ def replan(
     options = _search_options(seed, _time_left_s(time_limit_s, began_s), False, progress)
     if previous.attention_workers:
         return _checked(find_strategy(previous.strategy)(problem, options))
+    if previous.layer_ranges is not None:
+        problem = replace(problem, latency_aware=previous.layer_ranges.latency_aware)
+        return _checked(find_strategy(previous.strategy)(problem, options))
     return _checked(run(problem, previous, options, terms))
+
+
+def _check_ranges_from(
+    previous: Placement, source: str, horizon_s: float | None, load_gbyte_s: float | None
+) -> None:
+    """Refuse what ranges of layers, which are planned anew, do not have."""
+    if previous.layer_ranges is None:
+        return
+    if previous.layer_ranges.tables is not None:
+        problem = "the tokens/s of nodes were given, and those of others are not known"
+        raise InputError(source, "layer_ranges.tables", problem, "search again, with another --case")
+    for option, value in (("--horizon", horizon_s), ("--load-gbyte-s", load_gbyte_s)):
+        if value is not None:
+            problem = f"does not go with {source}, whose ranges of layers are planned anew"
+            raise InputError(option, "", problem, "leave it out")
 
 
 def simulate(

@@ -40,5 +40,7 @@ def _listed(names: dict[str, str]) -> str:
 
 
 SCHEDULER_HELP = f"How the route of a request is chosen. {_listed(SCHEDULERS)}"
-LENGTHS_HELP = f"The output that workload-aware and memory expect of a request. {_listed(OUTPUT_LENGTHS)}"
+LENGTHS_HELP = (
+    f"The output that workload-aware, memory and paths expect of a request. {_listed(OUTPUT_LENGTHS)}"
+)
 PATHS_HELP = f"Of ranges of layers (helix), how its path is chosen. {_listed(PATH_SCHEDULERS)}"

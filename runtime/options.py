@@ -59,9 +59,11 @@ class FrontOptions:
         same as queue_limit)
     queue_timeout_s : how long a request may wait before it starts
     kv_high_water : share of a replica's KV cache up to which requests are let in, counting what they are
-        expected to grow by
+        expected to grow by; None: all of it, or HIGH_WATER (runtime/routing/paths/path_router.py) where
+        requests take paths through ranges of layers
     shift_load : whether shares of routes move when requests wait and are longer or shorter than planned
-    scheduler : how the route of a request is chosen (routing/schedulers.py)
+    scheduler : how the route of a request is chosen (routing/schedulers.py), or its path through ranges of
+        layers (routing/paths/next_hop.py)
     output_lengths : what predicts the output of requests, for schedulers that ask (routing/output_lengths.py)
     api_keys : keys by the name of the client; a client must send one of them. Empty: no key is needed
     operator_key : key that an operator must send to see metrics, requests and the placement, and to change
@@ -81,7 +83,7 @@ class FrontOptions:
     queue_limit: int = QUEUE_LIMIT
     client_queue_limit: int | None = None
     queue_timeout_s: float = QUEUE_TIMEOUT_S
-    kv_high_water: float = 1.0
+    kv_high_water: float | None = None
     shift_load: bool = True
     scheduler: str = FLOW
     output_lengths: str = BUCKETS

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import socket
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,9 +51,11 @@ from runtime.options import (
 )
 from runtime.protocol.to_workers import Configure
 from runtime.routing.load_shift import LoadShift
-from runtime.routing.output_lengths import make_predictor
+from runtime.routing.output_lengths import OutputLengths, make_predictor
+from runtime.routing.paths.path_router import HIGH_WATER, PathRouter
+from runtime.routing.paths.range_plan import RangePlan
 from runtime.routing.reflow import Reflow
-from runtime.routing.router import Router
+from runtime.routing.router import Router, routes_of
 from runtime.routing.schedulers import make_router
 
 if TYPE_CHECKING:
@@ -100,12 +102,12 @@ def serve(
     HexGen2Error : a worker failed at the start
     """
     from hexgen2.checks import verify
-    from hexgen2.layer_ranges import whole_models_only
 
     verify(placement, source)
-    whole_models_only(placement, source, "a launch")
     if engine not in ENGINES:
         raise InputError("--engine", engine, "does not exist", f"choose from: {', '.join(ENGINES)}")
+    if placement.layer_ranges is not None:
+        _check_ranges(placement, engine, source, replan_after_s is not None)
     check_family(placement, engine, source)
     _check_attention_workers(placement, source, engine, launcher, replan_after_s)
     if isinstance(launcher, Launcher):
@@ -136,14 +138,15 @@ def serve(
         )
     logs.set_up("front end")
     front = replace(front, allowed_hosts=hosts_of(front, host))
-    router = make_router(front.scheduler, (), make_predictor(front.output_lengths, placement.workload))
+    lengths = make_predictor(front.output_lengths, placement.workload)
+    router = router_of(placement, worker_configs, front, lengths)
     successors = _successors(worker_configs, configure, front)
     with bound(host, port) as listener:
         if not front.api_keys and not is_loopback(host):
             report(f"anybody who reaches {host} can use this server: it was started without --api-key")
         return asyncio.run(
             _serve(
-                *(placement, folder, worker_configs, router, successors, listener, starter),
+                *(placement, folder, worker_configs, router, lengths, successors, listener, starter),
                 *(restarts, replan_after_s, front),
             )
         )
@@ -166,6 +169,41 @@ def _check_attention_workers(
         raise InputError(source, "attention_workers", problem, remedy)
 
 
+def _check_ranges(placement: Placement, engine: str, source: str, replans: bool) -> None:
+    """Refuse what cannot be done with ranges of layers."""
+    if engine != TORCH:
+        problem = f"{placement.strategy} divides the model into ranges of layers, which --engine {engine} "
+        remedy = f"use --engine {TORCH}, or search with another --strategy"
+        raise InputError(source, "layer_ranges", problem + "cannot run", remedy)
+    if replans:
+        problem = f"{source} divides the model into ranges of layers, which are not re-planned"
+        raise InputError("--replan", "", problem, "leave it out: paths avoid what is lost")
+
+
+def router_of(
+    placement: Placement, worker_configs: Mapping[str, Configure], front: FrontOptions, lengths: OutputLengths
+) -> Router | PathRouter:
+    """What chooses routes or, with ranges of layers, paths, by the scheduler of the options.
+
+    Raises
+    ------
+    InputError : the scheduler does not know placements of this kind
+    """
+    if placement.layer_ranges is None:
+        return make_router(front.scheduler, routes_of(placement), lengths)
+    drivers = {replica.id: worker_configs[replica.gpus[0]] for replica in placement.replicas}
+    return PathRouter(
+        placement,
+        front.scheduler,
+        room={
+            replica.id: drivers[replica.id].kv_budget_tokens * replica.stages[0].layer_count
+            for replica in placement.replicas
+        },
+        high_water=HIGH_WATER if front.kv_high_water is None else front.kv_high_water,
+        block_tokens=next(iter(drivers.values())).block_tokens,
+    )
+
+
 def _vllm_launcher(launcher: str, options: EngineOptions) -> Launcher:
     from runtime.vllm.launcher import VllmLauncher
 
@@ -179,7 +217,8 @@ async def _serve(
     placement: Placement,
     folder: Path | None,
     worker_configs: dict[str, Configure],
-    router: Router,
+    router: Router | PathRouter,
+    lengths: OutputLengths,
     successors: Configured,
     listener: socket.socket,
     launcher: Launcher,
@@ -195,16 +234,16 @@ async def _serve(
         )
         if started is not None:
             links, tokenizer = started
-            reflow = Reflow(placement)
             coordinator = Coordinator(
-                router.with_routes(reflow.routes(())),
+                router,
                 make_replicas(placement, worker_configs, links, front.kv_high_water, front.scheduler),
                 metrics if tracer is None else tracer,
                 queue_limit=front.queue_limit,
                 client_queue_limit=front.client_queue_limit,
                 queue_timeout_s=front.queue_timeout_s,
-                plan=reflow,
+                plan=Reflow(placement) if isinstance(router, Router) else RangePlan(placement),
                 shifts=LoadShift.of if front.shift_load and front.scheduler == FLOW else None,
+                lengths=lengths,
             )
             metrics.watch(coordinator)
             app = create_app(Service(placement, coordinator, tokenizer, metrics, front))

@@ -7,10 +7,14 @@ test as an @example.
 """
 
 import os
+import signal
 
 from hypothesis import settings
 
 os.environ["HEXGEN2_STRICT"] = "1"  # an illegal transition raises, in every process that a test starts
+
+# In a background job of a shell, Ctrl-C is ignored, and so it would be in every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=2000, derandomize=False, deadline=None, print_blob=True)

@@ -15,6 +15,8 @@ import math
 from bisect import bisect_right
 from typing import ClassVar, Self
 
+import numpy as np
+
 from cost_model.architecture import ModelArchitecture
 from cost_model.base import Origin, Phase, TensorGroup, Work
 from cost_model.calibrated import Calibrated
@@ -24,10 +26,13 @@ from cost_model.engines.numbers import EngineFits, FittedEngine, HostNumbers, sh
 from cost_model.hardware import CATALOGUE, NO_LINK, Accelerator
 from cost_model.lengths import RequestLengths
 from cost_model.operators import Operators
+from cost_model.operators.arithmetic import Amount
 from cost_model.operators.numbers import OperatorFits
 
 _US = 1e-6
 _KEPT = 1 << 16
+_FEW = 8
+"""Steps that are timed faster one by one than as arrays."""
 _BELOW = 1 - 1e-12
 """Just below a size at which a tile more begins, whatever rounding makes of that size."""
 
@@ -139,6 +144,27 @@ class EngineSteps(Calibrated):
             taken += self._decodes * layers.decodes_s(decodes, work.context / dp)
         return float(taken if dp == 1 else numbers.groups * taken)
 
+    def layers_work_s(self, group: TensorGroup, work: Work) -> np.ndarray:
+        plain = self.model.experts == 1 and self.model.latent is None and group.attention_dp == 1
+        if np.size(work.sampled) < _FEW or group.accelerator.kind == "cpu" or not plain:
+            return super().layers_work_s(group, work)
+        layers, numbers = self._operators(group), self.fitted.numbers
+        tokens, which = np.unique(work.tokens, return_inverse=True)
+        taken = np.asarray(self._sum_of_tokens_s(group, layers, tokens, tokens)[which])
+        some = np.flatnonzero(work.prompt_tokens)
+        if len(some):
+            sampled, prompt_tokens, attended, decodes = (
+                np.asarray(each)[some]
+                for each in (work.sampled, work.prompt_tokens, work.prompt_attended, work.decodes)
+            )
+            attention_s = layers.prompts_s(np.maximum(1.0, sampled - decodes), prompt_tokens, attended)
+            taken[some] += self._prompts * attention_s + numbers.prompt_layer_us * _US
+        some = np.flatnonzero(work.decodes)
+        if len(some):
+            attention_s = layers.decodes_s(np.asarray(work.decodes)[some], np.asarray(work.context)[some])
+            taken[some] += self._decodes * attention_s
+        return taken
+
     def fastest_batch(self, phase: Phase, group: TensorGroup, most: float) -> float:
         """Steps take longer by whole tiles, so that full tiles may pass more requests/s than one request more
         does. Between two such sizes the requests/s of a layer rise."""
@@ -183,12 +209,30 @@ class EngineSteps(Calibrated):
             taken += numbers.products * head + numbers.request_us * host.steps * _US * sampled
         return float(taken)
 
+    def edges_work_s(self, group: TensorGroup, sampled: np.ndarray, last: bool) -> np.ndarray:
+        if len(sampled) < _FEW or group.accelerator.kind == "cpu":
+            return super().edges_work_s(group, sampled, last)
+        numbers, host = self.fitted.numbers, self.host(group.accelerator)
+        taken = np.full(len(sampled), numbers.step_us * host.steps * _US)
+        if last:
+            head = self._operators(group).head_s(np.maximum(1.0, sampled / group.attention_dp))
+            taken += numbers.products * head + numbers.request_us * host.steps * _US * sampled
+        return taken
+
     def _of_tokens_s(self, group: TensorGroup, layers: StepOperators, own: float, tokens: float) -> float:
         """What depends on the tokens of a step only, which many steps have in common."""
         key = (group, own, tokens)
         known = self._by_tokens.get(key)
         if known is not None:
             return known
+        if len(self._by_tokens) >= _KEPT:
+            self._by_tokens.clear()
+        taken = self._by_tokens[key] = self._sum_of_tokens_s(group, layers, own, tokens)
+        return taken
+
+    def _sum_of_tokens_s(
+        self, group: TensorGroup, layers: StepOperators, own: Amount, tokens: Amount
+    ) -> Amount:
         numbers, model = self.fitted.numbers, self.model
         over_nvlink = group.link.fabric == "nvlink"
         taken = (
@@ -207,9 +251,6 @@ class EngineSteps(Calibrated):
         if group.degree > 1 and group.link != NO_LINK:
             factor = numbers.exchange if over_nvlink else 1.0
             taken += factor * layers.exchange_s(own, tokens)
-        if len(self._by_tokens) >= _KEPT:
-            self._by_tokens.clear()
-        self._by_tokens[key] = taken
         return taken
 
     def _operators(self, group: TensorGroup) -> StepOperators:

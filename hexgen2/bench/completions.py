@@ -162,14 +162,14 @@ class _Event(NamedTuple):
     Attributes
     ----------
     usage : prompt and output tokens, as counted by the server
-    route : prefill replica, decode replica and the KV bytes moved
+    route : prefill replica and decode replica, or the replicas of its path, and the KV bytes moved
     """
 
     error: str = ""
     is_token: bool = False
     is_last: bool = False
     usage: tuple[int, int] | None = None
-    route: tuple[str, str, int] | None = None
+    route: tuple[tuple[str, ...], int] | None = None
 
 
 def _event(data: bytes) -> _Event:
@@ -182,10 +182,15 @@ def _event(data: bytes) -> _Event:
             is_token=bool(choices),
             is_last=bool(choices and choices[0].get("finish_reason")),
             usage=(int(usage["prompt_tokens"]), int(usage["completion_tokens"])) if usage else None,
-            route=(where["prefill_replica"], where["decode_replica"], where["kv_bytes"]) if where else None,
+            route=(_replicas(where), where["kv_bytes"]) if where else None,
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         raise Failure("a stream event does not follow the OpenAI API") from None
+
+
+def _replicas(where: dict[str, Any]) -> tuple[str, ...]:
+    """The replicas that a request passed, in order."""
+    return tuple(where.get("path") or (where["prefill_replica"], where["decode_replica"]))
 
 
 def _ids(body: bytes) -> list[str]:

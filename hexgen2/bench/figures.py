@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,17 +72,19 @@ def _traffic(
     for ends in of_route:
         routes[ends] = {"from": ends[0], "to": ends[1], "requests": 0, "bytes": 0}
     for index in sorted(seen.routes):
-        prefill, decode, moved = seen.routes[index]
+        names, moved = seen.routes[index]
         if np.isnan(seen.end_s[index]):
             continue
-        for name in {prefill, decode}:
+        for name in set(names):
             row = replicas.setdefault(name, {"requests": 0, "mean_queue": 0.0, "mean_running": 0.0})
             row["requests"] += 1
-        replicas[prefill]["mean_queue"] += float(seen.first_s[index] - seen.sent_s[index]) / duration_s
-        replicas[decode]["mean_running"] += float(seen.end_s[index] - seen.first_s[index]) / duration_s
-        if prefill != decode:
+        replicas[names[0]]["mean_queue"] += float(seen.first_s[index] - seen.sent_s[index]) / duration_s
+        replicas[names[-1]]["mean_running"] += float(seen.end_s[index] - seen.first_s[index]) / duration_s
+        for source, target in pairwise(names):
+            if source == target:
+                continue
             route = routes.setdefault(
-                (prefill, decode), {"from": prefill, "to": decode, "requests": 0, "bytes": 0}
+                (source, target), {"from": source, "to": target, "requests": 0, "bytes": 0}
             )
             route["requests"] += 1
             route["bytes"] += moved

@@ -20,7 +20,7 @@ class Measurements:
     isl, osl : [n] prompt and output tokens, as counted by the server if it reports them
     gap_s : times between consecutive tokens of a request (ITL)
     failed : request index -> reason
-    routes : request index -> prefill replica, decode replica and KV bytes moved
+    routes : request index -> prefill and decode replica, or the replicas of its path, and KV bytes moved
     late_s : longest delay of a request by the client itself
     """
 
@@ -32,7 +32,7 @@ class Measurements:
     osl: np.ndarray = field(init=False)
     gap_s: array = field(default_factory=lambda: array("d"))
     failed: dict[int, str] = field(default_factory=dict)
-    routes: dict[int, tuple[str, str, int]] = field(default_factory=dict)
+    routes: dict[int, tuple[tuple[str, ...], int]] = field(default_factory=dict)
     late_s: float = 0.0
     interrupted: bool = False
 

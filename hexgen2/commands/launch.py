@@ -13,7 +13,14 @@ import click
 
 from cost_model.errors import InputError
 from hexgen2.commands.options import PATH, POSITIVE, Command, Number, options, setting, settings_of
-from hexgen2.schedulers import LENGTHS_HELP, OUTPUT_LENGTHS, SCHEDULER_HELP, SCHEDULERS
+from hexgen2.schedulers import (
+    LENGTHS_HELP,
+    OUTPUT_LENGTHS,
+    PATH_SCHEDULERS,
+    PATHS_HELP,
+    SCHEDULER_HELP,
+    SCHEDULERS,
+)
 from hexgen2.terminal import quiet
 from runtime.options import (
     DEFAULTS,
@@ -118,8 +125,8 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 )
 @_front(
     "--scheduler",
-    click.Choice(list(SCHEDULERS)),
-    SCHEDULER_HELP,
+    click.Choice(list(SCHEDULERS | PATH_SCHEDULERS)),
+    f"{SCHEDULER_HELP} {PATHS_HELP}",
 )
 @_front("--output-lengths", click.Choice(list(OUTPUT_LENGTHS)), LENGTHS_HELP)
 @_failures(
@@ -207,7 +214,8 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 @_limit(
     "--kv-high-water",
     Number(0, 1, min_open=True),
-    "Admit requests up to this share of the KV cache, including their expected growth.",
+    "Admit requests up to this share of the KV cache, including their expected growth.  [default: 1; 0.9 "
+    "for ranges of layers]",
 )
 @_limit("--max-body-bytes", click.IntRange(1), "Bytes of one request body.")
 @_limit("--max-total-body-bytes", click.IntRange(1), "Bytes of all in-flight request bodies together.")

@@ -178,6 +178,7 @@ _detail = options("Modelling details")
 )
 def search(output: Path | None, as_json: bool, previous: Path | None, **asked: Any) -> None:
     """Find a placement: which GPUs form which replica, how each is parallelised, how KV caches flow."""
+    from hexgen2.search.stopping import ctrl_c_ends_searches
     from hexgen2.strategies.registry import find_strategy
 
     find_strategy(asked["strategy"])
@@ -186,7 +187,8 @@ def search(output: Path | None, as_json: bool, previous: Path | None, **asked: A
     asked["progress"] = _progress()
     if asked["time_limit_s"] is not None:  # It counts from the start of the command.
         asked["time_limit_s"] = max(SMALLEST, asked["time_limit_s"] - (time.monotonic() - BEGAN_S))
-    placement = _new(**asked) if previous is None else _next(previous, **asked)
+    with ctrl_c_ends_searches():
+        placement = _new(**asked) if previous is None else _next(previous, **asked)
     if output is not None:
         placement.save(output)
     if as_json:

@@ -21,11 +21,11 @@ def kv_capacity_tokens(
     held = lengths.kv_tokens_prefill(window) if phase == "prefill" else lengths.kv_tokens_decode(window)
     if workers:
         return max(0, int(min(stage_requests(replica, workers, cluster, costs)) * held))
-    last = len(replica.stages) - 1
     requests = []
-    for j, stage in enumerate(replica.stages):
+    for stage in replica.stages:
         accelerator = cluster.accelerators[cluster.index(stage.gpus[0])]
-        memory = costs.stage_memory(phase, stage.tensor_group(accelerator), first=j == 0, last=j == last)
+        first, last = stage.layers[0] == 0, stage.layers[1] == costs.model.layers
+        memory = costs.stage_memory(phase, stage.tensor_group(accelerator), first=first, last=last)
         room = memory.limit - memory.fixed - stage.layer_count * memory.per_layer
         requests.append(room / (stage.layer_count * memory.per_layer_request + memory.per_request))
     return max(0, int(min(requests) * held))

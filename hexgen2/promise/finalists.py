@@ -231,7 +231,7 @@ class _Tournament:
         hardly = HARDLY * (1 - self._goal.attainment)
         easy = all(1 - trial.share < hardly for trial in roughly.trials)
         trials = self._trials(placement, seed_offset=1)
-        return precise_goodput(
+        found = precise_goodput(
             trials,
             placement.workload,
             self._goal,
@@ -243,10 +243,11 @@ class _Tournament:
             stop=lambda: trials.requests >= self._effort.enough or self._stop(),
             easy_req_s=roughly.req_s if easy else 0.0,
         )
+        return found if found.req_s > 0 or not self._stop() else roughly
 
     def _trials(self, placement: Placement, seed_offset: int = 0) -> Trials:
         seed = 2 * self._seed + seed_offset
-        return Trials(placement, self._cluster, self._goal, seed, self._costs, self._times)
+        return Trials(placement, self._cluster, self._goal, seed, self._costs, self._times, self._stop)
 
     def _first_count(self, placement: Placement, rate: float) -> int:
         """Requests of a first run at that rate."""

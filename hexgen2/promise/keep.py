@@ -50,7 +50,7 @@ def with_promise(
         placements = [_quickest(placements, cluster, seed, stop, effort)]
     if goal.ttft_ms is None and goal.tpot_ms is None:
         if goal.request_rate is not None:
-            return _at_rate(placements[0], cluster, seed, effort)
+            return _at_rate(placements[0], cluster, seed, effort, stop)
         if stop():
             return placements[0]
         return _best_at_full_load(placements, cluster, seed, stop)
@@ -132,18 +132,23 @@ def _fullest(placement: Placement, cluster: Cluster) -> float:
     return max([1e-9, *traffic.shares.values()])
 
 
-def _at_rate(placement: Placement, cluster: Cluster, seed: int, effort: Effort) -> Placement:
-    """The placement with the latencies at the goal's request_rate."""
+def _at_rate(
+    placement: Placement, cluster: Cluster, seed: int, effort: Effort, stop: Callable[[], bool]
+) -> Placement:
+    """The placement with the latencies at the goal's request_rate, if there is time to simulate them."""
     rate = placement.goal.request_rate
     assert rate is not None
-    carried = rate < placement.throughput.req_s
-    trial = Trials(placement, cluster, placement.goal, seed).run(rate, effort.final, 0) if carried else None
+    carried, late = rate < placement.throughput.req_s, stop()
+    simulated = carried and not late
+    trial = Trials(placement, cluster, placement.goal, seed).run(rate, effort.final, 0) if simulated else None
     record = Goodput(
         request_rate=rate,
         goodput_req_s=None,
         attainment=None,
         **_latencies(trial),
-        assumptions=_assumptions(effort.final if carried else 0),
+        assumptions=["there was no time to simulate it"]
+        if carried and late
+        else _assumptions(effort.final if carried else 0),
     )
     return placement.model_copy(update={"goodput": record})
 

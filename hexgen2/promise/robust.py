@@ -116,7 +116,8 @@ def compare_under_errors(
     valuation = _VALUATIONS[first.goal.objective](placements, cautious, cluster, seed, effort)
     kept, nominal, rows = list(placements[:1]), [0.0], []
     try:
-        kept, nominal = valuation.best(stopping)
+        if not stopping.out_of_time():
+            kept, nominal = valuation.best(stopping)
         for perturbation in errors.draws(cluster, seed, valuation.perturbations):
             if stopping.out_of_time():
                 break

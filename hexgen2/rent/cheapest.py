@@ -6,11 +6,14 @@ import itertools
 
 from cost_model.errors import InfeasibleError
 from hexgen2.rent.release import cheapest_alike
-from hexgen2.rent.universe import attempt, fresh
+from hexgen2.rent.universe import attempt, fresh, look_at_the_clock
 from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluation import Evaluation
-from hexgen2.search.problem import Solution
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.partition.whole_nodes import whole_nodes
+from hexgen2.search.problem import Group, Solution
 from hexgen2.search.state import SearchState
+from hexgen2.search.ties import exceeds, greatest_first, least
 
 CARRIED = 1 + 2e-6
 """Slack on the load, so that it is still carried after the flow has been balanced."""
@@ -27,8 +30,12 @@ def explore_cost(state: SearchState, seed: int) -> None:
     problem = state.evaluator.problem
     load = problem.goal.request_rate
     assert load is not None
+    look_at_the_clock(state)
+    first = _first_rental(state, load)
     most = leave_cheapest(state, seed, load, spendable(problem))
-    if state.incumbent.best is None and (most is None or most.req_s <= 0):
+    if state.incumbent.best is None and state.stopping.cut is not None and first is not None:
+        state.incumbent.offer(first)
+    elif state.incumbent.best is None and (most is None or most.req_s <= 0):
         refuse_budget(state, seed)
     elif most is not None and state.stopping.cut is None:
         price = Budget(problem, 0.0).price(most.solution)
@@ -36,6 +43,36 @@ def explore_cost(state: SearchState, seed: int) -> None:
             f"no rental found that carries {load:g} requests/s: the best carries {most.req_s:.4g} "
             f"for {price:.2f} $/h; lower --request-rate, or raise --budget or offer more GPUs"
         )
+
+
+def _first_rental(state: SearchState, req_s: float) -> Evaluation | None:
+    """A rental that carries so much, found at once: whole nodes, the cheapest for what they do first. It is
+    there so that a search which has to stop early has an answer."""
+    evaluator, target, found = state.evaluator, max(req_s * CARRIED, 1e-9), list[Evaluation]()
+    prices = Budget(evaluator.problem, spendable(evaluator.problem))
+    for role in ("colocated", "decode"):
+        if role not in evaluator.problem.roles:
+            continue
+        everyone = evaluator.evaluate(whole_nodes(evaluator, role))
+        kept = everyone
+        for group in greatest_first(
+            everyone.solution.groups, lambda g: _price_per_request(prices, evaluator, g)
+        ):
+            groups = list(kept.solution.groups)
+            groups.remove(group)
+            fewer = evaluator.evaluate(Solution(tuple(groups)))
+            if not exceeds(target, fewer.req_s):
+                kept = fewer
+        if not exceeds(target, kept.req_s) and prices.affordable(kept.solution):
+            found.append(kept)
+    return least(found, lambda each: prices.price(each.solution))[0] if found else None
+
+
+def _price_per_request(prices: Budget, evaluator: Evaluator, group: Group) -> float:
+    """US dollars per hour of a group for each request/s that it can carry."""
+    plan = evaluator.plan_of(group)
+    able = plan.capacity_req_s if plan else 0.0
+    return prices.price(Solution((group,))) / able if able > 0 else float("inf")
 
 
 def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: float) -> Evaluation | None:
@@ -78,7 +115,8 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
 def _take(state: SearchState, tried: SearchState, target: float) -> None:
     """Make a solution that carries the target as cheap as its neighbours allow, and keep it as the best."""
     assert tried.incumbent.best is not None
-    state.incumbent.best = cheapest_alike(state.evaluator, tried.incumbent.best, target)
+    stop = state.stopping.out_of_time
+    state.incumbent.best = cheapest_alike(state.evaluator, tried.incumbent.best, target, stop)
 
 
 def refuse_budget(state: SearchState, seed: int) -> None:

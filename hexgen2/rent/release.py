@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 from hexgen2.search.budget import Budget, releases, trades
 from hexgen2.search.evaluation import Evaluation
@@ -26,15 +27,20 @@ def fitted(evaluator: Evaluator, budget: Budget, solution: Solution) -> Solution
     return solution
 
 
-def cheapest_alike(evaluator: Evaluator, start: Evaluation, req_s: float) -> Evaluation:
-    """Release and trade GPUs, largest saving first, while the rest still carries req_s (requests/s)."""
+def cheapest_alike(
+    evaluator: Evaluator, start: Evaluation, req_s: float, stop: Callable[[], bool] = lambda: False
+) -> Evaluation:
+    """Release and trade GPUs, largest saving first, while the rest still carries req_s (requests/s), until it
+    is time to stop."""
     current = start
-    while (cheaper := _cheaper(evaluator, current, req_s)) is not None:
+    while (cheaper := _cheaper(evaluator, current, req_s, stop)) is not None:
         current = cheaper
     return current
 
 
-def _cheaper(evaluator: Evaluator, current: Evaluation, req_s: float) -> Evaluation | None:
+def _cheaper(
+    evaluator: Evaluator, current: Evaluation, req_s: float, stop: Callable[[], bool]
+) -> Evaluation | None:
     """The cheapest neighbour that still carries req_s, if it costs less."""
     solution = current.solution
     everyone = list(range(len(solution.groups)))
@@ -43,6 +49,8 @@ def _cheaper(evaluator: Evaluator, current: Evaluation, req_s: float) -> Evaluat
     steps = itertools.chain(releases(solution, everyone), trades(below, solution, everyone, everyone))
     options = {rest.key: rest for _, rest in steps if below.affordable(rest)}
     for rest in smallest_first(options.values(), below.price):
+        if stop():
+            break
         if exceeds(req_s, evaluator.limits.of(rest, req_s)):
             continue
         found = evaluator.reordered(evaluator.evaluate(rest))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from hexgen2.rent.release import cheapest_alike, fitted
 from hexgen2.search.budget import Budget
@@ -16,6 +17,14 @@ from hexgen2.search.perturbation import perturb_and_refine
 from hexgen2.search.problem import Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.ties import greatest_first
+
+LISTED = 0.3
+"""Once this share of the time limit has passed, linear programs do with the columns listed so far."""
+
+
+def look_at_the_clock(state: SearchState) -> None:
+    """Let linear programs over everything on offer end in time for a search."""
+    state.evaluator.relaxed.stop = partial(state.stopping.spent, LISTED)
 
 
 def search_universe(state: SearchState, seed: int, effort: float, starts: Sequence[Solution]) -> None:
@@ -45,7 +54,9 @@ def search_universe(state: SearchState, seed: int, effort: float, starts: Sequen
         enumerate_all(state, params.rental_branches)
     perturb_and_refine(state, seed, params.rental_perturbations)
     if incumbent.best is not None and incumbent.best.req_s > 0:
-        incumbent.best = cheapest_alike(evaluator, incumbent.best, incumbent.best.req_s)
+        incumbent.best = cheapest_alike(
+            evaluator, incumbent.best, incumbent.best.req_s, state.stopping.out_of_time
+        )
 
 
 def fresh(state: SearchState) -> SearchState:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hexgen2.rent.cheapest import refuse_budget
 from hexgen2.rent.rental import part_of
-from hexgen2.rent.universe import search_universe
+from hexgen2.rent.universe import look_at_the_clock, search_universe
 from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.state import SearchState
+from hexgen2.search.stopping import Stopping
 
 Plain = Callable[[SearchState, int], None]
 """Searches a cluster without prices: takes a state, to which it offers solutions, and a seed."""
@@ -29,10 +30,14 @@ def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
     """
     problem = state.evaluator.problem
     budget = state.budget = Budget(problem, spendable(problem))
-    for accelerator, counts in single_types(budget):
+    look_at_the_clock(state)
+    alone = list(single_types(budget))
+    for k, (accelerator, counts) in enumerate(alone):
         if state.stopping.out_of_time():
             return
-        _search_alone(state, f"rent {accelerator} alone", counts, seed, plain)
+        # All types, and everything together, have the same share of the time limit.
+        until = state.stopping.only_until((k + 1) / (len(alone) + 1))
+        _search_alone(state, until, f"rent {accelerator} alone", counts, seed, plain)
     search_universe(state, seed, state.evaluator.params.rental_effort, [])
     if state.incumbent.best is None or state.incumbent.best.req_s <= 0:
         refuse_budget(state, seed)
@@ -51,13 +56,15 @@ def single_types(budget: Budget) -> Iterator[tuple[str, list[int]]]:
             yield card.name, counts
 
 
-def _search_alone(state: SearchState, label: str, counts: Sequence[int], seed: int, plain: Plain) -> None:
+def _search_alone(
+    state: SearchState, until: Stopping, label: str, counts: Sequence[int], seed: int, plain: Plain
+) -> None:
     part = part_of(state.evaluator.problem, counts)
-    alone = SearchState(Evaluator(part.problem, state.evaluator.params), state.stopping.again())
+    alone = SearchState(Evaluator(part.problem, state.evaluator.params), until.again())
     try:
         plain(alone, seed)
     finally:
-        state.stopping.cut = alone.stopping.cut
+        state.stopping.after(alone.stopping)
         if alone.incumbent.best is not None:
             evaluator = state.evaluator
             found = evaluator.evaluate(part.outside(alone.incumbent.best.solution))

@@ -164,13 +164,21 @@ class Evaluator:
         if not (colocated and self.problem.mixes):
             return self._with_shares(solution, prefill, decode, colocated)
         regions = tuple(self.planner.region(replica.plan) for replica in colocated)
-        points = best_points(_capacity(prefill), _capacity(decode), regions)
-        shares = [Share(min(p, d), max(0.0, p - d), max(0.0, d - p)) for p, d in points]
+        able = [k for k, replica in enumerate(colocated) if self.planner.moves_kv(replica.plan)]
+        shares = [Share(replica.plan.capacity_req_s, 0.0, 0.0) for replica in colocated]
+        alone = _capacity(tuple(replica for k, replica in enumerate(colocated) if k not in able))
+        carried = _capacity(prefill) + alone, _capacity(decode) + alone
+        points = best_points(*carried, [regions[k] for k in able])
+        for k, (p, d) in zip(able, points, strict=True):
+            shares[k] = Share(min(p, d), max(0.0, p - d), max(0.0, d - p))
         found = self._with_shares(solution, prefill, decode, colocated, shares, regions)
-        most = served(_capacity(prefill), _capacity(decode), points)
-        if found.req_s >= most * (1 - 1e-6):
+        most = served(*carried, points)
+        if not able or found.req_s >= most * (1 - 1e-6):
             return found
-        shares = self._shares_by_program(prefill, decode, colocated, regions)
+        mixed = tuple(colocated[k] for k in able)
+        by_program = self._shares_by_program(prefill, decode, mixed, [regions[k] for k in able])
+        for k, share in zip(able, by_program, strict=True):
+            shares[k] = share
         return self._with_shares(solution, prefill, decode, colocated, shares, regions)
 
     def _shares_by_program(

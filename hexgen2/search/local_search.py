@@ -68,13 +68,8 @@ def _best_of(
     evaluator = state.evaluator
     threshold = current.score
     promising: list[tuple[float, Neighbour]] = []
-    for step, solution in steps:
-        state.groups_looked_at += len(solution.groups)
-        if state.finished():
-            break
-        if state.budget and not state.budget.affordable(solution):
-            continue
-        limit = evaluator.limits.of(solution, threshold)
+    for step, solution in _hopeful(state, steps, threshold):
+        limit = evaluator.limits.of_hopeful(solution, threshold)
         if not exceeds(limit, threshold) or solution.key in seen:
             continue
         seen.add(solution.key)
@@ -90,6 +85,29 @@ def _best_of(
         if exceeds(tried.score, threshold):
             best, threshold = (step, tried), tried.score
     return best
+
+
+def _hopeful(state: SearchState, steps: Iterable[Neighbour], threshold: float) -> Iterator[Neighbour]:
+    """The steps that may pass the threshold by the GPUs' own rates, until the state is finished. What they
+    make of colocated groups is looked at for many steps together."""
+    evaluator, left = state.evaluator, iter(steps)
+    while some := list(itertools.islice(left, STEPS_AT_A_TIME)):
+        hopeful = []
+        for step, solution in some:
+            state.groups_looked_at += len(solution.groups)
+            if state.finished():
+                return
+            if state.budget and not state.budget.affordable(solution):
+                continue
+            if exceeds(evaluator.limits.roughly(solution, threshold), threshold):
+                hopeful.append((step, solution))
+        groups = dict.fromkeys(group for _, solution in hopeful for group in solution.groups)
+        colocated = (group.counts for group in groups if group.role == "colocated")
+        evaluator.planner.look_ahead(colocated, state.finished)
+        for neighbour in hopeful:
+            if state.finished():
+                return
+            yield neighbour
 
 
 def guided_steps(

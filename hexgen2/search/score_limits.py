@@ -49,17 +49,25 @@ class ScoreLimits:
         self._plan_regions: dict[NodeCounts, Region | None] = {}
         self._rate_limits: dict[tuple[str, NodeCounts], float] = {}
 
+    def roughly(self, solution: Solution, threshold: float) -> float:
+        """An upper limit on the score by the GPUs' own rates, without plans, routes or flow."""
+        return self._limit(solution, threshold, self._rate_limit, self._rate_region)
+
     def of(self, solution: Solution, threshold: float) -> float:
         """An upper limit on the score without routes or flow: what the replicas alone could do.
 
         Plans are made only if the GPUs' own rates leave hope of passing the threshold.
         """
-        limit = self._limit(solution, threshold, self._rate_limit, self._rate_region)
-        if limit > threshold and any(group.role == "colocated" for group in solution.groups):
+        limit = self.roughly(solution, threshold)
+        return limit if limit <= threshold else self.of_hopeful(solution, threshold)
+
+    def of_hopeful(self, solution: Solution, threshold: float) -> float:
+        """The same for a solution that may pass the threshold by the GPUs' own rates."""
+        if any(group.role == "colocated" for group in solution.groups):
             # To plan a group for both phases takes long.
             limit = self._limit(solution, threshold, self._capacity_limit, self._region_limit)
-        if limit <= threshold:
-            return limit
+            if limit <= threshold:
+                return limit
         return self._limit(solution, threshold, self._plan_capacity, self.plan_region)
 
     def with_rest(

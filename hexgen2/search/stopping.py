@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from types import FrameType
 
 INTERRUPTED = "interrupted"
+
+
+class _CtrlC:
+    """Whether Ctrl-C was pressed since `ctrl_c_ends_searches` began."""
+
+    pressed = False
+
+
+@contextlib.contextmanager
+def ctrl_c_ends_searches() -> Iterator[None]:
+    """Within this, Ctrl-C ends every search, even if its KeyboardInterrupt is lost.
+
+    Python drops an exception that is raised in a __del__ or in a callback of a C library. So the handler
+    also sets a mark, which every Stopping looks at. Does nothing where Ctrl-C is ignored (as in a background
+    job of a shell), has another handler, or outside of the main thread, where no handler can be set.
+    """
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _CtrlC.pressed = False
+    signal.signal(signal.SIGINT, _on_ctrl_c)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _CtrlC.pressed = False
+
+
+def _on_ctrl_c(number: int, frame: FrameType | None) -> None:
+    _CtrlC.pressed = True
+    raise KeyboardInterrupt
 
 
 @dataclass
@@ -81,15 +118,25 @@ class Stopping:
         """Whether the time limit has passed or the search was cut otherwise."""
         if self.time_limit_s is not None and self.elapsed_s > self.time_limit_s:
             self.cut = "time limit"
-        return self.cut is not None
+        return self._cut_short()
 
     def spent(self, share: float) -> bool:
         """Whether this share of the time limit has passed, or the search was cut."""
         if self.time_limit_s is not None and self.elapsed_s > share * self.time_limit_s:
             self.hurried = True
             return True
-        return self.cut is not None
+        return self._cut_short()
 
     def interrupt(self) -> None:
         """Ctrl-C."""
         self.cut = INTERRUPTED
+
+    def raise_if_interrupted(self) -> None:
+        """For a search that has found nothing: raise KeyboardInterrupt if Ctrl-C is what ended it."""
+        if self.cut == INTERRUPTED:
+            raise KeyboardInterrupt
+
+    def _cut_short(self) -> bool:
+        if _CtrlC.pressed:
+            self.interrupt()
+        return self.cut is not None

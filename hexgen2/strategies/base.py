@@ -137,7 +137,11 @@ def run_search(
         if incumbent.best is None or incumbent.best.req_s <= 0:
             raise
         stopping.interrupt()
+    except InfeasibleError:
+        state.stopping.raise_if_interrupted()
+        raise
     if incumbent.best is None or incumbent.best.req_s <= 0:
+        state.stopping.raise_if_interrupted()
         raise InfeasibleError(_why_infeasible(problem, state))
     record = SearchRecord(
         seconds=stopping.elapsed_s,

@@ -48,6 +48,8 @@ REFINED = 0.08
 LISTED, PARTS_LISTED = 0.25, 0.45
 """Once this share of the time limit has passed, the linear program does with the columns listed so far; the
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
+FIRST = 0.1
+"""Share of the time limit for a first answer of colocated replicas, and for one of the others."""
 PURE_UNTIL: dict[Phases, tuple[float, float]] = {"disaggregated": (0.4, 0.5), "colocated": (0.6, 0.7)}
 """The same for pure phases, and the share of the time limit after which these searches end."""
 PATIENCE = 10.0
@@ -129,9 +131,10 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
 def explore(state: SearchState, seed: int) -> None:
     """Offer the best solution of a cluster whose GPUs are all there to use, and a bound."""
     evaluator = state.evaluator
-    for role in ("colocated", "decode"):
+    for k, role in enumerate(("colocated", "decode"), 1):
         if role in evaluator.problem.roles:
-            state.offer(evaluator.evaluate(whole_nodes(evaluator, role)), "start with whole nodes")
+            first = whole_nodes(evaluator, role, partial(state.stopping.spent, k * FIRST))
+            state.offer(evaluator.evaluate(first), "start with whole nodes")
     by_parts = has_parts(evaluator) and state.budget is None
     evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
     if by_parts:
@@ -204,7 +207,8 @@ def climb_from_starts(state: SearchState) -> None:
     if linear.groups:
         refine(state, linear, "start from the linear program")
     if evaluator.problem.phases == "colocated" or len(evaluator.problem.usable) < 2:
-        refine(state, whole_nodes(evaluator), "start with whole nodes")
+        first = whole_nodes(evaluator, stop=state.stopping.out_of_time)
+        refine(state, first, "start with whole nodes")
         return
     sizes = start_sizes(state.evaluator.problem)
     for groups, partitioner in zip(sizes, itertools.cycle(PARTITIONERS), strict=False):

@@ -67,7 +67,8 @@ def _offer_starts(state: SearchState, stopping: Stopping, until: float) -> None:
     of the time limit has passed."""
     evaluator, state.started_by_parts = state.evaluator, True
     if state.incumbent.best is None:
-        state.offer(evaluator.evaluate(whole_nodes(evaluator)), "start with whole nodes")
+        first = whole_nodes(evaluator, stop=partial(stopping.spent, until))
+        state.offer(evaluator.evaluate(first), "start with whole nodes")
     phases, began = evaluator.problem.phases, stopping.spent_share
     evaluator.relaxed.stop = partial(stopping.spent, began + ROUNDED * (until - began))
     if phases == "flexible":  # Quicker, since no colocated group has to be planned.

@@ -159,6 +159,7 @@ class Answer:
                 "prefill_replica": request.record.prefill_replica,
                 "decode_replica": request.record.decode_replica,
                 "kv_bytes": request.record.kv_bytes,
+                **({"path": request.record.path} if request.record.path else {}),
             }
             for request in self.requests
         ]
@@ -174,6 +175,7 @@ class Answer:
         return {
             "x-hexgen2-prefill-replica": record.prefill_replica,
             "x-hexgen2-decode-replica": record.decode_replica,
+            **({"x-hexgen2-path": ">".join(record.path)} if record.path else {}),
         }
 
     async def _follow(self, index: int, request: Request) -> None:

@@ -39,11 +39,13 @@ class Usage(_Described):
 
 
 class Trace(_Described):
-    """Where the request ran, and how many bytes of KV cache moved for it."""
+    """Where the request ran, and how many bytes of KV cache moved for it; through ranges of layers, also the
+    path that it took."""
 
     prefill_replica: str
     decode_replica: str
     kv_bytes: int
+    path: list[str] = []
 
 
 class _Answer(_Described):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -47,7 +48,10 @@ class Metrics:
         )
         self._output = Counter("hexgen2_output_tokens", "Output tokens", registry=registry)
         self._route_requests = Counter(
-            "hexgen2_route_requests", "Requests by route", ROUTE, registry=registry
+            "hexgen2_route_requests",
+            "Requests by route; through ranges of layers, by every pair of replicas along the path",
+            ROUTE,
+            registry=registry,
         )
         self._route_bytes = Counter(
             "hexgen2_route_kv_bytes", "Bytes of KV cache transferred", ROUTE, registry=registry
@@ -91,7 +95,8 @@ class Metrics:
         route = (record.prefill_replica, record.decode_replica)
         self._prompt.inc(record.prompt_tokens)
         self._cached.inc(record.cached_tokens)
-        self._route_requests.labels(*route).inc()
+        for pair in pairwise(record.path) if len(record.path) > 1 else (route,):
+            self._route_requests.labels(*pair).inc()
         self._queue.observe(record.routed_s - record.arrived_s)
         if record.kv_bytes:
             self._route_bytes.labels(*route).inc(record.kv_bytes)

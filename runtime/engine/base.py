@@ -4,7 +4,8 @@ engines."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from runtime.kv_cache.pages import Pages
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 OnLayer = Callable[[int, "torch.cuda.Event | None"], None]
 """Called with each global layer number when its keys and values are in the cache, or will be after the
 event."""
+
+
+Rows = memoryview
+"""Activations [tokens, hidden] in the type of the launch, as bytes."""
 
 
 class Spec(Protocol):
@@ -108,4 +113,42 @@ class Engine(ABC):
         Returns
         -------
         the tokens on the worker that samples; None on others
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class HopOutcome:
+    """What a step comes to in a range of layers, on rank 0 of its stage: the rows of each sequence for the
+    next hop, or, with the model's last layer, the tokens."""
+
+    rows: tuple[Rows, ...] = ()
+    result: StepResult | None = None
+
+
+class RangeEngine(Engine):
+    """An engine that also computes ranges of layers, which requests enter at layers of their own.
+
+    Attributes
+    ----------
+    row_bytes : of the activations of one token; set by `load`
+    """
+
+    row_bytes: int
+
+    @abstractmethod
+    def run_hop(
+        self, step: Step, tables: Mapping[str, list[int]], entering: Sequence[Rows | None]
+    ) -> HopOutcome:
+        """Run this worker's share of a step through a range of layers.
+
+        Parameters
+        ----------
+        step : its sequences are in order of first_layer
+        tables : the blocks of each request, in the order of its tokens
+        entering : what each sequence comes with, None where it begins with the embedding; () on ranks other
+            than 0, which get it from there
+
+        Raises
+        ------
+        ValueError : rows of another size than the tokens of their sequence have
         """

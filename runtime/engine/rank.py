@@ -9,19 +9,26 @@ from runtime.protocol.message import StageShape
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A worker's pipeline stage and tensor-parallel rank. Global ranks count stage by stage."""
+    """A worker's pipeline stage and tensor-parallel rank. Global ranks count stage by stage. The model has so
+    many layers (0: as many as the stages), of which a replica may hold a range."""
 
     stages: tuple[StageShape, ...]
     stage_index: int
     tp_rank: int
+    model_layers: int = 0
 
     @classmethod
-    def find(cls, stages: tuple[StageShape, ...], worker: str) -> Rank:
+    def find(cls, stages: tuple[StageShape, ...], worker: str, model_layers: int = 0) -> Rank:
         """The rank of a worker; KeyError if no stage has it."""
         for index, stage in enumerate(stages):
             if worker in stage.workers:
-                return cls(stages, index, stage.workers.index(worker))
+                return cls(stages, index, stage.workers.index(worker), model_layers)
         raise KeyError(worker)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return self.model_layers or self.stages[-1].end_layer
 
     @property
     def stage(self) -> StageShape:
@@ -33,16 +40,18 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        return self.stage_index == 0
+        """Whether its stage has the model's first layer."""
+        return self.stage.first_layer == 0
 
     @property
     def is_last(self) -> bool:
-        return self.stage_index == len(self.stages) - 1
+        """Whether its stage has the model's last layer."""
+        return self.stage.end_layer == self.layers
 
     @property
     def is_driver(self) -> bool:
         """Whether this worker takes the replica's requests and makes its steps."""
-        return self.is_first and self.tp_rank == 0
+        return self.stage_index == 0 and self.tp_rank == 0
 
     @property
     def samples(self) -> bool:

@@ -17,6 +17,7 @@ from functools import partial
 from cost_model.errors import HexGen2Error
 from runtime.frontend.in_flight import InFlight, log_request
 from runtime.frontend.listeners import Listeners
+from runtime.frontend.on_paths import InFlightOnPaths
 from runtime.frontend.replica import Replica
 from runtime.frontend.request import UNKNOWN, Observer, Origin, Outcome, Request, RequestRecord
 from runtime.frontend.request_state import RequestEvent, RequestState
@@ -26,8 +27,13 @@ from runtime.options import QUEUE_TIMEOUT_S
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Shutdown
 from runtime.routing.admission import Admission
+from runtime.routing.admission_base import AdmissionBase
 from runtime.routing.fair_queue import QUEUE_LIMIT, FairQueue
 from runtime.routing.load_shift import LoadShift
+from runtime.routing.output_lengths import OutputLengths
+from runtime.routing.paths.path_admission import PathAdmission
+from runtime.routing.paths.path_router import PathRouter
+from runtime.routing.paths.range_plan import RangePlan
 from runtime.routing.reflow import Reflow
 from runtime.routing.refusals import Overloaded, TimedOut, Unavailable
 from runtime.routing.replica_state import ReplicaStates
@@ -42,7 +48,7 @@ class Coordinator:
 
     Parameters
     ----------
-    router : chooses the route of each request
+    router : chooses the route of each request, or the path, where replicas hold ranges of layers
     replicas : by id, with links to workers that are ready
     observer : notified of tokens and of the ends of requests
     queue_limit, client_queue_limit : requests that may wait for room, and those of one client (None: the
@@ -51,35 +57,40 @@ class Coordinator:
     ping_every_s : interval at which each worker is pinged
     plan : computes the routes that remain after a loss; None: see Admission
     shifts : what moves the shares of a plan's routes with the lengths of requests; None: they stay
+    lengths : says how long answers will be, for paths through ranges of layers
     """
 
     def __init__(
         self,
-        router: Router,
+        router: Router | PathRouter,
         replicas: Mapping[str, Replica],
         observer: Observer | None = None,
         queue_limit: int = QUEUE_LIMIT,
         client_queue_limit: int | None = None,
         queue_timeout_s: float = QUEUE_TIMEOUT_S,
         ping_every_s: float = PING_EVERY_S,
-        plan: Reflow | None = None,
+        plan: Reflow | RangePlan | None = None,
         shifts: Callable[[Reflow], LoadShift] | None = None,
+        lengths: OutputLengths | None = None,
     ) -> None:
         self.replicas = dict(replicas)
         self.plan, self._shifts = plan, shifts
-        self._shift = shifts(plan) if plan and shifts else None
+        self._shift = shifts(plan) if isinstance(plan, Reflow) and shifts else None
         self.share_moves = 0
         self._queue: FairQueue[Request] = FairQueue(queue_limit, client_queue_limit)
-        self._admission: Admission[Request] = Admission(
-            router, self.replicas, self._queue, (self._shift or plan).routes if plan else None
-        )
         self._queue_timeout_s, self._wait_estimate = queue_timeout_s, WaitEstimate()
         self._usual_output_tokens = 2 * max(replica.growth_tokens for replica in self.replicas.values())
-        self._in_flight = InFlight(
-            *(self.replicas, observer, self._admit, self._can_wait_again, self._wait_again),
-            ended=self._on_ended,
-            explained=lambda replicas: self._on_explained(replicas),
-        )
+        notified = self.replicas, observer, self._admit, self._can_wait_again, self._wait_again
+        ends = self._on_ended, lambda replicas: self._on_explained(replicas)
+        self._admission: AdmissionBase[Request]
+        if isinstance(router, PathRouter):
+            assert lengths is not None
+            self._admission = PathAdmission(router, self._queue, lengths)
+            self._in_flight: InFlight = InFlightOnPaths(router, *notified, *ends)
+        else:
+            routes_left = (self._shift or plan).routes if isinstance(plan, Reflow) else None
+            self._admission = Admission(router, self.replicas, self._queue, routes_left)
+            self._in_flight = InFlight(*notified, *ends)
         self._numbers = itertools.count()
         self._listeners = Listeners(
             self._in_flight.handle, self._lose, self._lose_attention_worker, ping_every_s
@@ -97,7 +108,7 @@ class Coordinator:
     @property
     def weighs(self) -> bool:
         """Whether the scheduler counts the work of requests."""
-        return self._admission.router.weighs
+        return self._admission.weighs
 
     @property
     def states(self) -> ReplicaStates:
@@ -116,7 +127,7 @@ class Coordinator:
 
     @property
     def context_tokens(self) -> int:
-        """Prompt and output tokens that the route with the most KV cache can hold; 0 without routes."""
+        """Prompt and output tokens of the longest request that can be served; 0 if none can be."""
         return self._admission.context_tokens
 
     def check_serving(self) -> None:
@@ -200,6 +211,7 @@ class Coordinator:
         for name in forgotten:
             self.replicas.pop(name, None)
         self.replicas.update(coming)
+        assert isinstance(self._admission, Admission)
         self._admission.change((self._shift or plan).routes, coming.keys(), forgotten)
         self._admit()
 
@@ -346,7 +358,7 @@ class Coordinator:
             return
         self._shift.arrived(prompt_tokens)
         moved = self._shift.move(self.states.absent, self._admission.pressure.high)
-        if moved:
+        if moved and isinstance(self._admission, Admission):
             log.warning(moved)
             self.share_moves += 1
             self._admission.reroute()
@@ -356,7 +368,7 @@ class Coordinator:
         if self._shift is not None:
             self._shift.ended(request, record.output_tokens, record.prompt_tokens, record.cached_tokens)
         if record.outcome in ("stop", "length"):
-            self._admission.router.learn(record.prompt_tokens, record.max_tokens, record.output_tokens)
+            self._admission.learn(record.prompt_tokens, record.max_tokens, record.output_tokens)
 
     def _can_wait_again(self, request: Request) -> bool:
         return not self._stopped and self._admission.can_ever_start(request)

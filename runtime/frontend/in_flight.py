@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from cost_model.errors import HexGen2Error
 from runtime.frontend.replica import Replica
@@ -38,7 +39,6 @@ from runtime.protocol.from_workers import (
 from runtime.protocol.message import Message
 from runtime.protocol.to_workers import Cancel, Ping
 from runtime.routing.refusals import Broken, Unavailable
-from runtime.routing.router import Route
 
 log = logging.getLogger(__name__)
 
@@ -84,19 +84,23 @@ class InFlight:
         self._admit, self._can_wait_again, self._wait_again = admit, can_wait_again, wait_again
         self._ended, self._explained, self._deaths = ended, explained, 0
 
-    def begin(self, request: Request, route: Route) -> None:
-        """Start a request on a route that has room for it."""
+    def begin(self, request: Request, route: Any) -> None:
+        """Start a request on a route (or what else admission found) that has room for it."""
         try:
             self._begin(request, route)
         except Exception as error:
             self._break(request, error)
 
-    def _begin(self, request: Request, route: Route) -> None:
-        request.route, request.begun_tokens = route, len(request.tokens)
+    def _note_start(self, request: Request) -> RequestRecord:
+        """A request begins, under the id that it has now."""
+        request.begun_tokens, record = len(request.tokens), request.record
         self.requests[request.request_id] = request
-        record = request.record
         record.routed_s = record.routed_s or time.monotonic()
-        record.prefill_replica = route.prefill
+        return record
+
+    def _begin(self, request: Request, route: Any) -> None:
+        record = self._note_start(request)
+        request.route, record.prefill_replica = route, route.prefill
         log_request(request, "routed to %s and %s", route.prefill, route.decode)
         alone = route.colocated or request.one_token
         record.decode_replica = route.prefill if alone else route.decode
@@ -104,12 +108,12 @@ class InFlight:
         if alone:
             request.hold(prefill, request.prompt_tokens)
             request.on(RequestEvent.PREFILL)
-            _ask(prefill, request, request.prefill(target=""))
+            ask(prefill, request, request.prefill(target=""))
         else:
             request.hold(prefill, request.prompt_tokens, route.decode)
             request.hold(decode, request.prompt_tokens)
             request.on(RequestEvent.RESERVE)
-            _ask(decode, request, request.reserve_kv())
+            ask(decode, request, request.reserve_kv())
 
     def end(
         self, request: Request, outcome: Outcome, error: HexGen2Error | None, by_itself: bool = False
@@ -220,11 +224,16 @@ class InFlight:
         log_request(request, "is resumed after %d tokens: %s", record.output_tokens, error)
         if request.state is RequestState.RESERVING:
             request.release(record.prefill_replica)
+        record.resumes += 1
+        self._put_back(request)
+
+    def _put_back(self, request: Request) -> None:
+        """Take a request off its replicas; it waits again, to go on from the tokens that it has."""
+        record = request.record
         for replica in request.holders.values():
             replica.send(Cancel(request_id=record.request_id))
         request.holders.clear()  # what they hold counts as used until they send Released for the old id
         self.requests.pop(record.request_id, None)
-        record.resumes += 1
         record.kv_bytes, record.kv_s, record.kv_arrived = 0, 0.0, False
         self._wait_again(request)
 
@@ -262,7 +271,8 @@ class InFlight:
                     replica.attention_workers.counts = message
             case Released(request_id=request_id):
                 if replica.load is None:
-                    replica.free_blocks, replica.preemptions = message.free_blocks, message.preemptions
+                    replica.free_blocks = message.free_blocks
+                    replica.preemptions = max(replica.preemptions, message.preemptions)
                 self._on_released(replica, request_id)
             case Pong():
                 pass  # the link has already counted it
@@ -280,7 +290,7 @@ class InFlight:
         elif request.state is RequestState.RESERVING:
             request.on(RequestEvent.PREFILL)
             prefill = self._replicas[request.record.prefill_replica]
-            _ask(prefill, request, request.prefill(replica.replica_id, cached_tokens))
+            ask(prefill, request, request.prefill(replica.replica_id, cached_tokens))
 
     def _on_refused(self, replica: Replica, request: Request) -> None:
         """A replica had no room although the accounting showed some: it holds nothing of the request."""
@@ -316,15 +326,23 @@ class InFlight:
             self._observer.token_gap(now - record.last_token_s)
         record.last_token_s = now
         record.output_tokens += 1
-        self._replicas[record.decode_replica].grow(record.request_id)
         request.put(output)
         if output.finish_reason:
             outcome: Outcome = "stop" if output.finish_reason == "stop" else "length"
             self.end(request, outcome, None, by_itself=True)
-        elif request.state is RequestState.PREFILLING:
-            request.on(RequestEvent.DECODE)
-            if record.decode_replica != record.prefill_replica:
-                self._replicas[record.decode_replica].send(request.decode(output))
+        else:
+            began = request.state is RequestState.PREFILLING
+            if began:
+                request.on(RequestEvent.DECODE)
+            self._go_on(request, output, began)
+
+    def _go_on(self, request: Request, output: TokenOutput, is_first: bool) -> None:
+        """A request has a token that is not its last one; is_first: since it began on its route."""
+        record = request.record
+        decode = self._replicas[record.decode_replica]
+        decode.grow(record.request_id)
+        if is_first and record.decode_replica != record.prefill_replica:
+            decode.send(request.decode(output))
 
     def _on_failed(self, replica: Replica, message: RequestFailed) -> None:
         """A replica gave up a request; Released follows, as after a Cancel."""
@@ -343,15 +361,15 @@ class InFlight:
         request = self.requests.get(request_id)
         if request is not None:
             request.holders.pop(replica.replica_id, None)
-            needed = (
-                replica.replica_id == request.record.decode_replica
-                or request.state is RequestState.PREFILLING
-            )
-            if needed and not request.has_ended:
+            if self._misses(request, replica.replica_id) and not request.has_ended:
                 gave_up = f"replica {replica.replica_id} gave up request {request_id}"
                 self._resume(request, Unavailable(gave_up))
             self._forget_if_settled(request)
         self._admit()
+
+    def _misses(self, request: Request, replica_id: str) -> bool:
+        """Whether a request cannot go on without what a replica has just released."""
+        return replica_id == request.record.decode_replica or request.state is RequestState.PREFILLING
 
     def _forget_if_settled(self, request: Request) -> None:
         """Drop a request that has ended and holds nothing: no more messages can refer to it."""
@@ -365,7 +383,7 @@ def _needs(request: Request, replica_id: str) -> bool:
     return replica_id == request.record.decode_replica or not prefilled
 
 
-def _ask(replica: Replica, request: Request, message: Message) -> None:
+def ask(replica: Replica, request: Request, message: Message) -> None:
     """Send a replica its first message about a request; if that fails, the replica holds nothing.
 
     A Ping precedes a request that may have killed another replica: the answer to it shows that this replica

@@ -93,7 +93,7 @@ def make_replicas(
     placement: Placement,
     configurations: Mapping[str, Configure],
     links: Mapping[str, WorkerLink],
-    high_water: float = 1.0,
+    high_water: float | None = None,
     scheduler: str | None = None,
 ) -> dict[str, Replica]:
     """The replicas of a placement by id, with the links to those of their workers that have started.
@@ -101,7 +101,7 @@ def make_replicas(
     Parameters
     ----------
     configurations, links : by worker id, which is the id of its GPU
-    high_water : see KvBudget
+    high_water : see KvBudget; None: all
     scheduler : the replicas know what it needs
     """
     made = {
@@ -113,7 +113,7 @@ def make_replicas(
             kv_budget_tokens=configurations[replica.gpus[0]].kv_budget_tokens,
             max_batch=replica.max_batch,
             growth_tokens=growth_tokens(placement) if replica.decodes else 0,
-            high_water=high_water,
+            high_water=1.0 if high_water is None else high_water,
             groups=replica.attention_data_parallel,
             outgoing_tokens=outgoing_tokens(replica, placement),
             rounding_tokens=(

@@ -11,7 +11,8 @@ from runtime.frontend.replica import Replica
 from runtime.frontend.request_state import TRANSITIONS, RequestEvent, RequestState
 from runtime.protocol.from_workers import TokenOutput
 from runtime.protocol.message import Sampling
-from runtime.protocol.to_workers import Decode, Prefill, ReserveKv
+from runtime.protocol.to_workers import Decode, JoinPath, NextToken, Prefill, ReserveKv
+from runtime.routing.paths.range_graph import RangePath
 from runtime.routing.router import Route
 
 Outcome = Literal["", "stop", "length", "cancelled", "timeout", "failed"]
@@ -38,7 +39,9 @@ class RequestRecord:
     Once kv_arrived, the decode replica has all of the KV cache and needs the prefill replica no more. The
     prefill replica had the first cached_tokens of the prompt from other requests. Each of the resumes went on
     from the tokens so far, with the replicas and the request_id of the last one; client_request_id is the one
-    that the client knows. traceparent is the span (W3C Trace Context) that the request is part of.
+    that the client knows. traceparent is the span (W3C Trace Context) that the request is part of. path has
+    the replicas, where the request takes one through ranges of layers; the first and the last of them stand
+    for those that prefill and decode.
     """
 
     request_id: str
@@ -62,6 +65,7 @@ class RequestRecord:
     client: str = ""
     client_request_id: str = ""
     traceparent: str = ""
+    path: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +191,9 @@ class Request:
 
     def made_tokens(self, replica_id: str) -> bool:
         """Whether a replica of the request's route has made tokens for it: the first one comes from where it
-        was prefilled."""
+        was prefilled, or from all replicas of its path."""
         made = len(self.tokens) - self.begun_tokens
-        elsewhere = replica_id != self.record.prefill_replica
+        elsewhere = not self.record.path and replica_id != self.record.prefill_replica
         return made > elsewhere
 
     def release(self, replica_id: str) -> None:
@@ -228,4 +232,30 @@ class Request:
             last_token=first.token,
             index=first.index + 1,
             sampling=self.sampling,
+        )
+
+    def join_path(self, place: int, path: RangePath, next_worker: str, number: int, timed: bool) -> JoinPath:
+        """To the replica at a place of the request's path; next_worker drives the one after it, number is the
+        path's."""
+        has_prompt = place == 0 or (not next_worker and self.sampling.needs_history)
+        return JoinPath(
+            request_id=self.request_id,
+            number=number,
+            first_layer=path[place].first,
+            hops=len(path),
+            next_worker=next_worker,
+            sampling=self.sampling,
+            index=self.record.output_tokens,
+            tokens=tuple(self.tokens) if has_prompt else (),
+            timed=timed,
+            client_request_id=self.origin.request_id,
+        )
+
+    def next_token(self) -> NextToken:
+        """To the first replica of the request's path: its latest token."""
+        return NextToken(
+            request_id=self.request_id,
+            token=self.tokens[-1],
+            position=len(self.tokens) - 1,
+            index=self.record.output_tokens,
         )

@@ -82,6 +82,7 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
         "hexgen2.outcome": record.outcome,
         "hexgen2.prefill_replica": record.prefill_replica,
         "hexgen2.decode_replica": record.decode_replica,
+        **({"hexgen2.path": record.path} if record.path else {}),
         "hexgen2.resumes": record.resumes,
         "hexgen2.kv_bytes": record.kv_bytes,
         "gen_ai.usage.input_tokens": record.prompt_tokens,

@@ -190,6 +190,8 @@ def configurations(
             lanes=lanes.get(replica.id, ()),
             theta=THETA,
             measure_heads=options.measure_heads,
+            layers=placement.model.layers,
+            ranges=placement.layer_ranges is not None,
         )
         for replica in placement.replicas
         for gpu in replica.gpus

@@ -20,8 +20,8 @@ class Hello(Message, frozen=True):
     """First frame on a connection, from the side that connects (see handshake.py).
 
     purpose is "control" (executor to driver), "kv" (prefill worker to decode worker), "heads" (worker of a
-    stage to attention worker), "stage" (emulated engine: one pipeline stage to the next) or "worker" (a
-    worker to its head, with Ray).
+    stage to attention worker), "activations" (one hop of paths through ranges of layers to the next), "stage"
+    (emulated engine: one pipeline stage to the next) or "worker" (a worker to its head, with Ray).
     """
 
     protocol: int
@@ -65,7 +65,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One request in a step: the tokens to run, the position of the first, and the new blocks of its table.
-    If `samples`, output token `index` is chosen after the last."""
+    If `samples`, output token `index` is chosen after the last. Of a range of layers, those from first_layer
+    on run."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -73,6 +74,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     index: int
     samples: bool
     blocks: tuple[int, ...] = ()
+    first_layer: int = 0
 
 
 class HeadGrant(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -262,6 +264,37 @@ class KvTaken(Message, frozen=True):
     slices: int
 
 
+# on a connection for activations: one hop of paths to the next
+
+
+class ActivationPart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Some tokens of a request on their way along its path: the number of the path (see JoinPath), the
+    position of the first token, and whether output token `index` is to be sampled after the last. hops_s are
+    the seconds that they took at each hop so far (see HopTimes)."""
+
+    request_id: str
+    number: int
+    tokens: tuple[int, ...]
+    position: int
+    index: int
+    samples: bool
+    hops_s: tuple[float, ...] = ()
+
+
+class Activations(Message, frozen=True):
+    """What a step has for one next hop. The payload of so many bytes follows: [tokens of all parts, hidden]
+    in the type of the launch, part after part. Answered by ActivationsTaken."""
+
+    parts: tuple[ActivationPart, ...]
+    payload_bytes: int
+
+
+class ActivationsTaken(Message, frozen=True):
+    """The next hop has taken this many more Activations, in the order in which they were sent."""
+
+    count: int
+
+
 BetweenWorkers = (
     Hello
     | Challenge
@@ -282,4 +315,6 @@ BetweenWorkers = (
     | KvOpened
     | KvSlice
     | KvTaken
+    | Activations
+    | ActivationsTaken
 )

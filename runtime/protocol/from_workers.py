@@ -106,6 +106,14 @@ class Released(Message, frozen=True):
     preemptions: int = 0
 
 
+class HopTimes(Message, frozen=True):
+    """Last hop of a path to the front end, if JoinPath asked for it: the seconds that the latest token of a
+    request took at each hop, from its arrival there until it had been computed."""
+
+    request_id: str
+    seconds: tuple[float, ...]
+
+
 class Load(Message, frozen=True):
     """The load of an engine that schedules for itself: in-flight requests, those that wait inside it, the
     share of its KV cache in use, blocks that nobody holds, and preemptions since its start."""
@@ -145,6 +153,7 @@ FromWorker = (
     | KvMoved
     | RequestFailed
     | Released
+    | HopTimes
     | Load
     | HeadCounts
 )

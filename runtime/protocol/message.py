@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 ATTENTION = "attention"
 """The role of attention workers in their Configure."""
 
@@ -47,6 +47,12 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     def end_token_ids(self) -> tuple[int, ...]:
         """The tokens that end the output."""
         return () if self.ignore_eos else self.stop_token_ids
+
+    def finish_reason(self, token: int, index: int) -> str:
+        """Why output token `index` is the last one: "stop", "length", or "" if it is not."""
+        if token in self.end_token_ids:
+            return "stop"
+        return "length" if index + 1 >= self.max_tokens else ""
 
     @property
     def needs_history(self) -> bool:

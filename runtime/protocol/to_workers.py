@@ -65,6 +65,9 @@ class Configure(Message, frozen=True):
     attention takes more than 1 + theta times the ideal; with measure_heads, by profiles that it measures. Its
     attention workers get a Configure with the role "attention", the replica's stages and its lanes; they load
     nothing.
+
+    The model has so many layers (0: as many as the stages). With `ranges`, the replica's only stage holds
+    some of them, and requests pass it on paths of their own (JoinPath).
     """
 
     protocol: int
@@ -94,6 +97,8 @@ class Configure(Message, frozen=True):
     lanes: tuple[HeadLane, ...] = ()
     theta: float = 0.5
     measure_heads: bool = False
+    layers: int = 0
+    ranges: bool = False
 
     def turned(self, role: Configure) -> Configure:
         """This worker in another role: what does not depend on the role, such as devices and addresses, stays
@@ -170,6 +175,39 @@ class Decode(Message, frozen=True):
     sampling: Sampling
 
 
+class JoinPath(Message, frozen=True):
+    """Compute a hop of a request's path (ranges of layers): the replica's layers from first_layer on, of what
+    the hop before sends, or of `tokens` at the first hop. The result goes to next_worker; the last hop, where
+    that is "", samples.
+
+    tokens are the prompt and the output so far, with `index` output tokens; only the first hop gets them, and
+    the last one if the sampling needs a history. The paths of a front end are numbered in the order in which
+    they begin, so that a worker tells activations of a path that it has yet to join from late ones. timed:
+    the last hop reports HopTimes.
+    """
+
+    request_id: str
+    number: int
+    first_layer: int
+    hops: int
+    next_worker: str
+    sampling: Sampling
+    index: int
+    tokens: tuple[int, ...] = ()
+    timed: bool = False
+    client_request_id: str = ""
+
+
+class NextToken(Message, frozen=True):
+    """To the first hop of a path: run this token, at that position of the request, and have output token
+    `index` sampled after it."""
+
+    request_id: str
+    token: int
+    position: int
+    index: int
+
+
 class Cancel(Message, frozen=True):
     """Forget the request and free its KV cache; unknown ids are ignored. Answered by Released."""
 
@@ -183,4 +221,6 @@ class Ping(Message, frozen=True):
     """Asks whether the worker is alive; answered by Pong, whatever the worker is computing."""
 
 
-ToWorker = Configure | Connect | Shutdown | ReserveKv | Prefill | Decode | Cancel | Ping
+ToWorker = (
+    Configure | Connect | Shutdown | ReserveKv | Prefill | Decode | JoinPath | NextToken | Cancel | Ping
+)

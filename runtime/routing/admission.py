@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Generic, Protocol, TypeVar
 
+from runtime.routing.admission_base import AdmissionBase, Request
 from runtime.routing.fair_queue import Queue
 from runtime.routing.kv_budget import KvBudget
-from runtime.routing.pressure import Pressure
-from runtime.routing.refusals import TooLong, Unavailable
-from runtime.routing.replica_state import ReplicaEvent, ReplicaStates
-from runtime.routing.router import Routable, Route, Router, routes_without
+from runtime.routing.router import Route, Router, routes_without
 
 SPREAD = 2.0
 """A route may take so many times its planned share of the KV cache for prompts of a replica that sends."""
@@ -19,28 +16,14 @@ SPREAD = 2.0
 RoutesLeft = Callable[[Collection[str]], Iterable[Route]]
 
 
-class Waiting(Routable, Protocol):
-    """A waiting request, with the KV cache tokens that it needs."""
-
-    @property
-    def capacity_tokens(self) -> int: ...
-
-
-Request = TypeVar("Request", bound=Waiting)
-
-
-class Admission(Generic[Request]):
+class Admission(AdmissionBase[Request]):
     """Starts the first request in the queue as soon as a route has KV cache for it.
 
     Parameters
     ----------
-    queue : decides which request is first, and how many may wait
+    queue : see AdmissionBase
     routes_left : returns the routes without some lost replicas (see reflow.py); None: the router's routes
         that do not touch them
-
-    Attributes
-    ----------
-    pressure : whether requests have to wait
     """
 
     def __init__(
@@ -50,20 +33,12 @@ class Admission(Generic[Request]):
         queue: Queue[Request],
         routes_left: RoutesLeft | None = None,
     ) -> None:
-        self.router, self.states, self.pressure = router.among(replicas), ReplicaStates(), Pressure()
+        super().__init__(queue)
+        self.router, self._replicas = router.among(replicas), replicas
         self._routes_left = routes_left or partial(routes_without, router.planned)
         self._to_come: tuple[Route, ...] = ()
-        self._replicas, self._queue = replicas, queue
         self._shares_of: Router | None = None
         self._known_shares: dict[tuple[str, str], float] = {}
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    @property
-    def waiting(self) -> Sequence[Request]:
-        """The queue, in the order in which requests will start."""
-        return tuple(self._queue)
 
     @property
     def context_tokens(self) -> int:
@@ -72,37 +47,15 @@ class Admission(Generic[Request]):
             (self._replicas[route.decode].largest_request_tokens for route in self._in_sight), default=0
         )
 
-    def check_serving(self) -> None:
-        """Raise Unavailable if there is no route, and starting replicas will not provide one either."""
-        if not self._in_sight:
-            raise Unavailable("no replica is left to serve: " + "; ".join(self.states.lost.values()))
+    @property
+    def weighs(self) -> bool:
+        return self.router.weighs
 
-    def enqueue(self, request: Request) -> Request | None:
-        """Put a new request into the queue.
+    def learn(self, prompt_tokens: int, output_limit: int | None, output_tokens: int) -> None:
+        self.router.learn(prompt_tokens, output_limit, output_tokens)
 
-        Returns
-        -------
-        the request that must be withdrawn to make room for it, if any
-
-        Raises
-        ------
-        Overloaded, Unavailable, TooLong
-        """
-        self.check_serving()
-        if not self.can_ever_start(request):
-            raise TooLong(f"{request.capacity_tokens} tokens exceed the KV cache of every replica")
-        self.pressure.arrived(len(self._queue) > 0)
-        crowded_out = self._queue.make_way(request)
-        self._queue.append(request)
-        return crowded_out
-
-    def put_back(self, request: Request) -> None:
-        """Put a request that could not start, or must start again, at the head of the queue."""
-        self._queue.appendleft(request)
-
-    def withdraw(self, request: Request) -> None:
-        """Take a request out of the queue."""
-        self._queue.remove(request)
+    def _can_serve(self) -> bool:
+        return bool(self._in_sight)
 
     def next(self) -> tuple[Request, Route] | None:
         """Take out the first request, with the route that it starts on; None while it must wait."""
@@ -114,33 +67,6 @@ class Admission(Generic[Request]):
             return None
         return self._queue.popleft(), route
 
-    def lose(self, replica_id: str, reason: str, returns: bool = False) -> list[Request]:
-        """Route around a replica that failed.
-
-        Parameters
-        ----------
-        returns : it is being restarted, so requests may wait for it
-
-        Returns
-        -------
-        the requests in the queue that can no longer start
-        """
-        event = ReplicaEvent.FAIL if returns else ReplicaEvent.FAIL_FOR_GOOD
-        self.states.on(event, replica_id, reason)
-        self._take_routes()
-        return self._stranded()
-
-    def give_up(self, replica_id: str) -> list[Request]:
-        """Stop expecting a lost replica back; returns the requests in the queue that can no longer start."""
-        self.states.on(ReplicaEvent.GIVE_UP, replica_id)
-        self._take_routes()
-        return self._stranded()
-
-    def restore(self, replica_id: str) -> None:
-        """Use a replica that has started or restarted."""
-        self.states.on(ReplicaEvent.SERVE, replica_id)
-        self._take_routes()
-
     def change(self, routes_left: RoutesLeft, starting: Collection[str], forgotten: Collection[str]) -> None:
         """Switch to the routes of another placement.
 
@@ -151,31 +77,17 @@ class Admission(Generic[Request]):
         """
         self._routes_left = routes_left
         self.states.begin_placement(starting, forgotten)
-        self._take_routes()
-
-    def retire(self, replica_ids: Collection[str]) -> list[Request]:
-        """Start no more requests on some replicas; returns queued requests that can no longer start."""
-        for replica_id in replica_ids:
-            self.states.on(ReplicaEvent.RETIRE, replica_id)
-        self._take_routes()
-        return self._stranded()
-
-    def stranded(self) -> list[Request]:
-        """The requests in the queue that can no longer start, because a replica holds less than before."""
-        return self._stranded()
+        self._follow_states()
 
     def reroute(self) -> None:
         """Take up the routes anew, whose flow has changed."""
-        self._take_routes()
+        self._follow_states()
 
-    def _take_routes(self) -> None:
+    def _follow_states(self) -> None:
         """Update the routes to those between the replicas that serve."""
         absent, unexpected = self.states.absent, self.states.unexpected
         self.router = self.router.with_routes(self._routes_left(absent))
         self._to_come = tuple(self._routes_left(unexpected)) if absent != unexpected else ()
-
-    def _stranded(self) -> list[Request]:
-        return [request for request in self._queue if not self.can_ever_start(request)]
 
     @property
     def _in_sight(self) -> tuple[Route, ...]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array, hstack, vstack
 
 from cluster_specs.loader import resolve
@@ -434,6 +433,8 @@ def _minimised(
     cost: np.ndarray, matrix: csr_array, limits: np.ndarray, most: np.ndarray
 ) -> np.ndarray | None:
     """argmin cost x over 0 <= x <= most and matrix x <= limits; None if the solver finds none."""
+    from scipy.optimize import linprog  # Slow to import, and seldom needed.
+
     bounds = np.stack([np.zeros(len(most)), most], axis=1)
     found = linprog(cost, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
     return np.asarray(found.x) if found.success else None

@@ -19,6 +19,7 @@ from runtime.protocol.from_workers import Load
 from runtime.vllm.requests import probe
 
 HEALTH_TIMEOUT_S = 5.0
+"""For /metrics, and for /health after a fault."""
 SILENCE_S = 30.0
 """How long the API may be silent, as on a busy machine; the end of the process is noticed at once."""
 PROBE_AFTER_S, PROBE_IDLE_AFTER_S = 10.0, 60.0
@@ -33,7 +34,8 @@ _MOVES = ("generation_tokens", "prompt_tokens", "request_success", "num_preempti
 
 
 class Health:
-    """Watches one vLLM server; it is asked each time `ask` is called.
+    """Watches one vLLM server; it is asked each time `ask` is called. The first time starts its clocks: by
+    then the server has started, which may have taken minutes.
 
     Parameters
     ----------
@@ -55,6 +57,7 @@ class Health:
         self._http, self._model, self._busy = http, model, busy
         self._on_load, self._on_death = on_load, on_death
         self._answered_s = self._moved_s = self._probed_s = time.monotonic()
+        self._begun = False
         self._asked_load_s = 0.0
         self._load: Load | None = None
         self._figures: tuple[float, ...] = ()
@@ -73,6 +76,9 @@ class Health:
 
     def ask(self) -> None:
         """Ask for its health, every LOAD_EVERY_S also for its load, and probe a quiet engine."""
+        if not self._begun:
+            self._begun = True
+            self._answered_s = self._moved_s = self._probed_s = time.monotonic()
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         after_s = PROBE_AFTER_S if self._busy() else PROBE_IDLE_AFTER_S
@@ -117,7 +123,8 @@ class Health:
 
     async def _ask(self) -> None:
         with contextlib.suppress(httpx.HTTPError, ValueError):
-            response = await self._http.get("/health", timeout=HEALTH_TIMEOUT_S)
+            # A late answer is an answer: a timeout shorter than SILENCE_S would lose those of a slow machine.
+            response = await self._http.get("/health", timeout=SILENCE_S)
             if response.status_code == 503:  # means that the engine is dead; any other error may be temporary
                 self._on_death("its engine is dead")
                 return

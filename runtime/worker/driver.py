@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runtime.engine.faults import describe, of_replica
@@ -32,9 +31,9 @@ from runtime.protocol.between_workers import (
     StepResult,
 )
 from runtime.protocol.framing import Connection
-from runtime.protocol.from_workers import KvMoved, Released, RequestFailed, Reserved, StepOutput
-from runtime.protocol.message import Message
+from runtime.protocol.from_workers import KvMoved, RequestFailed, Reserved, StepOutput
 from runtime.protocol.to_workers import Cancel, Configure, Decode, Prefill, ReserveKv
+from runtime.worker.driver_base import DriverBase, Inbox, Item, StageFree
 from runtime.worker.executor import Executor
 from runtime.worker.scheduled_request import Reservation
 from runtime.worker.scheduler import Completed, Scheduler
@@ -50,16 +49,10 @@ STEPS_PER_REPORT = 32
 """Steps from one report on KV heads to the next, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageFree:
-    """This worker's own executor has run its stage of a step, and can take the next one."""
-
-
-Inbox = queue.SimpleQueue[Message | Reservation | StageFree]
 Own = queue.SimpleQueue[Step | Release | NewRole]
 
 
-class Driver:
+class Driver(DriverBase):
     """Handles the requests of one replica, in the first worker of its first stage.
 
     `reserve` and `acknowledge` run in reader threads, so that a reservation never waits for a step. All else
@@ -73,10 +66,6 @@ class Driver:
     own : what the main thread is to run on this worker, where the driver has another thread; the answer to a
         step is StageFree. None: steps run in `run`
     pool : the blocks of the cache, of which some may hold what prompts share; None: all are blank
-
-    Attributes
-    ----------
-    pool : the blocks of the cache
     """
 
     def __init__(
@@ -88,18 +77,16 @@ class Driver:
         own: Own | None = None,
         pool: BlockPool | None = None,
     ) -> None:
-        self._executor, self._front_end, self._others, self._inbox = executor, front_end, others, inbox
-        self._own, self._stage_free = own, True
-        config = executor.config
-        self._replica = config.replica
-        self._workers = len(others) + 1
-        cache = executor.cache
+        config, cache = executor.config, executor.cache
         self._heads: HeadPool | None = None
         if config.lanes:
             from runtime.headwise.pool import HeadPool
 
             pool = self._heads = HeadPool(config, cache.shape.bytes_per_token_cell)
-        self.pool = pool or BlockPool(cache.blocks, cache.block_tokens, config.reuse_prefixes)
+        pool = pool or BlockPool(cache.blocks, cache.block_tokens, config.reuse_prefixes)
+        super().__init__(executor, front_end, others, inbox, pool)
+        self._own, self._stage_free = own, True
+        self._workers = len(others) + 1
         self._scheduler = Scheduler(
             max_batch=config.max_batch,
             max_prefill_tokens=config.max_prefill_tokens,
@@ -112,9 +99,15 @@ class Driver:
         self._landed: dict[str, list[KvLanded]] = {}
         self._sent: dict[str, int] = {}
         self._leases = Leases(config.kv_lease_s)
-        self._client_request_ids: dict[str, str] = {}
         self._losses = Counter[str]()
         self._next_role: Configure | None = None
+
+    @property
+    def preemptions(self) -> int:
+        return self._scheduler.preemptions
+
+    def _has(self, request_id: str) -> bool:
+        return request_id in self._scheduler
 
     # -- reader threads
 
@@ -212,18 +205,7 @@ class Driver:
         elif result := self._executor.execute(step):
             self._complete(result)
 
-    def _handle(self, message: Message | Reservation | StageFree) -> None:
-        """Handle a message; if that raises, only the request that the message is about fails."""
-        try:
-            self._dispatch(message)
-        except Exception as error:
-            request_id = getattr(message, "request_id", "")
-            if not request_id or of_replica(error):
-                raise
-            log.exception("handling %s failed", type(message).__name__, extra=about(attempt=request_id))
-            self._fail(request_id, describe(error), fault=False)
-
-    def _dispatch(self, message: Message | Reservation | StageFree) -> None:
+    def _dispatch(self, message: Item) -> None:
         match message:
             case StageFree():
                 self._stage_free = True
@@ -261,7 +243,9 @@ class Driver:
         self._client_request_ids[message.request_id] = message.client_request_id
         extra = about(message.client_request_id, message.request_id)
         log.info("prefills %d tokens", len(message.prompt), extra=extra)
-        if problem := self._refusal(message):
+        held = message.sampling.max_tokens - message.index
+        total = len(message.prompt) + max(held, 0)
+        if problem := self._refusal(message.prompt, total, len(message.prompt) if message.target else total):
             self._fail(message.request_id, problem, fault=False)
         elif message.target and not self._executor.knows(message.target):
             self._fail(message.request_id, f"the replica {message.target} is unknown", fault=True)
@@ -279,29 +263,6 @@ class Driver:
             known = len(self._scheduler.tokens_of(request_id))
             if problem := self._excess(known + message.sampling.max_tokens - message.index):
                 self._fail(request_id, problem, fault=False)
-
-    def _refusal(self, message: Prefill) -> str:
-        """Why a prompt can never run on this replica, or ""."""
-        spec, count = self._executor.spec, len(message.prompt)
-        if not message.prompt or not all(0 <= token < spec.vocab for token in message.prompt):
-            return f"the prompt is empty or has tokens outside [0, {spec.vocab})"
-        here = 0 if message.target else message.sampling.max_tokens - message.index
-        total = count + max(message.sampling.max_tokens - message.index, 0)
-        return self._excess(total, count + max(here, 0))
-
-    def _excess(self, total: int, here: int | None = None) -> str:
-        """Which limit a request exceeds, or "".
-
-        Parameters
-        ----------
-        total, here : its tokens at most, and those that this replica holds (None: all)
-        """
-        limit = self._executor.spec.position_limit
-        if limit is not None and total > limit:
-            return f"{total} tokens are over the model's limit of {limit}"
-        if self.pool.blocks_for(total if here is None else here) > self.pool.blocks:
-            return f"{total} tokens are over the replica's {self.pool.blocks} blocks of KV cache"
-        return ""
 
     def _expire(self, request_id: str) -> None:
         """Free the blocks of a request whose KV cache or Decode did not come in time: its prefill replica may
@@ -354,7 +315,6 @@ class Driver:
             )
 
     def _cancel(self, request_id: str) -> None:
-        """Forget a request, on all executors first: nothing may be written to blocks that others get."""
         if request_id not in self._scheduler:
             return
         with self._lock:
@@ -362,20 +322,6 @@ class Driver:
         self._drop([request_id])
         if self._scheduler.cancel(request_id):
             self._released([request_id])
-
-    def _fail(self, request_id: str, text: str, fault: bool) -> None:
-        """Fail a request; Released follows, at once if the replica holds nothing of it."""
-        client_request_id = self._client_request_ids.get(request_id, "")
-        log.warning("a request failed: %s", text, extra=about(client_request_id, request_id))
-        self._say_failed(request_id, text, fault)
-        if request_id in self._scheduler:
-            self._cancel(request_id)
-        else:
-            self._released([request_id])
-
-    def _say_failed(self, request_id: str, text: str, fault: bool) -> None:
-        failure = RequestFailed(request_id=request_id, replica=self._replica, text=text, fault=fault)
-        self._front_end.send(failure)
 
     def _land(self, message: KvLanded) -> None:
         if message.request_id not in self._scheduler:
@@ -421,25 +367,11 @@ class Driver:
             self._own.put(release)
 
     def _released(self, request_ids: Iterable[str]) -> None:
+        request_ids = tuple(request_ids)
         for request_id in request_ids:
             self._landed.pop(request_id, None)
             self._sent.pop(request_id, None)
             self._losses.pop(request_id, None)
-            client_request_id = self._client_request_ids.pop(request_id, "")
-            log.info("freed a request's memory", extra=about(client_request_id, request_id))
-            if self._heads is not None:
-                self._front_end.send(self._heads.counts())
-            self._say_released(request_id)
-
-    def _say_released(self, request_id: str) -> None:
-        released = Released(
-            request_id=request_id,
-            replica=self._replica,
-            free_blocks=self.pool.free,
-            preemptions=self._scheduler.preemptions,
-        )
-        self._front_end.send(released)
-
-    def _broadcast(self, message: ExpectKv | Step | Release | NewRole) -> None:
-        for other in self._others.values():
-            other.send(message)
+        if self._heads is not None:
+            self._front_end.send(self._heads.counts())
+        super()._released(request_ids)

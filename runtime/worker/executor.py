@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from runtime.engine.base import Engine
+from runtime.engine.base import Engine, HopOutcome, RangeEngine, Rows
 from runtime.kv_cache.layout import KvTransfer, outgoing
 from runtime.kv_transfer import KvReceiver, KvSender
 from runtime.protocol.between_workers import ExpectKv, KvSent, SequenceStart, Step, StepResult
@@ -82,17 +82,10 @@ class Executor:
 
     def execute(self, step: Step) -> StepResult | None:
         """Run this worker's share of a step; returns the tokens if this worker samples, otherwise None."""
-        for request_id in step.preempted:
-            self._forget(request_id)
-        for start in step.starts:
-            self.tables[start.request_id] = []
-            if start.target:
-                self._sending.add(start.request_id)
-                plan = self._plan(start)
-                self._sender.begin(start.request_id, plan, start.target_tokens, start.end_token)
-        for sequence in step.sequences:
-            self.tables[sequence.request_id] += sequence.blocks
-        self._engine.begin(step)
+        if self.config.ranges:
+            self.execute_hop(step)
+            return None
+        self._begin(step)
         sent = [
             (each.request_id, self.tables[each.request_id], each.position + len(each.tokens))
             for each in step.sequences
@@ -104,6 +97,27 @@ class Executor:
                 self._sender.layer_ready(request_id, layer, table, upto, ready)
 
         return self._engine.run(step, self.tables, on_layer if sent else None)
+
+    def execute_hop(self, step: Step, entering: Sequence[Rows | None] = ()) -> HopOutcome:
+        """Run this worker's share of a step through its range of layers (see RangeEngine.run_hop)."""
+        if not isinstance(self._engine, RangeEngine):
+            raise RuntimeError(f"the {self.config.engine} engine cannot run ranges of layers")
+        self._begin(step)
+        return self._engine.run_hop(step, self.tables, entering)
+
+    def _begin(self, step: Step) -> None:
+        """Take note of the requests and blocks of a step."""
+        for request_id in step.preempted:
+            self._forget(request_id)
+        for start in step.starts:
+            self.tables[start.request_id] = []
+            if start.target:
+                self._sending.add(start.request_id)
+                plan = self._plan(start)
+                self._sender.begin(start.request_id, plan, start.target_tokens, start.end_token)
+        for sequence in step.sequences:
+            self.tables[sequence.request_id] += sequence.blocks
+        self._engine.begin(step)
 
     def release(self, request_id: str) -> None:
         """Forget a request: no more of it is written to the cache, and the rest is not sent."""

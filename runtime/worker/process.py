@@ -23,7 +23,7 @@ from typing import NoReturn
 import msgspec
 
 from runtime import logs
-from runtime.engine.base import Engine
+from runtime.engine.base import Engine, RangeEngine
 from runtime.engine.rank import Rank
 from runtime.engine.registry import make_engine
 from runtime.kv_cache.blocks import BlockPool
@@ -35,8 +35,11 @@ from runtime.protocol.message import ATTENTION, Message
 from runtime.protocol.to_workers import Configure, Connect, ReserveKv
 from runtime.worker.attention_process import AttentionProcess
 from runtime.worker.base import WorkerProcess, awaited
-from runtime.worker.driver import Driver, Inbox, Own, StageFree
+from runtime.worker.driver import Driver, Own
+from runtime.worker.driver_base import DriverBase, Inbox, StageFree
 from runtime.worker.executor import Executor, credentials
+from runtime.worker.ranges.activations import PURPOSE as ACTIVATIONS
+from runtime.worker.ranges.driver import RangeDriver
 
 log = logging.getLogger(__name__)
 
@@ -77,12 +80,12 @@ class _Worker(WorkerProcess):
 
     def __init__(self, config: Configure, control: Connection) -> None:
         super().__init__(config, control)
-        self.rank = Rank.find(config.stages, config.worker)
+        self.rank = Rank.find(config.stages, config.worker, config.layers)
         self.inbox: Inbox = queue.SimpleQueue()
         self.own: Own = queue.SimpleQueue()
         self.engine: Engine | None = None
         self.executor: Executor | None = None
-        self.driver: Driver | None = None
+        self.driver: DriverBase | None = None
         self.to_driver: Connection | None = None
         self.others: dict[str, Connection] = {}
         self._all_here = threading.Event()
@@ -123,8 +126,7 @@ class _Worker(WorkerProcess):
         is_pipeline, engine = len(self.config.stages) > 1, self.engine
         assert engine is not None
         if self.rank.is_driver:
-            own = self.own if is_pipeline else None
-            self.driver = Driver(executor, self.control, self.others, self.inbox, own, pool)
+            self.driver = self._make_driver(executor, pool)
         gc.collect()
         gc.freeze()  # these objects stay; collecting them again would stop a step for a tenth of a second
         self.control.send(Ready(worker=self.config.worker, load_s=load_s, weight_bytes=engine.weight_bytes))
@@ -135,6 +137,14 @@ class _Worker(WorkerProcess):
             self._start("driver", lambda: self._roles.put(driver.run()))
         self._follow(executor)
         return self._roles.get()
+
+    def _make_driver(self, executor: Executor, pool: BlockPool | None) -> DriverBase:
+        given = executor, self.control, self.others, self.inbox
+        if self.config.ranges:
+            with self._connecting:
+                assert self._addresses is not None and isinstance(self.engine, RangeEngine)
+                return RangeDriver(*given, self._addresses.peers, self.engine.row_bytes)
+        return Driver(*given, self.own if len(self.config.stages) > 1 else None, pool)
 
     def _turn(self, engine: Engine, role: Configure) -> tuple[Executor, float, BlockPool | None]:
         """Take another role: the arguments of `_serve`. The replica holds no requests; blocks of the prompts
@@ -196,11 +206,13 @@ class _Worker(WorkerProcess):
                 self._addresses = message
                 if self.executor is not None:
                     self.executor.reconnect(message)
+                if isinstance(self.driver, RangeDriver):
+                    self.driver.reconnect(message.peers)
         elif isinstance(message, Configure):
             (self.inbox if self.rank.is_driver else self._roles).put(message)
         elif self.driver is None:
             log.warning("worker %s: %s is for a driver only", self.config.worker, type(message).__name__)
-        elif isinstance(message, ReserveKv):
+        elif isinstance(message, ReserveKv) and isinstance(self.driver, Driver):
             self.driver.reserve(message)
         else:
             self.inbox.put(message)
@@ -222,7 +234,7 @@ class _Worker(WorkerProcess):
 
     def _read_executor(self, name: str, connection: Connection) -> None:
         while (message := connection.receive()) is not None:
-            if isinstance(message, ExpectingKv) and self.driver is not None:
+            if isinstance(message, ExpectingKv) and isinstance(self.driver, Driver):
                 self.driver.acknowledge(name, message.request_id)
             else:
                 self.inbox.put(message)
@@ -237,6 +249,8 @@ class _Worker(WorkerProcess):
             if len(self.others) == len(self.rank.workers) - 1:
                 self._all_here.set()
             self._read_executor(name, connection)
+        elif introduced.purpose == ACTIVATIONS and isinstance(self.driver, RangeDriver):
+            self.driver.receive_from(connection, name)
         else:
             return self.engine is not None and self.engine.welcome(connection, introduced)
         return True

@@ -128,9 +128,3 @@ class ScheduledRequest:
             target_tokens=self.target_tokens,
             end_token=len(self.tokens),
         )
-
-    def finish_reason(self, token: int) -> str:
-        """Why a next token is the last one: "stop", "length", or "" if it is not."""
-        if token in self.sampling.end_token_ids:
-            return "stop"
-        return "length" if self.index + 1 >= self.sampling.max_tokens else ""

@@ -230,7 +230,7 @@ class Scheduler:
         self, request: ScheduledRequest, token: int, detail: TokenLogprobs | None, outputs: list[TokenOutput]
     ) -> str:
         """Add a request's next token; returns why it is the last one, or ""."""
-        reason = request.finish_reason(token)
+        reason = request.sampling.finish_reason(token, request.index)
         if not request.cancelled:
             first = len(request.tokens) == request.prompt_tokens
             output = TokenOutput(

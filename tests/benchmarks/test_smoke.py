@@ -44,6 +44,7 @@ SMALL = {
     "serving.coordination_cost": "--repeats 1 --steps 5",
     "serving.disaggregation": "--seconds 3 --rounds 1",
     "serving.front_end_saturation": "--repeats 1 --seconds 0.5 --cases stream-1 --clients 4 --overload",
+    "serving.path_schedulers": "--requests 4 --clients 2 --rounds 1 --schedulers flow",
     "serving.phases": "--cluster hexgen2-homogeneous --workload HPLD --requests 40 --seed 2",
     "serving.reflow_speed": "--runs 2",
     "serving.soak": "--seconds 15",

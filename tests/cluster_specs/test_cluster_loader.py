@@ -124,7 +124,7 @@ def test_wrong_values_name_their_key_and_remedy(tmp_path, old, new, key, hint):
         ("#" * (1 << 20) + "\n" + GOOD, "is larger than"),
         ("name: x\nnodes: []\n", "nodes: is empty"),
         ("name: x\nnodes: 7\n", "nodes: is 7"),
-        ('name: "\\ud800"\nnodes: []\n', "surrogate"),
+        ('name: "\\ud800"\nnodes: []\n', "line 1: "),
         ("name: x\nnodes:\n", "nodes: is None"),
     ],
 )

@@ -29,14 +29,15 @@ class FakeVllm:
 
     `kv` has the parameters that a decode must be given back, by prompt; `open` counts in-flight requests.
     `script` says what happens to the next completions: "500", "cut" after two tokens, "error" in the stream,
-    "hang". `health` is the status of /health, `figures` the text of /metrics; `stuck` hangs everything that
-    the engine does.
+    "hang". `health` is the status of /health, which answers after `takes_s` and has done so `answered` times;
+    `figures` is the text of /metrics; `stuck` hangs everything that the engine does.
     """
 
     def __init__(self, kv: set[str]) -> None:
         self.kv, self.script, self.bodies, self.open = kv, [], [], 0
         self.hung = asyncio.Event()
         self.health, self.figures, self.stuck = "200 OK", "", False
+        self.takes_s, self.answered = 0.0, 0
 
     async def start(self) -> str:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -50,7 +51,10 @@ class FakeVllm:
                 length = int(head.partition("content-length: ")[2].partition("\r\n")[0] or 0)
                 body = await reader.readexactly(length)
                 if head.startswith("get "):
-                    status, text = (self.health, "") if "/health" in head else ("200 OK", self.figures)
+                    status, text = "200 OK", self.figures
+                    if "/health" in head:
+                        await asyncio.sleep(self.takes_s)
+                        status, text, self.answered = self.health, "", self.answered + 1
                     size = f"content-length: {len(text)}\r\nconnection: close"
                     writer.write(f"HTTP/1.1 {status}\r\n{size}\r\n\r\n{text}".encode())
                 else:

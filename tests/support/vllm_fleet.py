@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,7 @@ CPU_SETTINGS = {
     "UCX_TLS": "tcp,sm,self",
 }
 ENGINE = "VLLM::EngineCore"
+LINES = 60
 
 
 def write_fleet_model(folder: Path) -> None:
@@ -125,12 +127,27 @@ class LaunchedVllm(Launched):
             assert starts <= times and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.2)
 
+    def story(self) -> str:
+        """The server's log, and the end of that of each vLLM."""
+        (folder,) = re.findall(r"logs are in (\S+)", self.log.read_text())
+        ends = [
+            f"{each.name}:\n" + "\n".join(each.read_text(errors="replace").splitlines()[-LINES:])
+            for each in sorted(Path(folder).glob("*.log"))
+        ]
+        return "\n\n".join([self.log.read_text(), *ends])
+
+    def tell_of_restarts(self) -> None:
+        """Warn, with the logs, if vLLM was restarted though no test has broken it: requests survive that,
+        but whoever reads the test's output should know why."""
+        if restarted := [replica for replica in self.replicas if self.restarts(replica)]:
+            warnings.warn(f"restarted: {', '.join(restarted)}\n{self.story()}", stacklevel=2)
+
     def until_idle(self) -> None:
         """Wait until nothing is held: by our accounting, by vLLM's own metrics, and by those that we
-        republish."""
+        republish. A replica that is being restarted meanwhile is waited for."""
         deadline = time.monotonic() + LIMIT_S
         while left := self._left():
-            assert time.monotonic() < deadline, left
+            assert time.monotonic() < deadline, f"{left}\n{self.story()}"
             time.sleep(0.2)
 
     def _left(self) -> list[str]:
@@ -138,7 +155,11 @@ class LaunchedVllm(Launched):
         names = ("kv_tokens", "requests_running", "engine_kv_use_ratio", "engine_requests_running")
         left = [name for name in names if self.figures_of(ours, f"hexgen2_{name}")]
         for replica in self.replicas:
-            text = self.metrics(replica)
+            try:
+                text = self.metrics(replica)
+            except httpx.TransportError as error:  # it is being restarted
+                left.append(f"{replica} does not answer ({error})")
+                continue
             for name in ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
                 if value := self.figures_of(text, f"vllm:{name}"):
                     left.append(f"{replica} {name} {value}")

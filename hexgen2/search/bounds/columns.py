@@ -12,7 +12,7 @@ import numpy as np
 from hexgen2.region import Point, Region
 from hexgen2.search.bounds.upper_bounds import node_rates
 from hexgen2.search.planning.classes import LARGE, NodeClasses, Pattern, widest_span
-from hexgen2.search.planning.plan import Planner
+from hexgen2.search.planning.plan import AT_ONCE, Planner
 from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds
 
@@ -113,9 +113,11 @@ def list_columns(
         if len(problem.usable) > LARGE:  # If there is no time for all, some of every kind are best.
             order = np.random.default_rng(0).permutation(len(patterns))
             patterns = [patterns[k] for k in order.tolist()]
-        for pattern in patterns:
+        for k, pattern in enumerate(patterns):
             if columns and stop(listed / total):
                 return columns, False
+            if "colocated" in roles and k % AT_ONCE == 0:
+                planner.look_ahead(map(classes.counts, patterns[k : k + AT_ONCE]))
             listed += 1
             counts = classes.counts(pattern)
             sent, received = limits.most(pattern)
@@ -124,8 +126,9 @@ def list_columns(
                     # There are many, each takes long to plan, and few are worth it.
                     limit = planner.colocated_limit(counts)
                     if limit:
+                        region = limit.region if problem.mixes else None
                         columns.append(
-                            Column(role, pattern, limit.req_s, limit.region, sent, received, planned=False)
+                            Column(role, pattern, limit.req_s, region, sent, received, planned=False)
                         )
                     continue
                 plan = planner.plan(role, counts)

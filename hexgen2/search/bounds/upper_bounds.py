@@ -20,11 +20,12 @@ The bounds by programs (configuration_lp.py) know what replicas really do, and w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cost_model.base import TensorGroup
-from cost_model.hardware import NO_LINK
+from cost_model.hardware import NO_LINK, Accelerator
 from cost_model.pipeline import CHUNKS, mixed_decodes, mixed_request_s
 from hexgen2.placement import BoundRecord
 from hexgen2.region import Region
@@ -36,6 +37,7 @@ BATCH_SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
 """Shares of the largest batch at which mixed steps of a single GPU are looked at."""
 ROUNDING = 1e-9
 """A gap below this is that of floating point."""
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,16 @@ def node_rates(problem: Problem) -> list[tuple[float, float]]:
     The capacity of a group never exceeds the sum over its GPUs."""
     costs, layers = problem.costs, problem.model.layers
     most_prompts, most_decodes = costs.prefill_batch(), max(1, decode_batch_limit(problem))
-    rates = []
-    for accelerator in problem.node_accelerator:
+
+    def rates(accelerator: Accelerator) -> tuple[float, float]:
         alone = TensorGroup(accelerator, 1, NO_LINK)
         prefill_batch = costs.fastest_batch("prefill", alone, most_prompts)
         decode_batch = costs.fastest_batch("decode", alone, most_decodes)
         prefill = prefill_batch / costs.layer_s("prefill", alone, prefill_batch)
         decode = decode_batch / (costs.layer_s("decode", alone, decode_batch) * costs.osl)
-        rates.append((prefill / layers, decode / layers))
-    return rates
+        return prefill / layers, decode / layers
+
+    return _of_each(problem, rates)
 
 
 def mixed_rates(problem: Problem) -> list[float]:
@@ -113,8 +116,9 @@ def mixed_rates(problem: Problem) -> list[float]:
     costs, layers, osl = problem.costs, problem.model.layers, problem.costs.osl
     if problem.pipeline != "pipelined":
         return [p * q / (p + q) for p, q in node_rates(problem)]
-    most, rates = max(1, decode_batch_limit(problem)), []
-    for accelerator in problem.node_accelerator:
+    most = max(1, decode_batch_limit(problem))
+
+    def rate(accelerator: Accelerator) -> float:
         alone = TensorGroup(accelerator, 1, NO_LINK)
         least_s = math.inf
         for chunk in (*(tokens / costs.isl for tokens in CHUNKS), 1.0):
@@ -124,16 +128,20 @@ def mixed_rates(problem: Problem) -> list[float]:
             both = costs.layer_work_s(alone, costs.mixed_work(chunk, max(0.0, beside)))
             own = costs.layer_s("decode", alone, decodes)
             least_s = min(least_s, mixed_request_s(both, own, chunk, decodes, osl))
-        rates.append(1 / (least_s * layers))
-    return rates
+        return 1 / (least_s * layers)
+
+    return _of_each(problem, rate)
 
 
 def node_regions(problem: Problem) -> list[Region]:
     """For each node, what one of its GPUs can do of both phases if it worked alone at its best."""
     costs, layers, osl = problem.costs, problem.model.layers, problem.costs.osl
-    most, found = max(1, decode_batch_limit(problem)), []
-    rates = zip(problem.node_accelerator, node_rates(problem), mixed_rates(problem), strict=True)
-    for accelerator, (prefill, decode), both in rates:
+    most = max(1, decode_batch_limit(problem))
+    both_rates = zip(node_rates(problem), mixed_rates(problem), strict=True)
+    rates = dict(zip(problem.node_accelerator, both_rates, strict=True))
+
+    def region(accelerator: Accelerator) -> Region:
+        (prefill, decode), both = rates[accelerator]
         alone = TensorGroup(accelerator, 1, NO_LINK)
         points = [(prefill, 0.0), (0.0, decode), (both, both)]
         for chunk in (*(tokens / costs.isl for tokens in CHUNKS), 1.0):
@@ -141,8 +149,15 @@ def node_regions(problem: Problem) -> list[Region]:
                 decodes = max(1.0, most * share)
                 step_s = costs.layer_work_s(alone, costs.mixed_work(chunk, decodes)) * layers
                 points.append((chunk / step_s, decodes / (osl * step_s)))
-        found.append(Region.around(points))
-    return found
+        return Region.around(points)
+
+    return _of_each(problem, region)
+
+
+def _of_each(problem: Problem, of: Callable[[Accelerator], Found]) -> list[Found]:
+    """What a function finds for the type of GPU of each node."""
+    found = {accelerator: of(accelerator) for accelerator in dict.fromkeys(problem.node_accelerator)}
+    return [found[accelerator] for accelerator in problem.node_accelerator]
 
 
 def decode_batch_limit(problem: Problem) -> int:

@@ -7,32 +7,44 @@ answer.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.problem import Group, NodeCounts, Solution, counts_of
 from hexgen2.search.ties import first_greatest, greatest_first
 
+ROOM = 2.5
+"""Memory of nodes that are joined, at most, before the last one: a multiple of the weights."""
 
-def whole_nodes(evaluator: Evaluator, role: str | None = None) -> Solution:
+
+def whole_nodes(
+    evaluator: Evaluator, role: str | None = None, stop: Callable[[], bool] = lambda: False
+) -> Solution:
     """A group on each node in which the model fits; nodes that are too small are joined, the nearest first,
     until it fits. They all have the role "colocated" (the default where they may have it), or those of them
-    that are best at prefill, beside what they decode, prefill for the others ("decode")."""
+    that are best at prefill, beside what they decode, prefill for the others ("decode"). Once it is time to
+    stop, the nodes left stay idle."""
     problem = evaluator.problem
     role = role or problem.roles[-1]
     sizes = [len(gpus) for gpus in problem.node_gpus]
+    memory = [float(problem.cluster.memory_bytes[list(gpus)].sum()) for gpus in problem.node_gpus]
     found: list[NodeCounts] = []
     small: list[int] = []
     for node, size in enumerate(sizes):
-        if not size:
+        if not size or (found and stop()):
             continue
         alone = counts_of({node: size})
         if evaluator.planner.plan(role, alone):
             found.append(alone)
         else:
             small.append(node)
-    while small:
+    while small and not (found and stop()):
         joined = [small.pop(0)]
-        while len(joined) < evaluator.planner.span and small:
+        # Where targets are missed with this much memory, more nodes are unlikely to help, and slow to plan.
+        enough = ROOM * problem.model.total_bytes
+        while (
+            len(joined) < evaluator.planner.span and small and math.fsum(memory[n] for n in joined) < enough
+        ):
             links = problem.node_links[joined[-1]]
             joined.append(first_greatest(small, [links[node].bandwidth_bytes_s for node in small]))
             small.remove(joined[-1])

@@ -21,103 +21,125 @@ decodes may be a little more efficient; the planner takes as many as there is me
 
 from __future__ import annotations
 
-import itertools
-import math
+import numpy as np
 
-from cost_model.portable import exp
-from hexgen2.search.planning.timing import Timing
+from cost_model.portable import exps
+from hexgen2.search.planning.timing import Timings
 
 
 class MixedSteps:
-    """Which stages of a pipeline have a mixed step at a time: a Markov chain, in which a share of all steps
-    is mixed.
+    """Which stages of n pipelines have a mixed step at a time: Markov chains, in which a share of steps is
+    mixed.
 
     Parameters
     ----------
-    share : of the steps that are mixed, less than 1 or 1
-    prompts : in a mixed step
-    stages : of the pipeline
+    share : [n] of the steps that are mixed, at most 1
+    prompts : [n] in a mixed step
+    stages : [n] of the pipelines
+
+    Attributes
+    ----------
+    next : [n] the chance that a stage's step is not mixed if that of the stage before it is not
+    most : [n] the same for any stage before it, at most
+    none : [n] the chance that no other stage has a mixed step if one has none
     """
 
-    def __init__(self, share: float, prompts: float, stages: int) -> None:
+    def __init__(self, share: np.ndarray, prompts: np.ndarray, stages: np.ndarray) -> None:
         self.share, self.stages = share, stages
-        memory = (1 - exp(-share * prompts)) / share
-        memory = 1 - memory if 0 < share < 1 else 0.0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            memory = 1 - (1 - exps(-share * prompts)) / share
+        memory = np.where((share > 0) & (share < 1), memory, 0.0)
         self.next = 1 - share + share * memory
-        """The chance that a stage's step is not mixed if that of the stage before it is not."""
-        self.most = max(self.next, 1 - share + share * memory**2)
-        """The same for any stage before it, at most."""
+        self.most = np.maximum(self.next, 1 - share + share * (memory * memory))
+        self.none = _powers(self.next, int(stages.max()))[np.arange(len(stages)), stages - 1]
 
-    @property
-    def none(self) -> float:
-        """The chance that no stage has a mixed step."""
-        return (1 - self.share) * float(self.next) ** (self.stages - 1)
-
-    def none_of(self, count: int) -> float:
-        """The most that the chance can be that none of so many stages has one."""
-        return self.none if count == self.stages else (1 - self.share) * self.most ** (count - 1)
+    def most_powers(self, count: int) -> np.ndarray:
+        """[n, count] the powers of `most` from 0 on."""
+        return _powers(self.most, count)
 
 
-def least_period_s(mixed: Timing, rest: Timing, layers: int, steps: MixedSteps) -> float:
-    """The least mean seconds from one step to the next, of which a share is mixed, however the layers are
+def _powers(base: np.ndarray, count: int) -> np.ndarray:
+    """[n, count] the powers of [n] numbers from 0 on, by multiplication, which rounds alike everywhere."""
+    factors = np.repeat(base[:, None], count, axis=1)
+    factors[:, 0] = 1.0
+    return np.asarray(np.cumprod(factors, axis=1))
+
+
+def least_period_s(mixed: Timings, rest: Timings, layers: int, steps: MixedSteps) -> np.ndarray:
+    """[n] the least mean seconds from one step to the next, of which a share is mixed, however the layers are
     divided."""
     share, stages = steps.share, steps.stages
-    mean = rest.times(1 - share).plus(mixed, share)
-    least_s = least_step_s(mean, layers)
-    if stages == 1 or share == 1:
-        return least_s
+    least_s = least_step_s(rest.mean(mixed, share), layers)
     beta, work = _least_ratio(mixed, rest), _work(mixed, rest, layers)
-    speeds = itertools.accumulate(1 / a for a in sorted(mixed.layer_s))
-    theta = min(
-        (1 - steps.none_of(count) + beta * steps.none) / speed for count, speed in enumerate(speeds, 1)
-    )
-    return max(least_s, theta * work)
+    none = (1 - share) * steps.none
+    size = mixed.layer_s.shape[1]
+    # The most that the chance can be that none of so many stages has a mixed step.
+    none_of = (1 - share)[:, None] * steps.most_powers(size)
+    none_of[np.arange(len(stages)), stages - 1] = none
+    speeds = np.cumsum(1 / np.sort(mixed.layer_s, axis=1), axis=1)
+    theta = _least_of((1 - none_of + (beta * none)[:, None]) / speeds, stages)
+    several = (stages > 1) & (share < 1)
+    return np.where(several, np.maximum(least_s, theta * work), least_s)
 
 
-def least_step_s(timing: Timing, layers: int) -> float:
-    """The least seconds from one step to the next where all are like this one: those of stages that all take
-    the same time, and of as many steps in flight as there are stages."""
-    walk = layers * min(timing.layer_s) + math.fsum((*timing.edge_s, *timing.hop_s))
-    return max(1 / timing.most_steps_s(layers), walk / len(timing.layer_s))
+def least_step_s(timings: Timings, layers: int) -> np.ndarray:
+    """[n] the least seconds from one step to the next where all are like this one: those of stages that all
+    take the same time, and of as many steps in flight as there are stages."""
+    inverse = 1 / timings.layer_s
+    even_s = (layers + _sum(timings.edge_s * inverse)) / _sum(inverse)
+    walk_s = layers * timings.layer_s.min(axis=1) + _sum(timings.edge_s) + _sum(timings.hop_s)
+    return np.maximum(np.maximum(even_s, timings.hop_s.max(axis=1)), walk_s / timings.stages)
 
 
-def least_decodes_s(mixed: Timing, rest: Timing, layers: int, steps: MixedSteps) -> float:
-    """The least seconds from one step to the next if none were mixed, on a straight line from steps that are
-    all mixed, through those of which a share is: (mean - share all mixed) / (1 - share). Without hops, that
-    is the mean of those periods in which the stage that is slowest in mixed steps has none."""
-    alone_s = least_step_s(rest, layers)
-    if steps.stages == 1:
+def least_decodes_s(mixed: Timings, rest: Timings, layers: int, steps: MixedSteps) -> np.ndarray:
+    """[n] the least seconds from one step to the next if none were mixed, on a straight line from steps that
+    are all mixed, through those of which a share is: (mean - share all mixed) / (1 - share). Without hops,
+    that is the mean of those periods in which the stage that is slowest in mixed steps has none."""
+    alone_s, stages = least_step_s(rest, layers), steps.stages
+    beta, work, none = _least_ratio(mixed, rest), _work(mixed, rest, layers), steps.none
+    even_s = work / _sum(1 / mixed.layer_s)
+    slowest_first = np.sort(mixed.layer_s, axis=1)
+    size = slowest_first.shape[1]
+    if size == 1:
         return alone_s
-    beta, work = _least_ratio(mixed, rest), _work(mixed, rest, layers)
-    none = float(steps.next) ** (steps.stages - 1)
-    even_s = work / math.fsum(1 / a for a in mixed.layer_s)
-    found = math.inf
-    for slowest in sorted(set(mixed.layer_s)):
-        others = sorted(mixed.layer_s)
-        others.remove(slowest)
-        speeds = itertools.accumulate(1 / a for a in others)
-        theta = min(
-            (1 - (none if count == len(others) else steps.most**count)) / speed
-            for count, speed in enumerate(speeds, 1)
-        )
+    none_of = steps.most_powers(size)[:, 1:]
+    several = np.flatnonzero(stages > 1)
+    none_of[several, stages[several] - 2] = none[several]
+    found = np.full(len(stages), np.inf)
+    for k in range(size):
+        slowest, others = slowest_first[:, k], np.delete(slowest_first, k, axis=1)
+        theta = _least_of((1 - none_of) / np.cumsum(1 / others, axis=1), np.maximum(1, stages - 1))
         # The slowest stage takes at least even_s; the longer it takes, the less is left for the others.
         grows = beta * none - theta / slowest
         least_s = beta * none * even_s + theta * (work - even_s / slowest)
-        if grows < 0:
-            least_s = beta * max(even_s, theta * work / (beta - grows))
-        found = min(found, max(least_s, beta * even_s))
+        less = grows < 0
+        shorter_s = beta[less] * np.maximum(even_s[less], (theta * work)[less] / (beta - grows)[less])
+        least_s[less] = shorter_s
+        least_s = np.maximum(least_s, beta * even_s)
+        found = np.where(k < stages, np.minimum(found, least_s), found)
     # Hops make steps that are all mixed longer than their slowest stage by no more than this.
-    longer_s = max(math.fsum(mixed.hop_s) / steps.stages, *mixed.hop_s)
-    return max(alone_s, found - steps.share / (1 - steps.share) * longer_s)
+    longer_s = np.maximum(_sum(mixed.hop_s) / stages, mixed.hop_s.max(axis=1))
+    line_s = found - steps.share / (1 - steps.share) * longer_s
+    return np.where(stages > 1, np.maximum(alone_s, line_s), alone_s)
 
 
-def _least_ratio(mixed: Timing, rest: Timing) -> float:
-    """The least of a decode step's seconds per layer to those of a mixed step."""
-    return min(min(1.0, b / a) for a, b in zip(mixed.layer_s, rest.layer_s, strict=True))
+def _least_of(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """[n] the least of the first so many of [n, s] values."""
+    beyond = np.arange(values.shape[1])[None, :] >= counts[:, None]
+    return np.where(beyond, np.inf, values).min(axis=1)
 
 
-def _work(mixed: Timing, rest: Timing, layers: int) -> float:
-    """The sum of y_k / a_k, with no more beside the layers than decode steps have, too."""
-    beta = _least_ratio(mixed, rest)
-    edges = zip(mixed.layer_s, mixed.edge_s, rest.edge_s, strict=True)
-    return layers + math.fsum(min(e, d / beta) / a for a, e, d in edges)
+def _sum(values: np.ndarray) -> np.ndarray:
+    """[n] sums of [n, s] values, in order: numpy's own order depends on the processor."""
+    return np.asarray(np.cumsum(values, axis=1)[:, -1])
+
+
+def _least_ratio(mixed: Timings, rest: Timings) -> np.ndarray:
+    """[n] the least of a decode step's seconds per layer to those of a mixed step."""
+    return np.minimum(1.0, (rest.layer_s / mixed.layer_s).min(axis=1))
+
+
+def _work(mixed: Timings, rest: Timings, layers: int) -> np.ndarray:
+    """[n] the sum of y_k / a_k, with no more beside the layers than decode steps have, too."""
+    beta = _least_ratio(mixed, rest)[:, None]
+    return layers + _sum(np.minimum(mixed.edge_s, rest.edge_s / beta) / mixed.layer_s)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+import numpy as np
+
 from cost_model.base import Phase, StageMemory, TensorGroup, Work
 from cost_model.hardware import Link
 from cost_model.pipeline import (
@@ -30,7 +32,7 @@ from cost_model.pipeline import (
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
 from hexgen2.search.planning.limits import MixedSteps, least_period_s
 from hexgen2.search.planning.shapes import StageShape
-from hexgen2.search.planning.timing import Timing
+from hexgen2.search.planning.timing import Timing, Timings
 from hexgen2.search.problem import Problem
 
 
@@ -67,7 +69,7 @@ class Pipeline:
     hops: list[Link]
     memory: list[StageMemory]
     batch: float
-    limit_req_s: float
+    limit_req_s: float = math.inf
     chunk_limits: tuple[float, ...] = ()
     timings: dict[tuple[Phase, float], Timing] = field(default_factory=dict)
     mixed: dict[tuple[float, float], tuple[Timing, float]] = field(default_factory=dict)
@@ -94,8 +96,8 @@ class Pipelines:
         self._works: dict[tuple[float, float], Work] = {}
 
     def of(self, role: str, shape: Sequence[StageShape]) -> Pipeline | None:
-        """The pipeline of this shape; None if the model does not fit."""
-        problem, costs = self.problem, self.problem.costs
+        """The pipeline of this shape, without a limit on its capacity; None if the model does not fit."""
+        problem = self.problem
         layers, last = problem.model.layers, len(shape) - 1
         if len(shape) > layers:
             return None
@@ -107,19 +109,28 @@ class Pipelines:
             steps = prefill_batches_held(problem.pipeline, len(shape))
             fitting = (b for b in self.prefill_batches if _fits(memory, prompts_held(b, steps), layers))
             batch = next(fitting, 0.0)
-            running, outputs = batch, 1.0
         else:
             batch = self._largest_batch(memory)
-            running, outputs = micro_batch(problem.pipeline, batch, len(kinds)), costs.osl
-        if not batch:
-            return None
-        pipeline = Pipeline(role, tuple(shape), kinds, hops, memory, batch, 0.0)
-        if role == "colocated" and self.chunks:
-            limits = tuple(self._most_mixed_req_s(pipeline, chunk) for chunk in self.chunks)
-            return replace(pipeline, limit_req_s=max(limits), chunk_limits=limits)
-        # Every request passes all L layers, so L times the requests/s is at most the layers/s of all stages.
-        rate = math.fsum(self._layers_s(role, kind, running, batch) for kind in kinds)
-        return replace(pipeline, limit_req_s=rate / (layers * outputs))
+        return Pipeline(role, tuple(shape), kinds, hops, memory, batch) if batch else None
+
+    def with_limits(self, role: str, pipelines: Sequence[Pipeline]) -> list[Pipeline]:
+        """These pipelines with limits on their capacity."""
+        if role != "colocated" or not self.chunks:
+            return [replace(pipeline, limit_req_s=self._most_req_s(pipeline)) for pipeline in pipelines]
+        return [
+            replace(pipeline, limit_req_s=max(each), chunk_limits=tuple(each))
+            for pipeline, each in zip(pipelines, self._most_mixed_req_s(pipelines).tolist(), strict=True)
+        ]
+
+    def _most_req_s(self, pipeline: Pipeline) -> float:
+        """An upper limit on the capacity of a replica whose steps are not mixed: every request passes all L
+        layers, so L times the requests/s is at most the layers/s of all stages."""
+        batch, running, outputs = pipeline.batch, pipeline.batch, 1.0
+        if pipeline.role != "prefill":
+            running = micro_batch(self.problem.pipeline, batch, len(pipeline.kinds))
+            outputs = self.problem.costs.osl
+        rate = math.fsum(self._layers_s(pipeline.role, kind, running, batch) for kind in pipeline.kinds)
+        return rate / (self.problem.model.layers * outputs)
 
     def _layers_s(self, role: str, kind: StageKind, running: float, batch: float) -> float:
         """The most layers/s, times requests, of a stage whose steps have up to `running` requests; in a
@@ -152,15 +163,26 @@ class Pipelines:
             self._stage_kinds[key] = StageKind(group, memory)  # type: ignore[arg-type]
         return self._stage_kinds[key]
 
-    def _most_mixed_req_s(self, pipeline: Pipeline, chunk: float) -> float:
-        """An upper limit on the requests/s of a colocated replica whose steps have chunks of `chunk` prompts,
-        however its layers are divided."""
-        costs, stages = self.problem.costs, len(pipeline.kinds)
-        decodes = mixed_decodes(pipeline.batch, stages, chunk, costs.osl)
-        mixed, prompts = self._mixed(pipeline, decodes, chunk)
-        steps = MixedSteps(min(1.0, decodes / (costs.osl * prompts)), prompts, stages)
-        rest = self.timing(pipeline, "decode", decodes)
-        return decodes / (costs.osl * least_period_s(mixed, rest, self.problem.model.layers, steps))
+    def _most_mixed_req_s(self, pipelines: Sequence[Pipeline]) -> np.ndarray:
+        """[n, chunks] upper limits on the requests/s of colocated replicas whose steps have chunks of so many
+        prompts, however their layers are divided."""
+        if not pipelines:
+            return np.zeros((0, len(self.chunks)))
+        osl, chunks, rows = self.problem.costs.osl, self.chunks, StepTimes(self, pipelines)
+        decodes = np.array([mixed_decodes(p.batch, len(p.kinds), c, osl) for c in chunks for p in pipelines])
+        held = zip(np.repeat(chunks, len(pipelines)).tolist(), decodes.tolist(), strict=True)
+        steps = [mixed_steps(chunk, each, osl) for chunk, each in held]
+        first = np.array([each[0] for each in steps]).T
+        # Where all mixed steps are alike, the second kind of them has a share of 0.
+        second = np.array([each[-1] if len(each) > 1 else (*each[0][:2], 0.0) for each in steps]).T
+        mixed, prompts = rows.of(first[0], first[1]), first[0]
+        if second[2].any():
+            mixed = mixed.mean(rows.of(second[0], second[1]), second[2])
+            prompts = (1 - second[2]) * prompts + second[2] * second[0]
+        rest = rows.of(np.zeros_like(decodes), decodes)
+        chains = MixedSteps(np.minimum(1.0, decodes / (osl * prompts)), prompts, mixed.stages)
+        period_s = least_period_s(mixed, rest, self.problem.model.layers, chains)
+        return (decodes / (osl * period_s)).reshape(len(chunks), len(pipelines)).T
 
     def at_once(self, split: list[int]) -> int:
         """How many batches of requests the pipeline holds at once."""
@@ -314,3 +336,47 @@ class Pipelines:
         if by_sum:
             return fastest_layers(layers, timing.layer_s, limits)
         return balance_layers(layers, timing.layer_s, timing.edge_s, limits)
+
+
+class StepTimes:
+    """Times steps of several pipelines at once, which takes a fraction of what one after the other does."""
+
+    def __init__(self, pipelines: Pipelines, several: Sequence[Pipeline]) -> None:
+        self._costs = pipelines.problem.costs
+        self._stages = np.array([len(pipeline.kinds) for pipeline in several])
+        kind_at: dict[StageKind, int] = {}
+        hop_at: dict[Link, int] = {}
+        # Of each kind, inside and at the end of pipelines, and of each link: rows and columns of stages.
+        places: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
+        for row, pipeline in enumerate(several):
+            last = len(pipeline.kinds) - 1
+            stages = [
+                ("end" if column == last else "inside", kind_at.setdefault(kind, len(kind_at)))
+                for column, kind in enumerate(pipeline.kinds)
+            ]
+            hops = [("hop", hop_at.setdefault(hop, len(hop_at))) for hop in pipeline.hops]
+            for column, key in (*enumerate(stages), *enumerate(hops)):
+                rows, columns = places.setdefault(key, ([], []))
+                rows.append(row)
+                columns.append(column)
+        self._kinds, self._hops = list(kind_at), list(hop_at)
+        self._places = {key: (np.array(rows), np.array(columns)) for key, (rows, columns) in places.items()}
+
+    def of(self, prompts: np.ndarray, decodes: np.ndarray) -> Timings:
+        """[c n] steps with so many prompts and decodes each: first one of each of the n pipelines, then
+        another of each, and so on."""
+        costs, count = self._costs, len(self._stages)
+        work = costs.mixed_work(prompts, decodes)  # type: ignore[arg-type]
+        turns = np.arange(0, len(prompts), count)[:, None]
+        found = Timings.nothing(np.tile(self._stages, len(turns)), int(self._stages.max()))
+        for (place, k), (rows, columns) in self._places.items():
+            at = (turns + rows).ravel()
+            here = Work(*(np.asarray(each)[at] for each in work))  # type: ignore[arg-type]
+            column = np.tile(columns, len(turns))
+            if place == "hop":
+                found.hop_s[at, column] = costs.hop_work_s(self._hops[k], here.tokens)
+                continue
+            group = self._kinds[k].group
+            found.layer_s[at, column] = costs.layers_work_s(group, here)
+            found.edge_s[at, column] = costs.edges_work_s(group, here.sampled, place == "end")  # type: ignore[arg-type]
+        return found

@@ -7,7 +7,7 @@ different shapes. A colocated replica runs both phases with the same shape and t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ from hexgen2.search.ties import exceeds, greatest, greatest_first
 
 SLOW_PLAN = 3
 """To plan a colocated replica within a target per output token takes as long as so many other plans."""
+AT_ONCE = 64
+"""Colocated groups that are looked at together."""
 DEFAULT_ENGINE = EngineSettings()
 
 
@@ -76,6 +78,15 @@ def _stages(pipeline: Pipeline, split: Sequence[int]) -> tuple[PlannedStage, ...
     )
 
 
+class _Colocated(NamedTuple):
+    """What groups of the same kinds of nodes can form: pipelines on these nodes, the most promising first,
+    and what no plan of them exceeds; None if the model does not fit."""
+
+    nodes: list[int]
+    pipelines: list[Pipeline]
+    limit: ColocatedLimit | None
+
+
 class Planner:
     """Finds the best plan of each group; remembered by kinds of nodes, counts, and the links in between.
 
@@ -109,7 +120,7 @@ class Planner:
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         self._regions: dict[tuple, Region] = {}
         self._limits: dict[NodeCounts, ColocatedLimit | None] = {}
-        self._limits_by_kind: dict[tuple, ColocatedLimit | None] = {}
+        self._colocated: dict[tuple, _Colocated] = alike._colocated if alike else {}
         kinds: dict[Link, int] = {}
         self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
         pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
@@ -137,8 +148,11 @@ class Planner:
                     self._fronts[key] = nodes, self._front(counts)
                 made_on, front = self._fronts[key]
                 self._memo[key] = made_on, self._best_of(front)
+            elif role == "colocated":
+                found = self._colocated_of(counts, nodes, alike)
+                self._memo[key] = found.nodes, self._best(found.pipelines)
             else:
-                self._memo[key] = nodes, self._best(role, counts)
+                self._memo[key] = nodes, self._best(self._pipelines_of(role, counts))
         planned_on, plan = self._memo[key]
         if plan is None or planned_on == nodes:
             return plan
@@ -164,20 +178,24 @@ class Planner:
             return (shape for shape in shapes if vllm_runs(role, shape))
         return shapes
 
-    def _pipelines_of(self, role: str, counts: NodeCounts) -> list[Pipeline]:
-        """The pipelines of a group in which the model fits, the most promising first."""
+    def _pipelines_of(self, role: str, counts: NodeCounts, limited: bool = True) -> list[Pipeline]:
+        """The pipelines of a group in which the model fits, the most promising first; or without limits, in
+        any order."""
         if (role, counts) in self._made:
             return self._made[role, counts]
-        pipelines = (self._pipelines.of(role, shape) for shape in self._shapes_of(role, counts))
-        found = greatest_first((p for p in pipelines if p), lambda p: p.limit_req_s)
+        shapes = self._shapes_of(role, counts)
+        made = [pipeline for shape in shapes if (pipeline := self._pipelines.of(role, shape))]
+        if not limited:
+            return made
+        found = greatest_first(self._pipelines.with_limits(role, made), lambda p: p.limit_req_s)
         if self._several and role != "prefill":
             self._made[role, counts] = found
         return found
 
-    def _best(self, role: str, counts: NodeCounts) -> GroupPlan | None:
-        """The best plan over all shapes: the most promising first, until no other can be better."""
+    def _best(self, pipelines: Iterable[Pipeline]) -> GroupPlan | None:
+        """The best plan over all shapes, the most promising first, until no other can be better."""
         best: GroupPlan | None = None
-        for pipeline in self._pipelines_of(role, counts):
+        for pipeline in pipelines:
             if best and not exceeds(pipeline.limit_req_s, best.capacity_req_s):
                 break
             plan = self._plan(pipeline, best.capacity_req_s * LESS if best else 0.0)
@@ -223,7 +241,7 @@ class Planner:
         """The best layers and batch for stages (node, degree, and the degrees of StageShape that are not 1)
         in this order; None if nothing fits, perhaps also if nothing serves more than `above` requests/s."""
         pipeline = self._pipelines.of(role, [StageShape(*stage) for stage in shape])
-        return self._plan(pipeline, above) if pipeline else None
+        return self._plan(self._pipelines.with_limits(role, [pipeline])[0], above) if pipeline else None
 
     def quickest_s(self, role: str, counts: NodeCounts) -> float:
         """The least seconds to the first token (role "prefill"), or per output token, of a single request
@@ -321,13 +339,41 @@ class Planner:
         if len(counts) > self.span:
             return None
         if counts not in self._limits:
-            like, _, key = self._by_kind(counts)
-            if key not in self._limits_by_kind:
-                found = self._pipelines_of("colocated", like)
-                limit = ColocatedLimit.of(self._pipelines, found) if found else None
-                self._limits_by_kind[key] = limit
-            self._limits[counts] = self._limits_by_kind[key]
+            self._limits[counts] = self._colocated_of(*self._by_kind(counts)).limit
         return self._limits[counts]
+
+    def look_ahead(self, groups: Iterable[NodeCounts], stop: Callable[[], bool] = lambda: False) -> None:
+        """Find out what no plan of these colocated groups exceeds, before `colocated_limit` and `plan` ask:
+        all together, which is much faster than one after the other. Until it is time to stop."""
+        left: dict[tuple, tuple[NodeCounts, list[int]]] = {}
+        for counts in groups:
+            if len(counts) <= self.span and counts not in self._limits:
+                like, nodes, key = self._by_kind(counts)
+                if key not in self._colocated:
+                    left.setdefault(key, (like, nodes))
+        keys = iter(left)
+        while not stop() and (some := list(itertools.islice(keys, AT_ONCE))):
+            self._look_at({key: left[key] for key in some})
+
+    def _colocated_of(self, counts: NodeCounts, nodes: list[int], key: tuple) -> _Colocated:
+        """What a group that is sorted by kind can form."""
+        if key not in self._colocated:
+            self._look_at({key: (counts, nodes)})
+        return self._colocated[key]
+
+    def _look_at(self, groups: Mapping[tuple, tuple[NodeCounts, list[int]]]) -> None:
+        made = [list(self._pipelines_of("colocated", counts, limited=False)) for counts, _ in groups.values()]
+        limited = iter(self._pipelines.with_limits("colocated", list(itertools.chain.from_iterable(made))))
+        found = [list(itertools.islice(limited, len(each))) for each in made]
+        limits = ColocatedLimit.of_each(self._pipelines, found)
+        for (key, (_, nodes)), pipelines, limit in zip(groups.items(), found, limits, strict=True):
+            best_first = greatest_first(pipelines, lambda p: p.limit_req_s)
+            self._colocated[key] = _Colocated(nodes, best_first, limit)
+
+    def moves_kv(self, plan: GroupPlan) -> bool:
+        """Whether a colocated replica with this plan may send KV caches and take them: under vLLM, those of
+        one stage may."""
+        return self.problem.engine != "vllm" or len(plan.stages) == 1
 
     def region(self, plan: GroupPlan) -> Region:
         """What a colocated group with this plan can do if it also works for other replicas, in requests/s

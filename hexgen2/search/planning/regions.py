@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from cost_model.pipeline import PhaseTimes, mixed_period_s, outgoing_prompts
 from hexgen2.region import Point, Region
 from hexgen2.search.planning.limits import MixedSteps, least_decodes_s, least_step_s
-from hexgen2.search.planning.pipelines import Pipeline, Pipelines
+from hexgen2.search.planning.pipelines import Pipeline, Pipelines, StepTimes
 
 SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
 """Shares of mixed steps at which a mixed replica's region is looked at."""
@@ -25,34 +28,49 @@ class ColocatedLimit:
     region: Region | None
 
     @classmethod
-    def of(cls, pipelines: Pipelines, found: Sequence[Pipeline]) -> ColocatedLimit:
-        """That of the pipelines that the group can form."""
-        mixes, corners = pipelines.problem.mixes, list[Point]()
-        if mixes:
-            for pipeline in found:
-                corners += _corners(pipelines, pipeline)
-        most = max(pipeline.limit_req_s for pipeline in found)
-        return cls(most, Region.around(corners) if mixes else None)
+    def of_each(
+        cls, pipelines: Pipelines, groups: Sequence[Sequence[Pipeline]]
+    ) -> list[ColocatedLimit | None]:
+        """Those of groups that can form these pipelines; None if there are none."""
+        found: list[ColocatedLimit | None] = []
+        everyone = list(itertools.chain.from_iterable(groups))
+        corners = iter(_corners(pipelines, everyone) if pipelines.problem.mixes and everyone else ())
+        for group in groups:
+            if not group:
+                found.append(None)
+                continue
+            region = None
+            if pipelines.problem.mixes:
+                points = list(itertools.chain.from_iterable(itertools.islice(corners, len(group))))
+                region = Region.around(
+                    [*points, *((pipeline.limit_req_s, pipeline.limit_req_s) for pipeline in group)]
+                )
+            found.append(cls(max(pipeline.limit_req_s for pipeline in group), region))
+        return found
 
 
-def _corners(pipelines: Pipelines, pipeline: Pipeline) -> list[Point]:
-    """Corners of a region that no plan with these stages exceeds, however its layers are divided."""
-    costs, layers, stages = pipelines.problem.costs, pipelines.problem.model.layers, len(pipeline.kinds)
-    decodes = pipeline.batch / stages
-    rest = pipelines.timing(pipeline, "decode", decodes)
-    corners = [(pipeline.limit_req_s, pipeline.limit_req_s)]
-    for chunk in pipelines.chunks:
-        only, mixed = (pipelines.mixed_step(pipeline, beside, chunk) for beside in (0.0, decodes))
-        step_s = least_step_s(mixed, layers)
-        decode_s = max(
-            least_decodes_s(mixed, rest, layers, MixedSteps(share, chunk, stages)) for share in TELLING
-        )
-        corners += [
-            (chunk / least_step_s(only, layers), 0.0),
-            (chunk / step_s, decodes / (costs.osl * step_s)),
-            (0.0, decodes / (costs.osl * decode_s)),
-        ]
-    return corners
+def _corners(pipelines: Pipelines, found: Sequence[Pipeline]) -> list[list[Point]]:
+    """For each pipeline, corners of a region that no plan with its stages exceeds, however its layers are
+    divided."""
+    costs, layers, count = pipelines.problem.costs, pipelines.problem.model.layers, len(found)
+    chunks, rows = pipelines.chunks, StepTimes(pipelines, found)
+    held = np.tile([pipeline.batch / len(pipeline.kinds) for pipeline in found], len(chunks))
+    prompts, none = np.repeat(chunks, count), np.zeros_like(held)
+    only, mixed, rest = rows.of(prompts, none), rows.of(prompts, held), rows.of(none, held)
+    step_s = least_step_s(mixed, layers)
+    chains = (MixedSteps(np.full_like(held, share), prompts, mixed.stages) for share in TELLING)
+    decode_s = np.maximum(*(least_decodes_s(mixed, rest, layers, chain) for chain in chains))
+
+    def of_each(rates: np.ndarray) -> np.ndarray:
+        return rates.reshape(len(chunks), count)
+
+    most_prompts = of_each(prompts / least_step_s(only, layers)).max(axis=0).tolist()
+    most_answers = of_each(held / (costs.osl * decode_s)).max(axis=0).tolist()
+    both = np.stack([of_each(prompts / step_s), of_each(held / (costs.osl * step_s))]).T.tolist()
+    return [
+        [(p, 0.0), (0.0, d), *map(tuple, mixtures)]
+        for p, d, mixtures in zip(most_prompts, most_answers, both, strict=True)
+    ]
 
 
 def region_of(

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+NO_STAGE_S = 1e300
+"""Seconds per layer of a stage that is not there: beside it, all others take no time."""
 
 
 @dataclass(frozen=True)
@@ -33,3 +39,40 @@ class Timing:
         """This and `weight` times the other, stage by stage and hop by hop."""
         pairs = ((self.layer_s, other.layer_s), (self.edge_s, other.edge_s), (self.hop_s, other.hop_s))
         return Timing(*([a + weight * b for a, b in zip(*pair, strict=True)] for pair in pairs))
+
+
+class Timings(NamedTuple):
+    """Steps of n pipelines at once; those of fewer stages than the longest are filled up at the end.
+
+    stages : [n]
+    layer_s, edge_s : [n, s] seconds per layer and per stage; NO_STAGE_S and 0 where there is no stage
+    hop_s : [n, s] seconds from each stage to the next; 0 where there is none
+    """
+
+    stages: np.ndarray
+    layer_s: np.ndarray
+    edge_s: np.ndarray
+    hop_s: np.ndarray
+
+    @classmethod
+    def of(cls, timings: list[Timing]) -> Timings:
+        """These steps as arrays."""
+        stages = np.array([len(timing.layer_s) for timing in timings])
+        found = cls.nothing(stages, int(stages.max()))
+        for row, timing in enumerate(timings):
+            count = len(timing.layer_s)
+            found.layer_s[row, :count], found.edge_s[row, :count] = timing.layer_s, timing.edge_s
+            found.hop_s[row, : count - 1] = timing.hop_s
+        return found
+
+    @classmethod
+    def nothing(cls, stages: np.ndarray, most: int) -> Timings:
+        """Rows for pipelines of so many stages, at most `most`, to be filled in."""
+        size = len(stages), most
+        return cls(stages, np.full(size, NO_STAGE_S), np.zeros(size), np.zeros(size))
+
+    def mean(self, other: Timings, share: np.ndarray) -> Timings:
+        """The mean of these steps and others, which are [n] shares of all."""
+        rest, these = (1 - share)[:, None], share[:, None]
+        pairs = zip(self[1:], other[1:], strict=True)
+        return Timings(self.stages, *(rest * own + these * others for own, others in pairs))

@@ -79,6 +79,7 @@ def search(problem: Problem, options: SearchOptions) -> Placement:
             raise
         stopping.interrupt()
     if not best and stopping.cut:
+        stopping.raise_if_interrupted()
         name = problem.cluster.name
         raise InfeasibleError(
             f"no feasible placement found within the time limit on {name}; raise --time-limit"

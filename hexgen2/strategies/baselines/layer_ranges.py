@@ -79,6 +79,7 @@ def _run(
         search.offer(rule(nodes.instance), name)
         search.bound = upper_bound(nodes.instance, search.tok_s, stopping.out_of_time)
     if search.ranges is None or search.bound is None:
+        stopping.raise_if_interrupted()
         raise InfeasibleError(_why_none(name, problem, nodes.instance, stopping))
     record = SearchRecord(
         seconds=stopping.elapsed_s,

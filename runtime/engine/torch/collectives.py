@@ -65,6 +65,12 @@ class Collectives:
         dist.gather(tensor.contiguous(), parts, dst=root, group=self._tp_group)
         return None if parts is None else torch.cat(parts, dim=-1)
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Fill a tensor on the stage's other ranks with that of its rank 0."""
+        if self._tp_group is not None:
+            dist.broadcast(tensor, src=self.rank.ranks(self.rank.stage_index)[0], group=self._tp_group)
+        return tensor
+
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Receive activations from the previous stage: from its rank (own rank modulo its degree)."""
         sources = self.rank.ranks(self.rank.stage_index - 1)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 
-from runtime.engine.base import Engine, OnLayer
+from runtime.engine.base import HopOutcome, OnLayer, RangeEngine, Rows
 from runtime.engine.rank import Rank
 from runtime.engine.torch.collectives import Collectives, connect_store, open_store
 from runtime.engine.torch.headwise.connections import Connections
 from runtime.engine.torch.headwise.heads import Heads
 from runtime.engine.torch.headwise.profiling import measured
 from runtime.engine.torch.models import load_stage
-from runtime.engine.torch.runner import StageRunner
+from runtime.engine.torch.range_runner import RangeRunner
 from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer.memory import shared_cache
 from runtime.protocol.between_workers import HeadsProfiled, Step, StepResult
@@ -27,7 +27,7 @@ _FREED_S = 10.0
 """How long receivers that have mapped a pool in GPU memory may take to let go of it."""
 
 
-class TorchEngine(Engine):
+class TorchEngine(RangeEngine):
     """Computes a pipeline stage's layers, split over the ranks of its tensor-parallel group."""
 
     def __init__(self, config: Configure, rank: Rank) -> None:
@@ -45,6 +45,7 @@ class TorchEngine(Engine):
         self._collectives = Collectives(self._rank, device)
         stage = load_stage(config.checkpoint, config.dtype, device, self._collectives)
         self.spec, self.weight_bytes = stage.spec, stage.checkpoint.bytes_read
+        self.row_bytes = stage.spec.hidden * stage.dtype.itemsize
         self._on_gpu = device.type == "cuda"
         self._stage = stage
         self._shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
@@ -63,7 +64,7 @@ class TorchEngine(Engine):
 
         self._heads = Heads(number, config.lanes[number], self._shape, config.block_tokens, lost)
         self.cache = self._heads.cache
-        self._runner = StageRunner(self._stage, self.cache, self._heads)
+        self._runner = RangeRunner(self._stage, self.cache, self._heads)
 
     def turn(self, config: Configure) -> None:
         self._config = config
@@ -89,7 +90,7 @@ class TorchEngine(Engine):
                 time.sleep(0.05)
         if self.shared is not None:
             self.shared.populate()
-        self._runner = StageRunner(self._stage, self.cache)
+        self._runner = RangeRunner(self._stage, self.cache)
 
     def join(self, addresses: Connect) -> None:
         """Create the replica's process groups once all its workers have loaded."""
@@ -137,3 +138,8 @@ class TorchEngine(Engine):
             on_layer(layer, ready)
 
         return self._runner.run(step, tables, computed)
+
+    def run_hop(
+        self, step: Step, tables: Mapping[str, list[int]], entering: Sequence[Rows | None]
+    ) -> HopOutcome:
+        return self._runner.run_hop(step, tables, entering)

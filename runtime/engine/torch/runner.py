@@ -66,7 +66,7 @@ class StageRunner:
         that request is broken
         """
         stage, collectives = self._stage, self._stage.collectives
-        batch = self._batch(step, tables)
+        batch = self._batch(step.sequences, tables)
         hidden = None
         if not collectives.rank.is_first:
             hidden = collectives.receive((len(batch.tokens), stage.spec.hidden), stage.dtype)
@@ -74,9 +74,14 @@ class StageRunner:
         if not collectives.rank.is_last:
             collectives.send(hidden)
             return None
+        return self._result(step, hidden, batch)
+
+    def _result(self, step: Step, hidden: torch.Tensor, batch: Batch) -> StepResult | None:
+        """The tokens of a step, from the last layer's [tokens, hidden], on the worker that samples."""
+        stage = self._stage
         chosen = [sequence for sequence in step.sequences if sequence.samples]
         if not chosen:
-            return StepResult(step=step.step, tokens=()) if collectives.rank.samples else None
+            return StepResult(step=step.step, tokens=()) if stage.collectives.rank.samples else None
         logits = stage.logits(hidden, batch)
         if logits is None or self._sampler is None:
             return None
@@ -124,10 +129,9 @@ class StageRunner:
                 raise  # the fault is not a single request's
             return found
 
-    def _batch(self, step: Step, tables: Mapping[str, Sequence[int]]) -> Batch:
-        sequences = step.sequences
+    def _batch(self, sequences: Sequence[SequenceStep], tables: Mapping[str, Sequence[int]]) -> Batch:
         return Batch.make(
-            self._attention if self._heads is None else StepAttention(self._heads, step),
+            self._attention if self._heads is None else StepAttention(self._heads, sequences),
             [sequence.tokens for sequence in sequences],
             [sequence.position for sequence in sequences],
             [tables[sequence.request_id] for sequence in sequences],

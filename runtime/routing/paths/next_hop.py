@@ -34,8 +34,9 @@ class NextHop(ABC):
     def __init__(self, graph: RangeGraph, seed: int, queued: Callable[[str], int]) -> None:
         self._graph, self._rng, self._queued = graph, random.Random(seed), queued
 
-    def may(self, at: str, hop: Hop) -> bool:
-        """Whether a request may take this hop at all."""
+    @staticmethod
+    def may(graph: RangeGraph, at: str, hop: Hop) -> bool:
+        """Whether a request may take this hop of a graph at all."""
         return True
 
     @abstractmethod
@@ -46,7 +47,7 @@ class NextHop(ABC):
         """A request took so long from leaving `at` until it had passed `to`."""
 
     def follow(self, graph: RangeGraph) -> None:
-        """Replicas were lost: this is what is left."""
+        """Replicas were lost or are back: this is what there is now."""
         self._graph = graph
 
 
@@ -59,8 +60,9 @@ class ByFlow(NextHop):
         self._routers: dict[str, Router] = {}
         self.follow(graph)
 
-    def may(self, at: str, hop: Hop) -> bool:
-        return (at, hop.replica) in self._graph.flow
+    @staticmethod
+    def may(graph: RangeGraph, at: str, hop: Hop) -> bool:
+        return (at, hop.replica) in graph.flow
 
     def choose(self, at: str, hops: Sequence[Hop]) -> Hop:
         by_name = {hop.replica: hop for hop in hops}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 
@@ -44,6 +45,12 @@ class PathRouter:
     room : tokens x layers of KV cache by replica; None: see layer_tokens
     expected_osl : tokens of an answer, as expected; None: the placement's mean
     queued : requests that have not left a replica; None: those that it holds
+    block_tokens : KV caches are kept in blocks of so many tokens, in all layers of a replica; None: they are
+        counted in tokens, in the layers that a request computes
+
+    Attributes
+    ----------
+    on : by replica, its requests and what it computes of each
     """
 
     def __init__(
@@ -55,37 +62,58 @@ class PathRouter:
         high_water: float = HIGH_WATER,
         expected_osl: float | None = None,
         queued: Callable[[str], int] | None = None,
+        block_tokens: int | None = None,
     ) -> None:
         self._placement, self._high_water = placement, high_water
         self.room = dict(layer_tokens(placement) if room is None else room)
         self.expected_osl = placement.workload.osl if expected_osl is None else expected_osl
         self.graph, self._lost = RangeGraph.of(placement), set[str]()
+        self._block_tokens = block_tokens
+        self._layers = {replica.id: replica.stages[0].layer_count for replica in placement.replicas}
         self._requests: dict[Hashable, _Request] = {}
-        self.on = {name: dict[Hashable, int]() for name in self.room}
-        """By replica, the layers that it computes of each of its requests."""
+        self.on = {name: dict[Hashable, Hop]() for name in self.room}
         self._expected = dict.fromkeys(self.room, 0.0)
         self._policy = make_next_hop(
             scheduler, self.graph, seed, queued or (lambda replica: len(self.on[replica]))
         )
 
-    def fits(self, tokens: float) -> bool:
-        """Whether any path could hold a request of that many tokens, if it were alone."""
-        may = self._policy.may
-        onward = self.graph.onward(
-            lambda at, hop: may(at, hop) and tokens * hop.layers <= self.room[hop.replica]
+    def fits(self, tokens: float, graph: RangeGraph | None = None) -> bool:
+        """Whether any path could hold a request of that many tokens, if it were alone.
+
+        Parameters
+        ----------
+        graph : of other replicas than those that are left now
+        """
+        graph, may = graph or self.graph, self._policy.may
+        onward = graph.onward(
+            lambda at, hop: may(graph, at, hop) and self._taken(hop, tokens) <= self.room[hop.replica]
         )
         return bool(onward[COORDINATOR])
 
-    def pick(self, tokens: float, most: float) -> RangePath | None:
-        """The path of the next request, which has so many tokens and may have `most` in the end; None if
-        there is no room for it now."""
-        expected, may = tokens + self.expected_osl, self._policy.may
+    def longest(self, graph: RangeGraph | None = None) -> int:
+        """Tokens of the longest request that fits; 0 if no path is left."""
+        least, most = 0, math.ceil(max(self.room.values())) + 1
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (middle, most) if self.fits(middle, graph) else (least, middle)
+        return least
+
+    def pick(self, tokens: float, most: float, output: float | None = None) -> RangePath | None:
+        """The path of the next request; None if there is no room for it now.
+
+        Parameters
+        ----------
+        tokens, most : that it has, and may have in the end
+        output : tokens that it is expected to get; None: expected_osl
+        """
+        expected = tokens + (self.expected_osl if output is None else output)
 
         def has_room(at: str, hop: Hop) -> bool:
-            name, needed = hop.replica, expected * hop.layers
-            if not may(at, hop) or most * hop.layers > self.room[name]:
+            name = hop.replica
+            if not self._policy.may(self.graph, at, hop) or self._taken(hop, most) > self.room[name]:
                 return False
-            return not self.on[name] or self._expected[name] + needed <= self._high_water * self.room[name]
+            wanted = self._expected[name] + self._taken(hop, expected)
+            return not self.on[name] or wanted <= self._high_water * self.room[name]
 
         onward = self.graph.onward(has_room)
         path, at = list[Hop](), COORDINATOR
@@ -96,42 +124,62 @@ class PathRouter:
             at = path[-1].replica
         return tuple(path)
 
-    def start(self, request: Hashable, path: RangePath, tokens: float) -> None:
-        """A request that has so many tokens goes over a path."""
-        self._requests[request] = each = _Request(path, tokens + self.expected_osl, tokens)
+    def start(self, request: Hashable, path: RangePath, tokens: float, output: float | None = None) -> None:
+        """A request that has so many tokens, and is expected to get so many more (see `pick`), goes over a
+        path."""
+        expected = tokens + (self.expected_osl if output is None else output)
+        self._requests[request] = each = _Request(path, expected, tokens)
         for hop in path:
-            self.on[hop.replica][request] = hop.layers
-            self._expected[hop.replica] += each.expected * hop.layers
+            self.on[hop.replica][request] = hop
+            self._expected[hop.replica] += self._taken(hop, each.expected)
 
     def grow(self, request: Hashable) -> str | None:
         """A request has one more token; returns a replica that can't hold its KV cache, if there is one."""
         each = self._requests[request]
         each.tokens += 1
-        if each.tokens <= each.expected:  # It is counted already.
-            return None
-        each.expected += 1
+        if each.tokens > each.expected:
+            before, each.expected = each.expected, each.expected + 1
+            for hop in each.path:
+                self._expected[hop.replica] += self._taken(hop, each.expected) - self._taken(hop, before)
+        return self.overfull(request)
+
+    def overfull(self, request: Hashable) -> str | None:
+        """A replica of a request's path whose requests need more KV cache than it has, if there is one."""
         full = None
-        for hop in each.path:
+        for hop in self._requests[request].path:
             name = hop.replica
-            self._expected[name] += hop.layers
             if self._expected[name] > self.room[name] and self._used(name) > self.room[name]:
                 full = name
         return full
 
+    def _taken(self, hop: Hop, tokens: float) -> float:
+        """What so many tokens take of a replica's room."""
+        if self._block_tokens is None:
+            return tokens * hop.layers
+        return math.ceil(tokens / self._block_tokens) * self._block_tokens * self._layers[hop.replica]
+
     def _used(self, replica: str) -> float:
         """Tokens x layers that a replica holds now."""
-        return sum(self._requests[each].tokens * layers for each, layers in self.on[replica].items())
+        held = self.on[replica].items()
+        return sum(self._taken(hop, self._requests[each].tokens) for each, hop in held)
 
     def end(self, request: Hashable) -> None:
         """A request has ended or left its path."""
-        each = self._requests.pop(request)
-        for hop in each.path:
-            name = hop.replica
-            del self.on[name][request]
-            if self.on[name]:
-                self._expected[name] -= each.expected * hop.layers
-            else:  # What rounding has left.
-                self._expected[name] = 0.0
+        for hop in self._requests[request].path:
+            self.release(request, hop.replica)
+
+    def release(self, request: Hashable, replica: str) -> None:
+        """A replica of a request's path holds nothing of it any more; nothing if that is known."""
+        hop = self.on[replica].pop(request, None)
+        if hop is None:
+            return
+        each = self._requests[request]
+        if self.on[replica]:
+            self._expected[replica] -= self._taken(hop, each.expected)
+        else:  # What rounding has left.
+            self._expected[replica] = 0.0
+        if not any(request in self.on[other.replica] for other in each.path):
+            del self._requests[request]
 
     def latest_on(self, replica: str) -> Hashable:
         """The request that was sent to a replica last."""
@@ -150,9 +198,21 @@ class PathRouter:
         """A replica is lost: paths avoid it from now on, and the flow is solved over what is left. Returns
         its requests, which the caller has to end."""
         self._lost.add(replica)
-        self.graph = RangeGraph.of(self._placement, self._lost)
-        self._policy.follow(self.graph)
+        self._follow()
         return list(self.on[replica])
+
+    def regain(self, replica: str) -> None:
+        """A lost replica serves again: paths use it, and the flow is solved with it."""
+        self._lost.discard(replica)
+        self._follow()
+
+    def _follow(self) -> None:
+        self.graph = self.without(self._lost)
+        self._policy.follow(self.graph)
+
+    def without(self, lost: Collection[str]) -> RangeGraph:
+        """The graph of the placement without some replicas."""
+        return RangeGraph.of(self._placement, lost)
 
     @property
     def lost(self) -> Collection[str]:

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import pytest
 import yaml
 from commands import HEXGEN2, hexgen2, installed, refused
+from lost_interrupts import press_ctrl_c_in_vain
 from problems import ON_SETTING_1
+
+search_command = import_module("hexgen2.commands.search")
 
 CLUSTER = {
     "name": "pods",
@@ -51,7 +55,8 @@ def test_search_writes_shows_and_repeats(tmp_path, cluster_file):
 
 
 def test_json_is_the_only_thing_on_stdout():
-    result = hexgen2("search", *ON_SETTING_1, "--json")
+    asked = ["--cluster", "hexgen2-case-study", "--model", "llama-2-13b", "--workload", "HPLD"]
+    result = hexgen2("search", *asked, "--json")
     placement = json.loads(result.stdout)
     assert placement["version"] == 1 and placement["strategy"] == "hexgen2"
     assert placement["cluster"]["assumptions"]
@@ -87,10 +92,10 @@ def test_wrong_ways_to_rent(options, fragment):
 
 
 def test_assumed_figures_are_shown_to_the_user():
-    result = hexgen2("search", *ON_SETTING_1)
+    result = hexgen2("search", *ON_SETTING_1, "--strategy", "splitwise")
     assert "every link figure here is assumed" in result.stdout
     assert "cost model  vllm (vllm" in result.stdout and "+- " in result.stdout
-    asked = ["--cost-model", "calibrated", "--phases", "disaggregated"]
+    asked = ["--cost-model", "calibrated", "--strategy", "vllm"]
     of_2023 = hexgen2("search", *ON_SETTING_1, *asked).stdout
     assert "calibrated (fitted)" in of_2023 and "No step of A6000 or L40 was measured" in of_2023
 
@@ -235,6 +240,26 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path):
     placement = json.loads(output.read_text())
     assert placement["search"]["cut"] == "interrupted" and placement["throughput"]["req_s"] > 0
     assert "Traceback" not in errors
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("strategy", ["hexgen2", "helix"])
+def test_a_lost_ctrl_c_keeps_the_best_so_far_too(strategy, monkeypatch):
+    """Python drops the KeyboardInterrupt while the first result is shown."""
+    monkeypatch.setattr(search_command, "_progress", lambda: lambda state: press_ctrl_c_in_vain())
+    done = hexgen2("search", *ON_SETTING_1, "--strategy", strategy, "--json")
+    placement = json.loads(done.stdout)
+    assert placement["search"]["cut"] == "interrupted" and placement["throughput"]["req_s"] > 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("strategy", ["hetis", "vllm", "huawei"])
+def test_a_lost_ctrl_c_before_anything_was_found(strategy, monkeypatch):
+    given = search_command._given
+    monkeypatch.setattr(search_command, "_given", lambda asked: press_ctrl_c_in_vain() or given(asked))
+    done = hexgen2("search", *ON_SETTING_1, "--strategy", strategy)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.strip() == "hexgen2: interrupted before anything was found"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "not json", '{"version": 2}'])

@@ -19,6 +19,7 @@ from hexgen2.simulator.options import Failure, Options
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.simulation import Simulation
 from hexgen2.workload.arrivals import LengthSource, online
+from hexgen2.workload.classes import load_workload
 from hexgen2.workload.prompt_limits import divided, long_prompts, prompt_factors
 from runtime.routing import load_shift
 from runtime.routing.load_shift import LoadShift
@@ -29,10 +30,10 @@ LENGTHS = RequestLengths.of([(100, 50, 3.0), (1000, 50, 1.0)])  # 325 tokens on 
 
 
 @functools.cache
-def placed(workload="online"):
+def placed():
     """Mixed replicas with routes to themselves and from others."""
     return hexgen2.search(
-        cluster="hexgen2-setting-4", model="llama-2-70b", workload=workload, phases="flexible", seed=5
+        cluster="hexgen2-setting-4", model="llama-2-70b", workload="online", phases="flexible", seed=5
     )
 
 
@@ -91,7 +92,8 @@ def test_remote_routes_get_as_many_tokens_and_every_check_passes():
 
 @pytest.mark.parametrize("workload", ["HPHD", "LPLD"])
 def test_fixed_lengths_are_left_alone(workload):
-    assert split_by_length(placed(workload)) is None
+    fixed = placed().model_copy(update={"workload": load_workload(workload)})
+    assert split_by_length(placed()) is not None and split_by_length(fixed) is None
 
 
 def test_the_file_keeps_the_limits_and_says_nothing_of_none(tmp_path):

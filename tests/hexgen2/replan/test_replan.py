@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from migration_oracle import brute_force, loads_of
 from problems import problem_from, problems
+from searched import SETTING_1, searched
 
 from cost_model.errors import InfeasibleError, InputError
 from cost_model.models import find_model
@@ -32,10 +33,10 @@ CASE_STUDY = "hexgen2-case-study"
 
 @pytest.fixture(scope="module")
 def on_setting_1() -> Placement:
-    return searched(make_problem("hexgen2-setting-1", "llama-2-70b", "HPHD"))
+    return searched(*SETTING_1)
 
 
-def searched(problem: Problem, strategy: str = "hexgen2") -> Placement:
+def found_on(problem: Problem, strategy: str = "hexgen2") -> Placement:
     return find_strategy(strategy)(problem, OPTIONS)
 
 
@@ -102,27 +103,27 @@ def missed(placement: Placement, terms: Terms) -> float:
 @pytest.mark.parametrize("model,workload", [("llama-2-70b", "HPHD"), ("opt-30b", "LPHD")])
 def test_nothing_lost_nothing_moves(model, workload):
     problem = make_problem(CASE_STUDY, model, workload)
-    before = searched(problem, "exact")
+    before = found_on(problem, "exact")
     after = checked(problem, before)
     assert {move.action for move in after.moves} == {"keep"}
     for key in ("replicas", "routes", "throughput", "latency", "lost", "bottlenecks"):
         assert getattr(after, key) == getattr(before, key)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems(max_gpus=7), st.data())
 def test_losses(problem, data):
     """After the loss of any GPUs, the re-plan is valid, and its net value exceeds that of doing nothing and
     of the best plan that ignores moves (see `checked`)."""
     try:
-        before = searched(problem)
+        before = found_on(problem)
     except InfeasibleError:
         assume(False)
     ids = problem.cluster.gpu_ids
     lost = data.draw(st.sets(st.sampled_from(ids), min_size=1, max_size=3))
     after = replace(problem, lost=frozenset(lost))
     try:
-        best = searched(after, "exact")
+        best = found_on(after, "exact")
     except InfeasibleError:
         with pytest.raises(InfeasibleError):
             replan(after, before, OPTIONS, Terms())
@@ -140,7 +141,7 @@ def test_net_value_against_brute_force(problem, data, horizon):
     another one start sooner, which costs more at shorter horizons."""
     horizon_s, share = horizon
     try:
-        before = searched(problem, "exact")
+        before = found_on(problem, "exact")
     except InfeasibleError:
         assume(False)
     lost = data.draw(st.sampled_from(problem.cluster.gpu_ids))
@@ -155,7 +156,7 @@ def test_a_lost_node_that_comes_back():
     """Without the node throughput falls; with it and enough time, it is restored in full; lost GPUs are
     remembered in between."""
     problem = make_problem(CASE_STUDY, "opt-30b", "HPHD")
-    first = searched(problem, "exact")
+    first = found_on(problem, "exact")
     node = problem.cluster.node_names[0]
     less = checked(replan_problem(first, lost=node), first)
     assert all(gpu.startswith(f"{node}/") for gpu in less.lost) and less.lost
@@ -168,19 +169,19 @@ def test_a_lost_node_that_comes_back():
 
 
 def test_a_short_horizon_moves_nothing_and_a_long_one_does():
-    before = searched(make_problem(CASE_STUDY, "llama-2-70b", "HPLD"))
+    before = found_on(make_problem(CASE_STUDY, "llama-2-70b", "HPLD"))
     after = replan_problem(before, workload="LPHD")
     hasty = checked(after, before, Terms(horizon_s=1.0))
     assert {move.action for move in hasty.moves} <= {"keep", "stop"}
     patient = checked(after, before, FOREVER)
     assert patient.throughput.req_s > hasty.throughput.req_s * 1.01
-    assert patient.throughput.req_s == pytest.approx(searched(after, "exact").throughput.req_s, rel=1e-6)
+    assert patient.throughput.req_s == pytest.approx(found_on(after, "exact").throughput.req_s, rel=1e-6)
 
 
 def test_colocated_replicas_that_run_go_on():
     """A re-plan can start from another strategy's placement."""
     problem = make_problem(CASE_STUDY, "llama-2-13b", "LPLD")
-    before = searched(problem, "vllm")
+    before = found_on(problem, "vllm")
     lost = before.replicas[0].gpus[0]
     found = checked(replan_problem(before, lost=lost), before, Terms(horizon_s=30.0))
     kept = {move.replica for move in found.moves if move.action == "keep"}
@@ -191,7 +192,7 @@ def test_a_change_of_roles_loads_nothing():
     """Where one GPU holds the model, a longer prompt asks for other batches, so that decode replicas have to
     empty. Prefill replicas, which are empty at once, decode in their place; that pays because it is quick."""
     nodes = [{"name": name, "accelerators": "A100-80GB:1"} for name in "abcd"]
-    before = searched(problem_from({"name": "four", "nodes": nodes}, "llama-2-7b", "LPLD"))
+    before = found_on(problem_from({"name": "four", "nodes": nodes}, "llama-2-7b", "LPLD"))
     problem = replan_problem(before, workload="HPLD")
     after = replan(problem, before, OPTIONS, Terms())
     assert violations(after) == []
@@ -206,7 +207,7 @@ def test_a_change_of_roles_loads_nothing():
 def test_a_larger_cluster_from_nothing():
     """On GPUs that hold nothing, every replica loads the whole model, and the old replicas are lost."""
     nodes = [{"name": name, "accelerators": "A100-80GB:4"} for name in ("a", "b")]
-    before = searched(problem_from({"name": "old", "nodes": nodes[:1]}, "llama-2-13b", "LPLD"))
+    before = found_on(problem_from({"name": "old", "nodes": nodes[:1]}, "llama-2-13b", "LPLD"))
     problem = problem_from({"name": "new", "nodes": nodes[1:]}, "llama-2-13b", "LPLD")
     after = checked(problem, before)
     assert {move.action for move in after.moves} == {"start", "stop"}
@@ -218,7 +219,7 @@ def test_a_larger_cluster_from_nothing():
 
 def test_a_node_whose_cards_changed_holds_nothing():
     nodes = [{"name": name, "accelerators": "A100-80GB:2"} for name in ("a", "b")]
-    before = searched(problem_from({"name": "old", "nodes": nodes}, "llama-2-13b", "LPLD"))
+    before = found_on(problem_from({"name": "old", "nodes": nodes}, "llama-2-13b", "LPLD"))
     nodes[1] = {"name": "b", "accelerators": "H100:2"}
     after = checked(problem_from({"name": "new", "nodes": nodes}, "llama-2-13b", "LPLD"), before)
     for move in after.moves:

@@ -23,6 +23,7 @@ from hexgen2.strategies.base import SearchOptions
 from hexgen2.strategies.registry import find_strategy
 
 SHARE = 0.9**0.5
+TARGETS = {"objective": "goodput", "ttft_ms": 800.0, "tpot_ms": 60.0}
 
 
 def run(problem: Problem, strategy: str = "hexgen2", simulated: bool = True) -> Placement:
@@ -89,7 +90,7 @@ def test_looser_targets_serve_no_less_and_the_throughput_is_the_limit():
     most = run(case_study()).throughput.req_s
     flows = [
         run(case_study(objective="goodput", ttft_ms=ttft, tpot_ms=tpot), "exact").throughput.req_s
-        for ttft, tpot in ((400, 45), (600, 60), (1500, 60), (1500, 120), (1e6, 1e6))
+        for ttft, tpot in ((400, 45), (1500, 60), (1e6, 1e6))
     ]
     assert flows == sorted(flows)
     assert 0 < flows[0] < flows[-1] <= most
@@ -113,7 +114,7 @@ def test_the_placement_of_greatest_throughput_is_not_that_of_greatest_goodput():
 def test_more_requests_wait_longer_and_miss_more():
     records = [
         run(case_study(objective="goodput", ttft_ms=800, tpot_ms=60, request_rate=rate)).goodput
-        for rate in (0.5, 2, 3, 4)
+        for rate in (0.5, 3, 4)
     ]
     for less, more in itertools.pairwise(records):
         assert less.attainment >= more.attainment
@@ -126,8 +127,7 @@ def test_more_requests_wait_longer_and_miss_more():
 
 
 def test_a_mixture_of_one_class_is_that_class():
-    goal = {"objective": "goodput", "ttft_ms": 800.0, "tpot_ms": 60.0}
-    one, same = run(case_study("HPLD", **goal)), run(case_study("HPLD:3", **goal))
+    one, same = run(case_study("HPLD", **TARGETS)), run(case_study("HPLD:3", **TARGETS))
     assert one.replicas == same.replicas and one.goodput == same.goodput
 
 
@@ -155,12 +155,16 @@ def test_targets_that_nothing_meets_are_named_with_the_best(targets, message):
         run(case_study(objective="goodput", **targets))
 
 
+@pytest.fixture(scope="module")
+def best_within_targets():
+    return run(case_study(**TARGETS), "exact").throughput.req_s
+
+
 @pytest.mark.parametrize("strategy", ["distserve", "splitwise", "hexgen2-paper", "random-swap"])
-def test_other_strategies_keep_targets_too(strategy):
-    goal = {"objective": "goodput", "ttft_ms": 800.0, "tpot_ms": 60.0}
-    found = run(case_study(**goal), strategy)
+def test_other_strategies_keep_targets_too(strategy, best_within_targets):
+    found = run(case_study(**TARGETS), strategy)
     assert found.goodput and found.goodput.attainment >= 0.9 - 1e-6
-    assert found.throughput.req_s <= run(case_study(**goal), "exact").throughput.req_s * (1 + 1e-6)
+    assert found.throughput.req_s <= best_within_targets * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["hexgen", "vllm"])

@@ -1,9 +1,13 @@
 """Parameters, stopping criteria and steps of a search, each by itself."""
 
 import dataclasses
+import signal
+import sys
+import threading
 
 import numpy as np
 import pytest
+from lost_interrupts import press_ctrl_c_in_vain
 
 from cost_model.errors import InputError
 from hexgen2.search import stopping
@@ -12,7 +16,7 @@ from hexgen2.search.params import Params
 from hexgen2.search.perturbation import perturbed
 from hexgen2.search.problem import Group, Solution, make_problem
 from hexgen2.search.steps import HireGpus, MoveGpus, Perturb, TradeGpus
-from hexgen2.search.stopping import Stopping
+from hexgen2.search.stopping import Stopping, ctrl_c_ends_searches
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Params)])
@@ -45,6 +49,41 @@ def test_an_interrupted_search_is_out_of_time():
     assert not limits.out_of_time() and limits.time_left_s is None
     limits.interrupt()
     assert limits.out_of_time() and limits.cut == "interrupted" and not limits.again().out_of_time()
+
+
+def test_ctrl_c_ends_a_search_even_if_its_exception_is_lost(monkeypatch):
+    lost = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda about: lost.append(about.exc_type))
+    limits = Stopping()
+    with ctrl_c_ends_searches():
+        assert not limits.out_of_time()
+        press_ctrl_c_in_vain()
+        assert lost == [KeyboardInterrupt] and limits.cut is None
+        assert limits.spent(0.5) and limits.cut == "interrupted" and Stopping().out_of_time()
+    assert not Stopping().out_of_time() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with ctrl_c_ends_searches():
+        assert not Stopping().out_of_time()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert Stopping().out_of_time()
+
+
+def test_ctrl_c_stays_as_it_is_where_it_is_ignored_and_in_other_threads():
+    seen = []
+
+    def handler():
+        with ctrl_c_ends_searches():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    other = threading.Thread(target=handler)
+    other.start()
+    other.join()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        handler()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.default_int_handler, signal.SIG_IGN]
 
 
 def test_steps_print_as_the_trace_shows_them():

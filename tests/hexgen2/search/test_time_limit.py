@@ -13,7 +13,10 @@ import pytest
 from benchmarks.search.ordinary import drawn
 from cluster_specs.schema import ClusterSpec
 from hexgen2.checks import verify
+from hexgen2.goal import Goal
 from hexgen2.search import stopping
+from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.planning.classes import few_classes, node_classes
 from hexgen2.search.problem import make_problem
 from hexgen2.strategies.base import SearchOptions
@@ -53,6 +56,47 @@ def test_ordinary_clusters(calls: SimpleNamespace, family: str, gpus: int, model
     verify(placement)
     assert placement.search.cut == "time limit"
     assert took_s <= 1.1
+
+
+@pytest.mark.parametrize(
+    "goal",
+    [
+        Goal(objective="cost", request_rate=3.0),
+        Goal(budget_per_hour=10.0),
+        Goal(budget_per_hour=10.0, frontier=3),
+        Goal(objective="goodput", request_rate=3.0, ttft_ms=2000, tpot_ms=100),
+    ],
+    ids=["cost", "budget", "frontier", "goodput"],
+)
+def test_every_goal_has_an_answer(calls: SimpleNamespace, goal: Goal) -> None:
+    """All links are different, so that there is no time to look at all groups of these GPUs."""
+    cluster = ClusterSpec.model_validate(drawn("boxes", 20, 3))
+    problem = make_problem(cluster, "llama-3-8b", "HPLD", phases="flexible", goal=goal)
+    began = calls.made
+    placement = search(problem, SearchOptions(time_limit_s=1.0))
+    took_s = (calls.made - began) / CALLS_PER_S
+    sys.setprofile(None)
+    verify(placement)
+    assert placement.search.cut == "time limit"
+    assert took_s <= 1.5
+    if goal.objective == "cost":
+        assert placement.throughput.req_s >= 3.0
+    if goal.budget_per_hour is not None:
+        assert placement.price_per_hour <= goal.budget_per_hour
+
+
+def test_whole_nodes_are_quick_where_no_replica_meets_the_targets(calls: SimpleNamespace) -> None:
+    """Targets let replicas span all nodes, and replicas of ever more nodes would be planned."""
+    goal = Goal(objective="goodput", request_rate=10.0, ttft_ms=2000, tpot_ms=100)
+    cluster = ClusterSpec.model_validate(drawn("racks", 64, 3))
+    evaluator = Evaluator(make_problem(cluster, "llama-2-70b", "online", phases="flexible", goal=goal))
+    began = calls.made
+    whole_nodes(evaluator, "colocated")
+    took_s = (calls.made - began) / CALLS_PER_S
+    solution = whole_nodes(evaluator, "decode", stop=lambda: True)
+    sys.setprofile(None)
+    assert took_s <= 4.0
+    assert len(solution.groups) <= 1
 
 
 def test_nodes_of_a_kind_are_one_class_where_all_links_differ() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pytest import approx
+from searched import SETTING_1, searched
 
 import hexgen2
 from cluster_specs.loader import resolve
@@ -16,35 +17,28 @@ from hexgen2.cluster import Cluster
 from hexgen2.moves import Move
 from hexgen2.placement import Placement
 from hexgen2.prediction.step_times import StepTimes
-from hexgen2.search.problem import make_problem
 from hexgen2.simulator.fleet import LiveKvBudget
 from hexgen2.simulator.options import Failure, Options, Replan
 from hexgen2.simulator.records import Records
 from hexgen2.simulator.run import simulate
 from hexgen2.simulator.simulation import Simulation
-from hexgen2.strategies.base import SearchOptions
-from hexgen2.strategies.registry import find_strategy
 from hexgen2.workload.arrivals import LengthSource, offline, online
 from hexgen2.workload.requests import Requests
 
 
-def place(cluster: str, model: str, workload: str, strategy: str = "hexgen2") -> Placement:
-    return find_strategy(strategy)(make_problem(cluster, model, workload), SearchOptions())
-
-
 @pytest.fixture(scope="module")
 def setting() -> Placement:
-    return place("hexgen2-setting-1", "llama-2-70b", "HPHD")
+    return searched(*SETTING_1)
 
 
 @pytest.fixture(scope="module")
 def pair() -> Placement:
-    return place("hexgen2-case-study", "llama-2-13b", "HPLD")
+    return searched("hexgen2-case-study", "llama-2-13b", "HPLD")
 
 
 @pytest.fixture(scope="module")
 def colocated() -> Placement:
-    return place("hexgen2-case-study", "llama-2-13b", "HPLD", "vllm")
+    return searched("hexgen2-case-study", "llama-2-13b", "HPLD", "vllm")
 
 
 def run(placement: Placement, requests: Requests, **options) -> Simulation:
@@ -87,8 +81,7 @@ def test_the_same_seed_gives_the_same_results(setting):
 def test_at_full_load_it_serves_what_the_placement_promises(cost_model, least):
     """As many as predicted; a little more, since prefill makes the first of each request's tokens. Less,
     since requests hold places of a decode replica from their prefill on: at more requests/s, more."""
-    problem = make_problem("hexgen2-setting-1", "llama-2-70b", "HPHD", cost_model=cost_model)
-    placement = find_strategy("hexgen2")(problem, SearchOptions())
+    placement = searched(*SETTING_1, cost_model=cost_model)
     found = simulate(placement, offline(LengthSource(placement.workload), 12_000, seed=0))
     assert least < found.steady_request_throughput / placement.throughput.req_s < 1.005
 
@@ -366,8 +359,7 @@ def test_requests_wait_while_no_replica_of_the_next_placement_stands(pair, coloc
 def test_steps_take_what_the_planner_reckoned_with(cost_model):
     """A decode replica at its full batch serves the rate that the placement states, or a little more: its
     memory also holds prompts that are being computed, so that the batch is not always full."""
-    problem = make_problem("hexgen2-setting-1", "llama-2-70b", "HPHD", cost_model=cost_model)
-    placement = find_strategy("hexgen2")(problem, SearchOptions())
+    placement = searched(*SETTING_1, cost_model=cost_model)
     for replica in placement.replicas:
         if replica.role == "decode":
             times = times_of(placement, replica.id)

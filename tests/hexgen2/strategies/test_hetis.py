@@ -132,7 +132,7 @@ LINES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(LINES)
 def test_level_is_the_optimum_of_its_linear_programs(lines):
     """Over all sets of devices that take part, the least time by HiGHS."""

@@ -34,7 +34,7 @@ LONG = {
     "stream": True,
 }
 SHORT = {"model": MODEL, "prompt": "the", "max_tokens": 4, "ignore_eos": True}
-GONE_S = 20.0
+GONE_S = 60.0
 
 
 @pytest.fixture

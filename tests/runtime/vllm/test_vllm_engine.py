@@ -122,6 +122,7 @@ def test_vllm_prefills_on_one_and_decodes_on_the_other(fleet, reference):
     after = fleet.figure("decode-0", "prompt_tokens_by_source_total", source="external_kv_transfer")
     assert after - before >= sum(len(prompt) for prompt in several.prompts) / 2
     fleet.until_idle()
+    fleet.tell_of_restarts()
 
 
 def test_a_client_that_leaves_frees_the_blocks_on_both_sides(fleet):
@@ -143,6 +144,7 @@ def test_a_client_that_leaves_frees_the_blocks_on_both_sides(fleet):
                 next(lines)
         fleet.until_idle()
     assert cancelled() == 2
+    fleet.tell_of_restarts()
 
 
 @pytest.mark.slow

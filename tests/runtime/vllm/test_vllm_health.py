@@ -6,11 +6,13 @@ import asyncio
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import httpx
 import psutil
 import pytest
 from scripted import run, settle, tokens_of
-from scripted_vllm import PROMPT, begin, following, serving
+from scripted_vllm import PROMPT, FakeVllm, begin, following, serving
 from served import alive
 
 from runtime.api.metrics import Metrics
@@ -57,6 +59,43 @@ def test_a_server_that_answers_nobody_is_lost_once_patience_ends(monkeypatch, si
                 return
             with pytest.raises(Unavailable):
                 await tokens_of(request)
+
+    run(scenario)
+
+
+def test_the_clocks_start_with_the_first_question(monkeypatch):
+    """Not while vLLM starts, which takes longer than it may be silent or quiet afterwards."""
+    now_s = [100.0]
+    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    async def scenario():
+        server = FakeVllm(set())
+        server.takes_s = LIMIT_S
+        async with httpx.AsyncClient(base_url=await server.start(), trust_env=False) as http:
+            watched = health.Health(http, "m", lambda: False, lambda load: None, lambda problem: None)
+            now_s[0] += 200
+            watched.ask()
+            for later_s, good in [(0, True), (health.SILENCE_S - 1, True), (2, False)]:
+                now_s[0] += later_s
+                watched.ask()
+                assert watched.good is good
+            assert server.bodies == []
+            watched.close()
+        server.server.close()
+
+    run(scenario)
+
+
+def test_a_server_that_is_slow_to_answer_each_time_is_not_lost(monkeypatch):
+    monkeypatch.setattr(health, "HEALTH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(health, "SILENCE_S", 1.5)
+
+    async def scenario():
+        async with serving(PAIR) as (coordinator, servers, _):
+            servers["d0"].takes_s = 0.3
+            while servers["d0"].answered < 20:
+                assert not coordinator.lost
+                await asyncio.sleep(0.01)
 
     run(scenario)
 

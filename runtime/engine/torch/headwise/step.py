@@ -19,7 +19,7 @@ from runtime.engine.torch.headwise.heads import OWN, Heads
 from runtime.engine.torch.headwise.pages import HeadPages, Key, one_head
 from runtime.engine.torch.headwise.remote import RemoteHeads
 from runtime.kv_cache.pool import PagedCache
-from runtime.protocol.between_workers import Step
+from runtime.protocol.between_workers import SequenceStep
 
 if TYPE_CHECKING:
     from runtime.engine.torch.models.rope import Rotary
@@ -123,13 +123,13 @@ class _Remote:
 class StepAttention(LayerAttention):
     """Attends to the heads of one step, wherever they are; `store` has nothing to do."""
 
-    def __init__(self, heads: Heads, step: Step) -> None:
+    def __init__(self, heads: Heads, sequences: Sequence[SequenceStep]) -> None:
         super().__init__(heads.cache)
         self._heads, device = heads.lane.heads, heads.one_head.device
         own, gone, prompts = _Rows(), _Rows(), _Rows()
         remote: dict[int, tuple[_Rows, _Rows]] = {}
         token = 0
-        for sequence in step.sequences:
+        for sequence in sequences:
             count = len(sequence.tokens)
             for head in range(self._heads):
                 row = (sequence.request_id, head), sequence.position, count

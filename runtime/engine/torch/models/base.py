@@ -37,8 +37,8 @@ class ModelSpec:
 class DecoderStage(ABC):
     """One worker's part of a model: the layers of its stage, the heads and columns of its rank.
 
-    The first stage has the embedding, the last one the final norm and the LM head; embedding and head are cut
-    by vocabulary. Activations [tokens, hidden] are whole on every rank.
+    The stage of the first layer has the embedding, that of the last one the final norm and the LM head;
+    embedding and head are cut by vocabulary. Activations [tokens, hidden] are whole on every rank.
     """
 
     prefixes: ClassVar[tuple[str, ...]]
@@ -91,20 +91,25 @@ class DecoderStage(ABC):
     _embedding_name: ClassVar[str] = "embed_tokens.weight"
 
     def forward(
-        self, batch: Batch, hidden: torch.Tensor | None, on_layer: Callable[[int], None]
+        self,
+        batch: Batch,
+        hidden: torch.Tensor | None,
+        on_layer: Callable[[int], None],
+        part: range | None = None,
     ) -> torch.Tensor:
         """Run the stage's layers.
 
         Parameters
         ----------
-        hidden : [tokens, hidden] from the previous stage; None on the first
+        hidden : [tokens, hidden] from the layers before; None: the embedding of the batch's tokens
         on_layer : called with each global layer number once its keys and values are in the caches
+        part : some of the layers; None: all
         """
         if hidden is None:
             hidden = self._add_positions(self._embed(batch.tokens), batch)
         self._begin(batch)
-        for number, layer in self.layers.items():
-            hidden = layer(hidden, batch)
+        for number in self.layers if part is None else part:
+            hidden = self.layers[number](hidden, batch)
             on_layer(number)
         return hidden
 
@@ -164,8 +169,8 @@ class DecoderStage(ABC):
             raise config.error("num_key_value_heads", problem, "download the checkpoint again")
         if spec.ffn % tp and spec.experts % tp:
             raise config.error("intermediate_size", f"{spec.ffn} columns don't split over {tp} GPUs", remedy)
-        if self.rank.stages[-1].end_layer != spec.layers:
-            problem = f"is {spec.layers}, the placement has {self.rank.stages[-1].end_layer} layers"
+        if self.rank.layers != spec.layers:
+            problem = f"is {spec.layers}, the placement has {self.rank.layers} layers"
             raise config.error("num_hidden_layers", problem, "search a placement for this model")
 
     def _vocabulary(self, name: str) -> torch.Tensor:

@@ -6,9 +6,11 @@ import itertools
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.cluster.hierarchy import linkage
 
 from benchmarks.search.ordinary import FAMILIES, drawn
 from cluster_specs.schema import ClusterSpec
@@ -17,7 +19,7 @@ from hexgen2.search.bounds.part_program import PartProgram, candidates
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.neighbourhoods import improve_neighbourhoods
 from hexgen2.search.partition.by_parts import groups_by_parts, groups_within
-from hexgen2.search.partition.parts import ROOM, near_parts
+from hexgen2.search.partition.parts import ROOM, average_linkage, leaves_of, near_parts
 from hexgen2.search.partition.whole_nodes import whole_nodes
 from hexgen2.search.planning.classes import LARGE
 from hexgen2.search.problem import Problem, Solution, make_problem
@@ -189,3 +191,26 @@ def test_a_large_cluster_is_searched_part_by_part() -> None:
     assert any(by_parts)
     first = Evaluator(problem)
     assert placement.throughput.req_s >= first.evaluate(whole_nodes(first)).req_s
+
+
+@given(st.integers(2, 30), st.integers(0, 10**6))
+def test_average_linkage_is_that_of_scipy(count, seed):
+    """Distances that all differ have one tree only."""
+    points = np.random.default_rng(seed).random((count, 3))
+    distance = np.sqrt(((points[:, None] - points[None]) ** 2).sum(axis=2))
+    ours, left = set(), [average_linkage(distance)]
+    while left:
+        branch = left.pop()
+        ours.add(frozenset(leaves_of(branch)))
+        left += branch if isinstance(branch, tuple) else ()
+    theirs = {frozenset([k]) for k in range(count)}
+    members = [frozenset([k]) for k in range(count)]
+    for a, b, *_ in linkage(distance[np.triu_indices(count, 1)], "average"):
+        members.append(members[int(a)] | members[int(b)])
+        theirs.add(members[-1])
+    assert ours == theirs
+
+
+def test_trees_of_equal_distances_have_all_leaves():
+    """A deep tree must not be a deep recursion."""
+    assert sorted(leaves_of(average_linkage(np.ones((1500, 1500))))) == list(range(1500))

@@ -1,5 +1,6 @@
 """Limits that hold for every division of a pipeline's layers: no division and no plan exceeds them."""
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from cost_model.pipeline import PhaseTimes, mixed_period_s
 from hexgen2.search.planning.limits import MixedSteps, least_decodes_s, least_period_s, least_step_s
 from hexgen2.search.planning.plan import Planner
-from hexgen2.search.planning.timing import Timing
+from hexgen2.search.planning.timing import Timing, Timings
 from hexgen2.search.problem import make_problem
 
 SECONDS = st.floats(1e-4, 1e-2)
@@ -32,6 +33,16 @@ def pipelines(draw):
     return mixed, rest, split
 
 
+def _chain(share: float, prompts: float, stages: int) -> MixedSteps:
+    return MixedSteps(np.array([share]), np.array([prompts]), np.array([stages]))
+
+
+def _beside_a_longer_one(timing: Timing) -> Timings:
+    """A row for the timing, and one for a pipeline of more stages, so that the first is filled up."""
+    stages = len(timing.layer_s) + 2
+    return Timings.of([timing, Timing([1e-3] * stages, [0.0] * stages, [0.0] * (stages - 1))])
+
+
 def _period_s(mixed: Timing, rest: Timing, split: list[int], share: float, prompts: float) -> float:
     both = PhaseTimes(mixed.stage_s(split), mixed.hop_s, prompts)
     return mixed_period_s(both, PhaseTimes(rest.stage_s(split), rest.hop_s, 1.0), share)
@@ -40,25 +51,40 @@ def _period_s(mixed: Timing, rest: Timing, split: list[int], share: float, promp
 @given(pipelines(), st.floats(0.01, 1.0), st.floats(0.05, 8.0))
 def test_no_division_has_a_shorter_period(pipeline, share, prompts):
     mixed, rest, split = pipeline
-    least_s = least_period_s(mixed, rest, sum(split), MixedSteps(share, prompts, len(split)))
+    both = Timings.of([mixed]), Timings.of([rest])
+    (least_s,) = least_period_s(*both, sum(split), _chain(share, prompts, len(split)))
     assert least_s <= _period_s(mixed, rest, split, share, prompts) * (1 + SMALL)
 
 
 @given(pipelines(), st.floats(0.05, 0.95), st.floats(0.05, 8.0))
 def test_no_division_decodes_more_beside_mixed_steps(pipeline, share, prompts):
     mixed, rest, split = pipeline
-    steps = MixedSteps(share, prompts, len(split))
+    steps, both = _chain(share, prompts, len(split)), (Timings.of([mixed]), Timings.of([rest]))
     mean_s = _period_s(mixed, rest, split, share, prompts)
     alone_s = _period_s(mixed, rest, split, 0.0, prompts)
     all_mixed_s = _period_s(mixed, rest, split, 1.0, prompts)
     line_s = max(alone_s, (mean_s - share * all_mixed_s) / (1 - share))
-    assert least_decodes_s(mixed, rest, sum(split), steps) <= line_s * (1 + SMALL)
+    (least_s,) = least_decodes_s(*both, sum(split), steps)
+    assert least_s <= line_s * (1 + SMALL)
+
+
+@given(pipelines(), st.floats(0.05, 0.95), st.floats(0.05, 8.0))
+def test_rows_do_not_depend_on_one_another(pipeline, share, prompts):
+    mixed, rest, split = pipeline
+    alone = [Timings.of([mixed]), Timings.of([rest])]
+    both = [_beside_a_longer_one(mixed), _beside_a_longer_one(rest)]
+    one = _chain(share, prompts, len(split))
+    two = MixedSteps(np.full(2, share), np.full(2, prompts), both[0].stages)
+    for limit in (least_period_s, least_decodes_s):
+        assert limit(*both, sum(split), two)[0] == pytest.approx(limit(*alone, sum(split), one)[0], rel=1e-12)
+    (step_s, _), (expected_s,) = (least_step_s(each[0], sum(split)) for each in (both, alone))
+    assert step_s == pytest.approx(expected_s, rel=1e-12)
 
 
 @given(pipelines())
 def test_no_division_has_quicker_equal_steps(pipeline):
     mixed, _, split = pipeline
-    least_s = least_step_s(mixed, sum(split))
+    (least_s,) = least_step_s(Timings.of([mixed]), sum(split))
     walk_s = sum(mixed.stage_s(split)) + sum(mixed.hop_s)
     assert least_s <= max(*mixed.stage_s(split), *mixed.hop_s, walk_s / len(split)) * (1 + SMALL)
 
@@ -69,10 +95,11 @@ def test_equal_stages_reach_the_limit(stages, layers, decode_s, slower, share):
     prompts = 1e-9
     rest = Timing([decode_s] * stages, [0.0] * stages, [0.0] * (stages - 1))
     mixed = rest.times(slower)
-    steps = MixedSteps(share, prompts, stages)
+    steps = _chain(share, prompts, stages)
     assume(steps.most == pytest.approx(1.0, abs=1e-6) or share > 0.99)
     period_s = _period_s(mixed, rest, [layers] * stages, share, prompts)
-    assert least_period_s(mixed, rest, stages * layers, steps) == pytest.approx(period_s, rel=1e-6)
+    (least_s,) = least_period_s(Timings.of([mixed]), Timings.of([rest]), stages * layers, steps)
+    assert least_s == pytest.approx(period_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(
