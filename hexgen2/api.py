@@ -210,6 +210,9 @@ def replan(
     how to get there. Ranges of layers are planned anew by the strategy that made them, without either.
     Arguments not given keep the values of `placement`. Ctrl-C works as in `search`.
 
+    With attention workers, the strategy that made the placement plans anew over what is left; moves are not
+    weighed.
+
     Parameters
     ----------
     placement : the running one, or its file
@@ -268,6 +271,8 @@ def replan(
         kv,
     )
     options = _search_options(seed, _time_left_s(time_limit_s, began_s), False, progress)
+    if previous.attention_workers:
+        return _checked(find_strategy(previous.strategy)(problem, options))
     if previous.layer_ranges is not None:
         problem = replace(problem, latency_aware=previous.layer_ranges.latency_aware)
         return _checked(find_strategy(previous.strategy)(problem, options))

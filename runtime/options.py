@@ -36,6 +36,7 @@ class EngineOptions:
     kv_transport : how workers send KV caches to each other; "auto": the fastest that both support
     emulate_links : move KV caches no faster than the placement's links would
     kv_scale : the emulated engine moves one byte of KV cache in kv_scale
+    measure_heads : dispatch KV heads to attention workers by measured times, instead of the cost model's
     """
 
     dtype: str = "auto"
@@ -45,6 +46,7 @@ class EngineOptions:
     kv_transport: str = "auto"
     emulate_links: bool = False
     kv_scale: float = KV_SCALE
+    measure_heads: bool = False
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,7 @@ def serve(
     if placement.layer_ranges is not None:
         _check_ranges(placement, engine, source, replan_after_s is not None)
     check_family(placement, engine, source)
-    if placement.attention_workers:
-        remedy = "choose a placement of another strategy"
-        raise InputError(source, "attention_workers", f"the {engine} engine cannot run them", remedy)
+    _check_attention_workers(placement, source, engine, launcher, replan_after_s)
     if isinstance(launcher, Launcher):
         starter = launcher
     else:
@@ -152,6 +150,23 @@ def serve(
                 *(restarts, replan_after_s, front),
             )
         )
+
+
+def _check_attention_workers(
+    placement: Placement, source: str, engine: str, launcher: str | Launcher, replan_after_s: float | None
+) -> None:
+    """Refuse what cannot be done with attention workers."""
+    if not placement.attention_workers:
+        return
+    problem, remedy = "", ""
+    if engine != TORCH:
+        problem, remedy = f"the {engine} engine cannot run them", "use --engine torch"
+    elif isinstance(launcher, str) and launcher != "local":
+        problem, remedy = f"--launcher {launcher} cannot start them", "use --launcher local"
+    elif replan_after_s is not None:
+        problem, remedy = "--replan cannot change their replicas", "leave out --replan"
+    if problem:
+        raise InputError(source, "attention_workers", problem, remedy)
 
 
 def _check_ranges(placement: Placement, engine: str, source: str, replans: bool) -> None:
@@ -244,7 +259,7 @@ async def _serve(
                 guarded = bool(front.api_keys or front.operator_key)
                 app.include_router(operations_router(replanner.ask, guarded))
                 replanner.start()
-            coordinator.start(supervisor.lost, supervisor.forgive)
+            coordinator.start(supervisor.lost, supervisor.forgive, supervisor.lost_attention_worker)
             _freeze_what_stays()
             try:
                 await serve_http(app, front, listener, coordinator, stopping, _banner(placement, listener))

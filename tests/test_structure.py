@@ -22,7 +22,7 @@ MAY_IMPORT = {
 INTO_THE_RUNTIME = ("hexgen2.commands.launch", "hexgen2.commands.node")
 FOR_THE_RUNTIME = (
     *("cluster", "devices", "placement", "replica", "region", "schedulers"),
-    *("checks", "layer_ranges", "workload", "network", "prediction"),
+    *("checks", "layer_ranges", "workload", "network", "prediction", "headwise"),
 )
 EXPORTS_THAT_ARE_STARTED = {
     "runtime.launcher.ray": "hexgen2.export.ray",

@@ -192,6 +192,11 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
     show_default=True,
     help="avx2: local workers use no wider instructions, so that different processors round alike.",
 )
+@_detail(
+    "--measure-heads",
+    is_flag=True,
+    help="Dispatch KV heads to attention workers by times measured at the start, not by the cost model's.",
+)
 @_detail("--emulate-links", is_flag=True, help="Move KV caches no faster than the placement's links.")
 @_engine(
     "--kv-scale",

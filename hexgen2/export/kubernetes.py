@@ -52,9 +52,8 @@ def kubernetes_files(
     folder = model or f"{MODELS}/{placement.model.name}"
     writer = _Writer(groups, folder, image or IMAGE, accelerator_label or ACCELERATOR_LABEL)
     if placement.attention_workers:
-        raise InputError(
-            source, "attention_workers", "the torch engine cannot run them", "choose another strategy"
-        )
+        problem = "only the local launcher starts them"
+        raise InputError(source, "attention_workers", problem, "use `hexgen2 launch` on one machine")
     documents = [
         ("The placement to serve.", _placement_map(placement, source)),
         ("The service for clients.", _service("hexgen2", {"app": "hexgen2", "part": "front"}, API_PORT)),

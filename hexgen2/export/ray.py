@@ -38,11 +38,11 @@ def ray_files(placement: Placement, model: str | None, source: str) -> dict[str,
 
     Raises
     ------
-    InputError : the torch engine cannot run the placement
+    InputError : the placement has attention workers
     """
     if placement.attention_workers:
-        problem = "the torch engine cannot run them"
-        raise InputError(source, "attention_workers", problem, "choose another strategy")
+        problem = "only the local launcher starts them"
+        raise InputError(source, "attention_workers", problem, "use `hexgen2 launch` on one machine")
     folder = model or placement.model.name
     entrypoint = ["hexgen2", "launch", "placement.json", "--launcher", "ray", "--model-path", folder]
     entrypoint += ["--host", "0.0.0.0", "--port", "8000"]

@@ -15,6 +15,10 @@ THETA = 0.5
 """One request is dispatched anew if attention takes so much longer than it ideally would (section 5.3.1)."""
 SPARE_TOKENS = 16
 """A device's memory is as good as exhausted if its requests find no room for so many further tokens each."""
+STEPS_PER_LOOK = 4
+"""Steps from one look for attention that is out of balance to the next."""
+MOST_MOVES = 8
+"""Requests of a stage that are dispatched anew before a step because memory is short."""
 _ROUNDING = 1e-9
 
 
@@ -57,7 +61,7 @@ class Allocation:
         capacity_bytes: Sequence[float],
     ) -> None:
         self.profiles, self._query_heads, self._kv_heads = profiles, query_heads, kv_heads
-        self._head_bytes, self._capacity = head_bytes, np.asarray(capacity_bytes, dtype=float)
+        self._head_bytes, self._capacity = head_bytes, np.array(capacity_bytes, dtype=float)
         devices = len(profiles)
         self._heads = np.zeros((64, devices))
         self._tokens = np.zeros(64)
@@ -94,6 +98,14 @@ class Allocation:
         for j, (request, tokens) in enumerate(requests.items()):
             self._add(request, tokens, split[:, j])
         return True
+
+    def put(self, request: int, tokens: float, heads: Sequence[float]) -> None:
+        """Add a request whose heads [devices] are dispatched already."""
+        self._add(request, tokens, np.asarray(heads, dtype=float))
+
+    def limit(self, device: int, capacity_bytes: float) -> None:
+        """From now on a device has memory for so many bytes of one layer's KV cache: 0 if it is lost."""
+        self._capacity[device] = capacity_bytes
 
     def remove(self, request: int) -> None:
         """Forget a request, and what of it is under way."""

@@ -61,6 +61,11 @@ class DeviceProfile:
         return self.head_s * query_heads + self.vector_s * (2 * query_heads + 2)
 
     @property
+    def numbers(self) -> tuple[float, float, float, float, float]:
+        """The five numbers."""
+        return self.head_s, self.kv_byte_s, self.fixed_s, self.vector_s, self.exchange_s
+
+    @property
     def start_s(self) -> float:
         """Seconds of a layer that depend on no head."""
         return self.fixed_s + self.exchange_s

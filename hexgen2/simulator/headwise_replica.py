@@ -16,7 +16,7 @@ import numpy as np
 from cost_model.attention import WORKER_LAUNCH_S
 from cost_model.base import Work
 from cost_model.lengths import context_tokens
-from hexgen2.headwise.allocation import Allocation, Move
+from hexgen2.headwise.allocation import MOST_MOVES, STEPS_PER_LOOK, Allocation, Move
 from hexgen2.headwise.profile import DeviceProfile, kv_head_token_bytes, profiled
 from hexgen2.prediction.headwise_times import HeadwiseTimes
 from hexgen2.simulator.batching import Batching
@@ -25,11 +25,6 @@ from hexgen2.simulator.pipelined_replica import PipelinedReplica, _Request
 from hexgen2.simulator.prefill_replica import Begun, nobody
 from hexgen2.simulator.records import Records, ReplicaRecord
 from runtime.routing.kv_budget import KvBudget
-
-STEPS_PER_LOOK = 4
-"""Steps from one look for attention that is out of balance to the next."""
-MOST_MOVES = 8
-"""Requests of a stage that are dispatched anew before a step because memory is short."""
 
 
 class HeadwiseReplica(PipelinedReplica):

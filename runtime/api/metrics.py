@@ -127,6 +127,14 @@ ENGINE = {
 """Gauges that engines with a scheduler of their own (vLLM) report, by field of the Load message."""
 
 
+HEADS = {
+    "redispatches": ("requests_redispatched", "Requests whose KV heads were dispatched anew"),
+    "hauled_bytes": ("hauled_bytes", "Bytes of KV cache copied because heads moved"),
+    "recomputed": ("requests_recomputed", "Requests computed again after an attention worker was lost"),
+}
+"""Counters of replicas with attention workers, by field of the HeadCounts message."""
+
+
 class _Gauges(Collector):
     """The coordinator's state at the moment of the scrape."""
 
@@ -175,6 +183,43 @@ class _Gauges(Collector):
                 work.add_metric([replica_id], replica.backlog.work)
             yield work
         yield from self._of_engines()
+        yield from self._of_attention_workers()
+
+    def _of_attention_workers(self) -> Iterator[Metric]:
+        found = {
+            name: own.attention_workers
+            for name, own in self._coordinator.replicas.items()
+            if own.attention_workers is not None
+        }
+        if not found:
+            return
+        labels = ["replica", "worker"]
+        up = GaugeMetricFamily("hexgen2_attention_worker_up", "1 while it serves", labels=labels)
+        restarts = CounterMetricFamily(
+            "hexgen2_attention_worker_restarts", "Times the attention worker was restarted", labels=labels
+        )
+        by_worker: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+            "heads": GaugeMetricFamily("hexgen2_kv_heads", "KV heads on an attention worker", labels=labels),
+            "free_blocks": GaugeMetricFamily(
+                "hexgen2_kv_head_blocks_free", "Free blocks of single KV heads", labels=labels
+            ),
+            "dispatched": CounterMetricFamily(
+                "hexgen2_kv_heads_dispatched", "KV heads dispatched to an attention worker", labels=labels
+            ),
+        }
+        by_replica = {
+            key: CounterMetricFamily(f"hexgen2_{name}", what, labels=["replica"])
+            for key, (name, what) in HEADS.items()
+        }
+        for replica_id, workers in found.items():
+            for worker in workers.links:
+                up.add_metric([replica_id, worker], worker not in workers.away)
+                restarts.add_metric([replica_id, worker], workers.restarts.get(worker, 0))
+                for key, family in by_worker.items() if workers.counts else ():
+                    family.add_metric([replica_id, worker], getattr(workers.counts, key).get(worker, 0))
+            for key, counter in by_replica.items() if workers.counts else ():
+                counter.add_metric([replica_id], getattr(workers.counts, key))
+        yield from (up, restarts, *by_worker.values(), *by_replica.values())
 
     def _of_engines(self) -> Iterator[Metric]:
         loads = {name: own.load for name, own in self._coordinator.replicas.items() if own.load is not None}

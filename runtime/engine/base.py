@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from runtime.kv_cache.pages import Pages
 from runtime.protocol.between_workers import Hello, Step, StepResult
 from runtime.protocol.framing import Connection
+from runtime.protocol.message import Message
 from runtime.protocol.to_workers import Configure, Connect
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Engine(ABC):
     spec, weight_bytes : sizes of the whole model, and bytes of the weights loaded here; set by `load`
     cache : the KV cache of this worker's layers and heads; set by `load`
     shared : the memory of the cache if other processes can map it, else None; set by `load`
+    report : called with messages for the driver, from any thread; set by the executor
     """
 
     store_port: int = 0
@@ -59,6 +61,9 @@ class Engine(ABC):
     cache: Pages
     shared: SharedPool | None = None
     weight_bytes: int = 0
+
+    def __init__(self) -> None:
+        self.report: Callable[[Message], None] = lambda _: None
 
     @abstractmethod
     def load(self) -> None:
@@ -72,6 +77,9 @@ class Engine(ABC):
     @abstractmethod
     def join(self, addresses: Connect) -> None:
         """Connect to the replica's other workers; waits for those that are still loading."""
+
+    def reconnect(self, addresses: Connect) -> None:  # noqa: B027
+        """Take new addresses of attention workers; called by another thread."""
 
     def welcome(self, connection: Connection, introduced: Hello) -> bool:
         """Serve a connection of another worker until it ends; False if it is not for the engine."""

@@ -92,8 +92,11 @@ class Coordinator:
             self._admission = Admission(router, self.replicas, self._queue, routes_left)
             self._in_flight = InFlight(*notified, *ends)
         self._numbers = itertools.count()
-        self._listeners = Listeners(self._in_flight.handle, self._lose, ping_every_s)
+        self._listeners = Listeners(
+            self._in_flight.handle, self._lose, self._lose_attention_worker, ping_every_s
+        )
         self._on_lost: Callable[[Replica], bool] = lambda _: False
+        self._on_attention_worker_lost: Callable[[Replica, str], bool] = lambda *_: False
         self._on_explained: Callable[[Collection[str]], None] = lambda _: None
         self._stopped = False
 
@@ -146,6 +149,7 @@ class Coordinator:
         self,
         on_lost: Callable[[Replica], bool] = lambda _: False,
         on_explained: Callable[[Collection[str]], None] = lambda _: None,
+        on_attention_worker_lost: Callable[[Replica, str], bool] = lambda *_: False,
     ) -> None:
         """Start listening to the workers and watching them; needs a running event loop.
 
@@ -154,8 +158,11 @@ class Coordinator:
         on_lost : called with a lost replica; returns whether it is being restarted, so that requests may wait
             for it
         on_explained : called with replicas that died of a request which is not resumed again
+        on_attention_worker_lost : called with a replica and its lost attention worker; returns whether it is
+            being restarted
         """
         self._on_lost, self._on_explained = on_lost, on_explained
+        self._on_attention_worker_lost = on_attention_worker_lost
         for replica in self.replicas.values():
             self._listeners.listen(replica)
 
@@ -170,6 +177,24 @@ class Coordinator:
         error = Unavailable(self.lost.get(replica_id, ""))
         for request in self._admission.give_up(replica_id):
             self._end(request, "failed", error)
+
+    def revive_attention_worker(self, replica_id: str, worker: str, link: WorkerLink) -> None:
+        """Use an attention worker again that has been restarted."""
+        replica = self.replicas[replica_id]
+        replica.change_attention_workers(lambda workers: workers.regain(worker, link))
+        if replica_id not in self.lost:
+            self._listeners.listen_to(replica, worker)
+        self._admit()
+
+    def give_up_attention_worker(self, replica_id: str, worker: str) -> None:
+        """Stop waiting for a lost attention worker: requests that are too large without it fail."""
+        replica = self.replicas[replica_id]
+        replica.change_attention_workers(lambda workers: workers.give_up(worker))
+        error = Unavailable(f"without attention worker {worker}, no replica holds the request")
+        self._in_flight.end_larger(replica, error)
+        for request in self._admission.stranded():
+            self._end(request, "failed", error)
+        self._admit()
 
     # another placement
 
@@ -367,6 +392,18 @@ class Coordinator:
         self._admission.restore(replica.replica_id)
         self._listeners.listen(replica)
         self._admit()
+
+    def _lose_attention_worker(self, replica: Replica, worker: str, reason: str) -> None:
+        """Let a replica go on without one of its attention workers, whose driver knows or will find out."""
+        workers = replica.attention_workers
+        if self._stopped or workers is None or worker in workers.away:
+            return
+        log.error("attention worker %s of %s is lost (%s)", worker, replica.replica_id, reason)
+        self._listeners.leave_attention_worker(replica.replica_id, worker)
+        workers.links[worker].send(Shutdown())
+        replica.change_attention_workers(lambda own: own.lose(worker))
+        if not self._on_attention_worker_lost(replica, worker):
+            self.give_up_attention_worker(replica.replica_id, worker)
 
     def _lose(self, replica: Replica, reason: str) -> None:
         """Route around a replica that failed, resume its requests elsewhere and stop its other workers."""

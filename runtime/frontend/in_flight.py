@@ -26,6 +26,7 @@ from runtime.frontend.request import Death, Observer, Outcome, Request, RequestR
 from runtime.frontend.request_state import RequestEvent, RequestState
 from runtime.logs import EACH, about
 from runtime.protocol.from_workers import (
+    HeadCounts,
     KvMoved,
     Load,
     Pong,
@@ -164,6 +165,15 @@ class InFlight:
             if request is not None and not request.has_ended and _needs(request, replica.replica_id):
                 self._resume(request, error)
 
+    def end_larger(self, replica: Replica, error: HexGen2Error) -> None:
+        """End the requests that a replica can hold no more, however long they wait."""
+        for request_id in list(replica.held):
+            request = self.requests.get(request_id)
+            if request is None or request.has_ended:
+                continue
+            if request.capacity_tokens > replica.largest_request_tokens:
+                self.end(request, "failed", error)
+
     def lose(self, replica: Replica, error: HexGen2Error) -> None:
         """Resume the requests of a lost replica, whose KV cache is gone, on other replicas."""
         on_board = list[Request]()
@@ -256,6 +266,9 @@ class InFlight:
             case Load():
                 replica.take(message)
                 self._admit()
+            case HeadCounts():
+                if replica.attention_workers is not None:
+                    replica.attention_workers.counts = message
             case Released(request_id=request_id):
                 if replica.load is None:
                     replica.free_blocks = message.free_blocks

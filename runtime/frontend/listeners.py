@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from runtime.frontend.replica import Replica
 from runtime.launcher.worker_link import WorkerLink
@@ -23,6 +24,7 @@ class Listeners:
     ----------
     handle : called with every message of a replica's workers except Failed
     lost : called with a replica one of whose workers is gone, failed or silent, and the reason
+    lost_attention_worker : called with a replica, which of its attention workers is gone, and the reason
     ping_every_s : interval at which each worker is pinged
     """
 
@@ -30,53 +32,88 @@ class Listeners:
         self,
         handle: Callable[[Replica, Message], None],
         lost: Callable[[Replica, str], None],
+        lost_attention_worker: Callable[[Replica, str, str], None],
         ping_every_s: float = PING_EVERY_S,
     ) -> None:
-        self._handle, self._lost, self._ping_every_s = handle, lost, ping_every_s
+        self._handle, self._ping_every_s = handle, ping_every_s
+        self._lost, self._lost_attention_worker = lost, lost_attention_worker
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._of_attention_workers: dict[str, dict[str, list[asyncio.Task[None]]]] = {}
 
     def listen(self, replica: Replica) -> None:
-        """Start reading and watching the links of a replica."""
-        self._tasks[replica.replica_id] = [
-            asyncio.create_task(hear(replica, worker, link))
-            for worker, link in replica.links.items()
-            for hear in (self._read, self._watch)
+        """Start reading and watching the links of a replica, and of its attention workers."""
+        tasks = self._tasks[replica.replica_id] = list[asyncio.Task[None]]()
+        for worker, link in replica.links.items():
+            tasks += self._hear(replica, worker, link, partial(self._lost, replica))
+        if replica.attention_workers is not None:
+            for worker in replica.attention_workers.links.keys() - replica.attention_workers.away:
+                self.listen_to(replica, worker)
+
+    def listen_to(self, replica: Replica, attention_worker: str) -> None:
+        """Start reading and watching an attention worker of a replica that is listened to."""
+        assert replica.attention_workers is not None
+        link = replica.attention_workers.links[attention_worker]
+        lost = partial(self._lost_attention_worker, replica, attention_worker)
+        tasks = self._hear(replica, attention_worker, link, lost)
+        self._of_attention_workers.setdefault(replica.replica_id, {})[attention_worker] = tasks
+
+    def leave_attention_worker(self, replica_id: str, attention_worker: str) -> None:
+        """Stop listening to an attention worker; may be called while one of its messages is handled."""
+        _cancel(self._of_attention_workers.get(replica_id, {}).pop(attention_worker, []))
+
+    def _hear(
+        self, replica: Replica, worker: str, link: WorkerLink, lost: Callable[[str], None]
+    ) -> list[asyncio.Task[None]]:
+        return [
+            asyncio.create_task(self._read(replica, worker, link, lost)),
+            asyncio.create_task(self._watch(worker, link, lost)),
         ]
 
     def leave(self, replica_id: str) -> None:
         """Stop listening to a replica; may be called while one of its messages is handled."""
-        for task in self._tasks.pop(replica_id, []):
-            if task is not asyncio.current_task():
-                task.cancel()
+        _cancel(self._pop(replica_id))
 
     async def hand_over(self, replica_id: str) -> None:
         """Stop listening to a replica; then others may read its links."""
-        tasks = self._tasks.pop(replica_id, [])
-        for task in tasks:
-            task.cancel()
+        tasks = self._pop(replica_id)
+        _cancel(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
         """Stop listening to all replicas."""
-        tasks = [task for own in self._tasks.values() for task in own]
-        for task in tasks:
-            task.cancel()
+        tasks = [task for replica_id in list(self._tasks) for task in self._pop(replica_id)]
+        _cancel(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, replica: Replica, worker: str, link: WorkerLink) -> None:
+    def _pop(self, replica_id: str) -> list[asyncio.Task[None]]:
+        """The tasks of a replica and its attention workers, which are forgotten."""
+        tasks = self._tasks.pop(replica_id, [])
+        for others in self._of_attention_workers.pop(replica_id, {}).values():
+            tasks += others
+        return tasks
+
+    async def _read(
+        self, replica: Replica, worker: str, link: WorkerLink, lost: Callable[[str], None]
+    ) -> None:
         try:
             while (message := await link.receive()) is not None:
                 if isinstance(message, Failed):
-                    return self._lost(replica, f"worker {worker} failed: {message.text}")
+                    return lost(f"worker {worker} failed: {message.text}")
                 self._handle(replica, message)
         except Exception as error:  # whatever it is, no request may wait for this replica any more
             log.exception("worker %s sent what could not be handled", worker)
-            return self._lost(replica, f"worker {worker}: {error}")
-        self._lost(replica, f"worker {worker} ended")
+            return lost(f"worker {worker}: {error}")
+        lost(f"worker {worker} ended")
 
-    async def _watch(self, replica: Replica, worker: str, link: WorkerLink) -> None:
+    async def _watch(self, worker: str, link: WorkerLink, lost: Callable[[str], None]) -> None:
         await until_silent(link, self._ping_every_s)
-        self._lost(replica, f"worker {worker} does not answer")
+        lost(f"worker {worker} does not answer")
+
+
+def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        if task is not asyncio.current_task():
+            task.cancel()
 
 
 async def until_silent(link: WorkerLink, every_s: float = PING_EVERY_S) -> None:

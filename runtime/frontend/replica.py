@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hexgen2.placement import Placement
+from runtime.frontend.attention_workers import AttentionWorkers
 from runtime.launcher.worker_link import WorkerLink
 from runtime.protocol.from_workers import Load
 from runtime.protocol.message import Message
@@ -21,10 +22,14 @@ class Replica(KvBudget):
     """The links to the workers, one of which is the driver, and the KV cache that requests hold here.
 
     free_blocks and preemptions are what the driver reported last (None: nothing yet), and so is load, which
-    only engines with a scheduler of their own report.
+    only engines with a scheduler of their own report. attention_workers are there without `links`, since the
+    replica serves without them too; it is None in most replicas.
     """
 
-    __slots__ = ("driver", "free_blocks", "links", "load", "preemptions", "replica_id", "restarts", "role")
+    __slots__ = (
+        *("attention_workers", "driver", "free_blocks", "links", "load"),
+        *("preemptions", "replica_id", "restarts", "role"),
+    )
 
     def __init__(
         self,
@@ -39,13 +44,16 @@ class Replica(KvBudget):
         groups: int = 1,
         outgoing_tokens: int | None = None,
         rounding_tokens: int = 0,
+        attention_workers: AttentionWorkers | None = None,
     ) -> None:
         super().__init__(
             *(kv_budget_tokens, max_batch, growth_tokens, high_water),
             groups=groups,
             outgoing_tokens=outgoing_tokens,
             rounding_tokens=rounding_tokens,
+            largest_tokens=attention_workers.largest_tokens if attention_workers else None,
         )
+        self.attention_workers = attention_workers
         self.replica_id, self.role, self.driver, self.links = replica_id, role, driver, links
         self.free_blocks: int | None = None
         self.load: Load | None = None
@@ -58,6 +66,13 @@ class Replica(KvBudget):
         self.restarts += 1
         for request_id in list(self.held):
             self.release(request_id)
+
+    def change_attention_workers(self, change: Callable[[AttentionWorkers], None]) -> None:
+        """Lose an attention worker, or use one again: the KV budget follows."""
+        assert self.attention_workers is not None
+        change(self.attention_workers)
+        self.kv_budget_tokens = self.attention_workers.budget_tokens
+        self.largest_tokens = self.attention_workers.largest_tokens
 
     def take(self, load: Load) -> None:
         """Take over the load that the engine reports."""
@@ -102,8 +117,11 @@ def make_replicas(
             groups=replica.attention_data_parallel,
             outgoing_tokens=outgoing_tokens(replica, placement),
             rounding_tokens=(
-                configurations[replica.gpus[0]].block_tokens - 1 if replica.role == "mixed" else 0
+                configurations[replica.gpus[0]].block_tokens - 1
+                if replica.role == "mixed" or placement.workers_of(replica.id)
+                else 0
             ),
+            attention_workers=AttentionWorkers.of(placement, replica.id, configurations, links),
         )
         for replica in placement.replicas
     }

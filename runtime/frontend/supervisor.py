@@ -6,13 +6,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from cost_model.errors import HexGen2Error
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replica import Replica
 from runtime.launcher.base import Launcher
+from runtime.launcher.worker_link import WorkerLink
 from runtime.routing.replica_state import ReplicaEvent, ReplicaState
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,14 @@ class Supervisor:
         self._stays_lost(replica)
         return False
 
+    def lost_attention_worker(self, replica: Replica, worker: str) -> bool:
+        """Start to restart a lost attention worker; returns whether it is being restarted."""
+        if not self._limit:
+            self._report(f"attention worker {worker} stays lost")
+            return False
+        self._tasks[worker] = asyncio.create_task(self._bring_back_attention_worker(replica, worker))
+        return True
+
     async def leave_alone(self, names: Collection[str]) -> list[str]:
         """Do not restart some replicas until `resume`; returns those whose restart was cancelled by this."""
         for name in names:
@@ -119,28 +129,58 @@ class Supervisor:
         await self._cancel(list(self._tasks))
 
     async def _bring_back(self, replica: Replica) -> None:
-        name, workers = replica.replica_id, list(replica.links)
+        name = replica.replica_id
+        links = await self._started_again(
+            name, f"replica {name}", list(replica.links), partial(self._until_reachable, replica)
+        )
+        if links is not None:
+            self._coordinator.revive(name, links)
+            self._report(f"replica {name} serves again")
+            return
+        self._coordinator.revive_no_more(name)
+        self._stays_lost(replica)
+
+    async def _bring_back_attention_worker(self, replica: Replica, worker: str) -> None:
+        links = await self._started_again(worker, f"attention worker {worker}", [worker])
+        if links is not None:
+            self._coordinator.revive_attention_worker(replica.replica_id, worker, links[worker])
+            self._report(f"attention worker {worker} serves again")
+        else:
+            self._coordinator.give_up_attention_worker(replica.replica_id, worker)
+
+    async def _started_again(
+        self,
+        name: str,
+        what: str,
+        workers: Sequence[str],
+        until_reachable: Callable[[], Awaitable[None]] | None = None,
+    ) -> dict[str, WorkerLink] | None:
+        """Restart workers until that works; None if they have died too often.
+
+        Parameters
+        ----------
+        name, what : under which their deaths are counted, and what messages call them
+        until_reachable : waits for their machine
+        """
         history = self._histories.setdefault(name, _History())
         if self._now_s() - history.up_since_s > STEADY_S:
             history.in_a_row = 0
         while not (why_not := self._verdict(history)):
             await asyncio.sleep(min(FIRST_WAIT_S * 2**history.in_a_row, LONGEST_WAIT_S))
-            await self._until_reachable(replica)
+            if until_reachable is not None:
+                await until_reachable()
             history.in_a_row += 1
             history.starts_s.append(self._now_s())
-            log.warning("restarting replica %s, attempt %d in a row", name, history.in_a_row)
+            log.warning("restarting %s, attempt %d in a row", what, history.in_a_row)
             try:
                 links = await self._launcher.restart(workers, log.info)
             except (HexGen2Error, OSError) as error:
-                self._report(f"replica {name} did not start again: {error}")
+                self._report(f"{what} did not start again: {error}")
                 continue
             history.up_since_s = self._now_s()
-            self._coordinator.revive(name, links)
-            self._report(f"replica {name} serves again")
-            return
-        self._report(f"replica {name} stays lost: it died {why_not}")
-        self._coordinator.revive_no_more(name)
-        self._stays_lost(replica)
+            return links
+        self._report(f"{what} stays lost: it died {why_not}")
+        return None
 
     async def _until_reachable(self, replica: Replica) -> None:
         """Wait for a machine that is gone; this does not count as a restart, and a re-plan may replace the

@@ -37,6 +37,8 @@ def prefix_digests(tokens: Sequence[int], block_tokens: int, known: Sequence[Dig
 class BlockPool:
     """Hands out blocks [0, blocks) of a replica, with reference counts; thread-safe.
 
+    Who takes or releases blocks says for which request (`owner`): pools of other kinds count by request.
+
     Parameters
     ----------
     reuse : keep the content of freed blocks for prompts with the same prefix
@@ -61,14 +63,24 @@ class BlockPool:
         """Number of blocks that this many tokens need."""
         return -(-tokens // self.block_tokens)
 
-    def allocate(self, count: int, spare: int = 0) -> list[int] | None:
+    def fits(self, tokens: int) -> bool:
+        """Whether a request of so many tokens has room when nothing else is here."""
+        return self.blocks_for(tokens) <= self.blocks
+
+    def helps(self, victim: str, owner: str) -> bool:
+        """Whether a request finds a further block if another one releases its own."""
+        return True
+
+    def allocate(self, count: int, spare: int = 0, owner: str = "") -> list[int] | None:
         """Take `count` blocks; takes nothing and returns None unless `spare` more are free."""
         with self._lock:
             if not self._has(count + spare):
                 return None
             return [self._take() for _ in range(count)]
 
-    def begin(self, tokens: int, digests: Sequence[Digest], spare: int = 0) -> tuple[list[int], int] | None:
+    def begin(
+        self, tokens: int, digests: Sequence[Digest], spare: int = 0, owner: str = ""
+    ) -> tuple[list[int], int] | None:
         """Take blocks for a request's first `tokens` tokens: shared ones that hold them already, then new.
 
         Parameters
@@ -96,7 +108,7 @@ class BlockPool:
             if self.reuse and digest not in self._block and block not in self._digest:
                 self._digest[block], self._block[digest] = digest, block
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int], owner: str = "") -> None:
         """Release the blocks of a request.
 
         Its last blocks are reused before its first ones, which other prompts are more likely to share.

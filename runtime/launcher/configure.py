@@ -8,12 +8,17 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from cluster_specs.loader import resolve
 from cost_model.errors import InputError
 from cost_model.pipeline import PipelineSemantics
 from hexgen2.cluster import Cluster
 from hexgen2.devices import accelerators_of, is_cpu, split
+from hexgen2.headwise.allocation import THETA
 from hexgen2.placement import Placement, Replica
+from runtime.headwise.plan import lanes_of
+from runtime.headwise.room import budget_tokens
 from runtime.options import (
     CPU_TRANSPORTS,
     DEFAULTS,
@@ -24,7 +29,7 @@ from runtime.options import (
     TORCH,
     EngineOptions,
 )
-from runtime.protocol.message import PROTOCOL_VERSION, StageShape
+from runtime.protocol.message import ATTENTION, PROTOCOL_VERSION, StageShape
 from runtime.protocol.to_workers import Configure, Emulation, KvLink
 from runtime.routing.kv_budget import kv_budgets
 
@@ -44,6 +49,12 @@ def device_of(placement: Placement, gpu: str) -> str:
         if not is_cpu(placement, f"{node.name}/0"):
             before += accelerators_of(placement, node.name)[1]
     return f"cuda:{before + index}"
+
+
+def workers_of(placement: Placement) -> list[str]:
+    """The GPUs of a placement that get a worker: those of the stages, then attention workers."""
+    stages = [gpu for replica in placement.replicas for gpu in replica.gpus]
+    return stages + [worker.gpu for worker in placement.attention_workers]
 
 
 def stage_shapes(replica: Replica) -> tuple[StageShape, ...]:
@@ -123,8 +134,8 @@ def configurations(
 ) -> dict[str, Configure]:
     """The first message to every worker, by worker, in the placement's order.
 
-    All workers hold the KV cache in the same type: the one in `options`. If that is "auto": float32 if any
-    worker is a CPU (on which float32 is fast), else `gpu_dtype`.
+    Attention workers come last. All workers hold the KV cache in the same type: the one in `options`. If that
+    is "auto": float32 if any worker is a CPU (on which float32 is fast), else `gpu_dtype`.
 
     Raises
     ------
@@ -132,7 +143,13 @@ def configurations(
     """
     secret, block = secrets.token_hex(32), options.block_tokens
     budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}
-    gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
+    gpus = workers_of(placement)
+    lanes = {
+        replica.id: lanes_of(placement, replica, budgets[replica.id], block)
+        for replica in placement.replicas
+        if placement.workers_of(replica.id)
+    }
+    budgets |= {name: budget_tokens(own, block) for name, own in lanes.items()}
     emulation, transport = None, options.kv_transport
     semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
     if engine == EMULATED:
@@ -145,7 +162,7 @@ def configurations(
     dtype = options.dtype
     if dtype == "auto":
         dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype
-    return {
+    configured = {
         gpu: Configure(
             protocol=PROTOCOL_VERSION,
             worker=gpu,
@@ -161,7 +178,7 @@ def configurations(
             max_prefill_tokens=replica.engine.step_tokens,
             max_mixed_tokens=options.chunk_tokens or replica.engine.chunk_tokens,
             steps_in_flight=replica.engine.steps_in_flight(semantics, len(replica.stages)),
-            reuse_prefixes=options.reuse_prefixes,
+            reuse_prefixes=options.reuse_prefixes and replica.id not in lanes,
             kv_transport=transport,
             kv_links=emulated.get(gpu, ()),
             host="127.0.0.1",
@@ -170,9 +187,22 @@ def configurations(
             cores=cores.get(gpu, ()),
             engine=engine,
             emulation=emulation,
+            lanes=lanes.get(replica.id, ()),
+            theta=THETA,
+            measure_heads=options.measure_heads,
             layers=placement.model.layers,
             ranges=placement.layer_ranges is not None,
         )
         for replica in placement.replicas
         for gpu in replica.gpus
     }
+    for worker in placement.attention_workers:
+        configured[worker.gpu] = msgspec.structs.replace(
+            configured[placement.replica(worker.replica).gpus[0]],
+            worker=worker.gpu,
+            role=ATTENTION,
+            device=device_of(placement, worker.gpu),
+            threads=len(cores.get(worker.gpu, (0,))),
+            cores=cores.get(worker.gpu, ()),
+        )
+    return configured

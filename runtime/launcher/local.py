@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
-from runtime.launcher.configure import device_of
+from runtime.launcher.configure import device_of, workers_of
 from runtime.launcher.processes import WorkerProcesses
 from runtime.launcher.worker_link import StreamLink, WorkerLink
 from runtime.launcher.workers import START_TIMEOUT_S, WorkersLauncher
@@ -72,8 +72,7 @@ def _is_this_machine(address: str) -> bool:
 
 def _check_cuda(placement: Placement, source: str) -> None:
     """Check that every GPU of the placement is present; imports torch only if the placement uses GPUs."""
-    gpus = [gpu for replica in placement.replicas for gpu in replica.gpus]
-    needed = {gpu: device for gpu in gpus if (device := device_of(placement, gpu)) != "cpu"}
+    needed = {gpu: device for gpu in workers_of(placement) if (device := device_of(placement, gpu)) != "cpu"}
     if not needed:
         return
     import torch

@@ -19,9 +19,9 @@ Hmac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 class Hello(Message, frozen=True):
     """First frame on a connection, from the side that connects (see handshake.py).
 
-    purpose is "control" (executor to driver), "kv" (prefill worker to decode worker), "activations" (one hop
-    of paths through ranges of layers to the next), "stage" (emulated engine: one pipeline stage to the next)
-    or "worker" (a worker to its head, with Ray).
+    purpose is "control" (executor to driver), "kv" (prefill worker to decode worker), "heads" (worker of a
+    stage to attention worker), "activations" (one hop of paths through ranges of layers to the next), "stage"
+    (emulated engine: one pipeline stage to the next) or "worker" (a worker to its head, with Ray).
     """
 
     protocol: int
@@ -77,13 +77,43 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     first_layer: int = 0
 
 
+class HeadGrant(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Further blocks for one KV head of a request, on the device of its lane that holds it. Lanes, heads of a
+    lane and its devices are numbered from 0."""
+
+    request_id: str
+    lane: int
+    head: int
+    device: int
+    blocks: tuple[int, ...]
+
+
+class HeadHaul(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Copy tokens [first, end) of one KV head of a request from one device of its lane to another, which gets
+    these further blocks for it; if `switches`, that device holds the head from now on."""
+
+    request_id: str
+    lane: int
+    head: int
+    source: int
+    target: int
+    first_token: int
+    end_token: int
+    blocks: tuple[int, ...]
+    switches: bool = False
+
+
 class Step(Message, frozen=True):
-    """Driver to executors: forget the preempted requests, learn of new ones, then run these sequences."""
+    """Driver to executors: forget the preempted requests, learn of new ones, then run these sequences.
+
+    In a replica with attention workers, KV heads first get blocks (grants) and move (hauls)."""
 
     step: int
     starts: tuple[SequenceStart, ...]
     sequences: tuple[SequenceStep, ...]
     preempted: tuple[str, ...] = ()
+    grants: tuple[HeadGrant, ...] = ()
+    hauls: tuple[HeadHaul, ...] = ()
 
 
 class ExpectKv(Message, frozen=True):
@@ -116,13 +146,38 @@ class NewRole(Message, frozen=True):
 class StepResult(Message, frozen=True):
     """Last stage to the driver: the tokens of a step, in the order of its sequences that sample.
 
-    broken has pairs of a request that failed by itself and why; it has no token.
+    broken has pairs of a request that failed by itself and why; lost has requests whose KV heads were on an
+    attention worker that is lost. Neither have tokens.
     """
 
     step: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     broken: tuple[tuple[str, str], ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+class HeadsLost(Message, frozen=True):
+    """Executor to driver: the connection of `worker`, the executor, to an attention worker is gone, and with
+    it the heads that were there."""
+
+    worker: str
+    attention_worker: str
+
+
+class HeadsReady(Message, frozen=True):
+    """Executor to driver: `worker`, the executor, is connected again to an attention worker, which holds none
+    of its heads."""
+
+    worker: str
+    attention_worker: str
+
+
+class HeadsProfiled(Message, frozen=True):
+    """Executor to driver: the profiles of its lane's devices (HeadDevice.profile), measured."""
+
+    worker: str
+    profiles: tuple[tuple[float, float, float, float, float], ...]
 
 
 class Passed(Message, frozen=True):
@@ -250,6 +305,9 @@ BetweenWorkers = (
     | Release
     | NewRole
     | StepResult
+    | HeadsLost
+    | HeadsReady
+    | HeadsProfiled
     | Passed
     | KvLanded
     | KvSent

@@ -8,10 +8,11 @@ from runtime.frames import HEAD_BYTES, BadFrame
 from runtime.protocol.between_workers import BetweenWorkers
 from runtime.protocol.from_workers import FromWorker
 from runtime.protocol.message import Message
+from runtime.protocol.to_attention_workers import ToAttentionWorker
 from runtime.protocol.to_workers import ToWorker
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(ToWorker | FromWorker | BetweenWorkers)
+_decoder = msgspec.msgpack.Decoder(ToWorker | FromWorker | BetweenWorkers | ToAttentionWorker)
 
 
 def encode(message: Message) -> bytes:

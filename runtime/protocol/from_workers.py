@@ -125,6 +125,24 @@ class Load(Message, frozen=True):
     preemptions: int
 
 
+class HeadCounts(Message, frozen=True):
+    """What a driver has done with the KV heads of its requests.
+
+    heads and free_blocks are those on each attention worker now. All else is counted since the driver's
+    start: heads dispatched to each attention worker, requests dispatched anew, bytes of KV cache moved for
+    these, and requests prefilled again because an attention worker was lost. away are the attention workers
+    that are lost and not back.
+    """
+
+    heads: dict[str, int]
+    free_blocks: dict[str, int]
+    dispatched: dict[str, int]
+    redispatches: int
+    hauled_bytes: int
+    recomputed: int
+    away: tuple[str, ...] = ()
+
+
 FromWorker = (
     Listening
     | Ready
@@ -137,4 +155,5 @@ FromWorker = (
     | Released
     | HopTimes
     | Load
+    | HeadCounts
 )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
+ATTENTION = "attention"
+"""The role of attention workers in their Configure."""
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, array_like=True, kw_only=True):

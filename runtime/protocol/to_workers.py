@@ -24,6 +24,30 @@ class Emulation(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     kv_scale: float
 
 
+class HeadDevice(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What may hold KV heads of a lane: blocks of one head each, and the five numbers of its profile
+    (hexgen2/headwise/profile.py)."""
+
+    worker: str
+    blocks: int
+    profile: tuple[float, float, float, float, float]
+
+
+class HeadLane(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The KV heads of one worker of a stage, in a replica with attention workers.
+
+    devices may hold them: the worker itself first, then attention workers. Each of the `heads` serves
+    query_heads. head_bytes are those of a token of one head in one layer, by the cost model of the profiles.
+    """
+
+    worker: str
+    layers: int
+    heads: int
+    query_heads: int
+    head_bytes: float
+    devices: tuple[HeadDevice, ...]
+
+
 class Configure(Message, frozen=True):
     """First message to a new worker: who it is and what it holds. Workers are named by GPU id.
 
@@ -36,6 +60,11 @@ class Configure(Message, frozen=True):
     many threads, on these CPU cores (none: any). kv_transport names how KV caches leave here ("auto": the
     best that both sides have); kv_links are the links of this worker to emulate. emulation is for the
     emulated engine only. Blocks reserved for a KV cache that never arrives are freed after kv_lease_s.
+
+    A replica with attention workers has lanes, in the order of its ranks, and dispatches heads anew if
+    attention takes more than 1 + theta times the ideal; with measure_heads, by profiles that it measures. Its
+    attention workers get a Configure with the role "attention", the replica's stages and its lanes; they load
+    nothing.
 
     The model has so many layers (0: as many as the stages). With `ranges`, the replica's only stage holds
     some of them, and requests pass it on paths of their own (JoinPath).
@@ -65,6 +94,9 @@ class Configure(Message, frozen=True):
     engine: str = "torch"
     emulation: Emulation | None = None
     kv_lease_s: float = 300.0
+    lanes: tuple[HeadLane, ...] = ()
+    theta: float = 0.5
+    measure_heads: bool = False
     layers: int = 0
     ranges: bool = False
 

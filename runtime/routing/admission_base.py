@@ -149,5 +149,9 @@ class AdmissionBase(ABC, Generic[Request]):
         self._follow_states()
         return self._stranded()
 
+    def stranded(self) -> list[Request]:
+        """The requests in the queue that can no longer start, because a replica holds less than before."""
+        return self._stranded()
+
     def _stranded(self) -> list[Request]:
         return [request for request in self._queue if not self.can_ever_start(request)]

@@ -78,7 +78,8 @@ class KvBudget:
     `outgoing_tokens` of it are kept for prompts for other replicas (None: none, and they may take all). Each
     request may take up to `rounding_tokens` more than it holds, since memory comes in blocks. That counts
     where prompts for others wait for memory (in mixed replicas) beside KV caches that others send: then all
-    of these always fit, and two replicas that send to each other never wait for each other.
+    of these always fit, and two replicas that send to each other never wait for each other. It also counts
+    with attention workers, where the longest request has `largest_tokens`, because heads are whole.
     """
 
     kv_budget_tokens: int
@@ -94,6 +95,7 @@ class KvBudget:
     rounding_tokens: int = 0
     backlog: Backlog = field(default_factory=Backlog)
     instance: Instance | None = None
+    largest_tokens: int | None = None
     _targets: dict[Any, str] = field(default_factory=dict)
     _target_tokens: dict[str, int] = field(default_factory=dict)
     _sent_tokens: int = 0
@@ -101,7 +103,7 @@ class KvBudget:
     @property
     def largest_request_tokens(self) -> int:
         """Tokens of the longest request that an idle replica can hold."""
-        return self.kv_budget_tokens // self.groups
+        return self.kv_budget_tokens // self.groups if self.largest_tokens is None else self.largest_tokens
 
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
         """Whether a request of that many KV tokens, which fits an idle replica, may be sent now.

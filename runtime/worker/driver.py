@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from runtime.engine.faults import describe, of_replica
 from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
@@ -18,6 +20,9 @@ from runtime.kv_cache.leases import Leases
 from runtime.logs import about
 from runtime.protocol.between_workers import (
     ExpectKv,
+    HeadsLost,
+    HeadsProfiled,
+    HeadsReady,
     KvLanded,
     KvSent,
     NewRole,
@@ -33,7 +38,15 @@ from runtime.worker.executor import Executor
 from runtime.worker.scheduled_request import Reservation
 from runtime.worker.scheduler import Completed, Scheduler
 
+if TYPE_CHECKING:
+    from runtime.headwise.pool import HeadPool
+
 log = logging.getLogger(__name__)
+
+MOST_LOSSES = 8
+"""A request whose logits are no numbers so often fails by itself: that is no loss of attention workers."""
+STEPS_PER_REPORT = 32
+"""Steps from one report on KV heads to the next, at most."""
 
 
 Own = queue.SimpleQueue[Step | Release | NewRole]
@@ -65,6 +78,11 @@ class Driver(DriverBase):
         pool: BlockPool | None = None,
     ) -> None:
         config, cache = executor.config, executor.cache
+        self._heads: HeadPool | None = None
+        if config.lanes:
+            from runtime.headwise.pool import HeadPool
+
+            pool = self._heads = HeadPool(config, cache.shape.bytes_per_token_cell)
         pool = pool or BlockPool(cache.blocks, cache.block_tokens, config.reuse_prefixes)
         super().__init__(executor, front_end, others, inbox, pool)
         self._own, self._stage_free = own, True
@@ -81,6 +99,7 @@ class Driver(DriverBase):
         self._landed: dict[str, list[KvLanded]] = {}
         self._sent: dict[str, int] = {}
         self._leases = Leases(config.kv_lease_s)
+        self._losses = Counter[str]()
         self._next_role: Configure | None = None
 
     @property
@@ -165,6 +184,8 @@ class Driver(DriverBase):
                 with suppress(queue.Empty):
                     self._handle(self._inbox.get(timeout=self._leases.next_s()))
             else:
+                if self._heads is not None:
+                    step = self._heads.attach(step)
                 self._broadcast(step)
                 self._execute(step)
             while not self._inbox.empty():
@@ -203,6 +224,8 @@ class Driver(DriverBase):
                 self._cancel(message.request_id)
             case StepResult():
                 self._complete(message)
+            case HeadsLost() | HeadsReady() | HeadsProfiled() if self._heads is not None:
+                self._follow_heads(self._heads, message)
             case KvLanded():
                 self._land(message)
             case KvSent():
@@ -253,13 +276,43 @@ class Driver(DriverBase):
 
     def _complete(self, result: StepResult) -> None:
         broken = dict(result.broken)
-        done: Completed = self._scheduler.complete(result.step, result.tokens, result.logprobs, broken.keys())
+        done: Completed = self._scheduler.complete(
+            result.step, result.tokens, result.logprobs, broken.keys(), result.lost
+        )
         if done.outputs:
             self._front_end.send(StepOutput(replica=self._replica, outputs=done.outputs))
         self._free(done.released)
+        for request_id in result.lost:
+            self._losses[request_id] += 1
+            if self._losses[request_id] > MOST_LOSSES and request_id in self._scheduler:
+                self._fail(request_id, "its logits are not numbers", fault=False)
+            else:
+                self._spoil(request_id)
+        if self._heads is not None and result.step % STEPS_PER_REPORT == 0:
+            self._front_end.send(self._heads.counts())
         for request_id, why in broken.items():
             if request_id in self._scheduler:
                 self._fail(request_id, why, fault=False)
+
+    def _follow_heads(self, heads: HeadPool, message: HeadsLost | HeadsReady | HeadsProfiled) -> None:
+        """Compute requests again whose heads were on an attention worker that is lost; or use one again."""
+        if isinstance(message, HeadsProfiled):
+            heads.believe(message.worker, message.profiles)
+        elif isinstance(message, HeadsReady):
+            heads.regain(message.worker, message.attention_worker)
+        else:
+            for request_id in heads.lose(message.worker, message.attention_worker):
+                self._spoil(request_id)
+        self._front_end.send(heads.counts())
+
+    def _spoil(self, request_id: str) -> None:
+        """Compute a request again, part of whose KV cache is lost; its client sees nothing of that."""
+        client_request_id = self._client_request_ids.get(request_id, "")
+        if self._heads is not None and self._scheduler.spoil(request_id):
+            self._heads.recomputed += 1
+            log.info(
+                "its KV heads are lost; it is computed again", extra=about(client_request_id, request_id)
+            )
 
     def _cancel(self, request_id: str) -> None:
         if request_id not in self._scheduler:
@@ -318,4 +371,7 @@ class Driver(DriverBase):
         for request_id in request_ids:
             self._landed.pop(request_id, None)
             self._sent.pop(request_id, None)
+            self._losses.pop(request_id, None)
+        if self._heads is not None:
+            self._front_end.send(self._heads.counts())
         super()._released(request_ids)

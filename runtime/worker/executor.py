@@ -40,6 +40,7 @@ class Executor:
     ) -> None:
         self.config, self.spec, self.cache = config, engine.spec, engine.cache
         self._engine = engine
+        engine.report = report
         self._replicas = connect.replicas
         self._report = report
         self.tables: dict[str, list[int]] = {}
@@ -59,6 +60,7 @@ class Executor:
     def reconnect(self, connect: Connect) -> None:
         """Take new addresses and stages of other replicas; the worker's own replica has not changed."""
         self._replicas = connect.replicas
+        self._engine.reconnect(connect)
         self._sender.reconnect(connect.peers, self.config.kv_links)
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ process, weights, and connections within the replica.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -19,23 +18,23 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import msgspec
 
-from cost_model.errors import InputError
 from runtime import logs
 from runtime.engine.base import Engine, RangeEngine
 from runtime.engine.rank import Rank
 from runtime.engine.registry import make_engine
 from runtime.kv_cache.blocks import BlockPool
-from runtime.protocol.between_workers import ExpectingKv, ExpectKv, NewRole, Release, Step
-from runtime.protocol.framing import Connection, listen
-from runtime.protocol.from_workers import Failed, Listening, Pong, Ready
-from runtime.protocol.handshake import PendingHandshakes, connect
-from runtime.protocol.message import PROTOCOL_VERSION, Message
-from runtime.protocol.to_workers import Configure, Connect, Ping, ReserveKv, Shutdown
+from runtime.protocol.between_workers import ExpectingKv, ExpectKv, Hello, NewRole, Release, Step
+from runtime.protocol.framing import Connection
+from runtime.protocol.from_workers import Ready
+from runtime.protocol.handshake import connect
+from runtime.protocol.message import ATTENTION, Message
+from runtime.protocol.to_workers import Configure, Connect, ReserveKv
+from runtime.worker.attention_process import AttentionProcess
+from runtime.worker.base import WorkerProcess, awaited
 from runtime.worker.driver import Driver, Own
 from runtime.worker.driver_base import DriverBase, Inbox, StageFree
 from runtime.worker.executor import Executor, credentials
@@ -45,8 +44,6 @@ from runtime.worker.ranges.driver import RangeDriver
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 30.0
-_MessageType = TypeVar("_MessageType", bound=Message)
-_GRACE_S = 0.5  # lets the parent's Shutdown arrive before a fault is reported that is only a peer's exit
 
 
 def worker_main(control_socket: socket.socket, secret: str = "") -> None:
@@ -63,25 +60,26 @@ def worker_main(control_socket: socket.socket, secret: str = "") -> None:
     logs.set_up("worker")
     control = Connection(control_socket)
     try:
-        config = _await(control, Configure)
+        config = awaited(control, Configure)
     except OSError as error:
         log.error("no configuration: %s", error)
         os._exit(1)
     if secret:
         config = msgspec.structs.replace(config, secret=secret)
     logs.set_up(config.worker, config.replica)
-    worker = _Worker(config, control)
+    kind: type[WorkerProcess] = AttentionProcess if config.role == ATTENTION else _Worker
+    worker = kind(config, control)
     try:
         worker.run()
     except Exception as error:
         worker.die(error)
 
 
-class _Worker:
+class _Worker(WorkerProcess):
     """Starts a worker, then runs the loop of its driver or executor in the main thread."""
 
     def __init__(self, config: Configure, control: Connection) -> None:
-        self.config, self.control = config, control
+        super().__init__(config, control)
         self.rank = Rank.find(config.stages, config.worker, config.layers)
         self.inbox: Inbox = queue.SimpleQueue()
         self.own: Own = queue.SimpleQueue()
@@ -91,8 +89,6 @@ class _Worker:
         self.to_driver: Connection | None = None
         self.others: dict[str, Connection] = {}
         self._all_here = threading.Event()
-        self._dying = threading.Lock()
-        self._pending = PendingHandshakes()
         self._roles = queue.SimpleQueue[Configure]()
         self._addresses: Connect | None = None
         self._connecting = threading.Lock()
@@ -100,19 +96,9 @@ class _Worker:
     def run(self) -> NoReturn:
         """Open sockets, load weights, join the groups, then run steps until the process ends."""
         config, rank = self.config, self.rank
-        if config.protocol != PROTOCOL_VERSION:
-            raise RuntimeError(f"the supervisor speaks protocol {config.protocol}, not {PROTOCOL_VERSION}")
-        if not config.secret:
-            raise RuntimeError("the supervisor gave no secret, so anybody could connect")
-        if config.cores:
-            os.sched_setaffinity(0, config.cores)
+        self.check()
         engine = self.engine = make_engine(config, rank)
-        listener = listen(config.host)
-        port = listener.getsockname()[1]
-        self.control.send(Listening(worker=config.worker, port=port, store_port=engine.store_port))
-        addresses = self._addresses = _await(self.control, Connect)
-        self._start("control", self._read_control)
-        self._start("accept", self._accept, listener)
+        addresses = self._addresses = self.open(engine.store_port)
         started = time.monotonic()
         engine.load()
         load_s = time.monotonic() - started
@@ -125,18 +111,6 @@ class _Worker:
         role = self._serve(self.executor, load_s)
         while True:
             role = self._serve(*self._turn(engine, role))
-
-    def die(self, error: Exception) -> NoReturn:
-        """Tell the supervisor what went wrong and end the process."""
-        self._dying.acquire()
-        kind = "input" if isinstance(error, InputError) else "fault"
-        if kind == "fault":
-            time.sleep(_GRACE_S)
-            log.error("worker %s fails", self.config.worker, exc_info=error)
-        text = str(error) if kind == "input" else f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):
-            self.control.send(Failed(worker=self.config.worker, kind=kind, text=" ".join(text.split())[:500]))
-        os._exit(1)
 
     # -- main thread
 
@@ -226,44 +200,22 @@ class _Worker:
 
     # -- reader threads
 
-    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        """Run a reader thread; an exception in it ends the worker."""
-
-        def guarded() -> None:
-            try:
-                target(*arguments)
-            except Exception as error:
-                self.die(error)
-
-        threading.Thread(target=guarded, name=name, daemon=True).start()
-
-    def _read_control(self) -> None:
-        while True:
-            try:
-                message = self.control.receive()
-            except OSError:
-                os._exit(1)
-            if message is None:
-                os._exit(1)
-            if isinstance(message, Shutdown):
-                os._exit(0)
-            if isinstance(message, Ping):
-                self.control.send(Pong(worker=self.config.worker))
-            elif isinstance(message, Connect):
-                with self._connecting:
-                    self._addresses = message
-                    if self.executor is not None:
-                        self.executor.reconnect(message)
-                    if isinstance(self.driver, RangeDriver):
-                        self.driver.reconnect(message.peers)
-            elif isinstance(message, Configure):
-                (self.inbox if self.rank.is_driver else self._roles).put(message)
-            elif self.driver is None:
-                log.warning("worker %s: %s is for a driver only", self.config.worker, type(message).__name__)
-            elif isinstance(message, ReserveKv) and isinstance(self.driver, Driver):
-                self.driver.reserve(message)
-            else:
-                self.inbox.put(message)
+    def take(self, message: Message) -> None:
+        if isinstance(message, Connect):
+            with self._connecting:
+                self._addresses = message
+                if self.executor is not None:
+                    self.executor.reconnect(message)
+                if isinstance(self.driver, RangeDriver):
+                    self.driver.reconnect(message.peers)
+        elif isinstance(message, Configure):
+            (self.inbox if self.rank.is_driver else self._roles).put(message)
+        elif self.driver is None:
+            log.warning("worker %s: %s is for a driver only", self.config.worker, type(message).__name__)
+        elif isinstance(message, ReserveKv) and isinstance(self.driver, Driver):
+            self.driver.reserve(message)
+        else:
+            self.inbox.put(message)
 
     def _read_driver(self) -> None:
         assert self.to_driver is not None
@@ -288,18 +240,7 @@ class _Worker:
                 self.inbox.put(message)
         raise ConnectionError(f"the executor {name} is gone")
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            stream, _ = listener.accept()
-            self._start("peer", self._welcome, stream)
-
-    def _welcome(self, stream: socket.socket) -> None:
-        """Serve a connection of this launch; a stranger's costs one thread and is closed."""
-        accepted = self._pending.accept(stream, self.config.secret)
-        if accepted is None:
-            log.warning("worker %s: closed a connection that did not prove the secret", self.config.worker)
-            return
-        connection, introduced = accepted
+    def serves(self, connection: Connection, introduced: Hello) -> bool:
         name = introduced.worker
         if introduced.purpose == "kv" and self.executor is not None:
             self.executor.receiver.serve(connection, name)
@@ -310,23 +251,9 @@ class _Worker:
             self._read_executor(name, connection)
         elif introduced.purpose == ACTIVATIONS and isinstance(self.driver, RangeDriver):
             self.driver.receive_from(connection, name)
-        elif self.engine is not None and self.engine.welcome(connection, introduced):
-            return
         else:
-            log.warning(
-                "worker %s: refused a %s connection of %s", self.config.worker, introduced.purpose, name
-            )
-            connection.close()
+            return self.engine is not None and self.engine.welcome(connection, introduced)
+        return True
 
     def _is_new_executor(self, name: str) -> bool:
         return name in self.rank.workers[1:] and name not in self.others
-
-
-def _await(control: Connection, expected: type[_MessageType]) -> _MessageType:
-    """The supervisor's next message, which must have this type; ends the process on Shutdown."""
-    message = control.receive()
-    if isinstance(message, Shutdown):
-        os._exit(0)
-    if not isinstance(message, expected):
-        raise ConnectionError(f"expected {expected.__name__}, got {type(message).__name__}")
-    return message

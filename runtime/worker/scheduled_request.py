@@ -48,6 +48,7 @@ class ScheduledRequest:
     introduced : the executors know the request
     steps : steps in flight that it takes part in
     landed, sent : all of its KV cache has arrived, or was sent
+    spoiled : part of its KV cache is lost: it gives its blocks up once it takes part in no step in flight
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class ScheduledRequest:
     landed: bool = False
     sent: bool = False
     cancelled: bool = False
+    spoiled: bool = False
 
     @property
     def to_run(self) -> int:
@@ -88,7 +90,7 @@ class ScheduledRequest:
         if pool.reuse:
             self.digests = prefix_digests(self.tokens, size, self.digests)
         shared = self.digests[: (len(self.tokens) - 1) // size]
-        begun = pool.begin(len(self.tokens), shared, spare)
+        begun = pool.begin(len(self.tokens), shared, spare, self.request_id)
         if begun is None:
             return False
         self.blocks, self.computed = begun
@@ -99,9 +101,10 @@ class ScheduledRequest:
 
     def give_up_blocks(self, pool: BlockPool) -> None:
         """Release all blocks; the tokens are to be computed again."""
-        pool.release(self.blocks)
+        pool.release(self.blocks, self.request_id)
         self.blocks = []
         self.computed = self.blocks_sent = self.published = 0
+        self.spoiled = False
 
     def publish(self, pool: BlockPool, computed: int) -> None:
         """Let others share the blocks that are full once `computed` tokens are. Steps run in the order in

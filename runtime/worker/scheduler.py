@@ -154,6 +154,17 @@ class Scheduler:
             return False
         return self._forget(request)
 
+    def spoil(self, request_id: str) -> bool:
+        """Compute a request again from its tokens so far: part of its KV cache is lost. Tokens of steps in
+        flight are dropped, since they may be wrong. False if it is not running, or spoiled already."""
+        request = self._running.get(request_id)
+        if request is None or request.spoiled:
+            return False
+        request.spoiled = True
+        if not (request.steps or request.cancelled):
+            self._preempt(request)
+        return True
+
     def tokens_of(self, request_id: str) -> Sequence[int]:
         """All tokens of a request so far."""
         return self._requests[request_id].tokens
@@ -182,9 +193,10 @@ class Scheduler:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs | None] = (),
         broken: Collection[str] = (),
+        lost: Collection[str] = (),
     ) -> Completed:
         """Take the tokens of a step, one per request that sampled, in its order. Broken requests have none
-        and stay until they are cancelled."""
+        and stay until they are cancelled; those whose KV cache was lost have none and are spoiled."""
         outputs: list[TokenOutput] = []
         released: list[str] = []
         drawn = iter(zip(tokens, logprobs or (None,) * len(tokens), strict=True))
@@ -194,9 +206,13 @@ class Scheduler:
             if samples and request.request_id in broken:
                 if not request.cancelled:
                     continue
-            elif samples:
+            elif samples and request.request_id not in lost:
                 token, detail = next(drawn)
-                reason = self._take(request, token, detail, outputs)
+                if not request.spoiled:
+                    reason = self._take(request, token, detail, outputs)
+            if request.spoiled and not (request.steps or request.cancelled):
+                self._preempt(request)
+                continue
             if self._is_over(request, samples, reason):
                 self._forget(request)
                 released.append(request.request_id)
@@ -263,7 +279,9 @@ class Scheduler:
     def _decodes(self) -> list[ScheduledRequest]:
         """The requests that decode in this step, its share of all; each has a slot for its token."""
         ready = [
-            r for r in self._running.values() if r.to_run == 1 and not (r.steps or r.target or r.cancelled)
+            r
+            for r in self._running.values()
+            if r.to_run == 1 and not (r.steps or r.target or r.cancelled or r.spoiled)
         ]
         share = -(-self.growing // self._most_in_flight)
         chosen: list[ScheduledRequest] = []
@@ -275,10 +293,14 @@ class Scheduler:
     def _grow(self, request: ScheduledRequest) -> bool:
         """Make room for one more token; False if the request itself was preempted."""
         while request.computed >= len(request.blocks) * self._pool.block_tokens:
-            if block := self._pool.allocate(1):
+            if block := self._pool.allocate(1, owner=request.request_id):
                 request.blocks += block
                 continue
-            movable = (r for r in self._running.values() if not r.steps and not r.target)
+            movable = (
+                r
+                for r in self._running.values()
+                if not (r.steps or r.target) and self._pool.helps(r.request_id, request.request_id)
+            )
             youngest = max(movable, key=lambda r: r.arrival)
             self._preempt(youngest)
             if youngest is request:
@@ -301,7 +323,7 @@ class Scheduler:
         chunks: list[tuple[ScheduledRequest, int]] = []
         for request in self._running.values():
             unfinished = request.to_run > 1 or (request.target and request.to_run)
-            if unfinished and limit > 0 and not request.cancelled:
+            if unfinished and limit > 0 and not (request.cancelled or request.spoiled):
                 count = min(request.to_run, limit)
                 chunks.append((request, count))
                 limit -= count
@@ -320,9 +342,12 @@ class Scheduler:
     def _next_prompt(self) -> ScheduledRequest | None:
         """Take the next prompt that begins out of its queue; None if there is no room for one now."""
         own, others = self._waiting, self._outgoing
-        own_is_first = own and not (others and others[0].arrival < own[0].arrival)
-        if own_is_first and self._begins(own[0]):
-            return own.popleft()
+        # What has no room while a device is lost waits beside the others.
+        first = next((each for each in own if self._pool.fits(len(each.tokens))), None)
+        own_is_first = first and not (others and others[0].arrival < first.arrival)
+        if first is not None and own_is_first and self._begins(first):
+            own.remove(first)
+            return first
         if others and self._begins(others[0]):
             return others.popleft()
         return None
@@ -386,5 +411,5 @@ class Scheduler:
             self._joining.remove(request)
         self._leave(request)
         del self._requests[request.request_id]
-        self._pool.release(request.blocks)
+        self._pool.release(request.blocks, request.request_id)
         return True

@@ -15,6 +15,7 @@ SMALL = {
     "engine.engine_speed": "--dtypes float32 --rounds 1 --batches 1",
     "engine.engine_start": "--hidden 512 --ffn 512 --layers 2 --vocab 2000 --dtype float32 --repeats 1",
     "engine.kernel_speed": "--rounds 1",
+    "engine.attention_workers": "--rounds 1 --head-dim 8",
     "engine.kv_transfer": "shapes --rounds 1",
     "engine.sampler_speed": "--steps 1",
     "search.against_exact": "--clusters 2 --seed 2",

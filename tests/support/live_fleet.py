@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from runtime.launcher.configure import configurations
 from runtime.launcher.local import LocalLauncher
 from runtime.options import DEFAULTS, FRONT_DEFAULTS, TORCH, EngineOptions
 from runtime.protocol.message import Sampling
+from runtime.protocol.to_workers import Configure
 from runtime.routing.reflow import Reflow
 from runtime.routing.router import Router
 from runtime.serve import _successors
@@ -79,12 +80,15 @@ async def live_fleet(
     options: EngineOptions = DEFAULTS,
     engine: str = TORCH,
     kv_tokens: int = 0,
+    change: Callable[[Configure], Configure] = lambda each: each,
 ) -> AsyncIterator[LiveFleet]:
-    """The fleet of a placement, on this machine; `kv_tokens` replaces the KV budget of every replica."""
+    """The fleet of a placement, on this machine; `kv_tokens` replaces the KV budget of every replica, and
+    `change` changes what workers are told."""
     configure = partial(
         configurations, checkpoint=folder, gpu_dtype="bfloat16", options=options, engine=engine
     )
     workers, launcher, said = configure(placement), LocalLauncher(), list[str]()
+    workers = {name: change(each) for name, each in workers.items()}
     if kv_tokens:
         workers = {
             k: msgspec.structs.replace(each, kv_budget_tokens=kv_tokens) for k, each in workers.items()
@@ -97,7 +101,7 @@ async def live_fleet(
         supervisor = Supervisor(coordinator, launcher, restarts, said.append)
         configured = _successors(workers, configure, FRONT_DEFAULTS)
         replanner = Replanner(placement, coordinator, launcher, supervisor, configured, LIMIT_S, said.append)
-        coordinator.start(supervisor.lost, supervisor.forgive)
+        coordinator.start(supervisor.lost, supervisor.forgive, supervisor.lost_attention_worker)
         fleet = LiveFleet(coordinator, launcher, replanner, said)
         try:
             yield fleet

@@ -109,7 +109,7 @@ class Parallelizer:
             sizes[self.problem.node_accelerator[node]] += len(gpus)
         room = math.fsum(n * self._alone(card).limit for card, n in sizes.items())
         most = int(room // (self.problem.model.layers * self._weights()))
-        return [k for k in range(1, most + 1) if any(n % k == 0 for n in sizes.values())]
+        return [k for k in range(1, most + 1) if any(n and n % k == 0 for n in sizes.values())]
 
     def plan(self, instance: Instance) -> PrimaryPlan | None:
         """The primary workers of an instance; None if the model does not fit in it."""

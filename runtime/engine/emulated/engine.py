@@ -53,6 +53,7 @@ class EmulatedEngine(Engine):
     """The engine of one GPU of a replica. Tensor-parallel ranks take equally long and don't wait."""
 
     def __init__(self, config: Configure, rank: Rank) -> None:
+        super().__init__()
         self._config, self._rank = config, rank
         self._hops = Hops(config, rank)
         self._seeds: dict[str, tuple[int, bool]] = {}

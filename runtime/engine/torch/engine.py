@@ -11,11 +11,14 @@ import torch
 from runtime.engine.base import HopOutcome, OnLayer, RangeEngine, Rows
 from runtime.engine.rank import Rank
 from runtime.engine.torch.collectives import Collectives, connect_store, open_store
+from runtime.engine.torch.headwise.connections import Connections
+from runtime.engine.torch.headwise.heads import Heads
+from runtime.engine.torch.headwise.profiling import measured
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.range_runner import RangeRunner
 from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer.memory import shared_cache
-from runtime.protocol.between_workers import Step, StepResult
+from runtime.protocol.between_workers import HeadsProfiled, Step, StepResult
 from runtime.protocol.to_workers import Configure, Connect
 
 _ALL_LOADED = "all workers have loaded"
@@ -28,6 +31,7 @@ class TorchEngine(RangeEngine):
     """Computes a pipeline stage's layers, split over the ranks of its tensor-parallel group."""
 
     def __init__(self, config: Configure, rank: Rank) -> None:
+        super().__init__()
         self._config, self._rank = config, rank
         torch.set_num_threads(config.threads)
         size = len(rank.workers)
@@ -45,7 +49,22 @@ class TorchEngine(RangeEngine):
         self._on_gpu = device.type == "cuda"
         self._stage = stage
         self._shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
-        self._make_cache()
+        self._heads: Heads | None = None
+        if config.lanes:
+            self._make_heads()
+        else:
+            self._make_cache()
+
+    def _make_heads(self) -> None:
+        """The cache of a worker in a replica with attention workers."""
+        config, number = self._config, self._rank.workers.index(self._config.worker)
+
+        def lost(attention_worker: str) -> None:
+            self._attention_workers.lost(attention_worker)
+
+        self._heads = Heads(number, config.lanes[number], self._shape, config.block_tokens, lost)
+        self.cache = self._heads.cache
+        self._runner = RangeRunner(self._stage, self.cache, self._heads)
 
     def turn(self, config: Configure) -> None:
         self._config = config
@@ -75,6 +94,11 @@ class TorchEngine(RangeEngine):
 
     def join(self, addresses: Connect) -> None:
         """Create the replica's process groups once all its workers have loaded."""
+        if self._heads is not None:
+            self._attention_workers = Connections(self._config, self._heads, self.report)
+            self._attention_workers.join(addresses.peers)
+            if self._config.measure_heads:
+                self._measure(self._heads)
         size = len(self._rank.workers)
         if size == 1:
             return
@@ -86,6 +110,16 @@ class TorchEngine(RangeEngine):
             store = connect_store(driver[0], addresses.store_port, size)
             store.wait([_ALL_LOADED], _LOAD_LIMIT)
         self._collectives.join(self._config.host, store)
+
+    def _measure(self, heads: Heads) -> None:
+        """Measure attention on the devices of this worker's lane, and tell the driver."""
+        heads.connect()
+        profiles = tuple(profile.numbers for profile in measured(heads, self._rank.tp))
+        self.report(HeadsProfiled(worker=self._config.worker, profiles=profiles))
+
+    def reconnect(self, addresses: Connect) -> None:
+        if self._heads is not None:
+            self._attention_workers.reconnect(addresses.peers)
 
     def begin(self, step: Step) -> None:
         self._runner.begin(step)

@@ -9,6 +9,8 @@ import torch
 from runtime.engine.faults import Faults, of_replica
 from runtime.engine.torch.attention import make_attention
 from runtime.engine.torch.attention.base import Batch
+from runtime.engine.torch.headwise.heads import Heads
+from runtime.engine.torch.headwise.step import StepAttention
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.engine.torch.sampling.sampler import Sampler
 from runtime.kv_cache.pool import PagedCache
@@ -17,15 +19,22 @@ from runtime.protocol.message import TokenLogprobs
 
 
 class StageRunner:
-    """Runs steps in the given order, which must be the same on every worker of the replica."""
+    """Runs steps in the given order, which must be the same on every worker of the replica.
 
-    def __init__(self, stage: DecoderStage, cache: PagedCache) -> None:
-        self._stage, self._attention = stage, make_attention(cache)
+    Parameters
+    ----------
+    heads : where KV heads are, in a replica with attention workers; None: all are in the cache
+    """
+
+    def __init__(self, stage: DecoderStage, cache: PagedCache, heads: Heads | None = None) -> None:
+        self._stage, self._attention, self._heads = stage, make_attention(cache), heads
         self._sampler = Sampler() if stage.collectives.rank.samples else None
         self._faults = Faults()
 
     def begin(self, step: Step) -> None:
-        """Take note of the requests that begin with a step."""
+        """Take note of the requests that begin with a step, and of heads that move before it."""
+        if self._heads is not None:
+            self._heads.begin(step)
         if self._sampler is not None:
             for start in step.starts:
                 history = start.history[: start.prompt_tokens], start.history[start.prompt_tokens :]
@@ -34,6 +43,8 @@ class StageRunner:
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request that has ended or was preempted."""
+        if self._heads is not None:
+            self._heads.forget(request_id)
         if self._sampler is not None:
             self._sampler.forget(request_id)
             self._faults.forget(request_id)
@@ -74,6 +85,10 @@ class StageRunner:
         logits = stage.logits(hidden, batch)
         if logits is None or self._sampler is None:
             return None
+        lost = self._lost(logits, chosen)
+        if lost:
+            rows = [row for row, each in enumerate(chosen) if each.request_id not in lost]
+            logits, chosen = logits[rows], [chosen[row] for row in rows]
         found = self._sample(self._sampler, logits, chosen)
         logprobs = tuple(detail for _, detail in found)
         return StepResult(
@@ -81,7 +96,15 @@ class StageRunner:
             tokens=tuple(token for token, _ in found),
             logprobs=logprobs if any(detail is not None for detail in logprobs) else (),
             broken=self._faults.take(sequence.request_id for sequence in chosen),
+            lost=lost,
         )
+
+    def _lost(self, logits: torch.Tensor, chosen: Sequence[SequenceStep]) -> tuple[str, ...]:
+        """The requests whose heads were on an attention worker that is lost, which shows in their rows."""
+        if self._heads is None:
+            return ()
+        wrong = logits[:, 0].isnan().tolist()
+        return tuple(each.request_id for each, nan in zip(chosen, wrong, strict=True) if nan)
 
     def _sample(
         self, sampler: Sampler, logits: torch.Tensor, chosen: Sequence[SequenceStep]
@@ -108,7 +131,7 @@ class StageRunner:
 
     def _batch(self, sequences: Sequence[SequenceStep], tables: Mapping[str, Sequence[int]]) -> Batch:
         return Batch.make(
-            self._attention,
+            self._attention if self._heads is None else StepAttention(self._heads, sequences),
             [sequence.tokens for sequence in sequences],
             [sequence.position for sequence in sequences],
             [tables[sequence.request_id] for sequence in sequences],

@@ -39,6 +39,7 @@ class Side:
             stages=("stage",) * stages,
             steps_in_flight=stages,
             kv_lease_s=300.0,
+            lanes=(),
         )
         executor = SimpleNamespace(
             config=config,

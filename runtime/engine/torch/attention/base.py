@@ -57,13 +57,13 @@ class Batch:
     lengths: tuple[int, ...]
     offsets: tuple[int, ...]
     tables: tuple[Sequence[int], ...]
-    attention: Attention
+    attention: LayerAttention
     _plans: dict[int | None, Any] = field(default_factory=dict)
 
     @classmethod
     def make(
         cls,
-        attention: Attention,
+        attention: LayerAttention,
         tokens: Sequence[Sequence[int]],
         offsets: Sequence[int],
         tables: Sequence[Sequence[int]],
@@ -97,11 +97,11 @@ class Batch:
             attention=attention,
         )
 
-    def plan(self, window: int | None) -> Any:
-        """The attention's plan for a window, made once per step for all layers that have this window."""
+    def plan(self, attention: Attention, window: int | None) -> Any:
+        """An attention's plan for a window, made once per step for all layers that have this window."""
         if window not in self._plans:
             singles, parts = self._split()
-            self._plans[window] = self.attention.plan(singles, parts, window)
+            self._plans[window] = attention.plan(singles, parts, window)
         return self._plans[window]
 
     def _split(self) -> tuple[list[Single], list[Part]]:
@@ -115,37 +115,34 @@ class Batch:
         return singles, parts
 
 
-class Attention(ABC):
-    """Attention of ragged batches over one worker's KV cache: decodes and chunks of prompts together.
+class LayerAttention(ABC):
+    """What a layer of a model asks of attention: decodes and chunks of prompts together, in ragged batches.
 
     In each layer a model first stores keys and values, with `store` or `rotate_and_store`, then attends.
     Layer numbers are global; heads are those of this worker. `heads` is a multiple of `kv_heads`:
     query head h attends to KV head h // (heads // kv_heads). Scores are scaled by head_dim ** -0.5. All
     tensors have the dtype and device of the cache.
 
-    Implementations raise nothing of their own: `serves` says beforehand what they can compute.
-
     Attributes
     ----------
-    cache : [layers, 2, slots, kv_heads, head_dim] in blocks; keys first, then values
+    cache : the blocks that a batch names, [layers, 2, slots, kv_heads, head_dim]; keys first, then values
     """
 
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
-        self._compiled = native.serves(cache.shape.dtype, cache.shape.device)
-
-    @classmethod
-    @abstractmethod
-    def serves(cls, shape: CacheShape) -> bool:
-        """Whether this implementation can attend over such a cache on this machine."""
 
     @abstractmethod
-    def plan(self, singles: Sequence[Single], parts: Sequence[Part], window: int | None) -> Any:
-        """What all layers of a step share, such as slots and masks. `attend` gets it by `Batch.plan`.
+    def store(self, key: torch.Tensor, value: torch.Tensor, layer: int, batch: Batch) -> None:
+        """Write a step's keys and values, [total, kv_heads, head_dim], to a layer of the cache."""
+
+    @abstractmethod
+    def rotate_and_store(self, heads: torch.Tensor, rotary: Rotary, layer: int, batch: Batch) -> None:
+        """Rotate query and key heads by their positions, in place, and write keys and values to the cache.
 
         Parameters
         ----------
-        window : a token attends to the last `window` tokens, including itself; None: to all
+        heads : [total, heads + 2 x kv_heads, head_dim], contiguous: queries, keys, values
+        rotary : holds the angles of this step
         """
 
     @abstractmethod
@@ -171,20 +168,35 @@ class Attention(ABC):
         [total, heads x head_dim]
         """
 
+
+class Attention(LayerAttention):
+    """Attention over one worker's KV cache. Implementations raise nothing of their own: `serves` says
+    beforehand what they can compute."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        super().__init__(cache)
+        self._compiled = native.serves(cache.shape.dtype, cache.shape.device)
+
+    @classmethod
+    @abstractmethod
+    def serves(cls, shape: CacheShape) -> bool:
+        """Whether this implementation can attend over such a cache on this machine."""
+
+    @abstractmethod
+    def plan(self, singles: Sequence[Single], parts: Sequence[Part], window: int | None) -> Any:
+        """What all layers of a step share, such as slots and masks. `attend` gets it by `Batch.plan`.
+
+        Parameters
+        ----------
+        window : a token attends to the last `window` tokens, including itself; None: to all
+        """
+
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int, batch: Batch) -> None:
-        """Write a step's keys and values, [total, kv_heads, head_dim], to a layer of the cache."""
         keys, values = self.cache.layer(layer)
         keys.index_copy_(0, batch.slots, key)
         values.index_copy_(0, batch.slots, value)
 
     def rotate_and_store(self, heads: torch.Tensor, rotary: Rotary, layer: int, batch: Batch) -> None:
-        """Rotate query and key heads by their positions, in place, and write keys and values to the cache.
-
-        Parameters
-        ----------
-        heads : [total, heads + 2 x kv_heads, head_dim], contiguous: queries, keys, values
-        rotary : holds the angles of this step
-        """
         if self._compiled:
             cached = self.cache.layer(layer)
             native.turn_and_store(heads, rotary.cosines, rotary.sines, batch.slots, *cached)

@@ -57,7 +57,7 @@ class CpuAttention(Attention):
         window: int | None = None,
     ) -> torch.Tensor:
         keys, values = self.cache.layer(layer)
-        plan: Plan = batch.plan(window)
+        plan: Plan = batch.plan(self, window)
         block_tokens = self.cache.block_tokens
         output = torch.empty(query.shape, dtype=query.dtype)
         if plan.spans is not None:

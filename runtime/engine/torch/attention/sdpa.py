@@ -79,7 +79,7 @@ class SdpaAttention(Attention):
         window: int | None = None,
     ) -> torch.Tensor:
         keys, values = self.cache.layer(layer)
-        plan: Plan = batch.plan(window)
+        plan: Plan = batch.plan(self, window)
         if len(plan.decodes) == 1 and not plan.chunks:
             return _attend_decodes(query, keys, values, plan.decodes[0]).flatten(1)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
