@@ -45,7 +45,7 @@ PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 """A flexible search begins with the best solutions of these."""
 REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
-LISTED, PARTS_LISTED = 0.25, 0.45
+LISTED, PARTS_LISTED = 0.25, 0.65
 """Once this share of the time limit has passed, the linear program does with the columns listed so far; the
 second where the search goes part by part, which needs less time afterwards, if all can be listed by then."""
 FIRST = 0.1
