@@ -23,6 +23,7 @@ SMALL = {
     "search.cost_models": "--settings 1 --workloads HPLD --requests 100",
     "search.convergence": "--seeds 1 --workloads HPLD",
     "search.helix_cases": "tests/support/helix_case.json --shuffles 1",
+    "search.questions": "--count 4 --seed 2 --largest 16 --limits 2",
     "search.ordinary": "--families racks --sizes 16 --first-seed 2 --models llama-3-8b",
     "search.planned_throughput": "--clusters 1 --fixed 0 --requests 300 --strategies distserve --seed 2",
     "search.promises": "--clusters 1 --fixed 0 --requests 200 --draws 1 --seed 2",
@@ -53,6 +54,7 @@ SMALL = {
     "simulator.against_fleet": "--seconds 3",
     "simulator.helix_simulated": "tests/support/helix_case.json --requests 40 --placements helix --online",
     "simulator.hetis_simulated": "--models llama-2-13b --loads humaneval --seeds 1 --seed 2 --requests 150",
+    "simulator.strategy_table": "--clusters hexgen2-case-study --time-limit 2 --seconds 5",
     "simulator.load_shift": "--cells hexgen2-setting-4:online --seeds 1 --seed 2 --requests 1000 --few",
     "simulator.simulator_speed": "--requests 100",
 }
