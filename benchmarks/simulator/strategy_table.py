@@ -20,6 +20,8 @@ import argparse
 import sys
 
 import hexgen2
+from hexgen2.attention_workers import stage_requests
+from hexgen2.cluster import Cluster
 from hexgen2.comparison.contenders import parse_contenders
 from hexgen2.comparison.run import Entry, Settings, compare
 
@@ -59,7 +61,13 @@ def without_workers(entry: Entry, seed: int) -> float:
     placement = entry.placement
     if placement is None or not placement.attention_workers:
         return 0.0
-    alone = placement.model_copy(update={"attention_workers": []})
+    cluster = Cluster.from_spec(placement.cluster)
+    held = {r.id: min(stage_requests(r, [], cluster, placement.costs())) for r in placement.replicas}
+    replicas = [
+        replica.model_copy(update={"max_batch": min(replica.max_batch, max(1, int(held[replica.id])))})
+        for replica in placement.replicas
+    ]
+    alone = placement.model_copy(update={"attention_workers": [], "replicas": replicas})
     return hexgen2.simulate(alone, offline=True, seed=seed).steady_request_throughput
 
 

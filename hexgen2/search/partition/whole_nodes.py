@@ -29,22 +29,25 @@ def whole_nodes(
     sizes = [len(gpus) for gpus in problem.node_gpus]
     memory = [float(problem.cluster.memory_bytes[list(gpus)].sum()) for gpus in problem.node_gpus]
     found: list[NodeCounts] = []
+
+    def enough() -> bool:
+        """Whether there is an answer, and it is time to stop."""
+        return len(found) >= (1 if role == "colocated" else 2) and stop()
+
     small: list[int] = []
     for node, size in enumerate(sizes):
-        if not size or (found and stop()):
+        if not size or enough():
             continue
         alone = counts_of({node: size})
         if evaluator.planner.plan(role, alone):
             found.append(alone)
         else:
             small.append(node)
-    while small and not (found and stop()):
+    while small and not enough():
         joined = [small.pop(0)]
         # Where targets are missed with this much memory, more nodes are unlikely to help, and slow to plan.
-        enough = ROOM * problem.model.total_bytes
-        while (
-            len(joined) < evaluator.planner.span and small and math.fsum(memory[n] for n in joined) < enough
-        ):
+        most = ROOM * problem.model.total_bytes
+        while len(joined) < evaluator.planner.span and small and math.fsum(memory[n] for n in joined) < most:
             links = problem.node_links[joined[-1]]
             joined.append(first_greatest(small, [links[node].bandwidth_bytes_s for node in small]))
             small.remove(joined[-1])
@@ -54,7 +57,16 @@ def whole_nodes(
                 break
     if role == "colocated":
         return Solution(tuple(Group(role, counts) for counts in found))
-    return _divided(evaluator, found)
+    return _divided(evaluator, found if len(found) > 1 else [half for one in found for half in _halves(one)])
+
+
+def _halves(counts: NodeCounts) -> tuple[NodeCounts, ...]:
+    """A group in two parts of about as many nodes, or of its only node's GPUs; whole if it has one GPU."""
+    (node, count), *others = counts
+    if others:
+        middle = len(counts) // 2
+        return counts[:middle], counts[middle:]
+    return (((node, count - count // 2),), ((node, count // 2),)) if count > 1 else (counts,)
 
 
 def _divided(evaluator: Evaluator, found: list[NodeCounts]) -> Solution:

@@ -27,6 +27,7 @@ ENGINE = EngineOptions(
     kv_transport="tcp",
     emulate_links=True,
     kv_scale=3.0,
+    measure_heads=True,
 )
 FRONT = FrontOptions(
     queue_limit=5,

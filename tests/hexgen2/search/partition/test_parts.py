@@ -214,3 +214,17 @@ def test_average_linkage_is_that_of_scipy(count, seed):
 def test_trees_of_equal_distances_have_all_leaves():
     """A deep tree must not be a deep recursion."""
     assert sorted(leaves_of(average_linkage(np.ones((1500, 1500))))) == list(range(1500))
+
+
+@pytest.mark.parametrize(
+    "cards", [["A100-80GB:2"], ["A100-80GB:2", "A100-80GB:2"], ["L40:1", "L40:1", "L40:2"]]
+)
+def test_a_first_answer_is_there_however_late_it_is(cards: list[str]) -> None:
+    """One node is divided between the phases, and of several nodes no fewer than two are looked at."""
+    nodes = [{"name": f"n{k}", "accelerators": card} for k, card in enumerate(cards)]
+    network = {"default": {"bandwidth_gbit_s": 25, "latency_us": 20}}
+    spec = ClusterSpec.model_validate({"name": "few", "nodes": nodes, "network": network})
+    evaluator = Evaluator(make_problem(spec, "llama-3-8b", "HPLD"))
+    solution = whole_nodes(evaluator, stop=lambda: True)
+    assert {group.role for group in solution.groups} == {"prefill", "decode"}
+    assert evaluator.evaluate(solution).req_s > 0
