@@ -18,6 +18,9 @@ from hexgen2.search.problem import Phases
 from hexgen2.search.steps import Step
 from hexgen2.search.stopping import Stopping
 
+LATE = 0.8
+"""Once this share of the time limit has passed, solutions of pure phases are taken as they are."""
+
 
 @dataclass
 class SearchState:
@@ -122,7 +125,10 @@ class SearchState:
             found = pure.incumbent.best
             if found is not None and found.req_s > 0:
                 self.pure[phases] = found
-                self.offer(evaluator.evaluate(found.solution, found), f"best of those all {phases}")
+                # What its replicas could do for others is a large program where there are many of them.
+                late = self.stopping.spent(LATE)
+                mixed = found if late else evaluator.evaluate(found.solution, found)
+                self.offer(mixed, f"best of those all {phases}")
 
     @property
     def effort(self) -> float:

@@ -138,7 +138,7 @@ def explore(state: SearchState, seed: int) -> None:
     by_parts = has_parts(evaluator) and state.budget is None
     evaluator.relaxed.stop = partial(state.stopping.spent, PARTS_LISTED if by_parts else LISTED)
     if by_parts:
-        evaluator.relaxed.hopeless = partial(_hopeless, state.stopping)
+        evaluator.relaxed.hopeless = partial(_hopeless, state.stopping, state.stopping.spent_share)
     params, patience = evaluator.params, _patience(state)
     large = len(evaluator.problem.usable) > params.large_gpus
     bound_last = not large and state.stopping.time_limit_s is None
@@ -174,10 +174,12 @@ def _refine_bound(state: SearchState, gap: float) -> None:
     state.bounded_by(relaxed.upper_bound())
 
 
-def _hopeless(stopping: Stopping, listed: float) -> bool:
-    """Whether at this pace not all columns of a large cluster are listed in time, of which this share is."""
+def _hopeless(stopping: Stopping, began: float, listed: float) -> bool:
+    """Whether at this pace not all columns of a large cluster are listed in time, of which this share is,
+    since so much of the time limit had passed."""
     spent = stopping.spent_share
-    return spent > LISTED and spent > PARTS_LISTED * listed and stopping.spent(0.0)
+    over = began + (spent - began) / max(listed, 1e-9)
+    return spent > LISTED and over > PARTS_LISTED and stopping.spent(0.0)
 
 
 def _patience(state: SearchState) -> float:
