@@ -36,6 +36,8 @@ SMALL = 1e-9
 """Requests/s that are rounding."""
 ROUTES_AWAY = 4
 """Routes of a replica to other parts of the cluster, where there are too many for all."""
+MOST_PAIRS = 200_000
+"""Between more pairs of replicas, links do not decide what each replica does: that program takes seconds."""
 _NEVER = math.inf
 """Stretches the transfers of routes that are not to be used."""
 
@@ -176,6 +178,8 @@ class Evaluator:
         if not able or found.req_s >= most * (1 - 1e-6):
             return found
         mixed = tuple(colocated[k] for k in able)
+        if (len(prefill) + len(mixed)) * (len(decode) + len(mixed)) > MOST_PAIRS:
+            return found
         by_program = self._shares_by_program(prefill, decode, mixed, [regions[k] for k in able])
         for k, share in zip(able, by_program, strict=True):
             shares[k] = share
