@@ -179,7 +179,8 @@ class Evaluator:
             return found
         mixed = tuple(colocated[k] for k in able)
         if (len(prefill) + len(mixed)) * (len(decode) + len(mixed)) > MOST_PAIRS:
-            return found
+            apart = self._with_shares(solution, prefill, decode, colocated)
+            return apart if apart.better_than(found) else found
         by_program = self._shares_by_program(prefill, decode, mixed, [regions[k] for k in able])
         for k, share in zip(able, by_program, strict=True):
             shares[k] = share
