@@ -49,6 +49,8 @@ def main() -> int:
         subprocess.run([sys.executable, "examples/make_checkpoint.py", str(checkpoint)], check=True)
     say("2. Search for a placement on three fast and five slow CPU devices in two nodes")
     options = ["--cluster", "local-cpu", "--model", str(checkpoint), "--isl", "16", "--osl", "16"]
+    # So short requests are served best where they begin; the demo shows how KV caches move.
+    options += ["--phases", "disaggregated"]
     subprocess.run([COMMAND, "search", *options, "-o", str(placement)], check=True)
     say("3. Launch it: one process per device")
     port = free_port()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cost_model.base import PREFILL_TOKENS
@@ -22,7 +23,7 @@ from hexgen2.prediction.step_times import StepTimes
 from hexgen2.promise.goodput import Found, find_goodput
 from hexgen2.promise.length_split import split_by_length
 from hexgen2.promise.precise_goodput import HARDLY, precise_goodput
-from hexgen2.promise.trial import Trials, deviation
+from hexgen2.promise.trial import OutOfTimeError, Trials, deviation
 from hexgen2.replica import Replica
 from hexgen2.simulator.run import TURNS
 
@@ -91,8 +92,9 @@ def choose(
     seed: int,
     stop: Callable[[], bool],
     effort: Effort,
-) -> Chosen:
-    """The best of these placements, the first of which ranks highest by formulas, and its goodput.
+) -> Chosen | None:
+    """The best of these placements, the first of which ranks highest by formulas, and its goodput; None if
+    there was no time for a single run.
 
     Parameters
     ----------
@@ -121,36 +123,47 @@ class _Tournament:
         # All were made under one cost model.
         self._costs, self._times = placements[0].costs(), dict[Hashable, StepTimes]()
 
-    def run(self) -> Chosen:
-        """Challenge, retune, and look closely at the winner."""
-        best = self._placements[0]
-        goodput = self._first_roughly(best, best.throughput.req_s)
+    def run(self) -> Chosen | None:
+        """Challenge, retune, and look closely at the winner; what is known when time is over counts."""
+        try:
+            goodput = self._first_roughly(self._placements[0], self._placements[0].throughput.req_s)
+        except OutOfTimeError:
+            return None
+        self._leader = self._placements[0], goodput
+        with suppress(OutOfTimeError):
+            self._compare()
+        return Chosen(*self._leader, self._simulated)
+
+    def _compare(self) -> None:
+        """Challenge the leader, retune it and look at it closely."""
+        best, goodput = self._leader
         kinds, led = {_roles(best)}, [(best, goodput)]
         for challenger in self._placements[1:]:
             # Formulas are not equally kind to all phases: one of each kind is tried, whatever it takes.
             unlike = _roles(challenger) not in kinds
             kinds.add(_roles(challenger))
-            best, goodput = self._challenge(challenger, best, goodput, unlike)
-            if best is challenger:
-                led.append((best, goodput))
+            if self._led_by(challenger, unlike):
+                led.append(self._leader)
         improved = True
         while improved:
             improved = False
-            for other in _other_steps(best):
+            for other in _other_steps(self._leader[0]):
                 if self._over():
                     break
-                found = self._challenge(other, best, goodput)
-                if found[0] is other:
-                    (best, goodput), improved = found, True
+                improved = self._led_by(other) or improved
+        best, goodput = self._leader
         divided = split_by_length(best) if goodput.req_s > 0 else None
-        if divided is not None:
-            best, goodput = self._challenge(divided, best, goodput, in_any_case=True, ahead=SPLIT_AHEAD)
-            if best is divided:
-                led.append((best, goodput))
+        if divided is not None and self._led_by(divided, in_any_case=True, ahead=SPLIT_AHEAD):
+            led.append(self._leader)
+        best, goodput = self._leader
         if goodput.req_s > 0 and not self._stop():
-            goodput = self._closely(best, goodput)
-            best, goodput = self._not_by_luck(best, goodput, led)
-        return Chosen(best, goodput, self._simulated)
+            self._leader = best, self._closely(best, goodput)
+            self._leader = self._not_by_luck(*self._leader, led)
+
+    def _led_by(self, challenger: Placement, in_any_case: bool = False, ahead: float = AHEAD) -> bool:
+        """Whether the challenger leads from now on."""
+        self._leader = self._challenge(challenger, *self._leader, in_any_case, ahead)
+        return self._leader[0] is challenger
 
     def _not_by_luck(
         self, best: Placement, goodput: Found, led: Sequence[tuple[Placement, Found]]

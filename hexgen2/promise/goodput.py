@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cost_model.portable import log
-from hexgen2.promise.trial import Trial, Trials, deviation
+from hexgen2.promise.trial import OutOfTimeError, Trial, Trials, deviation
 
 SMALLEST_STEP, LARGEST_STEP = 0.02, 0.08
 """Shares of the rate by which it changes, at least and at most, until it is bracketed."""
@@ -66,11 +66,20 @@ def find_goodput(
     runs : how many at most
     most_req_s : no higher rate is of interest; if it serves enough in time, it is the answer
     stop : asked before each run but the first
+
+    Raises
+    ------
+    OutOfTimeError : not even the first run ended
     """
     done: list[Trial] = []
     rate = min(start_req_s, most_req_s)
     while len(done) < runs and not (done and stop()):
-        done.append(trials.run(rate, count(rate), len(done)))
+        try:
+            done.append(trials.run(rate, count(rate), len(done)))
+        except OutOfTimeError:
+            if not done:
+                raise
+            break
         low, high = _bracket(done, attainment)
         if low is not None and low.rate >= most_req_s:
             break

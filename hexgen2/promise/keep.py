@@ -15,7 +15,7 @@ from hexgen2.placement import Goodput, Placement
 from hexgen2.promise.finalists import Effort, choose, residents
 from hexgen2.promise.full_load import TOLERATED, formulas_do, simulated_factor
 from hexgen2.promise.goodput import Found
-from hexgen2.promise.trial import Trial, Trials
+from hexgen2.promise.trial import OutOfTimeError, Trial, Trials
 from hexgen2.search.ties import exceeds
 
 DEFAULT_EFFORT = Effort()
@@ -56,6 +56,8 @@ def with_promise(
         return _best_at_full_load(placements, cluster, seed, stop)
     compared = placements if goal.objective == "goodput" else placements[:1]
     chosen = choose(compared, cluster, goal, seed, stop, effort)
+    if chosen is None:
+        return placements[0]
     best, found = chosen.placement, chosen.goodput
     if goal.objective == "goodput" and found.req_s > 0 and found.req_s != goal.request_rate:
         # No run shows for long what links cannot carry.
@@ -65,7 +67,10 @@ def with_promise(
         best = scaled(best, carried / best.throughput.req_s)
     at_rate = None
     if goal.request_rate is not None:
-        at_rate = _run_at(goal.request_rate, best, found, cluster, seed, effort)
+        try:
+            at_rate = _run_at(goal.request_rate, best, found, cluster, seed, effort, stop)
+        except OutOfTimeError:
+            at_rate = None
     return best.model_copy(update={"goodput": _record(best, found, at_rate)})
 
 
@@ -97,11 +102,19 @@ def _best_at_full_load(
 
 
 def _run_at(
-    rate: float, placement: Placement, found: Found, cluster: Cluster, seed: int, effort: Effort
+    rate: float,
+    placement: Placement,
+    found: Found,
+    cluster: Cluster,
+    seed: int,
+    effort: Effort,
+    stop: Callable[[], bool],
 ) -> Trial:
-    """A run at that rate: one of those that the goodput rests on, or one more."""
+    """A run at that rate: one of those that the goodput rests on, or one more (OutOfTimeError: there is no
+    time for it)."""
     known = next((trial for trial in reversed(found.trials) if trial.rate == rate), None)
-    return known or Trials(placement, cluster, placement.goal, 2 * seed + 1).run(rate, effort.final, 0)
+    trials = Trials(placement, cluster, placement.goal, 2 * seed + 1, stop=stop)
+    return known or trials.run(rate, effort.final, 0)
 
 
 def _quickest(
@@ -116,7 +129,10 @@ def _quickest(
     for placement in placements:
         if least is not None and stop():
             break
-        trial = Trials(placement, cluster, placement.goal, seed).run(rate, count, 0)
+        try:
+            trial = Trials(placement, cluster, placement.goal, seed, stop=stop).run(rate, count, 0)
+        except OutOfTimeError:
+            break
         found = trial.share < placement.goal.attainment, trial.mean_e2el_s
         if least is None or found < least:
             best, least = placement, found
@@ -135,28 +151,30 @@ def _fullest(placement: Placement, cluster: Cluster) -> float:
 def _at_rate(
     placement: Placement, cluster: Cluster, seed: int, effort: Effort, stop: Callable[[], bool]
 ) -> Placement:
-    """The placement with the latencies at the goal's request_rate, if there is time to simulate them."""
+    """The placement with the latencies at the goal's request_rate; without them if there is no time."""
     rate = placement.goal.request_rate
     assert rate is not None
-    carried, late = rate < placement.throughput.req_s, stop()
-    simulated = carried and not late
-    trial = Trials(placement, cluster, placement.goal, seed).run(rate, effort.final, 0) if simulated else None
+    carried, trial = rate < placement.throughput.req_s, None
+    if carried:
+        try:
+            trial = Trials(placement, cluster, placement.goal, seed, stop=stop).run(rate, effort.final, 0)
+        except OutOfTimeError:
+            return placement
     record = Goodput(
         request_rate=rate,
         goodput_req_s=None,
         attainment=None,
         **_latencies(trial),
-        assumptions=["there was no time to simulate it"]
-        if carried and late
-        else _assumptions(effort.final if carried else 0),
+        assumptions=_assumptions(effort.final if carried else 0),
     )
     return placement.model_copy(update={"goodput": record})
 
 
 def _record(placement: Placement, found: Found, at_rate: Trial | None) -> Goodput:
-    """What is promised; the latencies are those of the run at the goal's rate, or next to the goodput."""
+    """What is promised; the latencies are those of the run at the goal's rate, or next to the goodput where
+    there was none."""
     goal = placement.goal
-    rate = goal.request_rate or found.req_s
+    rate = found.req_s if at_rate is None else at_rate.rate
     shown = at_rate or min(found.trials, key=lambda trial: abs(trial.rate - rate), default=None)
     attained = goal.attainment if found.req_s > 0 else 0.0
     return Goodput(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from hexgen2.goal import Goal
 from hexgen2.promise.fluid_queue import FluidQueue, fit
 from hexgen2.promise.goodput import NORMAL_95, PRECISE, Found
-from hexgen2.promise.trial import Trial, Trials
+from hexgen2.promise.trial import OutOfTimeError, Trial, Trials
 from hexgen2.workload.lengths import Workload
 
 OVERLOAD = 1.6
@@ -78,7 +78,10 @@ def precise_goodput(
     rate = min(easy_req_s * (1 + EASY_STEP) or start_req_s, ceiling)
     length = LONGER if easy_req_s > 0 and ceiling <= rate < most_req_s else 1
     while len(done) < runs and not (done and stop()):
-        trial = trials.run(rate, count(rate, length), len(done))
+        try:
+            trial = trials.run(rate, count(rate, length), len(done))
+        except OutOfTimeError:
+            break
         done.append(trial)
         if rate >= most_req_s and trial.share >= goal.attainment:
             return Found(most_req_s, most_req_s, most_req_s, tuple(done))

@@ -89,7 +89,7 @@ class Trials:
     seed : another seed draws other requests
     costs : replaces the placement's cost model
     times : step times that are known already (see Fleet)
-    stop : whether to end a run of served_req_s at once
+    stop : whether to end a run at once: `run` raises OutOfTimeError then, served_req_s gives 0
 
     Attributes
     ----------
@@ -112,9 +112,14 @@ class Trials:
         self._fleet = Fleet(placement, cluster, Options(), costs, times)
 
     def run(self, rate: float, count: int, draw: int) -> Trial:
-        """A run of `count` requests, the draw-th of this seed."""
+        """A run of `count` requests, the draw-th of this seed.
+
+        Raises
+        ------
+        OutOfTimeError : it was time to stop before the run ended
+        """
         records = self._records(rate, count, draw)
-        watch = _Watch(self._goal, records, count)
+        watch = _Watch(self._goal, records, count, self._stop)
         self._simulate(records, watch)
         return watch.trial(rate)
 
@@ -150,6 +155,10 @@ class Trials:
         self.requests += len(records.requests)
 
 
+class OutOfTimeError(Exception):
+    """A run was ended because the time for it is over; it has shown nothing."""
+
+
 class _OverError(Exception):
     """The run has shown what it is to show."""
 
@@ -157,13 +166,15 @@ class _OverError(Exception):
 class _Watch:
     """Ends a run early in which far too many requests are late."""
 
-    def __init__(self, goal: Goal, records: Records, count: int) -> None:
-        self._goal, self._records = goal, records
+    def __init__(self, goal: Goal, records: Records, count: int, stop: Callable[[], bool]) -> None:
+        self._goal, self._records, self._stop = goal, records, stop
         targets = goal.ttft_ms is not None or goal.tpot_ms is not None
         self._limit = HOPELESS * (1 - goal.attainment) * count if targets else math.inf
         self._whole = True
 
     def __call__(self, simulation: Simulation) -> None:
+        if self._stop():
+            raise OutOfTimeError
         if self._limit == math.inf or self._goal.ttft_ms is None:
             return
         records = self._records

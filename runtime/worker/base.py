@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -25,7 +26,7 @@ _MessageType = TypeVar("_MessageType", bound=Message)
 _GRACE_S = 0.5  # lets the parent's Shutdown arrive before a fault is reported that is only a peer's exit
 
 
-class WorkerProcess:
+class WorkerProcess(ABC):
     """The base of workers; their main thread is in `run`."""
 
     def __init__(self, config: Configure, control: Connection) -> None:
@@ -33,9 +34,9 @@ class WorkerProcess:
         self._dying = threading.Lock()
         self._pending = PendingHandshakes()
 
+    @abstractmethod
     def run(self) -> NoReturn:
         """Serve until the process ends."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Check that the configuration is for this version and keeps strangers out; take its cores."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from hexgen2.checks import violations
 from hexgen2.cluster import Cluster
 from hexgen2.goal import Goal
 from hexgen2.promise.finalists import Effort, choose
-from hexgen2.promise.keep import scaled
+from hexgen2.promise.goodput import find_goodput
+from hexgen2.promise.keep import scaled, with_promise
 from hexgen2.promise.trial import Trials
 
 QUICK = Effort(first=200, final=1000, final_runs=3, challengers=4000)
@@ -83,8 +86,20 @@ def test_finalists_challenge_one_another_in_the_simulator(promised):
     chosen = choose([ruined, promised], cluster_of(promised), goal, 5, lambda: False, QUICK)
     assert chosen.simulated >= 2
     assert all(r.engine.in_flight != 1 for r in chosen.placement.replicas if len(r.stages) > 1)
-    alone = choose([ruined], cluster_of(promised), goal, 5, lambda: True, QUICK)
-    assert chosen.goodput.req_s > 1.2 * alone.goodput.req_s
+    trials = Trials(ruined, cluster_of(promised), goal, 5)
+    alone = find_goodput(trials, goal.attainment, ruined.throughput.req_s, lambda _: 400, runs=6)
+    assert chosen.goodput.req_s > 1.2 * alone.req_s
+
+
+def test_without_time_for_a_single_run_the_formulas_choice_stands(promised):
+    """What is known counts if time is over later: a leader stays the leader."""
+    goal = Goal(objective="goodput", **TARGETS)
+    cluster, asked, long = cluster_of(promised), itertools.count(), replace(QUICK, first=5000)
+    assert choose([promised], cluster, goal, 5, lambda: True, long) is None
+    bare = promised.model_copy(update={"goodput": None, "goal": goal})
+    assert with_promise([bare], cluster, 5, lambda: True, long) is bare
+    once = choose([promised, promised], cluster, goal, 5, lambda: next(asked) > 40, long)
+    assert once is not None and once.placement is promised and once.goodput.req_s > 0
 
 
 def test_ctrl_c_while_finalists_are_simulated_keeps_the_formulas_choice(monkeypatch):
