@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
+from typing import Any
 
 from cost_model.errors import HexGen2Error
 from runtime.frontend.in_flight import InFlight, ask, log_request
 from runtime.frontend.replica import Replica
-from runtime.frontend.request import Observer, Outcome, Request
+from runtime.frontend.request import Outcome, Request
 from runtime.frontend.request_state import RequestEvent
 from runtime.protocol.from_workers import HopTimes, TokenOutput
 from runtime.protocol.message import Message
@@ -29,25 +29,16 @@ log = logging.getLogger(__name__)
 
 
 class InFlightOnPaths(InFlight):
-    """Tracks started requests along their paths; parameters as for InFlight.
+    """Tracks started requests along their paths.
 
     Parameters
     ----------
     router : has each request on its account from its start until every replica of its path has released it
+    given : the parameters of InFlight
     """
 
-    def __init__(
-        self,
-        router: PathRouter,
-        replicas: Mapping[str, Replica],
-        observer: Observer | None,
-        admit: Callable[[], None],
-        can_wait_again: Callable[[Request], bool],
-        wait_again: Callable[[Request], None],
-        ended: Callable[[Request], None] = lambda _: None,
-        explained: Callable[[Collection[str]], None] = lambda _: None,
-    ) -> None:
-        super().__init__(replicas, observer, admit, can_wait_again, wait_again, ended, explained)
+    def __init__(self, router: PathRouter, *given: Any) -> None:
+        super().__init__(*given)
         self._router, self._numbers = router, itertools.count()
         self._without_room: dict[str, Request] = {}
 
