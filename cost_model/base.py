@@ -149,6 +149,17 @@ class CostModel(ABC):
         requests never take more than in proportion. The search's bounds rest on it."""
         return most
 
+    def most_requests_s(self, phase: Phase, group: TensorGroup, most: np.ndarray) -> np.ndarray:
+        """[n] the most requests/s that pass a layer in steps of up to [n] requests."""
+        best = np.array([self.fastest_batch(phase, group, each) for each in most.tolist()])
+        return best / self._layers_s(phase, group, best)
+
+    def _layers_s(self, phase: Phase, group: TensorGroup, batch: np.ndarray) -> np.ndarray:
+        """`layer_s` for [n] batches."""
+        none = np.zeros_like(batch)
+        both = (batch, none) if phase == "prefill" else (none, batch)
+        return self.layers_work_s(group, self.mixed_work(*both))  # type: ignore[arg-type]
+
     def work(self, phase: Phase, batch: float) -> Work:
         """The mean work of a prefill of `batch` prompts, or of a decode step of `batch` requests."""
         if phase == "prefill":

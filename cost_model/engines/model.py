@@ -70,7 +70,7 @@ class EngineSteps(Calibrated):
         self._cards: dict[Accelerator, Operators] = {}
         self._layers: dict[TensorGroup, StepOperators] = {}
         self._by_tokens: dict[tuple[TensorGroup, float, float], float] = {}
-        self._best: dict[tuple[Phase, TensorGroup], tuple[list[float], list[float]]] = {}
+        self._best: dict[tuple[Phase, TensorGroup], tuple[list[float], list[float], list[float]]] = {}
 
     @classmethod
     def of(cls, model: ModelArchitecture, lengths: RequestLengths, fits: EngineFits) -> Self:
@@ -170,19 +170,26 @@ class EngineSteps(Calibrated):
         does. Between two such sizes the requests/s of a layer rise."""
         if group.accelerator.kind == "cpu":
             return most
-        key = (phase, group)
-        if key not in self._best or self._best[key][0][-1] < most:
-            self._best[key] = self._fastest_up_to(phase, group, most)
-        sizes, best = self._best[key]
+        sizes, fastest, _ = self._fastest_up_to(phase, group, most)
         known = bisect_right(sizes, most)
-        candidates = (*best[known - 1 : known], most)
+        candidates = (*fastest[known - 1 : known], most)
         return max(candidates, key=lambda batch: batch / self.layer_s(phase, group, batch))
+
+    def most_requests_s(self, phase: Phase, group: TensorGroup, most: np.ndarray) -> np.ndarray:
+        if group.accelerator.kind == "cpu":
+            return super().most_requests_s(phase, group, most)
+        sizes, _, rates = self._fastest_up_to(phase, group, float(most.max()))
+        full = np.array([0.0, *rates])[np.searchsorted(sizes, most, "right")]
+        return np.asarray(np.maximum(full, most / self._layers_s(phase, group, most)))
 
     def _fastest_up_to(
         self, phase: Phase, group: TensorGroup, most: float
-    ) -> tuple[list[float], list[float]]:
-        """The batches that fill their last tiles, rising, to `most` or beyond, and the fastest up to each.
-        Prefills are of whole prompts, so theirs are simply all batches."""
+    ) -> tuple[list[float], list[float], list[float]]:
+        """The batches that fill their last tiles, rising, to `most` or beyond, the fastest up to each, and
+        its requests/s; remembered. Prefills are of whole prompts, so theirs are simply all batches."""
+        key = (phase, group)
+        if key in self._best and self._best[key][0][-1] >= most:
+            return self._best[key]
         if phase == "prefill":
             sizes = [float(batch) for batch in range(1, math.ceil(most) + 1)]
         else:
@@ -191,13 +198,14 @@ class EngineSteps(Calibrated):
             count = {step: math.ceil(highest / step) for step in steps}
             full = {k * step * _BELOW for step in steps for k in range(1, count[step] + 1)}
             sizes = sorted({*full, highest})
-        fastest, best, most_s = 0.0, [], 0.0
-        for size in sizes:
-            rate = size / self.layer_s(phase, group, size)
-            if rate > most_s:
-                fastest, most_s = size, rate
-            best.append(fastest)
-        return sizes, best
+        each = (np.array(sizes) / self._layers_s(phase, group, np.array(sizes))).tolist()
+        best, rates = list[float](), list[float]()
+        for size, rate in zip(sizes, each, strict=True):
+            better = not rates or rate > rates[-1]
+            best.append(size if better else best[-1])
+            rates.append(rate if better else rates[-1])
+        self._best[key] = sizes, best, rates
+        return self._best[key]
 
     def edge_work_s(self, group: TensorGroup, sampled: float, last: bool) -> float:
         if group.accelerator.kind == "cpu":

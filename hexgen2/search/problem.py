@@ -146,6 +146,13 @@ class Problem:
         return tuple(tuple(flat[a * count : (a + 1) * count]) for a in range(count))
 
     @cached_property
+    def link_kinds(self) -> tuple[np.ndarray, list[Link]]:
+        """[N, N] which of the different links, each of them once, is between (or inside) two nodes."""
+        kinds: dict[Link, int] = {}
+        which = [[kinds.setdefault(link, len(kinds)) for link in row] for row in self.node_links]
+        return np.array(which, dtype=int), list(kinds)
+
+    @cached_property
     def shared_links(self) -> SharedLinks:
         """What traffic between nodes shares: links, network cards and uplinks."""
         return SharedLinks(self.cluster)
@@ -164,6 +171,7 @@ _WHATEVER_IS_LOST = (
     "node_accelerator",
     "node_price",
     "node_links",
+    "link_kinds",
     "node_kind",
     "shared_links",
 )

@@ -136,13 +136,13 @@ class ScoreLimits:
         return known
 
     def _region_limit(self, group: Group) -> Region | None:
-        limit = self._planner.colocated_limit(group.counts)
+        limit = self._planner.limit("colocated", group.counts)
         return limit.region if limit else None
 
     def _capacity_limit(self, group: Group) -> float:
         if group.role != "colocated":
             return self._plan_capacity(group)
-        limit = self._planner.colocated_limit(group.counts)
+        limit = self._planner.limit("colocated", group.counts)
         return limit.req_s if limit else 0.0
 
     def _plan_capacity(self, group: Group) -> float:

@@ -117,14 +117,14 @@ def list_columns(
             if columns and stop(listed / total):
                 return columns, False
             if "colocated" in roles and k % AT_ONCE == 0:
-                planner.look_ahead(map(classes.counts, patterns[k : k + AT_ONCE]))
+                planner.look_ahead("colocated", map(classes.counts, patterns[k : k + AT_ONCE]))
             listed += 1
             counts = classes.counts(pattern)
             sent, received = limits.most(pattern)
             for role in roles:
                 if role == "colocated" and nodes > 1:
                     # There are many, each takes long to plan, and few are worth it.
-                    limit = planner.colocated_limit(counts)
+                    limit = planner.limit(role, counts)
                     if limit:
                         region = limit.region if problem.mixes else None
                         columns.append(

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from cost_model.hardware import Link
 from hexgen2.search.problem import NodeCounts, Problem, counts_of
 
 PATTERNS_PLANNED = 3600
@@ -224,8 +223,7 @@ def _like_nodes(problem: Problem) -> NodeClasses:
     refinement; Weisfeiler and Leman, 1968)."""
     count = len(problem.node_gpus)
     uplinks = problem.cluster.uplinks
-    link_kinds: dict[Link, int] = {}
-    links = [[link_kinds.setdefault(link, len(link_kinds)) for link in row] for row in problem.node_links]
+    links = problem.link_kinds[0].tolist()
     colour = _renamed(
         [
             (

@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from cost_model.base import Phase, StageMemory, TensorGroup, Work
+from cost_model.base import Phase, StageMemory, Work
 from cost_model.hardware import Link
 from cost_model.pipeline import (
     CHUNKS,
@@ -31,22 +30,11 @@ from cost_model.pipeline import (
 )
 from hexgen2.search.planning.layers import balance_layers, fastest_layers
 from hexgen2.search.planning.limits import MixedSteps, least_period_s
+from hexgen2.search.planning.pipeline_rows import Forms, PipelineRows, StepTimes
 from hexgen2.search.planning.shapes import StageShape
-from hexgen2.search.planning.timing import Timing, Timings
+from hexgen2.search.planning.stage_kinds import StageKind, StageKinds
+from hexgen2.search.planning.timing import Timing
 from hexgen2.search.problem import Problem
-
-
-@dataclass(frozen=True, eq=False)
-class StageKind:
-    """A tensor group and everything about it that does not depend on the batch."""
-
-    group: TensorGroup
-    memory: dict[tuple[Phase, bool, bool], StageMemory]
-    layer_s: dict[tuple[Phase, float], float] = field(default_factory=dict)
-    edge_s: dict[tuple[Phase, float, bool], float] = field(default_factory=dict)
-    layers_s: dict[tuple[str, float, float], float] = field(default_factory=dict)
-    mixed_layer_s: dict[tuple[float, float], float] = field(default_factory=dict)
-    mixed_edge_s: dict[tuple[float, bool], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +46,7 @@ class Pipeline:
     shape : node and degrees of each stage
     batch : the requests that fit; for prefill, the prompts in a step
     limit_req_s : an upper limit on the capacity, however the layers are divided
-    chunk_limits : the same for each size of the chunks in mixed steps (see Pipelines.chunks)
+    chunk_limits : the same for each size of the chunks in mixed steps, or for replicas without any
     timings, mixed, paces : those that were asked for, by phase and batch; by decodes and chunk; and by
         layers, batch and chunk
     """
@@ -92,17 +80,22 @@ class Pipelines:
         mixes = problem.pipeline == "pipelined"
         self.chunks = tuple(tokens / problem.costs.isl for tokens in CHUNKS) if mixes else ()
         self.prefill_batches = tuple(dict.fromkeys((full, min(1.0, full))))
-        self._stage_kinds: dict[tuple[int, ...], StageKind] = {}
+        self._kinds = StageKinds(problem)
         self._works: dict[tuple[float, float], Work] = {}
 
-    def of(self, role: str, shape: Sequence[StageShape]) -> Pipeline | None:
-        """The pipeline of this shape, without a limit on its capacity; None if the model does not fit."""
+    def of(self, role: str, shape: Sequence[StageShape], limits: Sequence[float] = ()) -> Pipeline | None:
+        """The pipeline of this shape; None if the model does not fit.
+
+        Parameters
+        ----------
+        limits : on its capacity: one, or one for each size of chunk
+        """
         problem = self.problem
         layers, last = problem.model.layers, len(shape) - 1
         if len(shape) > layers:
             return None
         phase: Phase = "prefill" if role == "prefill" else "decode"
-        kinds = [self._stage_kind(stage) for stage in shape]
+        kinds = [self._kinds.of(stage) for stage in shape]
         hops = [problem.node_links[a][b] for (a, *_), (b, *_) in itertools.pairwise(shape)]
         memory = [kind.memory[phase, j == 0, j == last] for j, kind in enumerate(kinds)]
         if phase == "prefill":
@@ -111,78 +104,85 @@ class Pipelines:
             batch = next(fitting, 0.0)
         else:
             batch = self._largest_batch(memory)
-        return Pipeline(role, tuple(shape), kinds, hops, memory, batch) if batch else None
+        limit = max(limits, default=math.inf)
+        pipeline = Pipeline(role, tuple(shape), kinds, hops, memory, batch, limit, tuple(limits))
+        return pipeline if batch else None
 
-    def with_limits(self, role: str, pipelines: Sequence[Pipeline]) -> list[Pipeline]:
-        """These pipelines with limits on their capacity."""
-        if role != "colocated" or not self.chunks:
-            return [replace(pipeline, limit_req_s=self._most_req_s(pipeline)) for pipeline in pipelines]
-        return [
-            replace(pipeline, limit_req_s=max(each), chunk_limits=tuple(each))
-            for pipeline, each in zip(pipelines, self._most_mixed_req_s(pipelines).tolist(), strict=True)
-        ]
+    def rows(self, role: str, groups: Sequence[Forms]) -> tuple[PipelineRows, np.ndarray]:
+        """The pipelines of several groups in which the model fits, as arrays, and the largest batches [n]."""
+        costs, layers = self.problem.costs, self.problem.model.layers
+        rows = PipelineRows.of(self._kinds, groups)
+        rows = rows.only(rows.stages <= layers)
+        if role != "prefill":
+            batch = rows.largest_batch("decode", costs.batch_cap, layers)
+        else:
+            batch = np.zeros(len(rows))
+            steps = rows.stages + 1 if self.problem.pipeline == "pipelined" else np.full(len(rows), 2)
+            for each in reversed(self.prefill_batches):
+                held = np.array([prompts_held(each, count) for count in range(int(steps.max(initial=0)) + 1)])
+                batch[rows.fit("prefill", held[steps], layers)] = each
+        return rows.only(batch > 0), batch[batch > 0]
 
-    def _most_req_s(self, pipeline: Pipeline) -> float:
-        """An upper limit on the capacity of a replica whose steps are not mixed: every request passes all L
-        layers, so L times the requests/s is at most the layers/s of all stages."""
-        batch, running, outputs = pipeline.batch, pipeline.batch, 1.0
-        if pipeline.role != "prefill":
-            running = micro_batch(self.problem.pipeline, batch, len(pipeline.kinds))
-            outputs = self.problem.costs.osl
-        rate = math.fsum(self._layers_s(pipeline.role, kind, running, batch) for kind in pipeline.kinds)
-        return rate / (self.problem.model.layers * outputs)
+    def limits(self, role: str, rows: PipelineRows, batch: np.ndarray) -> np.ndarray:
+        """[n, c] upper limits on the requests/s of these pipelines, however their layers are divided: for
+        each size of chunk, if it is to be chosen."""
+        if not len(rows):
+            return np.zeros((0, 1))
+        if role == "colocated" and self.chunks:
+            return self._most_mixed_req_s(rows, batch)
+        return self._most_req_s(role, rows, batch)[:, None]
 
-    def _layers_s(self, role: str, kind: StageKind, running: float, batch: float) -> float:
-        """The most layers/s, times requests, of a stage whose steps have up to `running` requests; in a
-        colocated replica that holds `batch` requests, beside the prefills between two decode steps."""
-        key = (role, running, batch)
-        if key not in kind.layers_s:
-            costs, phase = self.problem.costs, cast(Phase, "prefill" if role == "prefill" else "decode")
-            best = costs.fastest_batch(phase, kind.group, running)
-            layer_s = self._layer_s(kind, phase, best)
+    def _most_req_s(self, role: str, rows: PipelineRows, batch: np.ndarray) -> np.ndarray:
+        """[n] for replicas whose steps are not mixed: every request passes all L layers, so L times the
+        requests/s is at most the layers/s of all stages."""
+        costs, running, outputs = self.problem.costs, batch.astype(float), 1.0
+        if role != "prefill":
+            outputs = costs.osl
+            running = micro_batch(self.problem.pipeline, running, rows.stages)  # type: ignore
+        rates = np.zeros(rows.kind.shape)
+        for number, row, column in rows.places():
+            kind = self._kinds.every[number]
             if role == "colocated":
-                prompts = costs.fastest_batch("prefill", kind.group, self._prompts(batch))
-                layer_s += best / (costs.osl * prompts) * self._layer_s(kind, "prefill", prompts)
-            kind.layers_s[key] = best / layer_s
-        return kind.layers_s[key]
+                pairs = zip(running[row].tolist(), batch[row].tolist(), strict=True)
+                rates[row, column] = [self._turns_req_s(kind, *pair) for pair in pairs]
+            else:
+                most, which = np.unique(running[row], return_inverse=True)
+                phase: Phase = "prefill" if role == "prefill" else "decode"
+                rates[row, column] = costs.most_requests_s(phase, kind.group, most)[which]
+        return np.cumsum(rates, axis=1)[:, -1] / (self.problem.model.layers * outputs)
 
-    def _stage_kind(self, stage: StageShape) -> StageKind:
-        """The kind of a stage, remembered by kind of node."""
-        node, *degrees = stage
-        key = (self.problem.node_kind[node], *degrees)
-        if key not in self._stage_kinds:
-            group = TensorGroup(
-                self.problem.node_accelerator[node],
-                stage.degree,
-                self.problem.node_links[node][node],
-                stage.attention_dp,
-                stage.expert_parallel,
-            )
-            ends = itertools.product(("prefill", "decode"), (True, False), (True, False))
-            memory = {end: self.problem.costs.stage_memory(end[0], group, *end[1:]) for end in ends}  # type: ignore[arg-type]
-            self._stage_kinds[key] = StageKind(group, memory)  # type: ignore[arg-type]
-        return self._stage_kinds[key]
+    def _turns_req_s(self, kind: StageKind, running: float, batch: float) -> float:
+        """The most layers/s, times requests, of a stage of a colocated replica that holds `batch` requests,
+        whose steps have up to `running` of them, beside the prefills between two decode steps; remembered."""
+        key = running, batch
+        if key not in kind.turns_req_s:
+            costs = self.problem.costs
+            best = costs.fastest_batch("decode", kind.group, running)
+            prompts = costs.fastest_batch("prefill", kind.group, self._prompts(batch))
+            turn_s = best / (costs.osl * prompts) * self._layer_s(kind, "prefill", prompts)
+            kind.turns_req_s[key] = best / (self._layer_s(kind, "decode", best) + turn_s)
+        return kind.turns_req_s[key]
 
-    def _most_mixed_req_s(self, pipelines: Sequence[Pipeline]) -> np.ndarray:
-        """[n, chunks] upper limits on the requests/s of colocated replicas whose steps have chunks of so many
-        prompts, however their layers are divided."""
-        if not pipelines:
-            return np.zeros((0, len(self.chunks)))
-        osl, chunks, rows = self.problem.costs.osl, self.chunks, StepTimes(self, pipelines)
-        decodes = np.array([mixed_decodes(p.batch, len(p.kinds), c, osl) for c in chunks for p in pipelines])
-        held = zip(np.repeat(chunks, len(pipelines)).tolist(), decodes.tolist(), strict=True)
-        steps = [mixed_steps(chunk, each, osl) for chunk, each in held]
-        first = np.array([each[0] for each in steps]).T
+    def _most_mixed_req_s(self, rows: PipelineRows, batch: np.ndarray) -> np.ndarray:
+        """[n, chunks] for colocated replicas whose steps have chunks of so many prompts."""
+        osl, chunks, times = self.problem.costs.osl, self.chunks, StepTimes(self.problem.costs, rows)
+        decodes = np.concatenate([np.minimum(batch / rows.stages, osl * chunk) for chunk in chunks])
+        held, which = np.unique(
+            np.stack([np.repeat(chunks, len(rows)), decodes]), axis=1, return_inverse=True
+        )
+        steps = [mixed_steps(chunk, each, osl) for chunk, each in held.T.tolist()]
+        first = np.array([each[0] for each in steps]).T[:, which.ravel()]
         # Where all mixed steps are alike, the second kind of them has a share of 0.
-        second = np.array([each[-1] if len(each) > 1 else (*each[0][:2], 0.0) for each in steps]).T
-        mixed, prompts = rows.of(first[0], first[1]), first[0]
+        second = np.array([each[-1] if len(each) > 1 else (*each[0][:2], 0.0) for each in steps])
+        second = second.T[:, which.ravel()]
+        mixed, prompts = times.of(first[0], first[1]), first[0]
         if second[2].any():
-            mixed = mixed.mean(rows.of(second[0], second[1]), second[2])
+            mixed = mixed.mean(times.of(second[0], second[1]), second[2])
             prompts = (1 - second[2]) * prompts + second[2] * second[0]
-        rest = rows.of(np.zeros_like(decodes), decodes)
+        rest = times.of(np.zeros_like(decodes), decodes)
         chains = MixedSteps(np.minimum(1.0, decodes / (osl * prompts)), prompts, mixed.stages)
         period_s = least_period_s(mixed, rest, self.problem.model.layers, chains)
-        return (decodes / (osl * period_s)).reshape(len(chunks), len(pipelines)).T
+        return (decodes / (osl * period_s)).reshape(len(chunks), len(rows)).T
 
     def at_once(self, split: list[int]) -> int:
         """How many batches of requests the pipeline holds at once."""
@@ -336,47 +336,3 @@ class Pipelines:
         if by_sum:
             return fastest_layers(layers, timing.layer_s, limits)
         return balance_layers(layers, timing.layer_s, timing.edge_s, limits)
-
-
-class StepTimes:
-    """Times steps of several pipelines at once, which takes a fraction of what one after the other does."""
-
-    def __init__(self, pipelines: Pipelines, several: Sequence[Pipeline]) -> None:
-        self._costs = pipelines.problem.costs
-        self._stages = np.array([len(pipeline.kinds) for pipeline in several])
-        kind_at: dict[StageKind, int] = {}
-        hop_at: dict[Link, int] = {}
-        # Of each kind, inside and at the end of pipelines, and of each link: rows and columns of stages.
-        places: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
-        for row, pipeline in enumerate(several):
-            last = len(pipeline.kinds) - 1
-            stages = [
-                ("end" if column == last else "inside", kind_at.setdefault(kind, len(kind_at)))
-                for column, kind in enumerate(pipeline.kinds)
-            ]
-            hops = [("hop", hop_at.setdefault(hop, len(hop_at))) for hop in pipeline.hops]
-            for column, key in (*enumerate(stages), *enumerate(hops)):
-                rows, columns = places.setdefault(key, ([], []))
-                rows.append(row)
-                columns.append(column)
-        self._kinds, self._hops = list(kind_at), list(hop_at)
-        self._places = {key: (np.array(rows), np.array(columns)) for key, (rows, columns) in places.items()}
-
-    def of(self, prompts: np.ndarray, decodes: np.ndarray) -> Timings:
-        """[c n] steps with so many prompts and decodes each: first one of each of the n pipelines, then
-        another of each, and so on."""
-        costs, count = self._costs, len(self._stages)
-        work = costs.mixed_work(prompts, decodes)  # type: ignore[arg-type]
-        turns = np.arange(0, len(prompts), count)[:, None]
-        found = Timings.nothing(np.tile(self._stages, len(turns)), int(self._stages.max()))
-        for (place, k), (rows, columns) in self._places.items():
-            at = (turns + rows).ravel()
-            here = Work(*(np.asarray(each)[at] for each in work))  # type: ignore[arg-type]
-            column = np.tile(columns, len(turns))
-            if place == "hop":
-                found.hop_s[at, column] = costs.hop_work_s(self._hops[k], here.tokens)
-                continue
-            group = self._kinds[k].group
-            found.layer_s[at, column] = costs.layers_work_s(group, here)
-            found.edge_s[at, column] = costs.edges_work_s(group, here.sampled, place == "end")  # type: ignore[arg-type]
-        return found

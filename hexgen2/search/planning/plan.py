@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cost_model.hardware import Link
+import numpy as np
+
 from cost_model.pipeline import prefill_pace
 from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.region import Region
@@ -20,15 +21,15 @@ from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.planning.divisions import LESS, SMALLEST_STEP, Division, Divisions
 from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.prefill_front import PrefillFront
-from hexgen2.search.planning.regions import ColocatedLimit, region_of
-from hexgen2.search.planning.shapes import Shapes, StageShape, vllm_runs, with_experts_divided
+from hexgen2.search.planning.regions import PlanLimit, limits_of, region_of
+from hexgen2.search.planning.shapes import Shapes, StageShape
 from hexgen2.search.problem import NodeCounts, Problem
 from hexgen2.search.ties import exceeds, greatest, greatest_first
 
 SLOW_PLAN = 3
 """To plan a colocated replica within a target per output token takes as long as so many other plans."""
-AT_ONCE = 64
-"""Colocated groups that are looked at together."""
+AT_ONCE = 192
+"""Groups that are looked at together."""
 DEFAULT_ENGINE = EngineSettings()
 
 
@@ -78,13 +79,26 @@ def _stages(pipeline: Pipeline, split: Sequence[int]) -> tuple[PlannedStage, ...
     )
 
 
-class _Colocated(NamedTuple):
-    """What groups of the same kinds of nodes can form: pipelines on these nodes, the most promising first,
-    and what no plan of them exceeds; None if the model does not fit."""
+class _Candidates:
+    """The pipelines that groups of the same kinds of nodes can form in a role, the most promising first.
 
-    nodes: list[int]
-    pipelines: list[Pipeline]
-    limit: ColocatedLimit | None
+    Attributes
+    ----------
+    nodes : that the pipelines are on
+    limit : what no plan of them exceeds; None if the model does not fit
+    """
+
+    def __init__(
+        self, nodes: list[int], limit: PlanLimit | None, order: Sequence[int], make: Callable[[int], Pipeline]
+    ) -> None:
+        self.nodes, self.limit = nodes, limit
+        self._order, self._make, self._made = order, make, list[Pipeline]()
+
+    def __iter__(self) -> Iterator[Pipeline]:
+        for k, row in enumerate(self._order):
+            if k == len(self._made):
+                self._made.append(self._make(row))
+            yield self._made[k]
 
 
 class Planner:
@@ -113,16 +127,12 @@ class Planner:
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
         # One goal's targets rule out most divisions unseen; those that several goals ask for are kept.
         self._several = alike is not None and problem.targets.ttft_s is not None
-        self._fronts: dict[tuple, tuple[list[int], PrefillFront[tuple[Pipeline, Division]]]] = (
-            alike._fronts if alike else {}
-        )
-        self._made: dict[tuple[str, NodeCounts], list[Pipeline]] = alike._made if alike else {}
+        self._fronts: dict[tuple, PrefillFront[tuple[Pipeline, Division]]] = alike._fronts if alike else {}
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         self._regions: dict[tuple, Region] = {}
-        self._limits: dict[NodeCounts, ColocatedLimit | None] = {}
-        self._colocated: dict[tuple, _Colocated] = alike._colocated if alike else {}
-        kinds: dict[Link, int] = {}
-        self._link_kind = [[kinds.setdefault(link, len(kinds)) for link in row] for row in problem.node_links]
+        self._limits: dict[tuple[str, NodeCounts], PlanLimit | None] = {}
+        self._candidates: dict[tuple, _Candidates] = alike._candidates if alike else {}
+        self._link_kind = problem.link_kinds[0].tolist()
         pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
         self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
 
@@ -143,16 +153,13 @@ class Planner:
         if key not in self._memo:
             slow = role == "colocated" and self.problem.targets.tpot_s is not None
             self.computed += SLOW_PLAN if slow else 1
+            found = self._candidates_of(role, counts, nodes, key)
             if role == "prefill" and self._several:
                 if key not in self._fronts:
-                    self._fronts[key] = nodes, self._front(counts)
-                made_on, front = self._fronts[key]
-                self._memo[key] = made_on, self._best_of(front)
-            elif role == "colocated":
-                found = self._colocated_of(counts, nodes, alike)
-                self._memo[key] = found.nodes, self._best(found.pipelines)
+                    self._fronts[key] = self._front(found)
+                self._memo[key] = found.nodes, self._best_of(self._fronts[key])
             else:
-                self._memo[key] = nodes, self._best(self._pipelines_of(role, counts))
+                self._memo[key] = found.nodes, self._best(found)
         planned_on, plan = self._memo[key]
         if plan is None or planned_on == nodes:
             return plan
@@ -170,28 +177,6 @@ class Planner:
         pairs = () if self._one_network else itertools.combinations(nodes, 2)
         return counts, nodes, (kinds, tuple(self._link_kind[a][b] for a, b in pairs))
 
-    def _shapes_of(self, role: str, counts: NodeCounts) -> Iterator[list[StageShape]]:
-        """The shapes that the engine can run."""
-        divided = (with_experts_divided(self.problem, shape) for shape in self._shapes.of(counts))
-        shapes = itertools.chain.from_iterable(divided)
-        if self.problem.engine == "vllm":
-            return (shape for shape in shapes if vllm_runs(role, shape))
-        return shapes
-
-    def _pipelines_of(self, role: str, counts: NodeCounts, limited: bool = True) -> list[Pipeline]:
-        """The pipelines of a group in which the model fits, the most promising first; or without limits, in
-        any order."""
-        if (role, counts) in self._made:
-            return self._made[role, counts]
-        shapes = self._shapes_of(role, counts)
-        made = [pipeline for shape in shapes if (pipeline := self._pipelines.of(role, shape))]
-        if not limited:
-            return made
-        found = greatest_first(self._pipelines.with_limits(role, made), lambda p: p.limit_req_s)
-        if self._several and role != "prefill":
-            self._made[role, counts] = found
-        return found
-
     def _best(self, pipelines: Iterable[Pipeline]) -> GroupPlan | None:
         """The best plan over all shapes, the most promising first, until no other can be better."""
         best: GroupPlan | None = None
@@ -203,12 +188,12 @@ class Planner:
                 best = plan
         return best
 
-    def _front(self, counts: NodeCounts) -> PrefillFront[tuple[Pipeline, Division]]:
+    def _front(self, pipelines: Iterable[Pipeline]) -> PrefillFront[tuple[Pipeline, Division]]:
         """The divisions of a prefill replica that may be best under some targets, over all shapes."""
         targets, semantics = self.problem.targets, self.problem.pipeline
         smallest = SMALLEST_STEP / self.problem.costs.isl
         front: PrefillFront[tuple[Pipeline, Division]] = PrefillFront()
-        for pipeline in self._pipelines_of("prefill", counts):
+        for pipeline in pipelines:
             for batch in targets.prefill_batches(pipeline.batch, smallest):
                 timing, limits = self._divisions.prefill_step(pipeline, batch)
                 quick = self._pipelines.split(timing, limits, True)
@@ -240,16 +225,19 @@ class Planner:
     def plan_shape(self, role: str, shape: Sequence[tuple[int, ...]], above: float = 0.0) -> GroupPlan | None:
         """The best layers and batch for stages (node, degree, and the degrees of StageShape that are not 1)
         in this order; None if nothing fits, perhaps also if nothing serves more than `above` requests/s."""
-        pipeline = self._pipelines.of(role, [StageShape(*stage) for stage in shape])
-        return self._plan(self._pipelines.with_limits(role, [pipeline])[0], above) if pipeline else None
+        stages = [StageShape(*stage) for stage in shape]
+        nodes = list(dict.fromkeys(stage.node for stage in stages))
+        form = [stage._replace(node=nodes.index(stage.node)) for stage in stages]
+        limits = self._pipelines.limits(role, *self._pipelines.rows(role, [(nodes, [form])]))
+        pipeline = self._pipelines.of(role, stages, limits[0].tolist()) if len(limits) else None
+        return self._plan(pipeline, above) if pipeline else None
 
     def quickest_s(self, role: str, counts: NodeCounts) -> float:
         """The least seconds to the first token (role "prefill"), or per output token, of a single request
         with a mean prompt; infinity if the model does not fit."""
         semantics, best = self.problem.pipeline, float("inf")
-        for pipeline in filter(
-            None, (self._pipelines.of(role, shape) for shape in self._shapes_of(role, counts))
-        ):
+        shapes = self._shapes.of(role, counts)
+        for pipeline in filter(None, (self._pipelines.of(role, shape) for shape in shapes)):
             held = self._divisions.batches_held(pipeline) if role == "prefill" else 1
             limits = [m.max_layers(held) for m in pipeline.memory]
             timing = self._pipelines.timing(pipeline, "prefill" if role == "prefill" else "decode", 1)
@@ -333,42 +321,54 @@ class Planner:
         first = self.problem.targets.prefill_queue(pace, chunk or 1.0)
         return first, self._divisions.decode_queue(pipeline, split, int(plan.batch), chunk)
 
-    def colocated_limit(self, counts: NodeCounts) -> ColocatedLimit | None:
-        """What no plan of a colocated group exceeds; None if the model does not fit. Much faster than to
-        plan."""
+    def limit(self, role: str, counts: NodeCounts) -> PlanLimit | None:
+        """What no plan of a group exceeds; None if the model does not fit. Much faster than to plan."""
         if len(counts) > self.span:
             return None
-        if counts not in self._limits:
-            self._limits[counts] = self._colocated_of(*self._by_kind(counts)).limit
-        return self._limits[counts]
+        key = role, counts
+        if key not in self._limits:
+            like, nodes, alike = self._by_kind(counts)
+            self._limits[key] = self._candidates_of(role, like, nodes, (role, *alike)).limit
+        return self._limits[key]
 
-    def look_ahead(self, groups: Iterable[NodeCounts], stop: Callable[[], bool] = lambda: False) -> None:
-        """Find out what no plan of these colocated groups exceeds, before `colocated_limit` and `plan` ask:
-        all together, which is much faster than one after the other. Until it is time to stop."""
+    def look_ahead(
+        self, role: str, groups: Iterable[NodeCounts], stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Find out what no plan of these groups exceeds, before `limit` and `plan` ask: all together, which
+        is much faster than one after the other. Until it is time to stop."""
         left: dict[tuple, tuple[NodeCounts, list[int]]] = {}
         for counts in groups:
-            if len(counts) <= self.span and counts not in self._limits:
-                like, nodes, key = self._by_kind(counts)
-                if key not in self._colocated:
-                    left.setdefault(key, (like, nodes))
+            if len(counts) <= self.span and (role, counts) not in self._limits:
+                like, nodes, alike = self._by_kind(counts)
+                if (role, *alike) not in self._candidates:
+                    left.setdefault((role, *alike), (like, nodes))
         keys = iter(left)
         while not stop() and (some := list(itertools.islice(keys, AT_ONCE))):
-            self._look_at({key: left[key] for key in some})
+            self._look_at(role, {key: left[key] for key in some})
 
-    def _colocated_of(self, counts: NodeCounts, nodes: list[int], key: tuple) -> _Colocated:
+    def _candidates_of(self, role: str, counts: NodeCounts, nodes: list[int], key: tuple) -> _Candidates:
         """What a group that is sorted by kind can form."""
-        if key not in self._colocated:
-            self._look_at({key: (counts, nodes)})
-        return self._colocated[key]
+        if key not in self._candidates:
+            self._look_at(role, {key: (counts, nodes)})
+        return self._candidates[key]
 
-    def _look_at(self, groups: Mapping[tuple, tuple[NodeCounts, list[int]]]) -> None:
-        made = [list(self._pipelines_of("colocated", counts, limited=False)) for counts, _ in groups.values()]
-        limited = iter(self._pipelines.with_limits("colocated", list(itertools.chain.from_iterable(made))))
-        found = [list(itertools.islice(limited, len(each))) for each in made]
-        limits = ColocatedLimit.of_each(self._pipelines, found)
-        for (key, (_, nodes)), pipelines, limit in zip(groups.items(), found, limits, strict=True):
-            best_first = greatest_first(pipelines, lambda p: p.limit_req_s)
-            self._colocated[key] = _Colocated(nodes, best_first, limit)
+    def _look_at(self, role: str, groups: Mapping[tuple, tuple[NodeCounts, list[int]]]) -> None:
+        pipelines = self._pipelines
+        forms = [self._shapes.forms(role, counts) for counts, _ in groups.values()]
+        rows, batch = pipelines.rows(role, forms)
+        limits = pipelines.limits(role, rows, batch)
+        most_req_s = limits.max(axis=1)
+        found = limits_of(pipelines, role, rows, batch, most_req_s)
+
+        def make(row: int) -> Pipeline:
+            pipeline = pipelines.of(role, rows.shape(row), limits[row].tolist())
+            assert pipeline is not None, "only those that fit have limits"
+            return pipeline
+
+        for number, (key, (_, nodes)) in enumerate(groups.items()):
+            here = np.flatnonzero(rows.group == number).tolist()
+            order = greatest_first(here, most_req_s.__getitem__)
+            self._candidates[key] = _Candidates(nodes, found.get(number), order, make)
 
     def moves_kv(self, plan: GroupPlan) -> bool:
         """Whether a colocated replica with this plan may send KV caches and take them: under vLLM, those of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,8 @@ import numpy as np
 from cost_model.pipeline import PhaseTimes, mixed_period_s, outgoing_prompts
 from hexgen2.region import Point, Region
 from hexgen2.search.planning.limits import MixedSteps, least_decodes_s, least_step_s
-from hexgen2.search.planning.pipelines import Pipeline, Pipelines, StepTimes
+from hexgen2.search.planning.pipeline_rows import PipelineRows, StepTimes
+from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 
 SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
 """Shares of mixed steps at which a mixed replica's region is looked at."""
@@ -20,43 +20,49 @@ TELLING = (SHARES[2], SHARES[-1])
 
 
 @dataclass(frozen=True)
-class ColocatedLimit:
-    """What no plan of a colocated group exceeds: in requests/s of its own, and in work of both phases for
-    itself and others (None where no replica works for others)."""
+class PlanLimit:
+    """What no plan of a group exceeds: in requests/s, and, where a colocated group may work for others, in
+    work of both phases (None otherwise)."""
 
     req_s: float
     region: Region | None
 
-    @classmethod
-    def of_each(
-        cls, pipelines: Pipelines, groups: Sequence[Sequence[Pipeline]]
-    ) -> list[ColocatedLimit | None]:
-        """Those of groups that can form these pipelines; None if there are none."""
-        found: list[ColocatedLimit | None] = []
-        everyone = list(itertools.chain.from_iterable(groups))
-        corners = iter(_corners(pipelines, everyone) if pipelines.problem.mixes and everyone else ())
-        for group in groups:
-            if not group:
-                found.append(None)
-                continue
-            region = None
-            if pipelines.problem.mixes:
-                points = list(itertools.chain.from_iterable(itertools.islice(corners, len(group))))
-                region = Region.around(
-                    [*points, *((pipeline.limit_req_s, pipeline.limit_req_s) for pipeline in group)]
-                )
-            found.append(cls(max(pipeline.limit_req_s for pipeline in group), region))
-        return found
+
+def limits_of(
+    pipelines: Pipelines, role: str, rows: PipelineRows, batch: np.ndarray, most_req_s: np.ndarray
+) -> dict[int, PlanLimit]:
+    """The limits of the groups that can form these pipelines, by their numbers.
+
+    Parameters
+    ----------
+    batch, most_req_s : [n] the largest batches and the limits of the pipelines
+    """
+    if not len(rows):
+        return {}
+    numbers, first = np.unique(rows.group, return_index=True)
+    each_s = np.maximum.reduceat(most_req_s, first).tolist()
+    regions: Sequence[Region | None] = [None] * len(each_s)
+    if role == "colocated" and pipelines.problem.mixes:
+        regions = _regions(pipelines, rows, batch, first, each_s)
+    limits = zip(numbers.tolist(), each_s, regions, strict=True)
+    return {number: PlanLimit(req_s, region) for number, req_s, region in limits}
 
 
-def _corners(pipelines: Pipelines, found: Sequence[Pipeline]) -> list[list[Point]]:
-    """For each pipeline, corners of a region that no plan with its stages exceeds, however its layers are
-    divided."""
-    costs, layers, count = pipelines.problem.costs, pipelines.problem.model.layers, len(found)
-    chunks, rows = pipelines.chunks, StepTimes(pipelines, found)
-    held = np.tile([pipeline.batch / len(pipeline.kinds) for pipeline in found], len(chunks))
+def _regions(
+    pipelines: Pipelines, rows: PipelineRows, batch: np.ndarray, first: np.ndarray, most_req_s: list[float]
+) -> list[Region]:
+    """Regions that no plan of a group exceeds, however its layers are divided.
+
+    Parameters
+    ----------
+    first : [g] the first pipeline of each group
+    most_req_s : the limit of each group
+    """
+    costs, layers, count = pipelines.problem.costs, pipelines.problem.model.layers, len(rows)
+    chunks, times = pipelines.chunks, StepTimes(costs, rows)
+    held = np.tile(batch / rows.stages, len(chunks))
     prompts, none = np.repeat(chunks, count), np.zeros_like(held)
-    only, mixed, rest = rows.of(prompts, none), rows.of(prompts, held), rows.of(none, held)
+    only, mixed, rest = times.of(prompts, none), times.of(prompts, held), times.of(none, held)
     step_s = least_step_s(mixed, layers)
     chains = (MixedSteps(np.full_like(held, share), prompts, mixed.stages) for share in TELLING)
     decode_s = np.maximum(*(least_decodes_s(mixed, rest, layers, chain) for chain in chains))
@@ -64,12 +70,14 @@ def _corners(pipelines: Pipelines, found: Sequence[Pipeline]) -> list[list[Point
     def of_each(rates: np.ndarray) -> np.ndarray:
         return rates.reshape(len(chunks), count)
 
-    most_prompts = of_each(prompts / least_step_s(only, layers)).max(axis=0).tolist()
-    most_answers = of_each(held / (costs.osl * decode_s)).max(axis=0).tolist()
-    both = np.stack([of_each(prompts / step_s), of_each(held / (costs.osl * step_s))]).T.tolist()
+    most_prompts = of_each(prompts / least_step_s(only, layers)).max(axis=0)
+    most_answers = of_each(held / (costs.osl * decode_s)).max(axis=0)
+    alone = (np.maximum.reduceat(most, first).tolist() for most in (most_prompts, most_answers))
+    both = np.stack([of_each(prompts / step_s), of_each(held / (costs.osl * step_s))]).T
+    mixtures = (part.reshape(-1, 2).tolist() for part in np.split(both, first[1:]))
     return [
-        [(p, 0.0), (0.0, d), *map(tuple, mixtures)]
-        for p, d, mixtures in zip(most_prompts, most_answers, both, strict=True)
+        Region.around([(p, 0.0), (0.0, d), (own, own), *map(tuple, mixed)])
+        for p, d, own, mixed in zip(*alone, most_req_s, mixtures, strict=True)
     ]
 
 

@@ -72,34 +72,52 @@ def with_experts_divided(problem: Problem, shape: Sequence[tuple[int, int]]) -> 
 
 
 class Shapes:
-    """Lists the shapes of groups of one problem."""
+    """Lists the shapes of groups of one problem that its engine can run."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         largest = max(len(gpus) for gpus in problem.node_gpus)
         self.degrees = tuple(problem.model.tensor_degrees(largest))
         self._paths: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._forms: dict[tuple, list[list[StageShape]]] = {}
 
-    def of(self, counts: NodeCounts) -> Iterator[list[tuple[int, int]]]:
-        """The shapes of a group, as stages (node, degree): all combinations of the partitions of each node's
-        GPUs, or of the even partitions where that would be too many."""
+    def of(self, role: str, counts: NodeCounts) -> Iterator[list[StageShape]]:
+        """The shapes of a group in a role."""
+        nodes, forms = self.forms(role, counts)
+        return ([StageShape(nodes[at], *degrees) for at, *degrees in form] for form in forms)
+
+    def forms(self, role: str, counts: NodeCounts) -> tuple[list[int], list[list[StageShape]]]:
+        """The nodes of a group in the order of its pipelines, and its shapes with the numbers of nodes in
+        that order in their place: one list for all groups that are alike but for their nodes."""
         counts = self.along_fast_links(counts)
-        choices = [partitions(count, self.degrees) for _, count in counts]
+        kinds = [self.problem.node_kind[node] for node, _ in counts]
+        key = role, tuple(count for _, count in counts), self.alike(kinds)
+        if key not in self._forms:
+            plain = self.combinations([count for _, count in counts], kinds)
+            found = itertools.chain.from_iterable(with_experts_divided(self.problem, each) for each in plain)
+            runs = self.problem.engine != "vllm"
+            self._forms[key] = [form for form in found if runs or vllm_runs(role, form)]
+        return [node for node, _ in counts], self._forms[key]
+
+    def alike(self, kinds: Sequence[int]) -> tuple:
+        """What the shapes of a group depend on but for its counts: which of its nodes are alike."""
+        return tuple(kind == before for before, kind in pairwise(kinds))
+
+    def combinations(self, counts: Sequence[int], kinds: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        """Stages (number of a node, degree) for nodes of these kinds with so many GPUs: all combinations of
+        the partitions of each node's GPUs, or of the even partitions where that would be too many."""
+        choices = [partitions(count, self.degrees) for count in counts]
         if math.prod(len(c) for c in choices) > MAX_SHAPES:
             choices = [_even(c) for c in choices]
         if math.prod(len(c) for c in choices) > MAX_SHAPES:
             choices = [c if len(c) == 1 else (c[0], c[-1]) for c in choices]
         # Of two nodes that are alike, only one order is tried.
-        like = [self.problem.node_kind[node] for node, _ in counts]
-        twins = [k for k in range(1, len(counts)) if like[k] == like[k - 1] and choices[k] == choices[k - 1]]
+        places = range(1, len(counts))
+        twins = [k for k in places if kinds[k] == kinds[k - 1] and choices[k] == choices[k - 1]]
         for combination in itertools.islice(itertools.product(*choices), 4 * MAX_SHAPES):
             if any(combination[k] > combination[k - 1] for k in twins):
                 continue
-            yield [
-                (node, degree)
-                for (node, _), parts in zip(counts, combination, strict=True)
-                for degree in parts
-            ]
+            yield [(node, degree) for node, parts in enumerate(combination) for degree in parts]
 
     def along_fast_links(self, counts: NodeCounts) -> NodeCounts:
         """The nodes in the order with the fastest links between neighbours: exact up to 5 nodes, else

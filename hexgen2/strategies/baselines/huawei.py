@@ -24,7 +24,7 @@ from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.params import Params
 from hexgen2.search.planning.plan import GroupPlan, Planner
 from hexgen2.search.planning.shapes import Shapes
-from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
+from hexgen2.search.problem import Group, Problem, Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.ties import greatest
 from hexgen2.strategies.base import SearchOptions, run_search
@@ -170,6 +170,6 @@ class OneStagePlanner(Planner):
 
 
 class _OneStage(Shapes):
-    def of(self, counts: NodeCounts) -> Iterator[list[tuple[int, int]]]:
-        if len(counts) == 1 and counts[0][1] in self.degrees:
-            yield [counts[0]]
+    def combinations(self, counts: Sequence[int], kinds: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        if len(counts) == 1 and counts[0] in self.degrees:
+            yield [(0, counts[0])]

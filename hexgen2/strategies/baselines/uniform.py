@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from cost_model.hardware import Accelerator
 from hexgen2.search.evaluator import Evaluator
@@ -47,12 +47,15 @@ class _UniformShapes(Shapes):
         super().__init__(problem)
         self._degree_of = degree_of
 
-    def of(self, counts: NodeCounts) -> Iterator[list[tuple[int, int]]]:
-        given = self._degree_of.get(self.problem.node_accelerator[counts[0][0]])
+    def alike(self, kinds: Sequence[int]) -> tuple:
+        return (kinds[0],)
+
+    def combinations(self, counts: Sequence[int], kinds: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        node = self.problem.node_kind.index(kinds[0])
+        given = self._degree_of.get(self.problem.node_accelerator[node])
         for degree in (given,) if given else self.degrees:
-            if all(count % degree == 0 for _, count in counts):
-                along = self.along_fast_links(counts)
-                yield [(node, degree) for node, count in along for _ in range(count // degree)]
+            if all(count % degree == 0 for count in counts):
+                yield [(node, degree) for node, count in enumerate(counts) for _ in range(count // degree)]
 
 
 def nodes_by_type(problem: Problem) -> dict[Accelerator, list[int]]:

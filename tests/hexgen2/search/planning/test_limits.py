@@ -117,7 +117,7 @@ def test_no_plan_exceeds_the_limit_of_its_group(cluster, model, workload):
     groups += [((a, sizes[a]), (b, 1)) for a in range(len(sizes)) for b in range(a + 1, len(sizes))][::3]
     planned = 0
     for counts in groups:
-        plan, limit = planner.plan("colocated", counts), planner.colocated_limit(counts)
+        plan, limit = planner.plan("colocated", counts), planner.limit("colocated", counts)
         if plan is None:
             continue
         planned += 1
