@@ -103,7 +103,7 @@ def _hopeful(state: SearchState, steps: Iterable[Neighbour], threshold: float) -
                 hopeful.append((step, solution))
         groups = dict.fromkeys(group for _, solution in hopeful for group in solution.groups)
         colocated = (group.counts for group in groups if group.role == "colocated")
-        evaluator.planner.look_ahead("colocated", colocated, state.finished)
+        evaluator.planner.look_ahead(["colocated"], colocated, state.finished)
         for neighbour in hopeful:
             if state.finished():
                 return

@@ -22,8 +22,9 @@ class Column:
     """A pattern of GPUs in a role, with the capacity of its best plan in requests/s; and what it can do for
     others, if it may work for them (colocated groups).
 
-    most_sent, most_received : requests/s whose KV caches can leave and reach a colocated group
+    most_sent, most_received : requests/s whose KV caches can leave and reach a group
     planned : whether it is worth that by its best plan; otherwise no plan is worth more
+    limit_req_s : requests/s that no plan is worth more than
     """
 
     role: str
@@ -33,6 +34,12 @@ class Column:
     most_sent: float = math.inf
     most_received: float = math.inf
     planned: bool = True
+    limit_req_s: float = math.inf
+
+    def worth(self, req_s: float, region: Region | None) -> Column:
+        """The column with this capacity, as far as KV caches can leave or reach it, and this region."""
+        carried = {"prefill": self.most_sent, "decode": self.most_received}.get(self.role, math.inf)
+        return replace(self, capacity_req_s=min(req_s, carried), region=region)
 
     @cached_property
     def corners(self) -> tuple[Point, ...]:
@@ -98,8 +105,7 @@ def list_columns(
     planner: Planner, problem: Problem, classes: NodeClasses, stop: Callable[[float], bool]
 ) -> tuple[list[Column], bool]:
     """All patterns of up to `widest_span` nodes in which the model fits, in every role that groups may have;
-    and whether these are all, or it was time to stop. Colocated ones on several nodes are worth what no plan
-    exceeds.
+    and whether these are all, or it was time to stop. Those on several nodes are worth what no plan exceeds.
 
     Parameters
     ----------
@@ -116,40 +122,31 @@ def list_columns(
         for k, pattern in enumerate(patterns):
             if columns and stop(listed / total):
                 return columns, False
-            if "colocated" in roles and k % AT_ONCE == 0:
-                planner.look_ahead("colocated", map(classes.counts, patterns[k : k + AT_ONCE]))
+            if k % AT_ONCE == 0:
+                planner.look_ahead(roles, map(classes.counts, patterns[k : k + AT_ONCE]))
             listed += 1
             counts = classes.counts(pattern)
             sent, received = limits.most(pattern)
             for role in roles:
-                if role == "colocated" and nodes > 1:
-                    # There are many, each takes long to plan, and few are worth it.
-                    limit = planner.limit(role, counts)
-                    if limit:
-                        region = limit.region if problem.mixes else None
-                        columns.append(
-                            Column(role, pattern, limit.req_s, region, sent, received, planned=False)
-                        )
+                limit = planner.limit(role, counts)
+                if limit is None:
                     continue
-                plan = planner.plan(role, counts)
-                if plan is None:
-                    continue
-                if role == "colocated":
-                    region = planner.region(plan) if problem.mixes else None
-                    columns.append(Column(role, pattern, plan.capacity_req_s, region, sent, received))
-                else:
-                    most = sent if role == "prefill" else received
-                    columns.append(Column(role, pattern, min(most, plan.capacity_req_s)))
+                region = limit.region if problem.mixes else None
+                column = Column(role, pattern, math.inf, None, sent, received, False, limit.req_s)
+                # On several nodes there are many, and few are worth it to be planned.
+                made = column.worth(limit.req_s, region)
+                columns.append(made if nodes > 1 else with_its_plan(made, planner, problem, counts))
     return columns, True
 
 
-def with_its_plan(column: Column, planner: Planner, problem: Problem, counts: NodeCounts) -> Column | None:
-    """A colocated column with what its best plan is worth on these GPUs; None if the model does not fit."""
+def with_its_plan(column: Column, planner: Planner, problem: Problem, counts: NodeCounts) -> Column:
+    """A column with what its best plan is worth on these GPUs: nothing if no plan meets the targets."""
     plan = planner.plan(column.role, counts)
     if plan is None:
-        return None
-    region = planner.region(plan) if problem.mixes else None
-    return replace(column, capacity_req_s=plan.capacity_req_s, region=region, planned=True)
+        return replace(column, capacity_req_s=0.0, region=None, planned=True)
+    mixes = column.role == "colocated" and problem.mixes
+    region = planner.region(plan) if mixes else None
+    return replace(column.worth(plan.capacity_req_s, region), planned=True)
 
 
 def undominated(columns: Sequence[Column], stop: Callable[[], bool]) -> list[Column]:

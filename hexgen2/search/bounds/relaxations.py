@@ -100,9 +100,7 @@ class Relaxations:
             if self.stop():
                 break
             counts = self.classes.counts(self.columns[k].pattern)
-            made = with_its_plan(self.columns[k], self._planner, self._problem, counts)
-            nothing = replace(self.columns[k], capacity_req_s=0.0, region=None, planned=True)
-            self.columns[k] = made or nothing
+            self.columns[k] = with_its_plan(self.columns[k], self._planner, self._problem, counts)
 
     @cached_property
     def _lp(self) -> ConfigurationLP:
@@ -127,7 +125,7 @@ class Relaxations:
 
         if nodes is None and "colocated" in roles:
             self._solved(self._lp, budget, simple=True)
-        columns = [column for column in _simple(self.columns) if column.role in roles]
+        columns = [column for column in _expected(self.columns) if column.role in roles]
         if nodes is not None:
             classes = self.classes.nodes
             inside = {which for which, members in enumerate(classes) if set(members) <= set(nodes)}
@@ -188,6 +186,27 @@ class Relaxations:
             *((f"a replica spans at most {span} nodes",) if limited else ()),
             *(("nodes of one kind are as near as the nearest",) if self._coarse else ()),
         )
+
+
+def _expected(columns: list[Column]) -> list[Column]:
+    """The columns without what colocated groups could do for others; those without plans are worth as much of
+    their limits as most plans are that were made."""
+    usual = dict.fromkeys(ROLES["flexible"], 1.0)
+    for role in usual:
+        shares = [
+            column.capacity_req_s / column.limit_req_s
+            for column in columns
+            if column.planned and column.role == role and column.capacity_req_s
+        ]
+        usual[role] = float(np.median(shares)) if shares else 1.0
+    return [
+        replace(
+            column,
+            region=None,
+            capacity_req_s=column.capacity_req_s * (1.0 if column.planned else usual[column.role]),
+        )
+        for column in columns
+    ]
 
 
 def _simple(columns: list[Column]) -> list[Column]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
+from hexgen2.search.planning.timing import Timings
 from hexgen2.search.ties import first_greatest, order
 
 
@@ -39,6 +42,29 @@ def balance_layers(
         several = [j for j in range(stages) if split[j] > 1]
         split[first_greatest(several, [layer_s[j] * split[j] + edge_s[j] for j in several])] -= 1
         missing += 1
+    return split
+
+
+def balance_many(layers: int, timings: Timings, limit: np.ndarray) -> np.ndarray:
+    """[n, s] the layers of the stages of n pipelines as balance_layers divides them, but for ties.
+
+    Parameters
+    ----------
+    layers : total, each stage takes at least one
+    limit : [n, s] most layers that fit in each stage; there must be room for all of them
+    """
+    there = np.arange(limit.shape[1])[None, :] < timings.stages[:, None]
+    layer_s, edge_s = timings.layer_s, timings.edge_s
+    level = (layers + np.cumsum(edge_s / layer_s, axis=1)[:, -1]) / np.cumsum(1 / layer_s, axis=1)[:, -1]
+    split = np.floor((level[:, None] - edge_s) / layer_s + 1e-9)
+    split = np.where(there, np.clip(split, 1, limit), 0)
+    while len(rows := np.flatnonzero(split.sum(axis=1) < layers)):
+        longer_s = layer_s[rows] * (split[rows] + 1) + edge_s[rows]
+        room = there[rows] & (split[rows] < limit[rows])
+        split[rows, np.where(room, longer_s, np.inf).argmin(axis=1)] += 1
+    while len(rows := np.flatnonzero(split.sum(axis=1) > layers)):
+        stage_s = layer_s[rows] * split[rows] + edge_s[rows]
+        split[rows, np.where(split[rows] > 1, stage_s, -np.inf).argmax(axis=1)] -= 1
     return split
 
 

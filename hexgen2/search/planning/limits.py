@@ -39,6 +39,7 @@ class MixedSteps:
 
     Attributes
     ----------
+    memory : [n] how much of what a step was is known of that in the next stage
     next : [n] the chance that a stage's step is not mixed if that of the stage before it is not
     most : [n] the same for any stage before it, at most
     none : [n] the chance that no other stage has a mixed step if one has none
@@ -48,7 +49,7 @@ class MixedSteps:
         self.share, self.stages = share, stages
         with np.errstate(divide="ignore", invalid="ignore"):
             memory = 1 - (1 - exps(-share * prompts)) / share
-        memory = np.where((share > 0) & (share < 1), memory, 0.0)
+        self.memory = memory = np.where((share > 0) & (share < 1), memory, 0.0)
         self.next = 1 - share + share * memory
         self.most = np.maximum(self.next, 1 - share + share * (memory * memory))
         self.none = _powers(self.next, int(stages.max()))[np.arange(len(stages)), stages - 1]
@@ -80,6 +81,39 @@ def least_period_s(mixed: Timings, rest: Timings, layers: int, steps: MixedSteps
     theta = _least_of((1 - none_of + (beta * none)[:, None]) / speeds, stages)
     several = (stages > 1) & (share < 1)
     return np.where(several, np.maximum(least_s, theta * work), least_s)
+
+
+def mean_period_s(mixed: Timings, rest: Timings, split: np.ndarray, steps: MixedSteps) -> np.ndarray:
+    """[n] the mean seconds from one step to the next with [n, s] layers (cost_model/pipeline.py,
+    mixed_period_s)."""
+    mixed_s, rest_s, share = mixed.stage_s(split), rest.stage_s(split), steps.share
+    hop_s = rest.mean(mixed, share).hop_s
+    walk_s = share * _sum(mixed_s) + (1 - share) * _sum(rest_s) + _sum(hop_s)
+    slowest_s = share * mixed_s[:, 0] + (1 - share) * rest_s[:, 0]
+    for stages in range(2, mixed_s.shape[1] + 1):
+        rows = np.flatnonzero(steps.stages == stages)
+        if len(rows):
+            here = mixed_s[rows, :stages], rest_s[rows, :stages].max(axis=1)
+            slowest_s[rows] = _mean_slowest_s(*here, share[rows], steps.memory[rows])
+    return np.maximum(np.maximum(slowest_s, walk_s / steps.stages), hop_s.max(axis=1))
+
+
+def _mean_slowest_s(
+    mixed_s: np.ndarray, least_s: np.ndarray, share: np.ndarray, memory: np.ndarray
+) -> np.ndarray:
+    """[n] the mean of the slowest of several stages, which takes least_s [n] where no step is mixed."""
+    mean, below = np.zeros(len(mixed_s)), np.zeros(len(mixed_s))
+    levels = np.sort(np.maximum(mixed_s, least_s[:, None]), axis=1)
+    for level_s in (least_s, *levels.T):
+        within, remembered = np.ones(len(mixed_s)), np.zeros(len(mixed_s))
+        for stage_s in mixed_s.T:
+            remembered = remembered * memory
+            slower = stage_s > level_s
+            within = np.where(slower, within * (1 - share + share * remembered), within)
+            remembered = np.where(slower, 1.0, remembered)
+        mean += (within - below) * level_s
+        below = within
+    return mean
 
 
 def least_step_s(timings: Timings, layers: int) -> np.ndarray:

@@ -97,19 +97,30 @@ class PipelineRows:
 
     def fit(self, phase: Phase, batch: np.ndarray, layers: int) -> np.ndarray:
         """[n] whether the model's layers fit beside [n] requests, with at least one in each stage."""
-        limit, fixed, per_layer, per_layer_request, per_request = self._memory(phase)
-        requests = batch[:, None]
-        room = limit - fixed - requests * per_request
-        most = np.maximum(0.0, room // (per_layer + requests * per_layer_request))
-        there = self.kind != NONE
+        most, there = self.max_layers(phase, batch), self.kind != NONE
         each = np.where(there, most, np.inf).min(axis=1) >= 1
         return np.asarray(each & ((most * there).sum(axis=1) >= layers))
 
+    def max_layers(self, phase: Phase, batch: np.ndarray) -> np.ndarray:
+        """[n, s] the most layers that fit in each stage together with [n] requests."""
+        limit, fixed, per_layer, per_layer_request, per_request = self._memory(phase)
+        requests = batch[:, None]
+        room = limit - fixed - requests * per_request
+        return np.asarray(np.maximum(0.0, room // (per_layer + requests * per_layer_request)))
+
     def _memory(self, phase: Phase) -> np.ndarray:
         """[5, n, s] the numbers of StageMemory."""
-        inside = np.ones_like(self.kind)
-        inside[:, 0] = 0
-        return np.moveaxis(self.kinds.memory(phase)[self.kind, inside, (~self.last).astype(int)], -1, 0)
+        if phase not in self._memories:
+            inside = np.ones_like(self.kind)
+            inside[:, 0] = 0
+            found = self.kinds.memory(phase)[self.kind, inside, (~self.last).astype(int)]
+            self._memories[phase] = np.ascontiguousarray(np.moveaxis(found, -1, 0))
+        return self._memories[phase]
+
+    @cached_property
+    def _memories(self) -> dict[Phase, np.ndarray]:
+        """Those of `_memory` made so far."""
+        return {}
 
     def largest_batch(self, phase: Phase, most: int, layers: int) -> np.ndarray:
         """[n] the most requests, up to `most`, for which the layers still fit; 0 if not even one does."""
@@ -154,7 +165,9 @@ class StepTimes:
 
 def _widened(array: np.ndarray, width: int) -> np.ndarray:
     """[n, width] of [n, s], with NONE beyond."""
-    return np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=NONE)
+    found = np.full((len(array), width), NONE)
+    found[:, : array.shape[1]] = array
+    return found
 
 
 def _places(numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,13 +29,46 @@ from cost_model.pipeline import (
     prompts_held,
     under_way,
 )
-from hexgen2.search.planning.layers import balance_layers, fastest_layers
-from hexgen2.search.planning.limits import MixedSteps, least_period_s
+from hexgen2.search.planning.layers import balance_layers, balance_many, fastest_layers
+from hexgen2.search.planning.limits import MixedSteps, least_period_s, mean_period_s
 from hexgen2.search.planning.pipeline_rows import Forms, PipelineRows, StepTimes
 from hexgen2.search.planning.shapes import StageShape
 from hexgen2.search.planning.stage_kinds import StageKind, StageKinds
 from hexgen2.search.planning.timing import Timing
 from hexgen2.search.problem import Problem
+
+FOUND = 1 - 1e-3
+"""Of the requests/s of divisions that the planner tries, this share: ties may be decided otherwise there."""
+
+
+class Limits(NamedTuple):
+    """Limits on the requests/s of n pipelines.
+
+    of_chunks : [n, c] that no division of the layers exceeds, for each size of chunk if it is to be chosen
+    least : [n] that the planner finds; 0 where that is not known
+    """
+
+    of_chunks: np.ndarray
+    least: np.ndarray
+
+
+class Contenders(NamedTuple):
+    """The pipelines that may be the best of their groups.
+
+    batch : [n] the largest that fit
+    of_chunks : [n, c] limits on their requests/s (see Limits)
+    least : [n] requests/s that the planner finds for their groups; 0 where that is not known
+    """
+
+    rows: PipelineRows
+    batch: np.ndarray
+    of_chunks: np.ndarray
+    least: np.ndarray
+
+    @property
+    def most(self) -> np.ndarray:
+        """[n] requests/s that no plan of a pipeline exceeds."""
+        return np.asarray(self.of_chunks.max(axis=1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,29 +142,54 @@ class Pipelines:
         pipeline = Pipeline(role, tuple(shape), kinds, hops, memory, batch, limit, tuple(limits))
         return pipeline if batch else None
 
-    def rows(self, role: str, groups: Sequence[Forms]) -> tuple[PipelineRows, np.ndarray]:
-        """The pipelines of several groups in which the model fits, as arrays, and the largest batches [n]."""
-        costs, layers = self.problem.costs, self.problem.model.layers
+    def rows(self, groups: Sequence[Forms]) -> PipelineRows:
+        """The pipelines that these groups can form, whether or not the model fits."""
         rows = PipelineRows.of(self._kinds, groups)
-        rows = rows.only(rows.stages <= layers)
+        return rows.only(rows.stages <= self.problem.model.layers)
+
+    def contenders(self, role: str, rows: PipelineRows) -> Contenders:
+        """Those of the groups that can form these pipelines."""
+        rows, batch = self._fitting(role, rows)
+        if not len(rows):
+            return Contenders(rows, batch, np.zeros((0, 1)), np.zeros(0))
+        limits = self._limits(role, rows, batch)
+        first = np.unique(rows.group, return_index=True)[1]
+        counts = np.diff(first, append=len(rows))
+        least = np.repeat(np.maximum.reduceat(limits.least, first), counts)
+        may = limits.of_chunks.max(axis=1) >= least
+        return Contenders(rows.only(may), batch[may], limits.of_chunks[may], least[may])
+
+    def _fitting(self, role: str, rows: PipelineRows) -> tuple[PipelineRows, np.ndarray]:
+        """The pipelines in which the model fits, and their largest batches [n]."""
+        costs, layers = self.problem.costs, self.problem.model.layers
         if role != "prefill":
             batch = rows.largest_batch("decode", costs.batch_cap, layers)
         else:
             batch = np.zeros(len(rows))
-            steps = rows.stages + 1 if self.problem.pipeline == "pipelined" else np.full(len(rows), 2)
             for each in reversed(self.prefill_batches):
-                held = np.array([prompts_held(each, count) for count in range(int(steps.max(initial=0)) + 1)])
-                batch[rows.fit("prefill", held[steps], layers)] = each
+                batch[rows.fit("prefill", self._prompts_held(rows, each), layers)] = each
         return rows.only(batch > 0), batch[batch > 0]
 
-    def limits(self, role: str, rows: PipelineRows, batch: np.ndarray) -> np.ndarray:
-        """[n, c] upper limits on the requests/s of these pipelines, however their layers are divided: for
-        each size of chunk, if it is to be chosen."""
-        if not len(rows):
-            return np.zeros((0, 1))
+    def _limits(self, role: str, rows: PipelineRows, batch: np.ndarray) -> Limits:
+        """Limits on the requests/s of these pipelines."""
         if role == "colocated" and self.chunks:
-            return self._most_mixed_req_s(rows, batch)
-        return self._most_req_s(role, rows, batch)[:, None]
+            return self._mixed_limits(rows, batch)
+        full = role == "prefill" and self.problem.pipeline == "pipelined" and not self.problem.targets.given
+        most = self._prefill_req_s(rows, batch) if full else self._most_req_s(role, rows, batch)
+        return Limits(most[:, None], np.zeros(len(rows)))
+
+    def _prompts_held(self, rows: PipelineRows, batch: np.ndarray | float) -> np.ndarray:
+        """[n] prompts whose KV caches prefill replicas hold, whose steps have so many prompts each."""
+        batches = prefill_batches_held(self.problem.pipeline, rows.stages)  # type: ignore[arg-type]
+        return np.full(len(rows), np.maximum(prompts_held(0.0, 1), batch) * batches)
+
+    def _prefill_req_s(self, rows: PipelineRows, batch: np.ndarray) -> np.ndarray:
+        """[n] for prefill replicas that always fill their steps: those of layers divided for that, if enough
+        steps are in flight."""
+        most = rows.max_layers("prefill", self._prompts_held(rows, batch))
+        times = StepTimes(self.problem.costs, rows).of(batch, np.zeros_like(batch))
+        stage_s = times.stage_s(balance_many(self.problem.model.layers, times, most))
+        return np.asarray(batch / np.maximum(stage_s.max(axis=1), times.hop_s.max(axis=1)))
 
     def _most_req_s(self, role: str, rows: PipelineRows, batch: np.ndarray) -> np.ndarray:
         """[n] for replicas whose steps are not mixed: every request passes all L layers, so L times the
@@ -163,8 +222,8 @@ class Pipelines:
             kind.turns_req_s[key] = best / (self._layer_s(kind, "decode", best) + turn_s)
         return kind.turns_req_s[key]
 
-    def _most_mixed_req_s(self, rows: PipelineRows, batch: np.ndarray) -> np.ndarray:
-        """[n, chunks] for colocated replicas whose steps have chunks of so many prompts."""
+    def _mixed_limits(self, rows: PipelineRows, batch: np.ndarray) -> Limits:
+        """Those of colocated replicas whose steps have chunks of so many prompts."""
         osl, chunks, times = self.problem.costs.osl, self.chunks, StepTimes(self.problem.costs, rows)
         decodes = np.concatenate([np.minimum(batch / rows.stages, osl * chunk) for chunk in chunks])
         held, which = np.unique(
@@ -181,8 +240,14 @@ class Pipelines:
             prompts = (1 - second[2]) * prompts + second[2] * second[0]
         rest = times.of(np.zeros_like(decodes), decodes)
         chains = MixedSteps(np.minimum(1.0, decodes / (osl * prompts)), prompts, mixed.stages)
-        period_s = least_period_s(mixed, rest, self.problem.model.layers, chains)
-        return (decodes / (osl * period_s)).reshape(len(chunks), len(rows)).T
+        layers, shape = self.problem.model.layers, (len(chunks), len(rows))
+        most = decodes / (osl * least_period_s(mixed, rest, layers, chains))
+        if self.problem.targets.given:
+            return Limits(most.reshape(shape).T, np.zeros(len(rows)))
+        room = np.tile(rows.max_layers("decode", batch), (len(chunks), 1))
+        split = balance_many(layers, rest.mean(mixed, chains.share), room)
+        found = decodes / (osl * mean_period_s(mixed, rest, split, chains))
+        return Limits(most.reshape(shape).T, found.reshape(shape).max(axis=0) * FOUND)
 
     def at_once(self, split: list[int]) -> int:
         """How many batches of requests the pipeline holds at once."""

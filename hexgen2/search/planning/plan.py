@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from hexgen2.region import Region
 from hexgen2.replica import EngineSettings
 from hexgen2.search.planning.classes import node_classes, widest_span
 from hexgen2.search.planning.divisions import LESS, SMALLEST_STEP, Division, Divisions
-from hexgen2.search.planning.pipelines import Pipeline, Pipelines
+from hexgen2.search.planning.pipelines import Contenders, Pipeline, Pipelines
 from hexgen2.search.planning.prefill_front import PrefillFront
 from hexgen2.search.planning.regions import PlanLimit, limits_of, region_of
 from hexgen2.search.planning.shapes import Shapes, StageShape
@@ -86,13 +87,26 @@ class _Candidates:
     ----------
     nodes : that the pipelines are on
     limit : what no plan of them exceeds; None if the model does not fit
+
+    Parameters
+    ----------
+    req_s_of : limits of the pipelines, by their numbers
+    make : makes a pipeline
     """
 
     def __init__(
-        self, nodes: list[int], limit: PlanLimit | None, order: Sequence[int], make: Callable[[int], Pipeline]
+        self,
+        nodes: list[int],
+        limit: PlanLimit | None,
+        req_s_of: Mapping[int, float],
+        make: Callable[[int], Pipeline],
     ) -> None:
         self.nodes, self.limit = nodes, limit
-        self._order, self._make, self._made = order, make, list[Pipeline]()
+        self._req_s_of, self._make, self._made = req_s_of, make, list[Pipeline]()
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return greatest_first(self._req_s_of, self._req_s_of.__getitem__)
 
     def __iter__(self) -> Iterator[Pipeline]:
         for k, row in enumerate(self._order):
@@ -124,6 +138,7 @@ class Planner:
         self._pipelines: Pipelines = alike._pipelines if alike else Pipelines(problem)
         self._divisions = Divisions(self._pipelines, problem)
         self._shapes = Shapes(problem)
+        self._sorted: dict[NodeCounts, tuple[NodeCounts, list[int], tuple]] = {}
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
         # One goal's targets rule out most divisions unseen; those that several goals ask for are kept.
         self._several = alike is not None and problem.targets.ttft_s is not None
@@ -131,7 +146,8 @@ class Planner:
         self._planned: dict[tuple[str, NodeCounts], GroupPlan | None] = {}
         self._regions: dict[tuple, Region] = {}
         self._limits: dict[tuple[str, NodeCounts], PlanLimit | None] = {}
-        self._candidates: dict[tuple, _Candidates] = alike._candidates if alike else {}
+        same_limits = alike is not None and alike.problem.targets.given == problem.targets.given
+        self._candidates: dict[tuple, _Candidates] = alike._candidates if alike and same_limits else {}
         self._link_kind = problem.link_kinds[0].tolist()
         pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
         self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
@@ -153,7 +169,7 @@ class Planner:
         if key not in self._memo:
             slow = role == "colocated" and self.problem.targets.tpot_s is not None
             self.computed += SLOW_PLAN if slow else 1
-            found = self._candidates_of(role, counts, nodes, key)
+            found = self._candidates_of(role, counts, nodes, alike)
             if role == "prefill" and self._several:
                 if key not in self._fronts:
                     self._fronts[key] = self._front(found)
@@ -171,6 +187,11 @@ class Planner:
     def _by_kind(self, counts: NodeCounts) -> tuple[NodeCounts, list[int], tuple]:
         """The group and its nodes sorted by kind, so that groups of the same kinds share a plan, whichever
         nodes come first; and a key that groups of the same kinds of nodes and links have in common."""
+        if counts not in self._sorted:
+            self._sorted[counts] = self._sorted_by_kind(counts)
+        return self._sorted[counts]
+
+    def _sorted_by_kind(self, counts: NodeCounts) -> tuple[NodeCounts, list[int], tuple]:
         counts = tuple(sorted(counts, key=lambda part: (self.problem.node_kind[part[0]], -part[1])))
         nodes = [node for node, _ in counts]
         kinds = tuple((self.problem.node_kind[node], count) for node, count in counts)
@@ -228,8 +249,10 @@ class Planner:
         stages = [StageShape(*stage) for stage in shape]
         nodes = list(dict.fromkeys(stage.node for stage in stages))
         form = [stage._replace(node=nodes.index(stage.node)) for stage in stages]
-        limits = self._pipelines.limits(role, *self._pipelines.rows(role, [(nodes, [form])]))
-        pipeline = self._pipelines.of(role, stages, limits[0].tolist()) if len(limits) else None
+        found = self._pipelines.contenders(role, self._pipelines.rows([(nodes, [form])]))
+        if not len(found.rows):
+            return None
+        pipeline = self._pipelines.of(role, stages, found.of_chunks[0].tolist())
         return self._plan(pipeline, above) if pipeline else None
 
     def quickest_s(self, role: str, counts: NodeCounts) -> float:
@@ -328,47 +351,49 @@ class Planner:
         key = role, counts
         if key not in self._limits:
             like, nodes, alike = self._by_kind(counts)
-            self._limits[key] = self._candidates_of(role, like, nodes, (role, *alike)).limit
+            self._limits[key] = self._candidates_of(role, like, nodes, alike).limit
         return self._limits[key]
 
     def look_ahead(
-        self, role: str, groups: Iterable[NodeCounts], stop: Callable[[], bool] = lambda: False
+        self, roles: Sequence[str], groups: Iterable[NodeCounts], stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Find out what no plan of these groups exceeds, before `limit` and `plan` ask: all together, which
-        is much faster than one after the other. Until it is time to stop."""
+        """Find out what no plan of these groups in these roles exceeds, before `limit` and `plan` ask: all
+        together, which is much faster than one after the other. Until it is time to stop."""
         left: dict[tuple, tuple[NodeCounts, list[int]]] = {}
         for counts in groups:
-            if len(counts) <= self.span and (role, counts) not in self._limits:
+            if len(counts) <= self.span and any((role, counts) not in self._limits for role in roles):
                 like, nodes, alike = self._by_kind(counts)
-                if (role, *alike) not in self._candidates:
-                    left.setdefault((role, *alike), (like, nodes))
+                if any((role, *alike) not in self._candidates for role in roles):
+                    left.setdefault(alike, (like, nodes))
         keys = iter(left)
         while not stop() and (some := list(itertools.islice(keys, AT_ONCE))):
-            self._look_at(role, {key: left[key] for key in some})
+            self._look_at(roles, {key: left[key] for key in some})
 
-    def _candidates_of(self, role: str, counts: NodeCounts, nodes: list[int], key: tuple) -> _Candidates:
+    def _candidates_of(self, role: str, counts: NodeCounts, nodes: list[int], alike: tuple) -> _Candidates:
         """What a group that is sorted by kind can form."""
+        key = (role, *alike)
         if key not in self._candidates:
-            self._look_at(role, {key: (counts, nodes)})
+            self._look_at([role], {alike: (counts, nodes)})
         return self._candidates[key]
 
-    def _look_at(self, role: str, groups: Mapping[tuple, tuple[NodeCounts, list[int]]]) -> None:
-        pipelines = self._pipelines
-        forms = [self._shapes.forms(role, counts) for counts, _ in groups.values()]
-        rows, batch = pipelines.rows(role, forms)
-        limits = pipelines.limits(role, rows, batch)
-        most_req_s = limits.max(axis=1)
-        found = limits_of(pipelines, role, rows, batch, most_req_s)
+    def _look_at(self, roles: Sequence[str], groups: Mapping[tuple, tuple[NodeCounts, list[int]]]) -> None:
+        pipelines, rows = self._pipelines, None
+        for role in roles:
+            if rows is None or self.problem.engine == "vllm":  # Shapes depend on the role there.
+                rows = pipelines.rows([self._shapes.forms(role, counts) for counts, _ in groups.values()])
+            found = pipelines.contenders(role, rows)
+            limits, most = limits_of(pipelines, role, found), found.most.tolist()
+            make = partial(self._made, role, found)
+            ends = np.searchsorted(found.rows.group, np.arange(len(groups) + 1)).tolist()
+            for number, (alike, (_, nodes)) in enumerate(groups.items()):
+                here = {row: most[row] for row in range(ends[number], ends[number + 1])}
+                candidates = _Candidates(nodes, limits.get(number), here, make)
+                self._candidates.setdefault((role, *alike), candidates)
 
-        def make(row: int) -> Pipeline:
-            pipeline = pipelines.of(role, rows.shape(row), limits[row].tolist())
-            assert pipeline is not None, "only those that fit have limits"
-            return pipeline
-
-        for number, (key, (_, nodes)) in enumerate(groups.items()):
-            here = np.flatnonzero(rows.group == number).tolist()
-            order = greatest_first(here, most_req_s.__getitem__)
-            self._candidates[key] = _Candidates(nodes, found.get(number), order, make)
+    def _made(self, role: str, found: Contenders, row: int) -> Pipeline:
+        pipeline = self._pipelines.of(role, found.rows.shape(row), found.of_chunks[row].tolist())
+        assert pipeline is not None, "contenders fit"
+        return pipeline
 
     def moves_kv(self, plan: GroupPlan) -> bool:
         """Whether a colocated replica with this plan may send KV caches and take them: under vLLM, those of

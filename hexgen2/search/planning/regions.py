@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from cost_model.base import CostModel
 from cost_model.pipeline import PhaseTimes, mixed_period_s, outgoing_prompts
 from hexgen2.region import Point, Region
 from hexgen2.search.planning.limits import MixedSteps, least_decodes_s, least_step_s
-from hexgen2.search.planning.pipeline_rows import PipelineRows, StepTimes
-from hexgen2.search.planning.pipelines import Pipeline, Pipelines
+from hexgen2.search.planning.pipeline_rows import StepTimes
+from hexgen2.search.planning.pipelines import Contenders, Pipeline, Pipelines
 
 SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
 """Shares of mixed steps at which a mixed replica's region is looked at."""
@@ -28,28 +31,22 @@ class PlanLimit:
     region: Region | None
 
 
-def limits_of(
-    pipelines: Pipelines, role: str, rows: PipelineRows, batch: np.ndarray, most_req_s: np.ndarray
-) -> dict[int, PlanLimit]:
-    """The limits of the groups that can form these pipelines, by their numbers.
-
-    Parameters
-    ----------
-    batch, most_req_s : [n] the largest batches and the limits of the pipelines
-    """
+def limits_of(pipelines: Pipelines, role: str, found: Contenders) -> dict[int, PlanLimit]:
+    """The limits of the groups that these pipelines are contenders of, by their numbers."""
+    rows = found.rows
     if not len(rows):
         return {}
     numbers, first = np.unique(rows.group, return_index=True)
-    each_s = np.maximum.reduceat(most_req_s, first).tolist()
-    regions: Sequence[Region | None] = [None] * len(each_s)
+    most_req_s = np.maximum.reduceat(found.most, first).tolist()
+    regions: Sequence[Region | None] = [None] * len(numbers)
     if role == "colocated" and pipelines.problem.mixes:
-        regions = _regions(pipelines, rows, batch, first, each_s)
-    limits = zip(numbers.tolist(), each_s, regions, strict=True)
+        regions = _regions(pipelines, found, first, most_req_s)
+    limits = zip(numbers.tolist(), most_req_s, regions, strict=True)
     return {number: PlanLimit(req_s, region) for number, req_s, region in limits}
 
 
 def _regions(
-    pipelines: Pipelines, rows: PipelineRows, batch: np.ndarray, first: np.ndarray, most_req_s: list[float]
+    pipelines: Pipelines, found: Contenders, first: np.ndarray, most_req_s: list[float]
 ) -> list[Region]:
     """Regions that no plan of a group exceeds, however its layers are divided.
 
@@ -58,9 +55,15 @@ def _regions(
     first : [g] the first pipeline of each group
     most_req_s : the limit of each group
     """
-    costs, layers, count = pipelines.problem.costs, pipelines.problem.model.layers, len(rows)
-    chunks, times = pipelines.chunks, StepTimes(costs, rows)
-    held = np.tile(batch / rows.stages, len(chunks))
+    costs, layers, rows = pipelines.problem.costs, pipelines.problem.model.layers, found.rows
+    chunks, count, times = pipelines.chunks, len(rows), StepTimes(costs, rows)
+    kept = np.concatenate([_kept(costs, chunk, rows.stages) for chunk in chunks])
+    room = rows.largest_batch("decode", costs.batch_cap + math.ceil(kept.max()), layers)
+    batch = np.minimum(np.tile(found.batch, len(chunks)), np.tile(room, len(chunks)) - kept)
+    held = np.maximum(batch, 1.0) / np.tile(rows.stages, len(chunks))
+    # Where there is no room for others' prompts, or another size of chunk is better, a replica has no such
+    # region.
+    able = (batch >= 1).reshape(len(chunks), count) & (found.of_chunks >= found.least[:, None]).T
     prompts, none = np.repeat(chunks, count), np.zeros_like(held)
     only, mixed, rest = times.of(prompts, none), times.of(prompts, held), times.of(none, held)
     step_s = least_step_s(mixed, layers)
@@ -68,7 +71,7 @@ def _regions(
     decode_s = np.maximum(*(least_decodes_s(mixed, rest, layers, chain) for chain in chains))
 
     def of_each(rates: np.ndarray) -> np.ndarray:
-        return rates.reshape(len(chunks), count)
+        return np.where(able, rates.reshape(len(chunks), count), 0.0)
 
     most_prompts = of_each(prompts / least_step_s(only, layers)).max(axis=0)
     most_answers = of_each(held / (costs.osl * decode_s)).max(axis=0)
@@ -79,6 +82,12 @@ def _regions(
         Region.around([(p, 0.0), (0.0, d), (own, own), *map(tuple, mixed)])
         for p, d, own, mixed in zip(*alone, most_req_s, mixtures, strict=True)
     ]
+
+
+def _kept(costs: CostModel, chunk: float, stages: Any) -> Any:
+    """Requests for which a replica of so many stages (or [n] replicas) has no room, because it keeps room for
+    prompts that go on elsewhere."""
+    return outgoing_prompts(chunk, stages) * costs.isl / (costs.isl + costs.osl)
 
 
 def region_of(
@@ -93,10 +102,8 @@ def region_of(
     both : its own requests/s, within the targets
     """
     costs, osl, stages = pipelines.problem.costs, pipelines.problem.costs.osl, len(split)
-    # Room is kept for prompts that go on elsewhere.
     room = min(m.max_batch(n) for m, n in zip(pipeline.memory, split, strict=True))
-    kept = outgoing_prompts(chunk, stages) * costs.isl / (costs.isl + costs.osl)
-    batch = min(most, room - kept)
+    batch = min(most, room - _kept(costs, chunk, stages))
     if batch < 1:
         return Region.around([(both, both)])
     held = batch / stages

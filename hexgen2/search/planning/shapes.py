@@ -91,12 +91,12 @@ class Shapes:
         that order in their place: one list for all groups that are alike but for their nodes."""
         counts = self.along_fast_links(counts)
         kinds = [self.problem.node_kind[node] for node, _ in counts]
-        key = role, tuple(count for _, count in counts), self.alike(kinds)
+        vllm = self.problem.engine == "vllm"
+        key = role if vllm else "", tuple(count for _, count in counts), self.alike(kinds)
         if key not in self._forms:
             plain = self.combinations([count for _, count in counts], kinds)
             found = itertools.chain.from_iterable(with_experts_divided(self.problem, each) for each in plain)
-            runs = self.problem.engine != "vllm"
-            self._forms[key] = [form for form in found if runs or vllm_runs(role, form)]
+            self._forms[key] = [form for form in found if not vllm or vllm_runs(role, form)]
         return [node for node, _ in counts], self._forms[key]
 
     def alike(self, kinds: Sequence[int]) -> tuple:

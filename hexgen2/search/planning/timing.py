@@ -71,6 +71,11 @@ class Timings(NamedTuple):
         size = len(stages), most
         return cls(stages, np.full(size, NO_STAGE_S), np.zeros(size), np.zeros(size))
 
+    def stage_s(self, split: np.ndarray) -> np.ndarray:
+        """[n, s] seconds of the stages with [n, s] layers; 0 where there is no stage."""
+        there = np.arange(split.shape[1])[None, :] < self.stages[:, None]
+        return np.where(there, self.layer_s, 0.0) * split + self.edge_s
+
     def mean(self, other: Timings, share: np.ndarray) -> Timings:
         """The mean of these steps and others, which are [n] shares of all."""
         rest, these = (1 - share)[:, None], share[:, None]
