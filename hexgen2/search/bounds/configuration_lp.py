@@ -5,8 +5,12 @@ of a column is how many such groups there are, F the throughput in requests/s:
 
     max F   with   F <= sum of capacity z over prefill columns, and over decode columns,
                    each with that over colocated columns,
-                   sum of GPUs z <= GPUs of each class,
+                   sum of z with n GPUs on a node of a class <= slots of n GPUs there, for each n,
                    sum of price z <= the budget, if there is one.
+
+A node is divided into slots in some way: for each way there is a variable, of which there are together no
+more than nodes of that size. So two groups of 5 GPUs do not share a node of 8 (the pattern formulation again,
+one level down). On nodes of more than LARGEST GPUs, which have too many ways, groups only share the GPUs.
 
 The KV cache of every request moves, layer by layer, from where it was computed to where it is read. Let
 y[a, b] be the requests/s, times the share of their layers, that move from class a to class b:
@@ -30,6 +34,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +48,7 @@ from hexgen2.search.bounds.upper_bounds import node_rates
 from hexgen2.search.linear_program import LinearProgram, Optimum, solve_whole
 from hexgen2.search.partition.coarsen import sums_by
 from hexgen2.search.planning.classes import NodeClasses
+from hexgen2.search.planning.shapes import partitions
 from hexgen2.search.problem import ROLES
 from hexgen2.search.ties import spread
 
@@ -50,6 +56,8 @@ INFINITY = math.inf
 PHASES = ROLES["disaggregated"]
 ROUNDING = 1e-6
 """Share of a value that may be the solver's rounding."""
+LARGEST = 16
+"""GPUs of the largest node that is divided into slots."""
 TIE = 1e-3
 """Share of a column's capacity by which a rule may prefer another one: the solver's tolerance is 1e-6."""
 Entries = list[tuple[int, float]]
@@ -83,7 +91,11 @@ class ConfigurationLP:
         self._with_kv = with_kv and len(problem.node_gpus) > 1
         self._rows: list[tuple[float, float]] = []
         self._flow: Entries = [(self._row(0.0, INFINITY), -1.0) for _ in PHASES]
-        self._gpu_row = [self._row(-INFINITY, float(gpus)) for gpus in classes.gpus]
+        self._slots: list[Entries] = []
+        # Of each class and number of GPUs on a node: the row that counts them, and how many one counts for.
+        self._gpu_row: list[dict[int, tuple[int, float]]] = [
+            self._lay_slots(nodes) for nodes in classes.nodes
+        ]
         self._price = [problem.node_price[nodes[0]] for nodes in classes.nodes]
         self._price_row = self._row(-INFINITY, INFINITY)
         self._moves: list[Entries] = []
@@ -98,6 +110,20 @@ class ConfigurationLP:
         """Add a row with these limits; its number."""
         self._rows.append((low, high))
         return len(self._rows) - 1
+
+    def _lay_slots(self, nodes: Sequence[int]) -> dict[int, tuple[int, float]]:
+        """The rows for the GPUs of a class, and the ways to divide its nodes into slots."""
+        sizes = Counter(len(self._problem.node_gpus[node]) for node in nodes)
+        if max(sizes) > LARGEST:
+            row = self._row(-INFINITY, float(sum(size * count for size, count in sizes.items())))
+            return {count: (row, float(count)) for count in range(1, max(sizes) + 1)}
+        rows = {count: self._row(-INFINITY, 0.0) for count in range(1, max(sizes) + 1)}
+        for size, count in sizes.items():
+            of_size = self._row(-INFINITY, float(count))
+            for way in partitions(size, tuple(range(1, size + 1))):
+                slots = [(rows[slot], -float(amount)) for slot, amount in Counter(way).items()]
+                self._slots.append([(of_size, 1.0), *slots])
+        return {count: (row, 1.0) for count, row in rows.items()}
 
     def _lay_kv_rows(self) -> None:
         """Rows and columns of y. What links and cards carry is added up over the nodes of a class."""
@@ -152,7 +178,7 @@ class ConfigurationLP:
             if colocated and self._with_kv:
                 entries.append((self._moved_row, column.capacity_req_s))
         entries.append((self._price_row, self.price_of(column)))
-        entries += [(self._gpu_row[which], float(count)) for which, count in column.gpus]
+        entries += [self._gpu_row[which][count] for which, count in column.pattern]
         if not self._with_kv or (colocated and (column.region is None or self._in_one_class(column))):
             return entries
         for which, count in column.gpus:
@@ -212,7 +238,7 @@ class ConfigurationLP:
         """[columns] the most groups of each in any solution of more than `known` requests/s: each group takes
         at least what it costs beyond what it brings, at the duals of the relaxed program, off its optimum
         (reduced cost fixing; Dantzig, Fulkerson & Johnson, 1954)."""
-        fit = np.array([min(self._classes.gpus[c] // n for c, n in column.gpus) for column in columns])
+        fit = np.array([self._classes.most_groups(column.pattern) for column in columns])
         if not len(relaxed.duals):
             return fit
         gap = relaxed.value - known + ROUNDING * relaxed.value
@@ -238,7 +264,7 @@ class ConfigurationLP:
 
     def _bill(self, column: Column, duals: np.ndarray) -> tuple[float, float]:
         """What a group of the column brings at these duals, and what its GPUs cost, in requests/s."""
-        bought = {self._price_row, *self._gpu_row}
+        bought = {self._price_row, *(row for rows in self._gpu_row for row, _ in rows.values())}
         brought = cost = 0.0
         for row, amount in self._entries(column):
             if row in bought:
@@ -257,11 +283,11 @@ class ConfigurationLP:
     @property
     def _first(self) -> int:
         """The number of the variable with which the columns begin."""
-        return len(self._flow_and_moves)
+        return len(self._before_columns)
 
     @property
-    def _flow_and_moves(self) -> list[Entries]:
-        return [self._flow, *self._local, *self._moves]
+    def _before_columns(self) -> list[Entries]:
+        return [self._flow, *self._slots, *self._local, *self._moves]
 
     def _arrays(self, columns: Sequence[Column], budget: float = INFINITY) -> Arrays:
         """The program's gain [n], matrix [r, n] and limits of the rows [r]."""
@@ -272,7 +298,7 @@ class ConfigurationLP:
                 entries.append((len(rows), -1.0))
                 corners += [self._corner_entries(column, corner, len(rows)) for corner in column.corners]
                 rows.append((-INFINITY, 0.0))
-        matrix = [*self._flow_and_moves, *groups, *corners]
+        matrix = [*self._before_columns, *groups, *corners]
         size = len(matrix)
         gain = np.zeros(size)
         gain[0] = 1.0
@@ -289,16 +315,13 @@ class RelaxedGroups:
     def __init__(self, program: LinearProgram, first: int, columns: int) -> None:
         self._program, self._first, self._columns = program, first, columns
 
-    def break_ties(self, capacities: Sequence[float]) -> None:
-        """From now on, of the solutions within TIE of the optimum take the one that weighs least, by weights
-        that no two columns share: otherwise the solver's pivots would choose. The value is then no bound.
-
-        Parameters
-        ----------
-        capacities : requests/s of each column
-        """
-        for k, weight in enumerate(spread(len(capacities)).tolist()):
-            self._program.set_gain(self._first + k, -TIE * weight * capacities[k])
+    def break_ties(self, columns: Sequence[Column]) -> None:
+        """From now on, of the solutions within TIE of the optimum take the one that weighs least: that of
+        groups on few nodes, which are easier to lay out, and by weights that no two of the program's columns
+        share, since otherwise the solver's pivots would choose. The value is then no bound."""
+        for k, (column, weight) in enumerate(zip(columns, spread(len(columns)).tolist(), strict=True)):
+            weight += len(column.pattern) - 1
+            self._program.set_gain(self._first + k, -TIE * weight * column.capacity_req_s)
 
     def at_least(self, column: int, groups: int) -> None:
         """From now on, no fewer groups of the column."""

@@ -41,7 +41,7 @@ def rounded(
     stop : whether it is time to do with what is laid out so far
     """
     layout, program = Layout(classes, pair_roles), lp.relaxed_groups(columns, budget)
-    program.break_ties([column.capacity_req_s for column in columns])
+    program.break_ties(columns)
     placed, spent, reached = np.zeros(len(columns)), 0.0, False
     left = set(range(len(columns)))
     while len(columns):

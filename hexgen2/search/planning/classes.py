@@ -102,6 +102,16 @@ class NodeClasses:
                     for tail in rest:
                         yield head + tail
 
+    def most_groups(self, pattern: Pattern) -> int:
+        """No more groups of this pattern than this fit, if there are no others."""
+        sizes, most = [len(gpus) for gpus in self.problem.node_gpus], list[int]()
+        for (which, count), parts in Counter(pattern).items():
+            most.append(sum(sizes[node] // count for node in self.nodes[which]) // parts)
+        totals: Counter[int] = Counter()
+        for which, count in pattern:
+            totals[which] += count
+        return min(*most, *(self.gpus[which] // count for which, count in totals.items()))
+
     def counts(self, pattern: Pattern) -> NodeCounts:
         """Nodes for a group of this pattern, with fast links among them: one node at a time, each the nearest
         to those already taken."""
