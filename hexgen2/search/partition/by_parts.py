@@ -6,7 +6,6 @@ them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from hexgen2.search.bounds.columns import Column
 from hexgen2.search.bounds.configuration_lp import ConfigurationLP
 from hexgen2.search.bounds.part_program import PartProgram, candidates
 from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.planning.classes import NodeClasses
 from hexgen2.search.problem import Group, Problem, Solution
 from hexgen2.search.ties import greatest_first
 
@@ -56,11 +54,12 @@ def groups_within(evaluator: Evaluator, nodes: Sequence[int], time_s: float | No
     """The groups on these nodes, as if there were no others; time_s as for PartProgram.solve."""
     relaxed, problem = evaluator.relaxed, evaluator.problem
     classes, place = relaxed.classes.within(nodes)
-    columns = [
+    here = (column for column in relaxed.columns if column.planned and _within(column, place))
+    moved = (
         replace(column, pattern=tuple((place[which], count) for which, count in column.pattern))
-        for column in relaxed.columns
-        if column.planned and _fits(column, classes, place)
-    ]
+        for column in here
+    )
+    columns = [column for column in moved if classes.has_room(column.pattern)]
     if not columns:
         return Solution()
     lp = ConfigurationLP(classes, with_kv=problem.links == "shared")
@@ -75,12 +74,9 @@ def groups_within(evaluator: Evaluator, nodes: Sequence[int], time_s: float | No
     return PartProgram(classes.problem, nodes, able).solve(time_s) if able else Solution()
 
 
-def _fits(column: Column, classes: NodeClasses, place: Mapping[int, int]) -> bool:
-    """Whether these classes have so many nodes for a column, whose classes have other numbers there."""
-    wanted = Counter(which for which, _ in column.pattern)
-    return all(
-        which in place and count <= len(classes.nodes[place[which]]) for which, count in wanted.items()
-    )
+def _within(column: Column, place: Mapping[int, int]) -> bool:
+    """Whether a column has only classes that have a place."""
+    return all(which in place for which, _ in column.pattern)
 
 
 def _likeness(problem: Problem, nodes: Sequence[int]) -> tuple[tuple, list[int]]:
