@@ -3,9 +3,13 @@ and again; and integer programs, solved by HiGHS (branch and cut)."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import highspy
@@ -158,11 +162,44 @@ def run(solver: highspy.Highs) -> None:
     """Run HiGHS so that Ctrl-C is heard: it stops, and the interrupt goes on."""
     solver.HandleUserInterrupt = True
     thread = threading.Thread(target=solver.run, daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.1)
-    except KeyboardInterrupt:
-        solver.cancelSolve()
-        thread.join()
-        raise
+    with _stdout_kept:
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(0.1)
+        except KeyboardInterrupt:
+            solver.cancelSolve()
+            thread.join()
+            raise
+
+
+class _StdoutKept:
+    """Keeps stdout for results while solvers run: HiGHS prints a line there when it repairs a solution,
+    whatever its options say. Meanwhile stdout is stderr."""
+
+    def __init__(self) -> None:
+        self._lock, self._solvers = threading.Lock(), 0
+        self._stdout: int | None = None
+        self._libc = ctypes.CDLL(None)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._solvers += 1
+            if self._solvers == 1:
+                sys.stdout.flush()
+                with suppress(OSError):  # There may be no stdout, or no stderr.
+                    self._stdout = os.dup(1)
+                    os.dup2(2, 1)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._solvers -= 1
+            if self._solvers == 0 and self._stdout is not None:
+                sys.stdout.flush()
+                self._libc.fflush(None)
+                os.dup2(self._stdout, 1)
+                os.close(self._stdout)
+                self._stdout = None
+
+
+_stdout_kept = _StdoutKept()

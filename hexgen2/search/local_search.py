@@ -88,8 +88,8 @@ def _best_of(
 
 
 def _hopeful(state: SearchState, steps: Iterable[Neighbour], threshold: float) -> Iterator[Neighbour]:
-    """The steps that may pass the threshold by the GPUs' own rates, until the state is finished. What they
-    make of colocated groups is looked at for many steps together."""
+    """The steps that may pass the threshold by the GPUs' own rates, until the state is finished. The groups
+    that they make are looked at for many steps together."""
     evaluator, left = state.evaluator, iter(steps)
     while some := list(itertools.islice(left, STEPS_AT_A_TIME)):
         hopeful = []
@@ -102,8 +102,9 @@ def _hopeful(state: SearchState, steps: Iterable[Neighbour], threshold: float) -
             if exceeds(evaluator.limits.roughly(solution, threshold), threshold):
                 hopeful.append((step, solution))
         groups = dict.fromkeys(group for _, solution in hopeful for group in solution.groups)
-        colocated = (group.counts for group in groups if group.role == "colocated")
-        evaluator.planner.look_ahead(["colocated"], colocated, state.finished)
+        for role in evaluator.problem.roles:
+            counts = (group.counts for group in groups if group.role == role)
+            evaluator.planner.look_ahead([role], counts, state.finished)
         for neighbour in hopeful:
             if state.finished():
                 return

@@ -63,11 +63,9 @@ class ScoreLimits:
 
     def of_hopeful(self, solution: Solution, threshold: float) -> float:
         """The same for a solution that may pass the threshold by the GPUs' own rates."""
-        if any(group.role == "colocated" for group in solution.groups):
-            # To plan a group for both phases takes long.
-            limit = self._limit(solution, threshold, self._capacity_limit, self._region_limit)
-            if limit <= threshold:
-                return limit
+        limit = self._limit(solution, threshold, self._capacity_limit, self._region_limit)
+        if limit <= threshold:
+            return limit
         return self._limit(solution, threshold, self._plan_capacity, self.plan_region)
 
     def with_rest(
@@ -140,9 +138,7 @@ class ScoreLimits:
         return limit.region if limit else None
 
     def _capacity_limit(self, group: Group) -> float:
-        if group.role != "colocated":
-            return self._plan_capacity(group)
-        limit = self._planner.limit("colocated", group.counts)
+        limit = self._planner.limit(group.role, group.counts)
         return limit.req_s if limit else 0.0
 
     def _plan_capacity(self, group: Group) -> float:

@@ -104,7 +104,7 @@ class StageOrders:
             orders = dict.fromkeys(itertools.islice(itertools.permutations(shape), self._params.stage_orders))
             best = self._planner.plan(replica.group.role, replica.group.counts) or replica.plan
             most, kept = best.capacity_req_s, replica.plan.capacity_req_s * self._params.capacity_kept
-            plans = (self._planner.plan_shape(replica.group.role, order, kept * LESS) for order in orders)
+            plans = self._planner.plan_shapes(replica.group.role, list(orders), kept * LESS)
             self._orders[key] = [
                 replace(p, capacity_req_s=min(p.capacity_req_s, most))
                 for p in plans

@@ -243,17 +243,25 @@ class Planner:
         pipeline, division = found
         return _plan_of(_stages(pipeline, division.split), self._divisions.rated(division, 0.0))
 
-    def plan_shape(self, role: str, shape: Sequence[tuple[int, ...]], above: float = 0.0) -> GroupPlan | None:
+    def plan_shape(self, role: str, shape: Sequence[tuple[int, ...]]) -> GroupPlan | None:
         """The best layers and batch for stages (node, degree, and the degrees of StageShape that are not 1)
-        in this order; None if nothing fits, perhaps also if nothing serves more than `above` requests/s."""
-        stages = [StageShape(*stage) for stage in shape]
-        nodes = list(dict.fromkeys(stage.node for stage in stages))
-        form = [stage._replace(node=nodes.index(stage.node)) for stage in stages]
-        found = self._pipelines.contenders(role, self._pipelines.rows([(nodes, [form])]))
-        if not len(found.rows):
-            return None
-        pipeline = self._pipelines.of(role, stages, found.of_chunks[0].tolist())
-        return self._plan(pipeline, above) if pipeline else None
+        in this order; None if nothing fits."""
+        return self.plan_shapes(role, [[StageShape(*stage) for stage in shape]])[0]
+
+    def plan_shapes(
+        self, role: str, shapes: Sequence[Sequence[StageShape]], above: float = 0.0
+    ) -> list[GroupPlan | None]:
+        """The best layers and batch for each of these shapes; None if nothing fits, perhaps also if nothing
+        serves more than `above` requests/s."""
+        groups = []
+        for shape in shapes:
+            nodes = list(dict.fromkeys(stage.node for stage in shape))
+            groups.append((nodes, [[stage._replace(node=nodes.index(stage.node)) for stage in shape]]))
+        found = self._pipelines.contenders(role, self._pipelines.rows(groups))
+        plans: list[GroupPlan | None] = [None] * len(shapes)
+        for row, number in enumerate(found.rows.group.tolist()):
+            plans[number] = self._plan(self._made(role, found, row), above)
+        return plans
 
     def quickest_s(self, role: str, counts: NodeCounts) -> float:
         """The least seconds to the first token (role "prefill"), or per output token, of a single request

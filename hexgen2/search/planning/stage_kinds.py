@@ -51,6 +51,7 @@ class StageKinds:
         self._number: dict[tuple[int, Degrees], int] = {}
         self._degrees_at: dict[Degrees, int] = {}
         self._node_kind = np.array(problem.node_kind)
+        self._memory: dict[Phase, list] = {}
         self._arrays: dict[int, tuple[Sequence, np.ndarray, np.ndarray]] = {}
 
     def of(self, stage: StageShape) -> StageKind:
@@ -102,7 +103,8 @@ class StageKinds:
         """[kinds, 2, 2, 5] the numbers of StageMemory, by kind and whether a stage is not the first, and not
         the last."""
         ends = [(phase, first, last) for first in (True, False) for last in (True, False)]
-        rows = [[_numbers(kind.memory[end]) for end in ends] for kind in self.every]
+        rows = self._memory.setdefault(phase, [])
+        rows += [[_numbers(kind.memory[end]) for end in ends] for kind in self.every[len(rows) :]]
         return np.array(rows).reshape(len(rows), 2, 2, -1)
 
 
