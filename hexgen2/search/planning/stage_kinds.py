@@ -105,7 +105,7 @@ class StageKinds:
         ends = [(phase, first, last) for first in (True, False) for last in (True, False)]
         rows = self._memory.setdefault(phase, [])
         rows += [[_numbers(kind.memory[end]) for end in ends] for kind in self.every[len(rows) :]]
-        return np.array(rows).reshape(len(rows), 2, 2, -1)
+        return np.array(rows).reshape(len(rows), 2, 2, 5)
 
 
 def _numbers(memory: StageMemory) -> Iterable[float]:
