@@ -7,9 +7,9 @@ different shapes. A colocated replica runs both phases with the same shape and t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +19,14 @@ from cost_model.queueing import DecodeQueue, PrefillQueue
 from hexgen2.region import Region
 from hexgen2.replica import EngineSettings
 from hexgen2.search.planning.classes import node_classes, widest_span
+from hexgen2.search.planning.contenders import Candidates, Contenders, ContenderSearch, PlanLimit
 from hexgen2.search.planning.divisions import LESS, SMALLEST_STEP, Division, Divisions
-from hexgen2.search.planning.pipelines import Contenders, Pipeline, Pipelines
+from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 from hexgen2.search.planning.prefill_front import PrefillFront
-from hexgen2.search.planning.regions import PlanLimit, limits_of, region_of
+from hexgen2.search.planning.regions import limits_of, region_of
 from hexgen2.search.planning.shapes import Shapes, StageShape
 from hexgen2.search.problem import NodeCounts, Problem
-from hexgen2.search.ties import exceeds, greatest, greatest_first
+from hexgen2.search.ties import exceeds, greatest
 
 SLOW_PLAN = 3
 """To plan a colocated replica within a target per output token takes as long as so many other plans."""
@@ -80,41 +81,6 @@ def _stages(pipeline: Pipeline, split: Sequence[int]) -> tuple[PlannedStage, ...
     )
 
 
-class _Candidates:
-    """The pipelines that groups of the same kinds of nodes can form in a role, the most promising first.
-
-    Attributes
-    ----------
-    nodes : that the pipelines are on
-    limit : what no plan of them exceeds; None if the model does not fit
-
-    Parameters
-    ----------
-    req_s_of : limits of the pipelines, by their numbers
-    make : makes a pipeline
-    """
-
-    def __init__(
-        self,
-        nodes: list[int],
-        limit: PlanLimit | None,
-        req_s_of: Mapping[int, float],
-        make: Callable[[int], Pipeline],
-    ) -> None:
-        self.nodes, self.limit = nodes, limit
-        self._req_s_of, self._make, self._made = req_s_of, make, list[Pipeline]()
-
-    @cached_property
-    def _order(self) -> list[int]:
-        return greatest_first(self._req_s_of, self._req_s_of.__getitem__)
-
-    def __iter__(self) -> Iterator[Pipeline]:
-        for k, row in enumerate(self._order):
-            if k == len(self._made):
-                self._made.append(self._make(row))
-            yield self._made[k]
-
-
 class Planner:
     """Finds the best plan of each group; remembered by kinds of nodes, counts, and the links in between.
 
@@ -137,6 +103,7 @@ class Planner:
         self.computed = 0
         self._pipelines: Pipelines = alike._pipelines if alike else Pipelines(problem)
         self._divisions = Divisions(self._pipelines, problem)
+        self._contenders = ContenderSearch(self._pipelines, problem)
         self._shapes = Shapes(problem)
         self._sorted: dict[NodeCounts, tuple[NodeCounts, list[int], tuple]] = {}
         self._memo: dict[tuple, tuple[list[int], GroupPlan | None]] = {}
@@ -147,7 +114,7 @@ class Planner:
         self._regions: dict[tuple, Region] = {}
         self._limits: dict[tuple[str, NodeCounts], PlanLimit | None] = {}
         same_limits = alike is not None and alike.problem.targets.given == problem.targets.given
-        self._candidates: dict[tuple, _Candidates] = alike._candidates if alike and same_limits else {}
+        self._candidates: dict[tuple, Candidates] = alike._candidates if alike and same_limits else {}
         self._link_kind = problem.link_kinds[0].tolist()
         pairs = itertools.permutations(range(len(problem.node_gpus)), 2)
         self._one_network = len({self._link_kind[a][b] for a, b in pairs}) <= 1
@@ -257,7 +224,7 @@ class Planner:
         for shape in shapes:
             nodes = list(dict.fromkeys(stage.node for stage in shape))
             groups.append((nodes, [[stage._replace(node=nodes.index(stage.node)) for stage in shape]]))
-        found = self._pipelines.contenders(role, self._pipelines.rows(groups))
+        found = self._contenders.of(role, self._contenders.rows(groups))
         plans: list[GroupPlan | None] = [None] * len(shapes)
         for row, number in enumerate(found.rows.group.tolist()):
             plans[number] = self._plan(self._made(role, found, row), above)
@@ -377,7 +344,7 @@ class Planner:
         while not stop() and (some := list(itertools.islice(keys, AT_ONCE))):
             self._look_at(roles, {key: left[key] for key in some})
 
-    def _candidates_of(self, role: str, counts: NodeCounts, nodes: list[int], alike: tuple) -> _Candidates:
+    def _candidates_of(self, role: str, counts: NodeCounts, nodes: list[int], alike: tuple) -> Candidates:
         """What a group that is sorted by kind can form."""
         key = (role, *alike)
         if key not in self._candidates:
@@ -385,17 +352,19 @@ class Planner:
         return self._candidates[key]
 
     def _look_at(self, roles: Sequence[str], groups: Mapping[tuple, tuple[NodeCounts, list[int]]]) -> None:
-        pipelines, rows = self._pipelines, None
+        rows = None
         for role in roles:
             if rows is None or self.problem.engine == "vllm":  # Shapes depend on the role there.
-                rows = pipelines.rows([self._shapes.forms(role, counts) for counts, _ in groups.values()])
-            found = pipelines.contenders(role, rows)
-            limits, most = limits_of(pipelines, role, found), found.most.tolist()
+                rows = self._contenders.rows(
+                    [self._shapes.forms(role, counts) for counts, _ in groups.values()]
+                )
+            found = self._contenders.of(role, rows)
+            limits, most = limits_of(self._pipelines, role, found), found.most.tolist()
             make = partial(self._made, role, found)
             ends = np.searchsorted(found.rows.group, np.arange(len(groups) + 1)).tolist()
             for number, (alike, (_, nodes)) in enumerate(groups.items()):
                 here = {row: most[row] for row in range(ends[number], ends[number + 1])}
-                candidates = _Candidates(nodes, limits.get(number), here, make)
+                candidates = Candidates(nodes, limits.get(number), here, make)
                 self._candidates.setdefault((role, *alike), candidates)
 
     def _made(self, role: str, found: Contenders, row: int) -> Pipeline:

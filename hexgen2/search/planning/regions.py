@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,23 +11,15 @@ import numpy as np
 from cost_model.base import CostModel
 from cost_model.pipeline import PhaseTimes, mixed_period_s, outgoing_prompts
 from hexgen2.region import Point, Region
+from hexgen2.search.planning.contenders import Contenders, PlanLimit
 from hexgen2.search.planning.limits import MixedSteps, least_decodes_s, least_step_s
 from hexgen2.search.planning.pipeline_rows import StepTimes
-from hexgen2.search.planning.pipelines import Contenders, Pipeline, Pipelines
+from hexgen2.search.planning.pipelines import Pipeline, Pipelines
 
 SHARES = (0.15, 0.3, 0.5, 0.7, 0.85)
 """Shares of mixed steps at which a mixed replica's region is looked at."""
 TELLING = (SHARES[2], SHARES[-1])
 """Those of them that limit regions most: the former where hops take long, the latter where they do not."""
-
-
-@dataclass(frozen=True)
-class PlanLimit:
-    """What no plan of a group exceeds: in requests/s, and, where a colocated group may work for others, in
-    work of both phases (None otherwise)."""
-
-    req_s: float
-    region: Region | None
 
 
 def limits_of(pipelines: Pipelines, role: str, found: Contenders) -> dict[int, PlanLimit]:

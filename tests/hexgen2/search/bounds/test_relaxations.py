@@ -12,7 +12,7 @@ from problems import MODELS, clusters, problem_from, problems
 
 from cluster_specs.loader import parse_cluster
 from cost_model.errors import InfeasibleError
-from hexgen2.search.bounds.columns import list_columns, undominated
+from hexgen2.search.bounds.columns import Column, list_columns, undominated
 from hexgen2.search.bounds.configuration_lp import ConfigurationLP
 from hexgen2.search.bounds.relaxations import Relaxations
 from hexgen2.search.bounds.upper_bounds import rates_bound
@@ -179,6 +179,26 @@ def test_alike_nodes_are_one_class_and_uplinks_tell_them_apart():
     problem = problem_from(spec, "opt-30b", "LPLD")
     fast = next(c for c, nodes in enumerate(node_classes(problem).nodes) if 0 in nodes)
     assert {node for node, _ in node_classes(problem).counts(((fast, 2), (fast, 2)))} <= set(range(6))
+
+
+def test_groups_share_nodes_and_not_only_gpus():
+    """Of three nodes of eight GPUs and one of four, each has room for one group of five, or of four twice."""
+    spec = parse_cluster(many_nodes(["A100-80GB:8"] * 3 + ["A100-80GB:4"]), "slots.yaml", Path())
+    problem = make_problem(spec, "llama-2-70b", "HPLD")
+    nodes = classes.kinds_of_nodes(problem, of_any_size=True)
+    assert nodes.gpus == (28,)
+    program = ConfigurationLP(nodes, with_kv=False)
+
+    def served(*sizes: int) -> float:
+        return program.solve([Column("colocated", ((0, size),), 1.0) for size in sizes]).value
+
+    assert served(5) == pytest.approx(3.0)
+    assert served(4) == pytest.approx(7.0)
+    assert served(5, 3) == pytest.approx(7.0)
+    assert served(6, 3) == pytest.approx(7.0)
+    assert served(6, 5) == pytest.approx(3.0)
+    assert [nodes.most_groups(((0, size),)) for size in (5, 4, 3)] == [3, 7, 7]
+    assert nodes.most_groups(((0, 5), (0, 4))) == 3
 
 
 def test_a_span_leaves_few_patterns_but_room_for_the_model():

@@ -1,13 +1,24 @@
 """Limits that hold for every division of a pipeline's layers: no division and no plan exceeds them."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cost_model.pipeline import PhaseTimes, mixed_period_s
-from hexgen2.search.planning.limits import MixedSteps, least_decodes_s, least_period_s, least_step_s
+from hexgen2.goal import Goal
+from hexgen2.search.planning.layers import balance_layers, balance_many
+from hexgen2.search.planning.limits import (
+    MixedSteps,
+    least_decodes_s,
+    least_period_s,
+    least_step_s,
+    mean_period_s,
+)
 from hexgen2.search.planning.plan import Planner
+from hexgen2.search.planning.shapes import Shapes
 from hexgen2.search.planning.timing import Timing, Timings
 from hexgen2.search.problem import make_problem
 
@@ -81,6 +92,31 @@ def test_rows_do_not_depend_on_one_another(pipeline, share, prompts):
     assert step_s == pytest.approx(expected_s, rel=1e-12)
 
 
+@given(pipelines(), st.floats(0.01, 1.0), st.floats(0.05, 8.0))
+def test_mean_periods_of_many_divisions_are_those_of_each(pipeline, share, prompts):
+    mixed, rest, split = pipeline
+    rows = _beside_a_longer_one(mixed), _beside_a_longer_one(rest)
+    two = MixedSteps(np.full(2, share), np.full(2, prompts), rows[0].stages)
+    layers = np.array([[*split, 0, 0], [1] * (len(split) + 2)])
+    found = mean_period_s(*rows, layers, two)
+    assert found[0] == pytest.approx(_period_s(mixed, rest, split, share, prompts), rel=1e-9)
+
+
+@given(pipelines(), st.integers(0, 40), st.lists(st.integers(0, 30), min_size=6, max_size=6))
+def test_many_pipelines_are_balanced_as_each_is(pipeline, more, room):
+    timing, _, split = pipeline
+    limit = [n + spare for n, spare in zip(split, room, strict=False)]
+    layers = min(sum(limit), len(split) + more)
+    expected = balance_layers(layers, timing.layer_s, timing.edge_s, limit)
+    rows = _beside_a_longer_one(timing)
+    limits = np.array([[*limit, 0, 0], [100] * (len(limit) + 2)])
+    assume(layers >= len(limit) + 2)
+    found = balance_many(layers, rows, limits)[0]
+    assert found.sum() == layers and (found <= limits[0]).all() and (found[: len(limit)] >= 1).all()
+    slowest_s = [max(timing.stage_s(each)) for each in (expected, found[: len(limit)].astype(int).tolist())]
+    assert slowest_s[1] == pytest.approx(slowest_s[0], rel=1e-6)
+
+
 @given(pipelines())
 def test_no_division_has_quicker_equal_steps(pipeline):
     mixed, _, split = pipeline
@@ -116,12 +152,36 @@ def test_no_plan_exceeds_the_limit_of_its_group(cluster, model, workload):
     groups = [((node, size),) for node, size in enumerate(sizes) if size]
     groups += [((a, sizes[a]), (b, 1)) for a in range(len(sizes)) for b in range(a + 1, len(sizes))][::3]
     planned = 0
-    for counts in groups:
-        plan, limit = planner.plan("colocated", counts), planner.limit("colocated", counts)
+    for counts, role in itertools.product(groups, planner.problem.roles):
+        plan, limit = planner.plan(role, counts), planner.limit(role, counts)
         if plan is None:
             continue
         planned += 1
-        assert limit is not None and limit.region is not None
+        assert limit is not None
         assert plan.capacity_req_s <= limit.req_s * (1 + SMALL)
-        assert all(limit.region.contains(corner, 1e-6) for corner in planner.region(plan).corners)
-    assert planned >= 5
+        if role == "colocated":
+            assert all(limit.region.contains(corner, 1e-6) for corner in planner.region(plan).corners)
+    assert planned >= 15
+
+
+@pytest.mark.parametrize(
+    "goal", [Goal(), Goal(objective="goodput", ttft_ms=3000, tpot_ms=80, request_rate=5)]
+)
+@pytest.mark.parametrize("model", ["llama-2-70b", "opt-30b", "mixtral-8x7b"])
+def test_a_plan_is_the_best_of_all_shapes_whichever_groups_are_looked_at_with_it(model, goal):
+    """Alone, and beside all others; and no shape that is not looked at any further is better."""
+    problem = make_problem("hexgen2-case-study", model, "HPLD", phases="flexible", goal=goal)
+    alone, together, shapes = Planner(problem), Planner(problem), Shapes(problem)
+    sizes = [len(gpus) for gpus in problem.node_gpus]
+    groups = [((node, count),) for node, size in enumerate(sizes) for count in range(1, size + 1)]
+    groups += [((a, sizes[a]), (b, sizes[b])) for a, b in itertools.combinations(range(len(sizes)), 2)]
+    together.look_ahead(problem.roles, groups)
+    planned = 0
+    for counts, role in itertools.product(groups, problem.roles):
+        plan = alone.plan(role, counts)
+        assert together.plan(role, counts) == plan
+        each = filter(None, (alone.plan_shape(role, shape) for shape in shapes.of(role, counts)))
+        best_req_s = max((one.capacity_req_s for one in each), default=0.0)
+        assert (plan.capacity_req_s if plan else 0.0) == pytest.approx(best_req_s, rel=1e-6)
+        planned += plan is not None
+    assert planned >= 6
