@@ -36,22 +36,29 @@ class Rounded:
         return (self.codes - zeros).float() * scales
 
 
-def rounded(weight: torch.Tensor, bits: int, group: int, symmetric: bool, shuffled: bool = False) -> Rounded:
-    """To the nearest codes, with a float16 scale for each group of inputs; shuffled: in no order."""
+def rounded(
+    weight: torch.Tensor,
+    bits: int,
+    group: int,
+    symmetric: bool,
+    shuffled: bool = False,
+    scales: torch.dtype = torch.float16,
+) -> Rounded:
+    """To the nearest codes, with a scale for each group of inputs; shuffled: groups are in no order."""
     inputs, top = weight.shape[1], 2**bits - 1
     groups = torch.arange(inputs) // (group if group > 0 else inputs)
     if shuffled:
         groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
-    scales, zeros = [], []
+    found_scales, zeros = [], []
     for number in range(int(groups.max()) + 1):
         part = weight[:, groups == number]
         low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
         span = 2 * torch.maximum(-low, high) if symmetric else high - low
-        scale = (span / top).clamp(min=1e-6).half()
+        scale = (span / top).clamp(min=1e-6).to(scales)
         middle = torch.full(scale.shape, (top + 1) // 2)
         zeros.append(middle if symmetric else (-low / scale.float()).round().clamp(1, top).long())
-        scales.append(scale)
-    found = Rounded(weight, torch.stack(scales, 1), torch.stack(zeros, 1), groups)
+        found_scales.append(scale)
+    found = Rounded(weight, torch.stack(found_scales, 1), torch.stack(zeros, 1), groups)
     steps = weight / found.scales.float()[:, groups] + found.zeros[:, groups]
     found.codes = steps.round().clamp(0, top).long()
     return found
@@ -89,7 +96,8 @@ def gptq(
 
 def packed(weight: torch.Tensor, bits: int, group: int, symmetric: bool, shuffled: bool = False) -> Stored:
     """compressed-tensors, pack-quantized."""
-    found, middle = rounded(weight, bits, group, symmetric, shuffled), 2 ** (bits - 1)
+    found = rounded(weight, bits, group, symmetric, shuffled, torch.float32)
+    middle = 2 ** (bits - 1)
     stored = {
         "weight_packed": pack_to_int32((found.codes - middle).to(torch.int8), bits),
         "weight_scale": found.scales,
@@ -105,7 +113,7 @@ def packed(weight: torch.Tensor, bits: int, group: int, symmetric: bool, shuffle
 
 def bytes_of_8(weight: torch.Tensor, symmetric: bool) -> Stored:
     """compressed-tensors, int-quantized by channels."""
-    found = rounded(weight, 8, -1, symmetric)
+    found = rounded(weight, 8, -1, symmetric, scales=torch.float32)
     stored = {"weight": (found.codes - 128).to(torch.int8), "weight_scale": found.scales}
     if not symmetric:
         stored["weight_zero_point"] = (found.zeros - 128).to(torch.int8)
@@ -126,8 +134,14 @@ def fp8(weight: torch.Tensor, rows: int, columns: int, suffix: str = "weight_sca
     return {"weight": codes, suffix: scales if rows or columns else scales.squeeze()}, codes.float() * whole
 
 
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+_INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+
+
 def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
-    scheme = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}}
+    scheme: dict[str, Any] = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}}
+    if layout == "int-quantized":  # W8A8
+        scheme["input_activations"] = {**_INT8, "strategy": "token", "dynamic": True, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
@@ -141,8 +155,6 @@ def _gptq(bits: int, group: int, **more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, **more}
 
 
-_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-_INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _TO_16 = ["lm_head", "gate"]
 
@@ -154,6 +166,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
     "GPTQ 4 bits": (
         _gptq(4, 32, sym=True, desc_act=False),
         lambda weight: gptq(weight, 4, 32, symmetric=True, desc_act=False),
+    ),
+    "GPTQ 4 bits, groups of 128": (
+        _gptq(4, 128, sym=True, desc_act=False),
+        lambda weight: gptq(weight, 4, 128, symmetric=True, desc_act=False),
     ),
     "GPTQ 4 bits, desc_act, zeros": (
         _gptq(4, 16, sym=False, desc_act=True, checkpoint_format="gptq"),
@@ -214,11 +230,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
 }
 
 
-def quantise(folder: Path, name: str, into: Path, plain: Path) -> None:
+def quantise(folder: Path, name: str, into: Path, plain: Path | None = None) -> None:
     """Write the model of a folder in a format, and with the same weights in float32."""
     config, store = FORMATS[name]
-    for target in (into, plain):
-        shutil.copytree(folder, target)
+    shutil.copytree(folder, into)
     stored, values = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for tensor, weight in load_file(folder / "model.safetensors").items():
         if weight.dim() != 2 or any(part in tensor for part in _PLAIN):
@@ -228,6 +243,8 @@ def quantise(folder: Path, name: str, into: Path, plain: Path) -> None:
         module = tensor.removesuffix(".weight")
         stored |= {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
     save_file(stored, into / "model.safetensors", {"format": "pt"})
-    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    if plain is not None:
+        shutil.copytree(folder, plain)
+        save_file(values, plain / "model.safetensors", {"format": "pt"})
     described = json.loads((into / "config.json").read_text())
     (into / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
