@@ -123,12 +123,10 @@ def bytes_of_8(weight: torch.Tensor, symmetric: bool) -> Stored:
 def fp8(weight: torch.Tensor, rows: int, columns: int, suffix: str = "weight_scale") -> Stored:
     """E4M3 with a scale for each block of rows x columns; 0: of all of them. Scales per row are [rows, 1],
     one for the whole matrix has no dimension."""
-    tall, wide = rows or len(weight), columns or weight.shape[1]
-    outputs, inputs = weight.shape
-    scales = torch.empty(-(-outputs // tall), -(-inputs // wide))
-    for i, j in torch.cartesian_prod(*(torch.arange(n) for n in scales.shape)).tolist():
-        block = weight[i * tall : (i + 1) * tall, j * wide : (j + 1) * wide]
-        scales[i, j] = block.abs().max().clamp(min=1e-6) / LARGEST_FP8
+    (outputs, inputs), tall, wide = weight.shape, rows or len(weight), columns or weight.shape[1]
+    padded = torch.nn.functional.pad(weight, (0, -inputs % wide, 0, -outputs % tall)).abs()
+    largest = padded.unflatten(1, (-1, wide)).amax(2).unflatten(0, (-1, tall)).amax(1)
+    scales = largest.clamp(min=1e-6) / LARGEST_FP8
     whole = scales[torch.arange(outputs) // tall][:, torch.arange(inputs) // wide]
     codes = (weight / whole).to(torch.float8_e4m3fn)
     return {"weight": codes, suffix: scales if rows or columns else scales.squeeze()}, codes.float() * whole
@@ -218,6 +216,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
     "fp8 by blocks": (
         {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_not_convert": _TO_16},
         lambda weight: fp8(weight, 16, 32, "weight_scale_inv"),
+    ),
+    "fp8 by blocks of 128": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": _TO_16},
+        lambda weight: fp8(weight, 128, 128, "weight_scale_inv"),
     ),
     "FBGEMM fp8": (
         {"quant_method": "fbgemm_fp8", "modules_to_not_convert": _TO_16},

@@ -34,29 +34,29 @@ class Linear:
     bias : [out]
     """
 
-    _product: Product
+    product: Product
 
     def __init__(self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> None:
         if isinstance(weight, PackedWeight):
-            self._product = weight.product(bias)
+            self.product = weight.product(bias)
             return
         on_cpu, dtype = weight.device.type == "cpu", weight.dtype
         if native.serves(dtype, weight.device):
-            self._product = in_panels(weight, bias)
+            self.product = in_panels(weight, bias)
         elif on_cpu and weight.numel() > _SMALL and dtype in _PACKABLE and _onednn_works(dtype):
-            self._product = by_onednn(weight, bias)
+            self.product = by_onednn(weight, bias)
         else:
-            self._product = lambda x: F.linear(x, weight, bias)
+            self.product = lambda x: F.linear(x, weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x)
+        return self.product(x)
 
 
 class SideBySide(Linear):
     """Several products of the same x, their outputs one after the other."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
-        self._product = lambda x: torch.cat([part(x) for part in parts], dim=1)
+        self.product = lambda x: torch.cat([part(x) for part in parts], dim=1)
 
 
 def in_panels(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:

@@ -33,8 +33,8 @@ def awq(part: Part, scheme: WeightScheme) -> QuantisedWeight:
 
     def codes(suffix: str, length: int, lines: tuple[int, int] | None) -> torch.Tensor:
         packed = part.read(suffix, (length, outputs // per_word(kind)), ("I32",), lines, words(rows, kind))
-        in_words = unpacked(packed, kind).unflatten(1, (-1, per_word(kind)))
-        return trimmed(in_words[..., list(_AWQ_PLACES)].flatten(1), rows, kind).T
+        in_words = unpacked(packed, kind).T.contiguous().unflatten(0, (-1, per_word(kind)))
+        return trimmed(in_words[:, list(_AWQ_PLACES)].flatten(0, 1).T, rows, kind).T
 
     return part.weight(
         kind,

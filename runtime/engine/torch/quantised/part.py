@@ -89,8 +89,8 @@ def words(span: Span, kind: Kind) -> Span:
 
 def unpacked(packed: torch.Tensor, kind: Kind) -> torch.Tensor:
     """Words [n, words] int32 -> codes [n, codes] uint8, the lowest bits first."""
-    shifts = torch.arange(0, _WORD_BITS, kind.bits, device=packed.device, dtype=torch.int32)
-    return ((packed.unsqueeze(-1) >> shifts) & (2**kind.bits - 1)).to(torch.uint8).flatten(1)
+    stored = packed.flatten().view(torch.uint8).view(len(packed), -1)  # the lowest byte of a word comes first
+    return stored if kind.bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
 
 
 def trimmed(codes: torch.Tensor, span: Span, kind: Kind) -> torch.Tensor:
