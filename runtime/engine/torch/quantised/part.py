@@ -89,7 +89,8 @@ def words(span: Span, kind: Kind) -> Span:
 
 def unpacked(packed: torch.Tensor, kind: Kind) -> torch.Tensor:
     """Words [n, words] int32 -> codes [n, codes] uint8, the lowest bits first."""
-    stored = packed.flatten().view(torch.uint8).view(len(packed), -1)  # the lowest byte of a word comes first
+    # The lowest byte of a word comes first. A clone, because one column has any stride.
+    stored = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return stored if kind.bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
 
 
