@@ -11,7 +11,6 @@ from cost_model.architecture import WeightType
 from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES
 from cost_model.errors import InputError
 
-_KEY = "quantization_config"
 _ATTENTION = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.self_attn")
 _MAX_GROUP = 1 << 20
 
@@ -74,7 +73,7 @@ class _Quantization:
         return _Quantization(value, self.source, f"{self.within}.{key}")
 
 
-def quantised_formats(quantization: object, layers: int, source: str, key: str = _KEY) -> dict[str, Any]:
+def quantised_formats(quantization: object, source: str, key: str, layers: int) -> dict[str, Any]:
     """What a `quantization_config` says about weights and KV cache, as fields of ModelArchitecture.
 
     Knows the methods fp8, fbgemm_fp8, awq, gptq, compressed-tensors, modelopt and mxfp4 as vLLM and
@@ -82,8 +81,8 @@ def quantised_formats(quantization: object, layers: int, source: str, key: str =
 
     Parameters
     ----------
-    layers : of the model
     source, key : the file and the name of the object in it, for errors
+    layers : of the model
 
     Raises
     ------
@@ -99,7 +98,7 @@ def quantised_formats(quantization: object, layers: int, source: str, key: str =
     }
 
 
-def weight_scheme(quantization: object, source: str, key: str = _KEY) -> WeightScheme:
+def weight_scheme(quantization: object, source: str, key: str) -> WeightScheme:
     """How matrices are stored, according to a `quantization_config`; see `quantised_formats`."""
     config = _checked(quantization, source, key)
     method = config.raw.get("quant_method")

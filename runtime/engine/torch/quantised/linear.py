@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from cost_model.config import formats_beside
+from cost_model.errors import InputError
 from cost_model.quantization import WeightScheme, weight_scheme
 from runtime.engine.torch.linear import Linear, SideBySide
-from runtime.engine.torch.loader import Checkpoint, CheckpointConfig, Cut
+from runtime.engine.torch.loader import Checkpoint, Cut
 from runtime.engine.torch.quantised.formats import FORMATS
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.part import Part, is_quantised
@@ -33,7 +35,7 @@ class Quantised:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._scheme = _supported_scheme(checkpoint.config)
+        self._scheme = _supported_scheme(checkpoint)
 
     def holds(self, *names: str) -> bool:
         """Whether one of these matrices is quantised."""
@@ -88,18 +90,24 @@ def _merged(
         yield stacked(run)
 
 
-def _supported_scheme(config: CheckpointConfig) -> WeightScheme | None:
+def _supported_scheme(checkpoint: Checkpoint) -> WeightScheme | None:
     """How a checkpoint's matrices are stored; None: it is not quantised."""
-    raw = config.get(_KEY)
-    if raw is None:
-        return None
-    scheme = weight_scheme(raw, config.source)
+    config = checkpoint.config
+    found = config.get(_KEY), config.source, _KEY
+    if found[0] is None:
+        beside = formats_beside(checkpoint.folder)
+        if beside is None:
+            return None
+        found = beside
+    raw, source, key = found
+    scheme, remedy = weight_scheme(raw, source, key), "choose another checkpoint of the model"
     if scheme.method not in FORMATS or scheme.weight_type not in TORCH_QUANTISED:
         problem = f"has {scheme.weight_type} weights, the engine runs {', '.join(TORCH_QUANTISED)}"
-        raise config.error(_KEY, problem, "choose another checkpoint of the model")
-    key, known = _LAYOUTS.get(scheme.method, ("", ()))
-    layout = raw.get(key) or known[0] if known else ""
-    if known and str(layout).lower() not in known:
-        problem = f"is {str(layout)[:60]!r}, the engine reads {', '.join(known)}"
-        raise config.error(f"{_KEY}.{key}", problem, "choose another checkpoint of the model")
+        raise InputError(source, key, problem, remedy)
+    if scheme.method in _LAYOUTS:
+        named, known = _LAYOUTS[scheme.method]
+        layout = raw.get(named) or known[0]
+        if str(layout).lower() not in known:
+            problem = f"is {str(layout)[:60]!r}, the engine reads {', '.join(known)}"
+            raise InputError(source, f"{key}.{named}", problem, remedy)
     return scheme
