@@ -51,7 +51,7 @@ def main() -> None:
     options = parser.parse_args()
     names = [name for name in FORMATS if options.formats in name]
     width = max(map(len, [*names, *REFUSED])) + 2
-    print(" " * width + "".join(f"{family:11}" for family in options.families))
+    print(f"{'format':{width}}" + "".join(f"{family:11}" for family in options.families))
     with tempfile.TemporaryDirectory() as folder:
         originals = {family: WRITERS[family](Path(folder, family)) for family in options.families}
         for number, name in enumerate(names):

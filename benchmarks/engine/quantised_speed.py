@@ -9,8 +9,8 @@ engine once for each checkpoint, computing in float32; vLLM (--vllm-python) in f
 the int8 and int4 checkpoints, for which it has kernels. Sides take turns in each round, with greedy sampling:
 prompts of 128 tokens with 64 new ones at each batch size, then one prompt of 512 tokens.
 
-Prints, for each side, the size of the checkpoint's file, the memory of its processes after loading (USS), and
-medians over rounds of tokens/s; in brackets, how many times our float32 that is.
+Prints, for each side, the weights that our worker keeps in memory, and medians over rounds of tokens/s; in
+brackets, how many times our float32 that is.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ from benchmarks.engine.engine_speed import (
     started,
 )
 from benchmarks.serving.fleet import make_placement
+from cost_model.config import architecture_from_folder
+from runtime.engine.rank import Rank
+from runtime.engine.torch.collectives import Collectives
+from runtime.engine.torch.models import load_stage
+from runtime.protocol.message import StageShape
 
 sys.path.append(str(ROOT / "tests" / "support"))
 
@@ -100,10 +105,18 @@ def sides(folders: dict[str, Path], work: Path, options: argparse.Namespace) -> 
         yield found
 
 
-def memory_mb(side: Side) -> float:
-    """Memory that only the processes of a side use."""
-    family = [side.process, *side.process.children(recursive=True)]
-    return sum(process.memory_full_info().uss for process in family) / 1e6
+def weights_mb(folder: Path) -> float:
+    """What a worker keeps of a checkpoint in memory."""
+    stages, cpu = (
+        (StageShape(workers=("one",), first_layer=0, end_layer=_layers(folder)),),
+        torch.device("cpu"),
+    )
+    collectives = Collectives(Rank.find(stages, "one"), cpu)
+    return load_stage(str(folder), FLOAT32, cpu, collectives).checkpoint.bytes_read / 1e6
+
+
+def _layers(folder: Path) -> int:
+    return architecture_from_folder(folder).layers
 
 
 def main() -> None:
@@ -123,9 +136,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         folders = make_models(work, options.layers)
-        files = {name: (own / "model.safetensors").stat().st_size for name, own in folders.items()}
+        weights = {name: weights_mb(own) for name, own in folders.items()}
         with sides(folders, work, options) as running:
-            used = {side.name: memory_mb(side) for side in running}
             for number in range(options.rounds + 1):  # the first round warms up
                 for case in cases:
                     seed = rng.random()
@@ -133,15 +145,15 @@ def main() -> None:
                         answer, _ = measure(side, case, seed, options.attempts)
                         if number:
                             rates[side.name, case].append(Seen.of(case, answer["times_s"]).rate)
-    print("| | file, MB | memory, MB | " + " | ".join(map(titled, cases)) + " |")
-    print("| --- " * (3 + len(cases)) + "|")
-    for name, memory in used.items():
+    print("| | weights, MB | " + " | ".join(map(titled, cases)) + " |")
+    print("| --- " * (2 + len(cases)) + "|")
+    for side in running:
         cells = []
         for case in cases:
-            rate = statistics.median(rates[name, case])
+            rate = statistics.median(rates[side.name, case])
             cells.append(f"{rate:.1f} ({rate / statistics.median(rates[f'hexgen2 {FLOAT32}', case]):.2f})")
-        size = files[name.split()[1]] / 1e6
-        print(f"| {name} | {size:.0f} | {memory:.0f} | " + " | ".join(cells) + " |")
+        size = f"{weights[side.name.split()[1]]:.0f}" if "hexgen2" in side.name else ""
+        print(f"| {side.name} | {size} | " + " | ".join(cells) + " |")
 
 
 def titled(case: Case) -> str:

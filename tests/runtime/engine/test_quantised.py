@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from instructions import BUILDS
 from quantised import FORMATS
 from safetensors.torch import save_file
-from test_native import BUILDS
 
 from cost_model.errors import InputError
 from runtime import native

@@ -11,9 +11,9 @@ import pytest
 import torch
 from checkpoints import LAYERS, VOCAB, WRITERS, greedy
 from engine_harness import Cluster, Shape
+from one_process import PROMPTS, amend, reference, run, whole_model
 from quantised import FORMATS, bytes_of_8, quantise
 from safetensors.torch import load_file, save_file
-from test_engine_models import PROMPTS, amend, reference, run, whole_model
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from runtime import native
