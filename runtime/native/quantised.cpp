@@ -1,5 +1,5 @@
-// Products of float32 activations with quantised weights: integers of 4 and 8 bits and floats of 8 bits, with a
-// scale and perhaps a zero for each group of inputs. `__init__.py` documents the arguments.
+// Products of float32 activations with quantised weights: integers of 4 and 8 bits and floats of 8 bits, with
+// a scale and perhaps a zero for each group of inputs. `__init__.py` documents the arguments.
 //
 // For a few rows, weights turn into floats in registers on their way from memory: the time is that of reading
 // the packed bytes. For more rows, a tile of weights turns into floats in the cache, and all rows pass it.
@@ -99,7 +99,8 @@ struct Weights {
 struct Tile {
     static constexpr long BYTES = PANEL * sizeof(float);
     static inline void read_panel(const uint8_t *from, Floats *to) {
-        for (int part = 0; part < PANEL_VECTORS; ++part) to[part] = load(reinterpret_cast<const float *>(from) + part * LANES);
+        const float *const values = reinterpret_cast<const float *>(from);
+        for (int part = 0; part < PANEL_VECTORS; ++part) to[part] = load(values + part * LANES);
     }
 };
 
@@ -130,8 +131,8 @@ inline void add_run(const float *x, long x_row, const uint8_t *codes, long count
 
 // ROWS rows of x times one panel.
 template <typename Codes, int ROWS, bool ZEROS>
-void multiply(const float *x, const Weights &weights, long panel, const float *bias, float *output, long output_row,
-              long width) {
+void multiply(const float *x, const Weights &weights, long panel, const float *bias, float *output,
+              long output_row, long width) {
     float totals[ROWS][PANEL] = {};
     const uint8_t *const codes = weights.codes + panel * weights.inputs * Codes::BYTES;
     for (long run = 0; run < weights.count; ++run) {
@@ -141,7 +142,7 @@ void multiply(const float *x, const Weights &weights, long panel, const float *b
         weights.read_scales_of(panel, group, scale);
         if (ZEROS) weights.read_zeros_of<Codes>(panel, group, zero);
         add_run<Codes, ROWS, ZEROS>(x + first, weights.inputs, codes + first * Codes::BYTES, end - first, zero,
-                                           scale, totals[0], PANEL);
+                                    scale, totals[0], PANEL);
     }
     for (int row = 0; row < ROWS; ++row)
         for (long at = 0; at < width; ++at)
@@ -149,10 +150,10 @@ void multiply(const float *x, const Weights &weights, long panel, const float *b
 }
 
 template <int ROWS>
-void multiply_tile(const float *x, long x_row, const float *tile, long count, const Floats *scale, float *totals,
-                   long totals_row) {
-    add_run<Tile, ROWS, false>(x, x_row, reinterpret_cast<const uint8_t *>(tile), count, nullptr, scale, totals,
-                               totals_row);
+void multiply_tile(const float *x, long x_row, const float *tile, long count, const Floats *scale,
+                   float *totals, long totals_row) {
+    add_run<Tile, ROWS, false>(x, x_row, reinterpret_cast<const uint8_t *>(tile), count, nullptr, scale,
+                               totals, totals_row);
 }
 
 typedef void (*Multiply)(const float *, const Weights &, long, const float *, float *, long, long);
@@ -171,7 +172,7 @@ template <typename Codes, bool ZEROS, int ROWS> void fill(Multiplies &by_rows) {
 
 constexpr long TILED_ROWS = 20 * PRODUCT_ROWS; // that pass a tile together
 constexpr long TILED_INPUTS = 512;             // of x, copied for them: both fit the L2 cache
-constexpr long X_ROW = TILED_INPUTS + 16; // so that rows do not compete for the same lines of the L1 cache
+constexpr long X_ROW = TILED_INPUTS + 16;      // so that rows do not compete for the same lines of the L1 cache
 
 // Many rows times the panels of one thread.
 template <typename Codes, bool ZEROS>
@@ -189,7 +190,8 @@ void multiply_many(const float *x, long rows, const Weights &weights, long first
                 if (weights.runs[3 * next + 1] - first > TILED_INPUTS) break;
             const long end = weights.runs[3 * next - 2];
             for (long row = 0; row < count; ++row)
-                std::memcpy(&copied[row * X_ROW], x + (from + row) * weights.inputs + first, (end - first) * sizeof(float));
+                std::memcpy(&copied[row * X_ROW], x + (from + row) * weights.inputs + first,
+                            (end - first) * sizeof(float));
             for (long panel = first_panel; panel < end_panel; ++panel)
                 for (long each = run; each < next; ++each) {
                     const long begin = weights.runs[3 * each], length = weights.runs[3 * each + 1] - begin;
@@ -218,7 +220,8 @@ void multiply_many(const float *x, long rows, const Weights &weights, long first
 }
 
 template <typename Codes, bool ZEROS>
-void multiply_all(const float *x, long rows, const Weights &weights, const float *bias, long outputs, float *output) {
+void multiply_all(const float *x, long rows, const Weights &weights, const float *bias, long outputs,
+                  float *output) {
     static const Multiplies by_rows = [] {
         Multiplies filled;
         fill<Codes, ZEROS, PRODUCT_ROWS>(filled);
@@ -239,17 +242,20 @@ void multiply_all(const float *x, long rows, const Weights &weights, const float
 }
 
 template <typename Codes>
-void multiply_kind(const float *x, long rows, const Weights &weights, const float *bias, long outputs, float *output) {
-    (weights.zeros ? multiply_all<Codes, true> : multiply_all<Codes, false>)(x, rows, weights, bias, outputs, output);
+void multiply_kind(const float *x, long rows, const Weights &weights, const float *bias, long outputs,
+                   float *output) {
+    const auto multiply_those = weights.zeros ? multiply_all<Codes, true> : multiply_all<Codes, false>;
+    multiply_those(x, rows, weights, bias, outputs, output);
 }
 
 } // namespace
 
 extern "C" {
 
-void multiply_quantised(const float *x, long rows, long inputs, long kind, const uint8_t *codes, const void *scales,
-                        long scale_type, long scale_width, const uint8_t *zeros, long groups, const int32_t *runs,
-                        long count, const float *bias, long outputs, float *output) {
+void multiply_quantised(const float *x, long rows, long inputs, long kind, const uint8_t *codes,
+                        const void *scales, long scale_type, long scale_width, const uint8_t *zeros,
+                        long groups, const int32_t *runs, long count, const float *bias, long outputs,
+                        float *output) {
     const Weights weights{codes, scales, zeros, runs, inputs, groups, count, scale_type, scale_width};
     if (kind == 0) multiply_kind<Nibbles>(x, rows, weights, bias, outputs, output);
     if (kind == 1) multiply_kind<SignedBytes>(x, rows, weights, bias, outputs, output);
