@@ -67,7 +67,7 @@ schema: $(STAMP)
 docs-figures: $(STAMP)
 	$(BIN)/python -m benchmarks.docs_figures --all
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard runtime/native/*.cpp)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard runtime/native/*.cpp runtime/native/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@

@@ -38,14 +38,24 @@ def architecture_from_folder(path: Path) -> ModelArchitecture:
     source = str(file)
     config = _json_object(file)
     name = checked_name(file.resolve().parent.name, source, remedy="rename the folder")
-    beside = file.parent / _FORMATS_FILE
     found = architecture_from_config(config, name or "model", source)
-    if config.get(_FORMATS) is not None or file.name != "config.json" or not beside.is_file():
+    if config.get(_FORMATS) is not None or file.name != "config.json":
         return found
-    formats = _json_object(beside).get("quantization")
-    if isinstance(formats, dict):
-        formats = {"quant_method": "modelopt", **formats}
-    return found.model_copy(update=quantised_formats(formats, found.layers, str(beside), "quantization"))
+    formats = formats_beside(file.parent)
+    return found if formats is None else found.model_copy(update=quantised_formats(*formats, found.layers))
+
+
+def formats_beside(folder: Path) -> tuple[object, str, str] | None:
+    """What hf_quant_config.json says of formats, that file, and the key in it; None: there is none."""
+    file = folder / _FORMATS_FILE
+    if not file.is_file():
+        return None
+    formats = _json_object(file).get("quantization")
+    return (
+        ({"quant_method": "modelopt", **formats} if isinstance(formats, dict) else formats),
+        str(file),
+        "quantization",
+    )
 
 
 def _json_object(file: Path) -> dict[str, Any]:
@@ -89,7 +99,7 @@ def architecture_from_config(config: dict[str, Any], name: str, source: str) -> 
     }
     quantization = reader.raw.get(_FORMATS)
     if quantization is not None:
-        formats |= quantised_formats(quantization, shape["layers"], source, f"{reader.prefix}{_FORMATS}")
+        formats |= quantised_formats(quantization, source, f"{reader.prefix}{_FORMATS}", shape["layers"])
     try:
         return ModelArchitecture(name=name, family=known.family, **shape, **formats)
     except ValidationError as error:

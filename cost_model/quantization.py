@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cost_model.architecture import WeightType
 from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES
 from cost_model.errors import InputError
 
-_KEY = "quantization_config"
 _ATTENTION = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.self_attn")
 _MAX_GROUP = 1 << 20
 
-Found = tuple[WeightType, float]
-"""A format and the bytes of a weight, its scales included."""
+
+@dataclass(frozen=True)
+class WeightScheme:
+    """How a checkpoint stores its quantised matrices.
+
+    Attributes
+    ----------
+    weight_bytes : of a weight, with its scales and zeros
+    group : inputs that share a scale and a zero; None: all of them
+    block : outputs and inputs that share a scale, if it is for blocks
+    symmetric : all zeros are the same, so that nobody needs to keep them
+    method : the `quant_method`
+    """
+
+    weight_type: WeightType
+    weight_bytes: float
+    group: int | None = None
+    block: tuple[int, int] | None = None
+    symmetric: bool = True
+    method: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class _Quantization:
         return _Quantization(value, self.source, f"{self.within}.{key}")
 
 
-def quantised_formats(quantization: object, layers: int, source: str, key: str = _KEY) -> dict[str, Any]:
+def quantised_formats(quantization: object, source: str, key: str, layers: int) -> dict[str, Any]:
     """What a `quantization_config` says about weights and KV cache, as fields of ModelArchitecture.
 
     Knows the methods fp8, fbgemm_fp8, awq, gptq, compressed-tensors, modelopt and mxfp4 as vLLM and
@@ -64,26 +81,36 @@ def quantised_formats(quantization: object, layers: int, source: str, key: str =
 
     Parameters
     ----------
-    layers : of the model
     source, key : the file and the name of the object in it, for errors
+    layers : of the model
 
     Raises
     ------
     InputError : another method, a number of bits without kernels, or several formats of weights side by side
     """
-    if not isinstance(quantization, dict):
-        raise InputError(source, key, "is not a JSON object", "take the model's own config.json")
-    config = _Quantization(quantization, source, key)
-    method = quantization.get("quant_method")
-    if not isinstance(method, str) or method not in _METHODS:
-        raise config.unknown("quant_method", ", ".join(_METHODS))
-    weights, width = _METHODS[method](config)
+    config = _checked(quantization, source, key)
+    scheme = weight_scheme(quantization, source, key)
     return {
-        "weight_type": weights,
-        "weight_bytes": width,
-        "only_experts_quantised": weights == "mxfp4" or _excludes_attention(config, layers),
+        "weight_type": scheme.weight_type,
+        "weight_bytes": scheme.weight_bytes,
+        "only_experts_quantised": scheme.weight_type == "mxfp4" or _excludes_attention(config, layers),
         **_kv_cache(config),
     }
+
+
+def weight_scheme(quantization: object, source: str, key: str) -> WeightScheme:
+    """How matrices are stored, according to a `quantization_config`; see `quantised_formats`."""
+    config = _checked(quantization, source, key)
+    method = config.raw.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise config.unknown("quant_method", ", ".join(_METHODS))
+    return replace(_METHODS[method](config), method=method)
+
+
+def _checked(quantization: object, source: str, key: str) -> _Quantization:
+    if not isinstance(quantization, dict):
+        raise InputError(source, key, "is not a JSON object", "take the model's own config.json")
+    return _Quantization(quantization, source, key)
 
 
 def _kv_cache(config: _Quantization) -> dict[str, Any]:
@@ -102,44 +129,49 @@ def _kv_cache(config: _Quantization) -> dict[str, Any]:
     return {"kv_value_bytes": KV_BYTES["fp8"]}
 
 
-def _fp8(config: _Quantization) -> Found:
+def _fp8(config: _Quantization) -> WeightScheme:
     """Per tensor or channel, or by blocks with an fp32 scale each (DeepSeek V3)."""
-    block = config.raw.get("weight_block_size")
-    return _fp8_by_blocks(config, "weight_block_size") if block is not None else ("fp8", WEIGHT_BYTES["fp8"])
+    if config.raw.get("weight_block_size") is not None:
+        return _fp8_by_blocks(config, "weight_block_size")
+    return WeightScheme("fp8", WEIGHT_BYTES["fp8"])
 
 
-def _fp8_by_blocks(config: _Quantization, key: str) -> Found:
+def _fp8_by_blocks(config: _Quantization, key: str) -> WeightScheme:
     block = config.raw.get(key)
     sides = block if isinstance(block, list) else []
     whole = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= _MAX_GROUP for n in sides)
     if len(sides) != 2 or not whole:
         raise config.error(key, f"is {ascii(block)[:60]}", "it must be two whole numbers, such as [128, 128]")
-    return "fp8_block", 1 + 4 / (sides[0] * sides[1])
+    return WeightScheme("fp8_block", 1 + 4 / (sides[0] * sides[1]), block=(sides[0], sides[1]))
 
 
-def _awq(config: _Quantization) -> Found:
+def _awq(config: _Quantization) -> WeightScheme:
     """4 bits; per group a 16-bit scale and, unless symmetric, a zero of 4 bits."""
     if config.integer("bits", "w_bit", default=4) != 4:
         raise config.unknown("bits", "4 bits")
-    zero = 0 if config.raw.get("zero_point") is False else 4
-    return "int4", _grouped(4, 16 + zero, config.integer("group_size", "q_group_size", default=128, least=-1))
+    group = config.integer("group_size", "q_group_size", default=128, least=-1)
+    return _grouped(4, group, config.raw.get("zero_point") is False)
 
 
-def _gptq(config: _Quantization) -> Found:
-    """4 or 8 bits; per group a 16-bit scale and a zero as wide as a weight, symmetric or not."""
+def _gptq(config: _Quantization) -> WeightScheme:
+    """4 or 8 bits; per group a 16-bit scale and, unless `sym`, a zero as wide as a weight. Files have the
+    zeros of symmetric weights, too, but no engine keeps them."""
     bits = config.integer("bits")
     if bits not in (4, 8):
         raise config.unknown("bits", "4 or 8 bits")
-    width = _grouped(bits, 16 + bits, config.integer("group_size", default=128, least=-1))
-    return ("int4" if bits == 4 else "int8"), width
+    group = config.integer("group_size", default=128, least=-1)
+    return _grouped(bits, group, config.raw.get("sym") is True)
 
 
-def _grouped(bits: int, of_group: int, group: int) -> float:
-    """Bytes of a weight with so many further bits per group; -1 and 0: a group is a whole channel."""
-    return bits / 8 if group <= 0 else (bits + of_group / group) / 8
+def _grouped(bits: int, group: int, symmetric: bool) -> WeightScheme:
+    """Integers of 4 or 8 bits with a 16-bit scale per group; -1 and 0: a group is a whole channel."""
+    of_group = 16 + (0 if symmetric else bits)
+    width = bits / 8 if group <= 0 else (bits + of_group / group) / 8
+    kept = None if group <= 0 else group
+    return WeightScheme("int4" if bits == 4 else "int8", width, group=kept, symmetric=symmetric)
 
 
-def _modelopt(config: _Quantization) -> Found:
+def _modelopt(config: _Quantization) -> WeightScheme:
     """NVIDIA Model Optimizer, which names its algorithm."""
     algorithm = config.raw.get("quant_algo")
     if not isinstance(algorithm, str) and config.raw.get("config_groups"):
@@ -148,10 +180,10 @@ def _modelopt(config: _Quantization) -> Found:
     if not isinstance(algorithm, str) or algorithm.upper() not in formats:
         raise config.unknown("quant_algo", ", ".join(formats))
     weights = formats[algorithm.upper()]
-    return weights, WEIGHT_BYTES[weights]
+    return WeightScheme(weights, WEIGHT_BYTES[weights])
 
 
-def _compressed_tensors(config: _Quantization) -> Found:
+def _compressed_tensors(config: _Quantization) -> WeightScheme:
     """Groups of layers with a scheme each, which must be the same for all."""
     groups = config.part("config_groups")
     found = {_scheme(groups.part(name).part("weights")) for name in groups.raw}
@@ -161,7 +193,7 @@ def _compressed_tensors(config: _Quantization) -> Found:
     return found.pop()
 
 
-def _scheme(weights: _Quantization) -> Found:
+def _scheme(weights: _Quantization) -> WeightScheme:
     """The format of one scheme of compressed-tensors."""
     bits, kind, strategy = (
         weights.integer("num_bits"),
@@ -169,23 +201,22 @@ def _scheme(weights: _Quantization) -> Found:
         weights.raw.get("strategy"),
     )
     if kind == "float" and bits == 8:
-        return _fp8_by_blocks(weights, "block_structure") if strategy == "block" else ("fp8", 1.0)
+        return _fp8_by_blocks(weights, "block_structure") if strategy == "block" else WeightScheme("fp8", 1.0)
     group = weights.integer("group_size", default=-1, least=-1)
     if kind == "float" and bits == 4 and group in (16, 32):
         fp4: WeightType = "nvfp4" if group == 16 else "mxfp4"
-        return fp4, WEIGHT_BYTES[fp4]
+        return WeightScheme(fp4, WEIGHT_BYTES[fp4])
     if kind == "int" and bits in (4, 8):
-        zero = bits if weights.raw.get("symmetric") is False else 0
-        return ("int4" if bits == 4 else "int8"), _grouped(bits, 16 + zero, group)
+        return _grouped(bits, group, weights.raw.get("symmetric") is not False)
     raise weights.unknown("num_bits", "int 4 or 8, float 8, or float 4 in groups of 16 or 32")
 
 
-def _mxfp4(config: _Quantization) -> Found:
+def _mxfp4(config: _Quantization) -> WeightScheme:
     """OpenAI's gpt-oss: only the experts."""
-    return "mxfp4", WEIGHT_BYTES["mxfp4"]
+    return WeightScheme("mxfp4", WEIGHT_BYTES["mxfp4"])
 
 
-_METHODS: dict[str, Callable[[_Quantization], Found]] = {
+_METHODS: dict[str, Callable[[_Quantization], WeightScheme]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "awq": _awq,

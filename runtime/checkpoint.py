@@ -11,11 +11,14 @@ from cost_model.dtypes import SIXTEEN_BIT
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
 from runtime.api.tokenizer import check_tokenizer_files
-from runtime.options import TORCH, VLLM
+from runtime.options import TORCH, TORCH_QUANTISED, VLLM
 
 TORCH_FAMILIES = ("llama", "mixtral", "opt")
 """What the torch engine runs (runtime/engine/torch/models), without loading torch to find out."""
 MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
+BYTES_TOLERANCE = 0.01
+"""By how much the bytes of a weight may differ from the placement's: other groups have other scales."""
+_KEY = "quantization_config"
 GPU_DTYPES = ("bfloat16", "float16")
 
 
@@ -74,22 +77,35 @@ def check_formats(placement: Placement, folder: Path, engine: str, source: str) 
 
     Raises
     ------
-    InputError : vLLM cannot make these weights of the checkpoint's; torch, which runs 16 and 32 bits only, is
-        to run fewer
+    InputError : vLLM cannot make these weights of the checkpoint's; torch, which serves weights as they are
+        and keeps 16 and 32 bits of KV values, is to serve others
     """
-    model = placement.model
-    there = architecture_from_folder(folder).weight_type
+    model, config = placement.model, str(folder / "config.json")
+    there = architecture_from_folder(folder)
     if engine == VLLM:
-        _check_vllm(model.weight_type, there, str(folder / "config.json"))
+        _check_vllm(model.weight_type, there.weight_type, config)
     if engine != TORCH:
         return
-    remedy = "use --engine vllm, or a placement and a checkpoint in 16 bits"
-    if there not in SIXTEEN_BIT:
-        problem = f"the torch engine does not run {there} weights"
-        raise InputError(str(folder / "config.json"), "quantization_config", problem, remedy)
-    if model.weight_type not in SIXTEEN_BIT or model.kv_value_bytes < 2:
-        fewer = model.weight_type if model.weight_type not in SIXTEEN_BIT else "8-bit KV"
-        raise InputError(source, "model", f"the torch engine does not run {fewer}", remedy)
+    if there.weight_type not in (*SIXTEEN_BIT, *TORCH_QUANTISED):
+        problem = f"the torch engine does not run {there.weight_type} weights"
+        remedy = f"use --engine vllm, or a checkpoint in {', '.join(TORCH_QUANTISED)} or 16 bits"
+        raise InputError(config, _KEY, problem, remedy)
+    if model.kv_value_bytes < 2:
+        remedy = "use --engine vllm, or search with --kv bf16"
+        raise InputError(source, "model.kv_value_bytes", "the torch engine does not run 8-bit KV", remedy)
+    plain = model.weight_type in SIXTEEN_BIT and there.weight_type in SIXTEEN_BIT
+    if not plain and model.weight_type != there.weight_type:
+        problem = f"has {there.weight_type} weights, but the placement was made for {model.weight_type}"
+        remedy = (
+            f"name a checkpoint in {model.weight_type} with --model-path, or search with --model {folder}"
+        )
+        raise InputError(config, _KEY, problem, remedy)
+    if not plain and abs(model.weight_bytes / there.weight_bytes - 1) > BYTES_TOLERANCE:
+        problem = (
+            f"has {there.weight_bytes:.4g} bytes per weight, but the placement was made for "
+            f"{model.weight_bytes:.4g}"
+        )
+        raise InputError(config, _KEY, problem, f"search a placement with --model {folder}")
 
 
 def _check_vllm(planned: WeightType, there: WeightType, source: str) -> None:

@@ -16,6 +16,8 @@ KV_SCALE = 64.0
 TORCH, EMULATED, VLLM = "torch", "emulated", "vllm"
 ENGINES = (TORCH, EMULATED, VLLM)
 INSTRUCTIONS = ("auto", "avx2")
+TORCH_QUANTISED = ("int4", "int8", "fp8", "fp8_block")
+"""Formats of quantised weights that the torch engine runs."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NIXL = "nixl"
 GPU_TRANSPORTS, CPU_TRANSPORTS = ("cuda_ipc",), ("shm",)

@@ -2,10 +2,11 @@
 
     python -m benchmarks.engine.kernel_speed [--rounds 5]
 
-Measures matrix products with weights [4096, 768] for several row counts; and, for two shapes of heads,
-attention of the next tokens of 8 requests, and of a prompt of 512 tokens over a context of 512. Prints
-milliseconds, the best of several rounds in which the sides take turns: each computation takes a few
-milliseconds, and anything else that runs can only add to it.
+Measures matrix products with weights [4096, 768] for several row counts; products with quantised weights
+[4096, 4096], beside our own with the same in float32; and, for two shapes of heads, attention of the next
+tokens of 8 requests, and of a prompt of 512 tokens over a context of 512. Prints milliseconds, the best of
+several rounds in which the sides take turns: each computation takes a few milliseconds, and anything else
+that runs can only add to it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import torch
 import torch.nn.functional as F
 
 from runtime import native
+from runtime.engine.torch.quantised.packed import PackedWeight
+from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 from runtime.options import BLOCK_TOKENS
 
 OUTPUTS, INPUTS = 4096, 768
 ROWS = (1, 3, 8, 32, 128, 512)
+WIDE, GROUP, QUANTISED_ROWS = 4096, 128, (1, 2, 4, 8, 32, 512)
 HEADS = ((12, 4, 64), (32, 8, 128))
 CONTEXT, REQUESTS = 512, 8
 AT_LEAST_S = 0.02
@@ -48,6 +52,16 @@ def product(rows: int) -> tuple[Side, Side]:
     x, weight = torch.randn(rows, INPUTS), torch.randn(OUTPUTS, INPUTS)
     packed = native.pack(weight)
     return lambda: native.linear(x, packed, None, OUTPUTS), lambda: F.linear(x, weight)
+
+
+def quantised_product(kind: Kind, rows: int) -> tuple[Side, Side]:
+    """Milliseconds of our product with quantised weights, and of ours with weights in float32."""
+    x, plain = torch.randn(rows, WIDE), native.pack(torch.randn(WIDE, WIDE))
+    codes = torch.randint(0, 2**kind.bits - 1, (WIDE, WIDE), dtype=torch.uint8) & 119  # no NaN of FP8
+    scales = torch.rand(WIDE, WIDE // GROUP).half()
+    groups = torch.arange(WIDE) // GROUP
+    packed = PackedWeight(QuantisedWeight(kind, codes, scales, None, groups)).product(None)
+    return lambda: packed(x), lambda: native.linear(x, plain, None, WIDE)
 
 
 def next_tokens(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
@@ -94,6 +108,11 @@ def main() -> None:
         ours, torchs = best_ms(product(rows), options.rounds)
         rate = f"{2 * rows * OUTPUTS * INPUTS / ours / 1e6:.0f} GFLOP/s"
         print(f"product of {rows:3} rows          {ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}  {rate}")
+    for kind in Kind:
+        for rows in QUANTISED_ROWS:
+            ours, in_float32 = best_ms(quantised_product(kind, rows), options.rounds)
+            label = f"{kind.name.lower()} product of {rows:3} rows"
+            print(f"{label:28}{ours:8.2f} {in_float32:8.2f} {in_float32 / ours:6.2f}  beside ours in float32")
     for name, make in ((f"next token of {REQUESTS}", next_tokens), (f"prompt of {CONTEXT}", prompt)):
         for shape in HEADS:
             ours, torchs = best_ms(make(*shape), options.rounds)

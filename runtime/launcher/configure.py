@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 
 from cluster_specs.loader import resolve
+from cost_model.architecture import ModelArchitecture, WeightType
+from cost_model.dtypes import SIXTEEN_BIT, WEIGHT_BYTES
 from cost_model.errors import InputError
 from cost_model.pipeline import PipelineSemantics
 from hexgen2.cluster import Cluster
@@ -32,6 +34,8 @@ from runtime.options import (
 from runtime.protocol.message import ATTENTION, PROTOCOL_VERSION, StageShape
 from runtime.protocol.to_workers import Configure, Emulation, KvLink
 from runtime.routing.kv_budget import kv_budgets
+
+_SHORT: dict[str, WeightType] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def device_of(placement: Placement, gpu: str) -> str:
@@ -125,6 +129,30 @@ def _emulated_transport(name: str) -> str:
     return EMULATED
 
 
+def as_computed(placement: Placement, dtype: str) -> Placement:
+    """A placement whose model has the bytes that it takes in workers of the torch engine: activations, KV
+    cache and all weights that are not quantised have their type, whatever type was planned."""
+    width, fields = WEIGHT_BYTES[_SHORT[dtype]], placement.model.model_dump()
+    changes: dict[str, object] = {"activation_bytes": width, "kv_value_bytes": width}
+    if placement.model.weight_type in SIXTEEN_BIT:
+        changes |= {"weight_type": _SHORT[dtype], "weight_bytes": width}
+    return placement.model_copy(update={"model": ModelArchitecture(**{**fields, **changes})})
+
+
+def _check_room(placement: Placement, dtype: str) -> None:
+    """Refuse a type in which not even one block of KV cache fits beside the weights.
+
+    Raises
+    ------
+    InputError : so it is on the GPUs of a replica
+    """
+    for replica, tokens in kv_budgets(placement).items():
+        if tokens < 1:
+            problem = f"its weights do not fit into the memory of replica {replica}"
+            remedy = "use --dtype bfloat16, or search a placement for more or larger GPUs"
+            raise InputError("--dtype", dtype, problem, remedy)
+
+
 def configurations(
     placement: Placement,
     checkpoint: Path,
@@ -139,11 +167,18 @@ def configurations(
 
     Raises
     ------
-    InputError : the transport in `options` does not suit these devices, or its package is not installed
+    InputError : the transport in `options` does not suit these devices, or its package is not installed; the
+        weights do not fit in this type
     """
     secret, block = secrets.token_hex(32), options.block_tokens
-    budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}
     gpus = workers_of(placement)
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype
+    if engine == TORCH:
+        placement = as_computed(placement, dtype)
+        _check_room(placement, dtype)
+    budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}
     lanes = {
         replica.id: lanes_of(placement, replica, budgets[replica.id], block)
         for replica in placement.replicas
@@ -159,9 +194,6 @@ def configurations(
         _check_transport(transport, [is_cpu(placement, gpu) for gpu in gpus])
     emulated = emulated_links(placement) if emulation or options.emulate_links else {}
     cores = shares_of(sorted(os.sched_getaffinity(0)), [gpu for gpu in gpus if is_cpu(placement, gpu)])
-    dtype = options.dtype
-    if dtype == "auto":
-        dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype
     configured = {
         gpu: Configure(
             protocol=PROTOCOL_VERSION,

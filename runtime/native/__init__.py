@@ -1,5 +1,5 @@
-"""Compiled kernels: for what a step computes in float32 on CPUs (kernels.cpp), and to copy KV caches
-(copies.cpp).
+"""Compiled kernels: for what a step computes in float32 on CPUs (kernels.cpp), also with quantised weights
+(quantised.cpp), and to copy KV caches (copies.cpp).
 
 setup.py builds them for each instruction set if it finds a compiler. If `serves` is False, callers use
 torch's operators, which give the same values up to rounding; if `copies` is False, numpy.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -171,6 +172,13 @@ def turn_and_store(
     )
 
 
+def panel_width() -> int:
+    """Outputs of a panel, where `serves`."""
+    library = _library()
+    assert library is not None
+    return library.panel_width()
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """[out, in] -> panels [out / width, in, width], the last one padded with zeros."""
     return _in_panels(weight).transpose(1, 2).contiguous()
@@ -189,6 +197,45 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out
     output = x.new_empty(len(x), outputs)
     address = None if bias is None else bias.data_ptr()
     _call("multiply_packed", x.data_ptr(), *x.shape, packed.data_ptr(), address, outputs, output.data_ptr())
+    return output
+
+
+class Quantised(Protocol):
+    """A quantised matrix in panels; `PackedWeight` of the torch engine describes the tensors."""
+
+    @property
+    def kind(self) -> int: ...
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    runs: torch.Tensor
+    outputs: int
+
+
+def linear_quantised(x: torch.Tensor, weight: Quantised, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [n, in] float32, contiguous, times a quantised matrix, plus packed bias -> [n, out].
+
+    A row's result does not depend on the others.
+    """
+    output = x.new_empty(len(x), weight.outputs)
+    _call(
+        "multiply_quantised",
+        x.data_ptr(),
+        *x.shape,
+        weight.kind,
+        weight.codes.data_ptr(),
+        weight.scales.data_ptr(),
+        _SCALE_TYPES[weight.scales.dtype],
+        weight.scales.shape[2],
+        None if weight.zeros is None else weight.zeros.data_ptr(),
+        weight.scales.shape[1],
+        weight.runs.data_ptr(),
+        len(weight.runs),
+        None if bias is None else bias.data_ptr(),
+        weight.outputs,
+        output.data_ptr(),
+    )
     return output
 
 
@@ -240,21 +287,21 @@ _ARGUMENTS = {
     "attend_chunk": "plppplllllllpp",
     "turn_and_store": "ppppllllpp",
     "multiply_packed": "pllpplp",
+    "multiply_quantised": "plllppllplplplp",
     "rms_norm": "ppfllp",
     "gate": "pllp",
     "copy_tokens": "pllpllllplpll",
     "attends_to": "l",
     "panel_width": "",
 }
+_SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _RESULTS = {"attends_to": ctypes.c_int, "panel_width": ctypes.c_long}
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
 
 def _in_panels(weight: torch.Tensor) -> torch.Tensor:
     """[out, ...] -> [out / width, width, ...], padded with zeros."""
-    library = _library()
-    assert library is not None
-    width = library.panel_width()
+    width = panel_width()
     missing = -len(weight) % width
     if missing:
         weight = torch.cat((weight, weight.new_zeros(missing, *weight.shape[1:])))

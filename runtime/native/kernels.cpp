@@ -4,37 +4,15 @@
 //
 // The OpenMP threads are torch's: its library is loaded first, so the linker finds its symbols.
 
+#include "vectors.h"
+
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <omp.h>
 #include <vector>
 
 namespace {
 
-// As wide as the registers: GCC splits wider vectors through the stack. SUMS fit in them.
-#if defined(__AVX512F__)
-constexpr int LANES = 16, SUMS = 16;
-#elif defined(__AVX__)
-constexpr int LANES = 8, SUMS = 12;
-#else
-constexpr int LANES = 4, SUMS = 12;
-#endif
 constexpr long PARALLEL_FROM = 1 << 15; // values; with fewer, waking a thread takes longer than it saves
-
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-
-inline Floats load(const float *from) {
-    Floats values;
-    std::memcpy(&values, from, sizeof values);
-    return values;
-}
-
-inline void store(float *to, const Floats &values) { std::memcpy(to, &values, sizeof values); }
-
-inline Floats all(float value) { return Floats{} + value; }
 
 // The greatest divisor that is not above `most`.
 constexpr int divisor(int of, int most) {
@@ -257,12 +235,6 @@ AttendTile attend_tile_for(long dim) {
     }
 }
 
-constexpr int PANEL_VECTORS = 2, PANEL = PANEL_VECTORS * LANES;
-#ifdef __AVX512F__
-constexpr int PRODUCT_ROWS = 12; // rows of x whose results stay in registers
-#else
-constexpr int PRODUCT_ROWS = 6;
-#endif
 constexpr long AHEAD = 64;            // inputs of a panel between what is prefetched and what is used
 constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
 

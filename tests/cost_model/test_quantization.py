@@ -63,6 +63,11 @@ METHODS = {
         grouped(4, 16, 64),
     ),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "int4", grouped(4, 16 + 4, 32)),
+    "gptq, symmetric": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+        "int4",
+        grouped(4, 16, 32),
+    ),
     "gptq, 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "int8", grouped(8, 24, 128)),
     "compressed int4": (
         compressed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True),

@@ -26,6 +26,8 @@ CHECKPOINTS = {
     "bf16": None,
     "fp8": {"quant_method": "fp8"},
     "int4": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "int4 in groups of 32": {"quant_method": "awq", "bits": 4, "group_size": 32},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
 }
 
 
@@ -59,12 +61,30 @@ def test_vllm_makes_no_other_format(serve, planned, there):
 
 
 @pytest.mark.parametrize(
-    ("planned", "there", "kv"), [("fp8", "bf16", None), ("bf16", "int4", None), ("bf16", "bf16", "fp8")]
+    ("planned", "there"), [("fp16", "bf16"), ("fp32", "bf16"), ("fp8", "fp8"), ("int4", "int4")]
 )
-def test_torch_runs_16_and_32_bits(serve, planned, there, kv):
-    with pytest.raises(InputError, match=r"the torch engine does not run .*; use --engine vllm"):
+def test_torch_serves_what_the_checkpoint_has(serve, planned, there):
+    serve("torch", planned, there)
+
+
+@pytest.mark.parametrize(
+    ("planned", "there", "kv", "words"),
+    [
+        (
+            "fp8",
+            "bf16",
+            None,
+            "has bf16 weights, but the placement was made for fp8; name a checkpoint in fp8",
+        ),
+        ("bf16", "int4", None, "has int4 weights, but the placement was made for bf16; name a checkpoint"),
+        ("int4", "int4 in groups of 32", None, "has 0.5781 bytes per weight, but .* for 0.5195; search"),
+        ("nvfp4", "nvfp4", None, "does not run nvfp4 weights; use --engine vllm, or .* int4, int8, fp8"),
+        ("bf16", "bf16", "fp8", "does not run 8-bit KV; use --engine vllm"),
+    ],
+)
+def test_torch_makes_no_other_format(serve, planned, there, kv, words):
+    with pytest.raises(InputError, match=words):
         serve("torch", planned, there, kv)
-    serve("torch", "fp16", "bf16")
 
 
 def test_an_emulated_fleet_has_no_weights(serve):

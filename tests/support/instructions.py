@@ -8,6 +8,10 @@ import psutil
 import pytest
 import torch
 
+BUILDS = {"AVX512": ["AVX512", "AVX2"], "AVX2": ["AVX2"]}.get(
+    torch.backends.cpu.get_cpu_capability(), ["DEFAULT"]
+)
+"""The builds of our compiled kernels that this processor runs, by torch's names of CPU capabilities."""
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 needs_avx512 = pytest.mark.skipif(not AVX512, reason="these processes compute with AVX2 anyway")
 

@@ -4,18 +4,19 @@ In float32 on a CPU the compiled kernels of `native` are used if they are built:
 times as fast as oneDNN's packed layout (AVX-512, one thread), for more rows about as fast. Otherwise oneDNN's
 layout makes products up to 2.5 times as fast as the plain one in float32, and up to 1.7 times in bfloat16.
 Each call then costs about 10 us more, so small matrices stay plain, and the first product of each shape and
-number of rows costs 1 ms more.
+number of rows costs 1 ms more. Quantised weights (`quantised/`) stay packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 
 from runtime import native
+from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.torch_private import linear_onednn, pack_onednn
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -29,21 +30,33 @@ class Linear:
 
     Parameters
     ----------
-    weight : [out, in]
+    weight : [out, in], plain or quantised
     bias : [out]
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    product: Product
+
+    def __init__(self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> None:
+        if isinstance(weight, PackedWeight):
+            self.product = weight.product(bias)
+            return
         on_cpu, dtype = weight.device.type == "cpu", weight.dtype
         if native.serves(dtype, weight.device):
-            self._product = in_panels(weight, bias)
+            self.product = in_panels(weight, bias)
         elif on_cpu and weight.numel() > _SMALL and dtype in _PACKABLE and _onednn_works(dtype):
-            self._product = by_onednn(weight, bias)
+            self.product = by_onednn(weight, bias)
         else:
-            self._product = lambda x: F.linear(x, weight, bias)
+            self.product = lambda x: F.linear(x, weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x)
+        return self.product(x)
+
+
+class SideBySide(Linear):
+    """Several products of the same x, their outputs one after the other."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self.product = lambda x: torch.cat([part(x) for part in parts], dim=1)
 
 
 def in_panels(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,15 @@ from checkpoints import (
     write_qwen2,
     write_qwen3,
 )
+from one_process import CPU, PROMPTS, amend, reference, run, whole_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cost_model.config import architecture_from_folder
 from cost_model.errors import InputError
-from runtime.engine.rank import Rank
 from runtime.engine.torch import linear
-from runtime.engine.torch.attention import make_attention
-from runtime.engine.torch.attention.base import Batch
-from runtime.engine.torch.collectives import Collectives
-from runtime.engine.torch.models import load_stage
-from runtime.engine.torch.models.base import DecoderStage
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import CacheShape, PagedCache
-from runtime.protocol.message import StageShape
-
-CPU = torch.device("cpu")
-PROMPTS = [[3, 17, 99, 250, 42, 7], [8], [120] * 40]
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -95,40 +85,6 @@ def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack weights as for models of a realistic size; workers of other tests keep their small matrices
     plain."""
     monkeypatch.setattr(linear, "_SMALL", 0)
-
-
-def whole_model(folder: Path, dtype: str = "auto") -> DecoderStage:
-    stages = (StageShape(workers=("w",), first_layer=0, end_layer=LAYERS),)
-    return load_stage(str(folder), dtype, CPU, Collectives(Rank.find(stages, "w"), CPU))
-
-
-def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Tensor:
-    """Last-token logits [prompts, vocab], with each prompt in two steps: up to token `cut`, and from there
-    on."""
-    blocks = -(-max(map(len, prompts)) // 4)
-    shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, CPU)
-    attention = make_attention(PagedCache(shape, blocks * len(prompts), 4))
-    tables = [list(range(n, blocks * len(prompts), len(prompts))) for n in range(len(prompts))]
-    logits = None
-    for first, end in ((0, cut), (cut, None)) if cut else ((0, None),):
-        parts = [prompt[first:end] for prompt in prompts]
-        batch = Batch.make(attention, parts, [first] * len(parts), tables, [True] * len(parts))
-        logits = stage.logits(stage.forward(batch, None, lambda layer: None), batch)
-    assert logits is not None
-    return logits
-
-
-def amend(folder: Path, **values: object) -> None:
-    """Change values of a checkpoint's config.json, or remove them with None."""
-    config = {**json.loads((folder / "config.json").read_text()), **values}
-    kept = {key: value for key, value in config.items() if key not in values or value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
-
-
-def reference(folder: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    with torch.inference_mode():
-        return torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from instructions import BUILDS
 
 from runtime import native
 
-BUILDS = {"AVX512": ["AVX512", "AVX2"], "AVX2": ["AVX2"]}.get(
-    torch.backends.cpu.get_cpu_capability(), ["DEFAULT"]
-)
 ROWS = [1, 7, 300]
 
 

@@ -28,7 +28,7 @@ def load_stage(folder: str, dtype: str, device: torch.device, collectives: Colle
 
     Raises
     ------
-    InputError : the checkpoint's family is unknown, or it is quantised, incomplete or damaged
+    InputError : the checkpoint's family or its quantisation is unknown, or it is incomplete or damaged
     """
     config = CheckpointConfig.load(folder)
     name = config.get("model_type", "")
@@ -36,7 +36,5 @@ def load_stage(folder: str, dtype: str, device: torch.device, collectives: Colle
         raise config.error(
             "model_type", f"{name!r} is unknown", f"choose one of {', '.join(sorted(FAMILIES))}"
         )
-    if config.get("quantization_config") is not None:
-        raise config.error("quantization_config", "is not supported", "choose weights of 16 or 32 bits")
     family = FAMILIES[name]
     return family(Checkpoint(folder, dtype, device, family.prefixes), collectives)

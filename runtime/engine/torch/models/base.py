@@ -15,6 +15,7 @@ from runtime.engine.torch.attention.base import Batch
 from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import Checkpoint, Cut
+from runtime.engine.torch.quantised.linear import Quantised
 from runtime.kv_cache.layout import even_share, held
 
 
@@ -46,6 +47,7 @@ class DecoderStage(ABC):
     def __init__(self, checkpoint: Checkpoint, collectives: Collectives) -> None:
         self.checkpoint, self.collectives, self.rank = checkpoint, collectives, collectives.rank
         self.dtype, self.device = checkpoint.dtype, checkpoint.device
+        self.quantised = Quantised(checkpoint)
         self.spec = self._parse()
         self._check_split()
         self.part = held(self.rank.stages, self.rank.stage.workers[self.rank.tp_rank], self.spec.kv_heads)
@@ -128,6 +130,11 @@ class DecoderStage(ABC):
 
     def fused_columns(self, names: Sequence[str], rows: Sequence[Cut], bias: bool) -> Linear:
         """Load matrices cut by output rows, stacked into one."""
+        if self.quantised.holds(*names):
+            parts = list(zip(names, rows, strict=True))
+            biases = [self.checkpoint.read(f"{name}.bias", cut[:1], cut[1:]) for name, cut in parts if bias]
+            added = torch.cat(biases) if bias else None
+            return self.quantised.linear(parts, (self.spec.hidden, 0, self.spec.hidden), added)
         ends = list(accumulate(end - first for _, first, end in rows))
         weight = self.checkpoint.empty(ends[-1], self.spec.hidden)
         added = self.checkpoint.empty(ends[-1]) if bias else None
@@ -145,6 +152,8 @@ class DecoderStage(ABC):
         added = None
         if bias and self.rank.tp_rank == 0:
             added = self.checkpoint.read(f"{name}.bias", whole[:1])
+        if self.quantised.holds(name):
+            return self.quantised.linear([(name, (whole[0], 0, whole[0]))], columns, added)
         return Linear(self.checkpoint.read(f"{name}.weight", whole, columns=columns[1:]), added)
 
     def qkv(self, names: tuple[str, str, str], bias: bool) -> Linear:
@@ -182,6 +191,10 @@ class DecoderStage(ABC):
         return table
 
     def _load_head(self) -> Linear:
+        if self.quantised.holds("lm_head"):
+            vocab, hidden = self.spec.vocab, self.spec.hidden
+            padded = even_share(0, self.rank.tp, vocab)[1]
+            return self.quantised.linear([("lm_head", self.cut(vocab))], (hidden, 0, hidden), None, padded)
         if not self.spec.tied:
             return Linear(self._vocabulary("lm_head.weight"))
         if self._embedding is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import CheckpointConfig, Cut
 from runtime.engine.torch.models.llama import FeedForward
 from runtime.engine.torch.models.mistral import MistralStage
@@ -31,7 +30,7 @@ class MixtralStage(MistralStage):
 
     def _load_feed_forward(self, name: str) -> FeedForward:
         name, experts = f"{name}.block_sparse_moe", self.spec.experts
-        router = Linear(self.checkpoint.read(f"{name}.gate.weight", (experts, self.spec.hidden)))
+        router = self.fused_columns((f"{name}.gate",), ((experts, 0, experts),), bias=False)
         held, cut = self._share_of_experts()
         parts = {expert: self._load_expert(f"{name}.experts.{expert}", cut) for expert in held}
 

@@ -1,0 +1,113 @@
+"""Linear layers of quantised checkpoints: the parts of one or more matrices, packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from cost_model.config import formats_beside
+from cost_model.errors import InputError
+from cost_model.quantization import WeightScheme, weight_scheme
+from runtime.engine.torch.linear import Linear, SideBySide
+from runtime.engine.torch.loader import Checkpoint, Cut
+from runtime.engine.torch.quantised.formats import FORMATS
+from runtime.engine.torch.quantised.packed import PackedWeight
+from runtime.engine.torch.quantised.part import Part, is_quantised
+from runtime.engine.torch.quantised.weight import QuantisedWeight, stacked
+from runtime.options import TORCH_QUANTISED
+
+_KEY = "quantization_config"
+_LAYOUTS = {
+    "awq": ("version", ("gemm",)),
+    "gptq": ("checkpoint_format", ("gptq", "gptq_v2")),
+}
+"""By method: the key that names a layout of the tensors, and those that are read, the default first."""
+
+
+class Quantised:
+    """Reads the quantised matrices of a checkpoint, and packs them.
+
+    Raises
+    ------
+    InputError : the method, its layout or the format of the weights is unknown
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._scheme = _supported_scheme(checkpoint)
+
+    def holds(self, *names: str) -> bool:
+        """Whether one of these matrices is quantised."""
+        return self._scheme is not None and any(is_quantised(self._checkpoint, name) for name in names)
+
+    def linear(
+        self, parts: Sequence[tuple[str, Cut]], columns: Cut, bias: torch.Tensor | None, outputs: int = 0
+    ) -> Linear:
+        """Parts of matrices with the same inputs, their outputs one after the other.
+
+        Parameters
+        ----------
+        parts : names of matrices, some of which may be plain, and which outputs of each
+        columns : which inputs
+        bias : [outputs of all parts]
+        outputs : of a single part, pad with outputs that are zero up to this number
+        """
+        read = [self._read(Part(self._checkpoint, name, rows, columns)) for name, rows in parts]
+        products, first = list[Linear](), 0
+        for weight in _merged(read):
+            if isinstance(weight, QuantisedWeight):
+                size = len(weight.codes)
+                packed = PackedWeight(weight.padded(outputs) if outputs else weight)
+                self._checkpoint.bytes_read += packed.nbytes
+                products.append(Linear(packed, None if bias is None else bias[first : first + size]))
+            else:
+                size = len(weight)
+                products.append(Linear(weight, None if bias is None else bias[first : first + size]))
+            first += size
+        return products[0] if len(products) == 1 else SideBySide(products)
+
+    def _read(self, part: Part) -> QuantisedWeight | torch.Tensor:
+        if self._scheme is not None and is_quantised(self._checkpoint, part.name):
+            return FORMATS[self._scheme.method](part, self._scheme)
+        return self._checkpoint.read(f"{part.name}.weight", part.shape, part.rows[1:], part.columns[1:])
+
+
+def _merged(
+    parts: Sequence[QuantisedWeight | torch.Tensor],
+) -> Iterator[QuantisedWeight | torch.Tensor]:
+    """The parts, with neighbours stacked where they can be one matrix."""
+    run = list[QuantisedWeight]()
+    for part in parts:
+        if run and not (isinstance(part, QuantisedWeight) and part.stacks_on(run[-1])):
+            yield stacked(run)
+            run = []
+        if isinstance(part, QuantisedWeight):
+            run.append(part)
+        else:
+            yield part
+    if run:
+        yield stacked(run)
+
+
+def _supported_scheme(checkpoint: Checkpoint) -> WeightScheme | None:
+    """How a checkpoint's matrices are stored; None: it is not quantised."""
+    config = checkpoint.config
+    found = config.get(_KEY), config.source, _KEY
+    if found[0] is None:
+        beside = formats_beside(checkpoint.folder)
+        if beside is None:
+            return None
+        found = beside
+    raw, source, key = found
+    scheme, remedy = weight_scheme(raw, source, key), "choose another checkpoint of the model"
+    if scheme.method not in FORMATS or scheme.weight_type not in TORCH_QUANTISED:
+        problem = f"has {scheme.weight_type} weights, the engine runs {', '.join(TORCH_QUANTISED)}"
+        raise InputError(source, key, problem, remedy)
+    if scheme.method in _LAYOUTS:
+        named, known = _LAYOUTS[scheme.method]
+        layout = raw.get(named) or known[0]
+        if str(layout).lower() not in known:
+            problem = f"is {str(layout)[:60]!r}, the engine reads {', '.join(known)}"
+            raise InputError(source, f"{key}.{named}", problem, remedy)
+    return scheme

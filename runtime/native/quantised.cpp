@@ -1,0 +1,264 @@
+// Products of float32 activations with quantised weights: integers of 4 and 8 bits and floats of 8 bits, with
+// a scale and perhaps a zero for each group of inputs. `__init__.py` documents the arguments.
+//
+// For a few rows, weights turn into floats in registers on their way from memory: the time is that of reading
+// the packed bytes. For more rows, a tile of weights turns into floats in the cache, and all rows pass it.
+// Either way a row is summed in the same order, so a token's result does not depend on its batch.
+
+#include "vectors.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace {
+
+inline Floats as_floats(const Ints &bits) {
+    Floats values;
+    std::memcpy(&values, &bits, sizeof values);
+    return values;
+}
+
+inline const int8_t *as_signed(const uint8_t *codes) { return reinterpret_cast<const int8_t *>(codes); }
+
+// How codes become floats, PANEL at a time from BYTES bytes. Another format is another of these.
+struct SignedBytes {
+    static constexpr long BYTES = PANEL;
+    static inline void read_panel(const uint8_t *from, Floats *to) {
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            to[part] = __builtin_convertvector(widened(as_signed(from) + part * LANES), Floats);
+    }
+};
+
+// Two to a byte, the lower four bits for the first half of the panel; 8 stands for zero.
+struct Nibbles {
+    static constexpr long BYTES = PANEL / 2;
+    static inline void read_panel(const uint8_t *from, Floats *to) {
+        static_assert(PANEL_VECTORS == 2, "a byte has a code for each of two vectors");
+        const Ints both = widened(from);
+        to[0] = value(both);
+        to[1] = value(both >> 4);
+    }
+    static inline Floats value(const Ints &codes) {
+#if defined(__AVX512F__)
+        const Floats values = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+        return __builtin_shuffle(values, codes); // looks at the lowest four bits only
+#else
+        return __builtin_convertvector(codes & 15, Floats) - 8.f;
+#endif
+    }
+};
+
+// One sign, four bits of exponent, three of fraction (E4M3): the same bits in a float, whose exponent counts
+// from 120 below.
+struct SmallFloats {
+    static constexpr long BYTES = PANEL;
+    static inline void read_panel(const uint8_t *from, Floats *to) {
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            const Ints bits = widened(as_signed(from) + part * LANES) << 20; // the sign is in all higher bits
+            to[part] = as_floats(bits & static_cast<int32_t>(0x87f00000u)) * 0x1p120f;
+        }
+    }
+};
+
+enum ScaleType { FLOAT32, FLOAT16, BFLOAT16 };
+
+inline Floats read_scales(const void *scales, long type, long at) {
+    if (type == FLOAT32) return load(static_cast<const float *>(scales) + at);
+    const Ints bits = widened(static_cast<const uint16_t *>(scales) + at);
+    if (type == BFLOAT16) return as_floats(bits << 16);
+    const Floats size = as_floats((bits & 0x7fff) << 13) * 0x1p112f; // also right for subnormal numbers
+    return as_floats(((bits & 0x8000) << 16) | (Ints)size);
+}
+
+inline float read_scale(const void *scales, long type, long at) {
+    if (type == FLOAT32) return static_cast<const float *>(scales)[at];
+    uint16_t bits[LANES] = {static_cast<const uint16_t *>(scales)[at]};
+    return read_scales(bits, type, 0)[0];
+}
+
+struct Weights {
+    const uint8_t *codes;
+    const void *scales;
+    const uint8_t *zeros;
+    const int32_t *runs; // [runs, 3]: first input, end, group
+    long inputs, groups, count, scale_type, scale_width;
+
+    // Scales and zeros of a group of inputs in a panel.
+    void read_scales_of(long panel, long group, Floats *scale) const {
+        const long at = (panel * groups + group) * scale_width;
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            scale[part] = scale_width == 1 ? all(read_scale(scales, scale_type, at))
+                                           : read_scales(scales, scale_type, at + part * LANES);
+    }
+    template <typename Codes> void read_zeros_of(long panel, long group, Floats *zero) const {
+        Codes::read_panel(zeros + (panel * groups + group) * Codes::BYTES, zero);
+    }
+};
+
+// Weights in a tile are floats already.
+struct Tile {
+    static constexpr long BYTES = PANEL * sizeof(float);
+    static inline void read_panel(const uint8_t *from, Floats *to) {
+        const float *const values = reinterpret_cast<const float *>(from);
+        for (int part = 0; part < PANEL_VECTORS; ++part) to[part] = load(values + part * LANES);
+    }
+};
+
+constexpr int AHEAD = 1024; // bytes between what is used and what is prefetched
+
+// Adds scale * (ROWS rows of x times one run of a panel) to `totals`; rows are `x_row` and `totals_row` apart.
+template <typename Codes, int ROWS, bool ZEROS>
+inline void add_run(const float *x, long x_row, const uint8_t *codes, long count, const Floats *zero,
+                    const Floats *scale, float *totals, long totals_row) {
+    Floats sums[ROWS][PANEL_VECTORS] = {};
+    for (long at = 0; at < count; ++at, codes += Codes::BYTES) {
+        Floats weights[PANEL_VECTORS];
+        Codes::read_panel(codes, weights);
+        __builtin_prefetch(codes + AHEAD, 0, 2);
+        if (ZEROS)
+            for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] -= zero[part];
+        // In this order, since GCC 12 keeps too many values in registers with the loops swapped.
+        for (int row = 0; row < ROWS; ++row)
+            for (int part = 0; part < PANEL_VECTORS; ++part)
+                sums[row][part] += x[row * x_row + at] * weights[part];
+    }
+    for (int row = 0; row < ROWS; ++row)
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            float *const total = totals + row * totals_row + part * LANES;
+            store(total, load(total) + sums[row][part] * scale[part]);
+        }
+}
+
+// ROWS rows of x times one panel.
+template <typename Codes, int ROWS, bool ZEROS>
+void multiply(const float *x, const Weights &weights, long panel, const float *bias, float *output,
+              long output_row, long width) {
+    float totals[ROWS][PANEL] = {};
+    const uint8_t *const codes = weights.codes + panel * weights.inputs * Codes::BYTES;
+    for (long run = 0; run < weights.count; ++run) {
+        const int32_t first = weights.runs[3 * run], end = weights.runs[3 * run + 1];
+        const long group = weights.runs[3 * run + 2];
+        Floats scale[PANEL_VECTORS], zero[PANEL_VECTORS];
+        weights.read_scales_of(panel, group, scale);
+        if (ZEROS) weights.read_zeros_of<Codes>(panel, group, zero);
+        add_run<Codes, ROWS, ZEROS>(x + first, weights.inputs, codes + first * Codes::BYTES, end - first, zero,
+                                    scale, totals[0], PANEL);
+    }
+    for (int row = 0; row < ROWS; ++row)
+        for (long at = 0; at < width; ++at)
+            output[row * output_row + at] = totals[row][at] + (bias ? bias[panel * PANEL + at] : 0.f);
+}
+
+template <int ROWS>
+void multiply_tile(const float *x, long x_row, const float *tile, long count, const Floats *scale,
+                   float *totals, long totals_row) {
+    add_run<Tile, ROWS, false>(x, x_row, reinterpret_cast<const uint8_t *>(tile), count, nullptr, scale,
+                               totals, totals_row);
+}
+
+typedef void (*Multiply)(const float *, const Weights &, long, const float *, float *, long, long);
+typedef void (*MultiplyTile)(const float *, long, const float *, long, const Floats *, float *, long);
+
+struct Multiplies {
+    Multiply direct[PRODUCT_ROWS + 1];
+    MultiplyTile tiled[PRODUCT_ROWS + 1];
+};
+
+template <typename Codes, bool ZEROS, int ROWS> void fill(Multiplies &by_rows) {
+    by_rows.direct[ROWS] = multiply<Codes, ROWS, ZEROS>;
+    by_rows.tiled[ROWS] = multiply_tile<ROWS>;
+    if constexpr (ROWS > 1) fill<Codes, ZEROS, ROWS - 1>(by_rows);
+}
+
+constexpr long TILED_ROWS = 20 * PRODUCT_ROWS; // that pass a tile together
+constexpr long TILED_INPUTS = 512;             // of x, copied for them: both fit the L2 cache
+constexpr long X_ROW = TILED_INPUTS + 16;      // so that rows do not compete for the same lines of the L1 cache
+
+// Many rows times the panels of one thread.
+template <typename Codes, bool ZEROS>
+void multiply_many(const float *x, long rows, const Weights &weights, long first_panel, long end_panel,
+                   const float *bias, long outputs, float *output, const Multiplies &by_rows) {
+    const long panels = end_panel - first_panel, stride = panels * PANEL;
+    const long most = std::min(rows, TILED_ROWS);
+    std::vector<float> totals(most * stride), copied(most * X_ROW), tile(TILED_INPUTS * PANEL);
+    for (long from = 0; from < rows; from += TILED_ROWS) {
+        const long count = std::min(TILED_ROWS, rows - from);
+        std::fill(totals.begin(), totals.begin() + count * stride, 0.f);
+        for (long run = 0, next; run < weights.count; run = next) {
+            const long first = weights.runs[3 * run];
+            for (next = run + 1; next < weights.count; ++next)
+                if (weights.runs[3 * next + 1] - first > TILED_INPUTS) break;
+            const long end = weights.runs[3 * next - 2];
+            for (long row = 0; row < count; ++row)
+                std::memcpy(&copied[row * X_ROW], x + (from + row) * weights.inputs + first,
+                            (end - first) * sizeof(float));
+            for (long panel = first_panel; panel < end_panel; ++panel)
+                for (long each = run; each < next; ++each) {
+                    const long begin = weights.runs[3 * each], length = weights.runs[3 * each + 1] - begin;
+                    const long group = weights.runs[3 * each + 2];
+                    Floats scale[PANEL_VECTORS], zero[PANEL_VECTORS] = {};
+                    weights.read_scales_of(panel, group, scale);
+                    if (ZEROS) weights.read_zeros_of<Codes>(panel, group, zero);
+                    const uint8_t *codes = weights.codes + (panel * weights.inputs + begin) * Codes::BYTES;
+                    for (long at = 0; at < length; ++at, codes += Codes::BYTES) {
+                        Floats values[PANEL_VECTORS];
+                        Codes::read_panel(codes, values);
+                        for (int part = 0; part < PANEL_VECTORS; ++part)
+                            store(tile.data() + at * PANEL + part * LANES, values[part] - zero[part]);
+                    }
+                    for (long row = 0; row < count; row += PRODUCT_ROWS)
+                        by_rows.tiled[std::min<long>(PRODUCT_ROWS, count - row)](
+                            &copied[row * X_ROW + begin - first], X_ROW, tile.data(), length, scale,
+                            &totals[row * stride + (panel - first_panel) * PANEL], stride);
+                }
+        }
+        for (long row = 0; row < count; ++row)
+            for (long at = first_panel * PANEL; at < std::min(outputs, end_panel * PANEL); ++at)
+                output[(from + row) * outputs + at] =
+                    totals[row * stride + at - first_panel * PANEL] + (bias ? bias[at] : 0.f);
+    }
+}
+
+template <typename Codes, bool ZEROS>
+void multiply_all(const float *x, long rows, const Weights &weights, const float *bias, long outputs,
+                  float *output) {
+    static const Multiplies by_rows = [] {
+        Multiplies filled;
+        fill<Codes, ZEROS, PRODUCT_ROWS>(filled);
+        return filled;
+    }();
+    const long panels = (outputs + PANEL - 1) / PANEL;
+#pragma omp parallel
+    {
+        const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const long first = panels * thread / threads, end = panels * (thread + 1) / threads;
+        if (rows > PRODUCT_ROWS && end > first)
+            multiply_many<Codes, ZEROS>(x, rows, weights, first, end, bias, outputs, output, by_rows);
+        else if (rows > 0)
+            for (long panel = first; panel < end; ++panel)
+                by_rows.direct[rows](x, weights, panel, bias, output + panel * PANEL, outputs,
+                                     std::min<long>(PANEL, outputs - panel * PANEL));
+    }
+}
+
+template <typename Codes>
+void multiply_kind(const float *x, long rows, const Weights &weights, const float *bias, long outputs,
+                   float *output) {
+    const auto multiply_those = weights.zeros ? multiply_all<Codes, true> : multiply_all<Codes, false>;
+    multiply_those(x, rows, weights, bias, outputs, output);
+}
+
+} // namespace
+
+extern "C" {
+
+void multiply_quantised(const float *x, long rows, long inputs, long kind, const uint8_t *codes,
+                        const void *scales, long scale_type, long scale_width, const uint8_t *zeros,
+                        long groups, const int32_t *runs, long count, const float *bias, long outputs,
+                        float *output) {
+    const Weights weights{codes, scales, zeros, runs, inputs, groups, count, scale_type, scale_width};
+    if (kind == 0) multiply_kind<Nibbles>(x, rows, weights, bias, outputs, output);
+    if (kind == 1) multiply_kind<SignedBytes>(x, rows, weights, bias, outputs, output);
+    if (kind == 2) multiply_all<SmallFloats, false>(x, rows, weights, bias, outputs, output);
+}
+}
