@@ -2,10 +2,11 @@
 
     python -m benchmarks.engine.kernel_speed [--rounds 5]
 
-Measures matrix products with weights [4096, 768] for several row counts; and, for two shapes of heads,
-attention of the next tokens of 8 requests, and of a prompt of 512 tokens over a context of 512. Prints
-milliseconds, the best of several rounds in which the sides take turns: each computation takes a few
-milliseconds, and anything else that runs can only add to it.
+Measures matrix products with weights [4096, 768] for several row counts; products with 16 experts of weights
+[1536, 768], of which each row uses 2; and, for two shapes of heads, attention of the next tokens of 8
+requests, and of a prompt of 512 tokens over a context of 512. Prints milliseconds, the best of several rounds
+in which the sides take turns: each computation takes a few milliseconds, and anything else that runs can only
+add to it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from runtime.options import BLOCK_TOKENS
 
 OUTPUTS, INPUTS = 4096, 768
 ROWS = (1, 3, 8, 32, 128, 512)
+EXPERTS, CHOSEN, EXPERT_OUTPUTS = 16, 2, 1536
 HEADS = ((12, 4, 64), (32, 8, 128))
 CONTEXT, REQUESTS = 512, 8
 AT_LEAST_S = 0.02
@@ -48,6 +50,21 @@ def product(rows: int) -> tuple[Side, Side]:
     x, weight = torch.randn(rows, INPUTS), torch.randn(OUTPUTS, INPUTS)
     packed = native.pack(weight)
     return lambda: native.linear(x, packed, None, OUTPUTS), lambda: F.linear(x, weight)
+
+
+def experts(rows: int) -> tuple[Side, Side]:
+    """Ours multiplies all experts in one call; torch's one after the other, those that have rows."""
+    torch.manual_seed(rows)
+    weights = torch.randn(EXPERTS, EXPERT_OUTPUTS, INPUTS)
+    chosen = torch.rand(rows, EXPERTS).topk(CHOSEN).indices.flatten()
+    x, counts = torch.randn(len(chosen), INPUTS), chosen.bincount(minlength=EXPERTS).tolist()
+    grouped = native.Grouped([native.pack(weight) for weight in weights], [], EXPERT_OUTPUTS)
+
+    def by_torch() -> None:
+        parts = zip(x.split(counts), weights, strict=True)
+        torch.cat([F.linear(part, weight) for part, weight in parts if len(part)])
+
+    return lambda: grouped(x, counts), by_torch
 
 
 def next_tokens(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
@@ -94,6 +111,9 @@ def main() -> None:
         ours, torchs = best_ms(product(rows), options.rounds)
         rate = f"{2 * rows * OUTPUTS * INPUTS / ours / 1e6:.0f} GFLOP/s"
         print(f"product of {rows:3} rows          {ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}  {rate}")
+    for rows in ROWS:
+        ours, torchs = best_ms(experts(rows), options.rounds)
+        print(f"experts of {rows:3} rows          {ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}")
     for name, make in ((f"next token of {REQUESTS}", next_tokens), (f"prompt of {CONTEXT}", prompt)):
         for shape in HEADS:
             ours, torchs = best_ms(make(*shape), options.rounds)

@@ -192,6 +192,39 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out
     return output
 
 
+class Grouped:
+    """Products with packed weights of equal size, each with its own rows of x.
+
+    Parameters
+    ----------
+    packed, biases : of each group; no biases, or one for each
+    outputs : columns of the result
+    """
+
+    def __init__(self, packed: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], outputs: int) -> None:
+        self._kept, self._outputs = (packed, biases), outputs
+        self._packed = np.array([each.data_ptr() for each in packed], dtype=np.uint64)
+        self._biases = np.array([each.data_ptr() for each in biases], dtype=np.uint64)
+
+    def __call__(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """x [n, in], contiguous and sorted by group, of which each has so many rows -> [n, out]."""
+        output = x.new_empty(len(x), self._outputs)
+        rows = np.array(counts, dtype=np.int64)
+        biases = self._biases.ctypes.data if len(self._biases) else None
+        _call(
+            "multiply_grouped",
+            x.data_ptr(),
+            rows.ctypes.data,
+            len(rows),
+            x.shape[1],
+            self._packed.ctypes.data,
+            biases,
+            self._outputs,
+            output.data_ptr(),
+        )
+        return output
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., width], contiguous -> scaled to a root mean square of one, times the weight [width]."""
     output, width = torch.empty_like(x), x.shape[-1]
@@ -240,6 +273,7 @@ _ARGUMENTS = {
     "attend_chunk": "plppplllllllpp",
     "turn_and_store": "ppppllllpp",
     "multiply_packed": "pllpplp",
+    "multiply_grouped": "ppllpplp",
     "rms_norm": "ppfllp",
     "gate": "pllp",
     "copy_tokens": "pllpllllplpll",

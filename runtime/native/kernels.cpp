@@ -304,6 +304,30 @@ struct Multiplies {
 
 const Multiplies multiplies;
 
+// All rows of x times some of the panels.
+void multiply_panels(const float *x, long rows, long inputs, const float *packed, const float *bias,
+                     long outputs, long first_panel, long end_panel, float *output) {
+    const long size = inputs * PANEL;
+    const long block = std::max(1L, BLOCK_VALUES / std::max(1L, inputs) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    for (long first = 0; first < rows; first += block) {
+        const long count = std::min(block, rows - first);
+        const long groups = (count + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        for (long panel = first_panel; panel < end_panel; ++panel) {
+            const float *const own = packed + panel * size;
+            const float *const added = bias ? bias + panel * PANEL : nullptr;
+            const long width = std::min<long>(PANEL, outputs - panel * PANEL);
+            for (long group = 0; group < groups; ++group) {
+                const long from = first + count * group / groups;
+                const long to = first + count * (group + 1) / groups;
+                // prefetch what is used soon of this panel, or the next panel during the last group
+                const float *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
+                multiplies.by_rows[to - from](x + from * inputs, inputs, own, added, ahead,
+                                              output + from * outputs + panel * PANEL, outputs, width);
+            }
+        }
+    }
+}
+
 } // namespace
 
 extern "C" {
@@ -312,29 +336,31 @@ long panel_width() { return PANEL; }
 
 void multiply_packed(const float *x, long rows, long inputs, const float *packed, const float *bias,
                      long outputs, float *output) {
-    const long panels = (outputs + PANEL - 1) / PANEL, size = inputs * PANEL;
-    const long block = std::max(1L, BLOCK_VALUES / std::max(1L, inputs) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    const long panels = (outputs + PANEL - 1) / PANEL;
 #pragma omp parallel
     {
         const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        const long first_panel = panels * thread / threads, end_panel = panels * (thread + 1) / threads;
-        for (long first = 0; first < rows; first += block) {
-            const long count = std::min(block, rows - first);
-            const long groups = (count + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
-            for (long panel = first_panel; panel < end_panel; ++panel) {
-                const float *const own = packed + panel * size;
-                const float *const added = bias ? bias + panel * PANEL : nullptr;
-                const long width = std::min<long>(PANEL, outputs - panel * PANEL);
-                for (long group = 0; group < groups; ++group) {
-                    const long from = first + count * group / groups;
-                    const long to = first + count * (group + 1) / groups;
-                    // prefetch what is used soon of this panel, or the next panel during the last group
-                    const float *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
-                    multiplies.by_rows[to - from](x + from * inputs, inputs, own, added, ahead,
-                                                  output + from * outputs + panel * PANEL, outputs, width);
-                }
-            }
-        }
+        multiply_panels(x, rows, inputs, packed, bias, outputs, panels * thread / threads,
+                        panels * (thread + 1) / threads, output);
+    }
+}
+
+void multiply_grouped(const float *x, const int64_t *counts, long groups, long inputs,
+                      const float *const *packed, const float *const *biases, long outputs, float *output) {
+    struct Part {
+        long group, row, first_panel, end_panel;
+    };
+    const long panels = (outputs + PANEL - 1) / PANEL;
+    const long pieces = std::min<long>(panels, omp_get_max_threads());
+    std::vector<Part> parts;
+    for (long group = 0, row = 0; group < groups; row += counts[group++])
+        for (long piece = 0; counts[group] && piece < pieces; ++piece)
+            parts.push_back({group, row, panels * piece / pieces, panels * (piece + 1) / pieces});
+#pragma omp parallel for schedule(dynamic, 1)
+    for (long at = 0; at < static_cast<long>(parts.size()); ++at) {
+        const auto [group, row, first, end] = parts[at];
+        multiply_panels(x + row * inputs, counts[group], inputs, packed[group],
+                        biases ? biases[group] : nullptr, outputs, first, end, output + row * outputs);
     }
 }
 

@@ -22,6 +22,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB = 251  # odd, so that no tensor-parallel degree splits it evenly
@@ -54,6 +56,17 @@ def write_qwen3(folder: Path, **overrides: object) -> Path:
     return _write(Qwen3ForCausalLM, Qwen3Config, folder, **{"head_dim": 16, **overrides})
 
 
+def write_qwen3_moe(folder: Path, **overrides: object) -> Path:
+    """The Qwen 3 with 6 experts of width 48, 2 of them for each token, in all layers but one."""
+    experts = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    }
+    return _write(Qwen3MoeForCausalLM, Qwen3MoeConfig, folder, **{"head_dim": 16, **experts, **overrides})
+
+
 def write_opt(folder: Path) -> Path:
     """An OPT: 5 layers, hidden 64, 8 heads of 8, tied head."""
     config = OPTConfig(
@@ -77,6 +90,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "opt": write_opt,
     "qwen2": write_qwen2,
     "qwen3": write_qwen3,
+    "qwen3_moe": write_qwen3_moe,
 }
 
 

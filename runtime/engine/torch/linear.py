@@ -31,26 +31,35 @@ class Linear:
     ----------
     weight : [out, in]
     bias : [out]
+
+    Attributes
+    ----------
+    product : what computes it
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         on_cpu, dtype = weight.device.type == "cpu", weight.dtype
+        self.product: Product
         if native.serves(dtype, weight.device):
-            self._product = in_panels(weight, bias)
+            self.product = Panels(weight, bias)
         elif on_cpu and weight.numel() > _SMALL and dtype in _PACKABLE and _onednn_works(dtype):
-            self._product = by_onednn(weight, bias)
+            self.product = by_onednn(weight, bias)
         else:
-            self._product = lambda x: F.linear(x, weight, bias)
+            self.product = lambda x: F.linear(x, weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x)
+        return self.product(x)
 
 
-def in_panels(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+class Panels:
     """By our own kernel, which `native.serves` must allow."""
-    outputs, packed = len(weight), native.pack(weight)
-    added = None if bias is None else native.pack_bias(bias)
-    return lambda x: native.linear(x.contiguous(), packed, added, outputs)
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.outputs, self.packed = len(weight), native.pack(weight)
+        self.bias = None if bias is None else native.pack_bias(bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return native.linear(x.contiguous(), self.packed, self.bias, self.outputs)
 
 
 def by_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:

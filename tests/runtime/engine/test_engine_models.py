@@ -19,6 +19,7 @@ from checkpoints import (
     write_opt,
     write_qwen2,
     write_qwen3,
+    write_qwen3_moe,
 )
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -83,6 +84,12 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "qwen3": (write_qwen3, {}),
     "qwen3, tied": (write_qwen3, {"tied": True, "attention_bias": True}),
     "qwen3, window": (write_qwen3, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen3_moe": (write_qwen3_moe, {}),
+    "qwen3_moe, other layers": (
+        write_qwen3_moe,
+        {"mlp_only_layers": None, "decoder_sparse_step": 2, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "qwen3_moe, window": (write_qwen3_moe, {"use_sliding_window": True, "sliding_window": 5}),
     "mixtral": (write_mixtral, {}),
     "mixtral, one of three": (write_mixtral, {"num_local_experts": 3, "num_experts_per_tok": 1}),
     "mixtral, all": (write_mixtral, {"num_experts_per_tok": 4, "sliding_window": 11}),
@@ -196,6 +203,7 @@ OPTIONAL = (
     "sliding_window",
     "use_sliding_window",
     "max_window_layers",
+    "norm_topk_prob",
 )
 
 
@@ -273,6 +281,8 @@ def test_names_without_prefix_are_found(tmp_path: Path) -> None:
         ("qwen3", "layer_types", ["sliding_attention"] * LAYERS),
         ("mixtral", "num_experts_per_tok", 5),
         ("mixtral", "num_local_experts", None),
+        ("qwen3_moe", "num_experts_per_tok", 7),
+        ("qwen3_moe", "mlp_only_layers", 3),
     ],
 )
 def test_a_config_that_is_not_computed_is_refused(

@@ -46,6 +46,19 @@ def test_products(outputs: int, inputs: int, rows: int, biased: bool) -> None:
     assert torch.equal(result, alone), "a row's result depends on the others"
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("counts", [[3], [0, 1, 40, 0], [2, 0, 0, 300, 1]])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 100), (200, 700)])
+def test_grouped_products(outputs: int, inputs: int, counts: list[int], biased: bool) -> None:
+    torch.manual_seed(outputs)
+    x, weights = torch.randn(sum(counts), inputs), torch.randn(len(counts), outputs, inputs)
+    packed = [native.pack(weight) for weight in weights]
+    biases = [native.pack_bias(bias) for bias in torch.randn(len(counts), outputs)] if biased else []
+    parts = zip(x.split(counts), packed, biases or [None] * len(counts), strict=True)
+    each = torch.cat([native.linear(rows, weight, bias, outputs) for rows, weight, bias in parts])
+    assert torch.equal(native.Grouped(packed, biases, outputs)(x, counts), each)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", [5, 48, 771])
 def test_rms_norm(rows: int, width: int) -> None:

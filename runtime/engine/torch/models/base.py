@@ -31,7 +31,6 @@ class ModelSpec:
     vocab: int
     position_limit: int | None
     tied: bool
-    experts: int = 1
 
 
 class DecoderStage(ABC):
@@ -167,11 +166,16 @@ class DecoderStage(ABC):
         if spec.heads % spec.kv_heads:
             problem = f"{spec.kv_heads} doesn't divide {spec.heads} query heads"
             raise config.error("num_key_value_heads", problem, "download the checkpoint again")
-        if spec.ffn % tp and spec.experts % tp:
-            raise config.error("intermediate_size", f"{spec.ffn} columns don't split over {tp} GPUs", remedy)
+        for key, width in self._split_widths().items():
+            if width % tp:
+                raise config.error(key, f"{width} columns don't split over {tp} GPUs", remedy)
         if self.rank.layers != spec.layers:
             problem = f"is {spec.layers}, the placement has {self.rank.layers} layers"
             raise config.error("num_hidden_layers", problem, "search a placement for this model")
+
+    def _split_widths(self) -> dict[str, int]:
+        """The widths of feed-forwards that the ranks divide, by their key in config.json."""
+        return {"intermediate_size": self.spec.ffn}
 
     def _vocabulary(self, name: str) -> torch.Tensor:
         """This rank's rows of a [vocab, hidden] table, padded with zeros to equal size on all ranks."""

@@ -44,7 +44,6 @@ class LlamaStage(DecoderStage):
             vocab=config.count("vocab_size"),
             position_limit=None,
             tied=bool(config.get("tie_word_embeddings", False)),
-            experts=self._experts(config),
         )
         self._windows = self._parse_windows(config, spec.layers)
         self._native = native.serves(self.dtype, self.device)
@@ -61,10 +60,6 @@ class LlamaStage(DecoderStage):
     def _default_head_dim(self, hidden: int, heads: int) -> int:
         return hidden // heads
 
-    def _experts(self, config: CheckpointConfig) -> int:
-        """The number of feed-forwards in a layer."""
-        return 1
-
     def _parse_windows(self, config: CheckpointConfig, layers: int) -> list[int | None]:
         """The attention window of each layer in tokens, None for no limit."""
         return [None] * layers
@@ -73,7 +68,14 @@ class LlamaStage(DecoderStage):
         """A norm of [tokens, query and key heads, head_dim] before they are rotated, if there is one."""
         return None
 
-    def _load_feed_forward(self, name: str) -> FeedForward:
+    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """From gates and ups, [tokens, 2 x width], to [tokens, width]."""
+        if self._native:
+            return native.gate(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def _load_feed_forward(self, name: str, layer: int) -> FeedForward:
         names = (f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj", f"{name}.mlp.down_proj")
         return self.gated(names, self.cut(self.spec.ffn), self._mlp_bias)
 
@@ -87,7 +89,7 @@ class LlamaStage(DecoderStage):
         attention_norm = self._norm(f"{name}.input_layernorm")
         feed_forward_norm = self._norm(f"{name}.post_attention_layernorm")
         attention = self._load_attention(f"{name}.self_attn", layer)
-        feed_forward = self._load_feed_forward(name)
+        feed_forward = self._load_feed_forward(name, layer)
 
         def run(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             attended = attention(self._rms(hidden, attention_norm), batch)
@@ -121,14 +123,7 @@ class LlamaStage(DecoderStage):
         """Load a feed-forward of gate, up and down projections, or the part `cut` of its width."""
         gate_up = self.fused_columns(names[:2], (cut, cut), bias)
         down = self.row_parallel(names[2], cut, bias)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            if self._native:
-                return down(native.gate(gate_up(x)))
-            gate, up = gate_up(x).chunk(2, dim=-1)
-            return down(F.silu(gate).mul_(up))
-
-        return run
+        return lambda x: down(self._activate(gate_up(x)))
 
     def _load_last(self) -> None:
         self._norm_weight = self._norm("norm")

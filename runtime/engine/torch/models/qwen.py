@@ -1,5 +1,5 @@
 """The Qwen families. Qwen 2 and 2.5: Llama with biased query, key and value, and windows in some layers.
-Qwen 3: without the biases, but with a norm for each head of query and key."""
+Qwen 3: without the biases, but with a norm for each head of query and key. Qwen 3 MoE: with experts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from runtime.engine.torch.experts import Mixture
 from runtime.engine.torch.loader import CheckpointConfig
 from runtime.engine.torch.models.llama import LlamaStage
+from runtime.engine.torch.models.mixture import MixtureStage
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -50,3 +52,27 @@ class Qwen3Stage(Qwen2Stage):
         heads = (self.local_heads, self.local_kv_heads)
         weight = torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
         return lambda x: self._rms(x, weight)
+
+
+class Qwen3MoeStage(MixtureStage, Qwen3Stage):
+    """One worker's part of a Qwen 3 mixture of experts; some layers may have a single feed-forward."""
+
+    def _default_head_dim(self, hidden: int, heads: int) -> int:
+        return hidden // heads
+
+    def _parse_windows(self, config: CheckpointConfig, layers: int) -> list[int | None]:
+        used = config.get("use_sliding_window", False)
+        return [config.count("sliding_window", 4096) if used else None] * layers
+
+    def _parse_mixture(self, config: CheckpointConfig) -> Mixture:
+        self._renormalises = bool(config.get("norm_topk_prob", False))
+        self._every = config.count("decoder_sparse_step", 1)
+        self._single = config.get("mlp_only_layers", [])
+        if not isinstance(self._single, list):
+            raise config.error("mlp_only_layers", "is not a list of layers", "download the checkpoint again")
+        key = "num_local_experts" if "num_experts" not in config.values else "num_experts"
+        chosen, width = config.count("num_experts_per_tok"), config.count("moe_intermediate_size")
+        return Mixture(config.count(key), chosen, width)
+
+    def _has_experts(self, layer: int) -> bool:
+        return layer not in self._single and (layer + 1) % self._every == 0
