@@ -67,14 +67,18 @@ def attend_paged(
     spans: Spans,
     block_tokens: int,
     output: torch.Tensor,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of single tokens over the paged KV cache; writes their rows of the output.
 
     Parameters
     ----------
     query : [total, heads, head_dim]; rows need not be adjacent
-    keys, values : [slots, kv_heads, head_dim], contiguous
+    keys, values : [slots, kv_heads, head_dim], contiguous; may be the same
     output : [total, heads, head_dim], contiguous
+    scale, cap, sinks : as in `attention/base.py`
     """
     kv_heads, dim = keys.shape[1:]
     _call(
@@ -90,6 +94,7 @@ def attend_paged(
         query.shape[1] // kv_heads,
         dim,
         block_tokens,
+        *_scoring(dim, scale, cap, sinks),
         output.data_ptr(),
     )
 
@@ -103,16 +108,19 @@ def attend_chunk(
     window: int | None,
     block_tokens: int,
     output: torch.Tensor,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of a chunk of a prompt over the paged KV cache, which holds the chunk already.
 
     Parameters
     ----------
     query : [length, heads, head_dim]; rows need not be adjacent
-    keys, values : [slots, kv_heads, head_dim], contiguous
+    keys, values : [slots, kv_heads, head_dim], contiguous; may be the same
     table : the request's blocks, int32
     offset : position of the chunk's first token
-    window : a token attends to the last `window` tokens, including itself; None: to all
+    window, scale, cap, sinks : as in `attention/base.py`
     output : [length, heads, head_dim], contiguous
     """
     kv_heads, dim = keys.shape[1:]
@@ -133,6 +141,7 @@ def attend_chunk(
         query.shape[1] // kv_heads,
         dim,
         block_tokens,
+        *_scoring(dim, scale, cap, sinks),
         packed.data_ptr(),
         output.data_ptr(),
     )
@@ -151,7 +160,7 @@ def turn_and_store(
     Parameters
     ----------
     heads : [tokens, query heads + 2 x kv_heads, head_dim], contiguous: queries, keys, values
-    cosines, sines : [tokens, head_dim / 2], contiguous
+    cosines, sines : [tokens, rotated / 2], contiguous, of the first `rotated` values of each head
     slots : [tokens], int64
     keys, values : [slots, kv_heads, head_dim], contiguous
     """
@@ -166,6 +175,7 @@ def turn_and_store(
         heads.shape[1] - 2 * kv_heads,
         kv_heads,
         dim,
+        cosines.shape[1],
         keys.data_ptr(),
         values.data_ptr(),
     )
@@ -269,9 +279,9 @@ def copy_tokens(
 
 _ARGUMENTS = {
     # p: address, l: count, f: float
-    "attend_paged": "plpppplllllp",
-    "attend_chunk": "plppplllllllpp",
-    "turn_and_store": "ppppllllpp",
+    "attend_paged": "plpppplllllffpp",
+    "attend_chunk": "plppplllllllffppp",
+    "turn_and_store": "pppplllllpp",
     "multiply_packed": "pllpplp",
     "multiply_grouped": "ppllpplp",
     "rms_norm": "ppfllp",
@@ -293,6 +303,17 @@ def _in_panels(weight: torch.Tensor) -> torch.Tensor:
     if missing:
         weight = torch.cat((weight, weight.new_zeros(missing, *weight.shape[1:])))
     return weight.view(len(weight) // width, width, *weight.shape[1:])
+
+
+def _scoring(
+    head_dim: int, scale: float | None, cap: float | None, sinks: torch.Tensor | None
+) -> tuple[float, float, int | None]:
+    """How scores become weights, as the kernels have it: no cap is 0."""
+    return (
+        head_dim**-0.5 if scale is None else scale,
+        cap or 0.0,
+        None if sinks is None else sinks.data_ptr(),
+    )
 
 
 def _call(name: str, *arguments: float | None) -> None:

@@ -79,15 +79,36 @@ inline Floats exponential(Floats x) {
     return series * scale;
 }
 
-// Turns scores [padded], of which the first `count` count, into weights that add up to one.
-void softmax(float *scores, long count, long padded) {
+inline Floats hyperbolic_tangent(Floats x) {
+    const Floats square = x * x;
+    const Floats near = x * (1.f + square * (-1.f / 3 + square * (2.f / 15 - square * (17.f / 315))));
+    return square < .0625f ? near : 1.f - 2.f / (exponential(2.f * x) + 1.f);
+}
+
+// How scores become weights. `cap` and `sinks` as in `attention/base.py`; no cap is 0, no sinks are null.
+struct Scoring {
+    float scale, cap;
+    const float *sinks; // one for each query head
+
+    float sink(long head) const { return sinks ? sinks[head] : -INFINITY; }
+
+    // Squeezes scores [padded] into (-cap, cap).
+    void squeeze(float *scores, long padded) const {
+        if (cap == 0) return;
+        for (long at = 0; at < padded; at += LANES)
+            store(scores + at, hyperbolic_tangent(load(scores + at) / cap) * cap);
+    }
+};
+
+// Turns scores [padded], of which the first `count` count, into weights that add up to one with the sink's.
+void softmax(float *scores, long count, long padded, float sink) {
     std::fill(scores + count, scores + padded, -INFINITY);
     Floats most = all(-INFINITY);
     for (long at = 0; at < padded; at += LANES) {
         Floats each = load(scores + at);
         most = each > most ? each : most;
     }
-    float top = -INFINITY;
+    float top = sink;
     for (int lane = 0; lane < LANES; ++lane) top = std::max(top, most[lane]);
     Floats total = {};
     for (long at = 0; at < padded; at += LANES) {
@@ -95,7 +116,7 @@ void softmax(float *scores, long count, long padded) {
         store(scores + at, weight);
         total += weight;
     }
-    const float share = 1 / sum(total);
+    const float share = 1 / (sum(total) + (sink == -INFINITY ? 0 : std::exp(sink - top)));
     for (long at = 0; at < padded; at += LANES) store(scores + at, load(scores + at) * share);
 }
 
@@ -114,15 +135,15 @@ struct Context {
     }
 };
 
-// HEADS query heads that share a KV head; keys and values point at this head of slot 0, slots are `row` apart.
+// HEADS query heads from `first_head` on that share a KV head; keys and values point at this head of slot 0, slots are `row` apart.
 template <int DIM, int HEADS>
 void attend(const float *query, const float *keys, const float *values, long row, const Context &context,
-            float scale, float *scores, long padded, float *output) {
+            const Scoring &scoring, long first_head, float *scores, long padded, float *output) {
     constexpr int VECTORS = DIM / LANES, PARTS = divisor(VECTORS, std::min(VECTORS, SUMS / HEADS));
     Floats asked[HEADS][VECTORS];
     for (int head = 0; head < HEADS; ++head)
         for (int part = 0; part < VECTORS; ++part)
-            asked[head][part] = load(query + head * DIM + part * LANES) * scale;
+            asked[head][part] = load(query + head * DIM + part * LANES) * scoring.scale;
     context.runs([&](long token, long slot, long count) {
         for (long each = 0; each < count; ++each) {
             const float *key = keys + (slot + each) * row;
@@ -130,8 +151,10 @@ void attend(const float *query, const float *keys, const float *values, long row
                 scores[head * padded + token + each] = dot<VECTORS>(asked[head], key);
         }
     });
-    for (int head = 0; head < HEADS; ++head)
-        softmax(scores + head * padded, context.end - context.first, padded);
+    for (int head = 0; head < HEADS; ++head) {
+        scoring.squeeze(scores + head * padded, padded);
+        softmax(scores + head * padded, context.end - context.first, padded, scoring.sink(first_head + head));
+    }
     for (int from = 0; from < DIM; from += PARTS * LANES) {
         Floats answer[HEADS][PARTS] = {};
         context.runs([&](long token, long slot, long count) {
@@ -157,12 +180,13 @@ struct Row {
     const float *query;
     long first, end; // of the tokens it attends to, counted from the first one of the context
     float *output;
+    float sink;
 };
 
 // TILE rows over keys packed in [tokens / LANES, dim, LANES]. `values` is as in `attend`.
 template <int DIM>
 void attend_tile(const Row *rows, const float *packed, const float *values, long row, const Context &context,
-                 float scale, float *scores, long padded) {
+                 const Scoring &scoring, float *scores, long padded) {
     // rows, and parts of them, that read their values together
     constexpr int VECTORS = DIM / LANES, PARTS = divisor(VECTORS, std::min(VECTORS, 6));
     constexpr int SOME = divisor(TILE, SUMS / PARTS);
@@ -174,13 +198,14 @@ void attend_tile(const Row *rows, const float *packed, const float *values, long
             const Floats each = load(key);
             for (int n = 0; n < TILE; ++n) product[n] += rows[n].query[at] * each;
         }
-        for (int n = 0; n < TILE; ++n) store(scores + n * padded + token, product[n] * scale);
+        for (int n = 0; n < TILE; ++n) store(scores + n * padded + token, product[n] * scoring.scale);
     }
     for (int n = 0; n < TILE; ++n) {
         float *own = scores + n * padded;
-        std::fill(own + low, own + rows[n].first, -INFINITY);
         const long end = (high - low + LANES - 1) / LANES * LANES;
-        softmax(own + low, rows[n].end - low, end);
+        scoring.squeeze(own + low, end);
+        std::fill(own + low, own + rows[n].first, -INFINITY);
+        softmax(own + low, rows[n].end - low, end, rows[n].sink);
         std::fill(own + low, own + rows[n].first, 0.f);
         std::fill(own + rows[n].end, own + low + end, 0.f);
     }
@@ -215,8 +240,8 @@ void pack(const float *keys, long row, const Context &context, long dim, long bl
     });
 }
 
-typedef void (*Attend)(const float *, const float *, const float *, long, const Context &, float, float *,
-                       long, float *);
+typedef void (*Attend)(const float *, const float *, const float *, long, const Context &, const Scoring &,
+                       long, float *, long, float *);
 
 template <int DIM> Attend by_heads(long heads) {
     switch (heads) {
@@ -237,12 +262,13 @@ Attend attend_for(long dim, long heads) {
     case 96: return by_heads<96>(heads);
     case 128: return by_heads<128>(heads);
     case 256: return by_heads<256>(heads);
+    case 576: return by_heads<576>(heads);
     default: return nullptr;
     }
 }
 
-typedef void (*AttendTile)(const Row *, const float *, const float *, long, const Context &, float, float *,
-                           long);
+typedef void (*AttendTile)(const Row *, const float *, const float *, long, const Context &, const Scoring &,
+                           float *, long);
 
 AttendTile attend_tile_for(long dim) {
     switch (dim) {
@@ -253,6 +279,7 @@ AttendTile attend_tile_for(long dim) {
     case 96: return attend_tile<96>;
     case 128: return attend_tile<128>;
     case 256: return attend_tile<256>;
+    case 576: return attend_tile<576>;
     default: return nullptr;
     }
 }
@@ -368,9 +395,9 @@ int attends_to(long dim) { return attend_for(dim, 1) != nullptr; }
 
 void attend_paged(const float *query, long query_row, const float *keys, const float *values,
                   const int32_t *tables, const int32_t *spans, long count, long kv_heads, long group, long dim,
-                  long block_tokens, float *output) {
+                  long block_tokens, float scale, float cap, const float *sinks, float *output) {
     const long row = kv_heads * dim;
-    const float scale = 1 / std::sqrt(static_cast<float>(dim));
+    const Scoring scoring{scale, cap, sinks};
 #pragma omp parallel
     {
         std::vector<float> scores;
@@ -385,7 +412,7 @@ void attend_paged(const float *query, long query_row, const float *keys, const f
                 const long at = (kv_head * group + head) * dim;
                 attend_for(dim, std::min(4L, group - head))(
                     query + span[0] * query_row + at, keys + kv_head * dim, values + kv_head * dim, row, context,
-                    scale, scores.data(), padded, output + span[0] * row * group + at);
+                    scoring, kv_head * group + head, scores.data(), padded, output + span[0] * row * group + at);
             }
         }
     }
@@ -393,11 +420,12 @@ void attend_paged(const float *query, long query_row, const float *keys, const f
 
 void attend_chunk(const float *query, long query_row, const float *keys, const float *values,
                   const int32_t *table, long offset, long length, long window, long kv_heads, long group,
-                  long dim, long block_tokens, float *packed, float *output) {
+                  long dim, long block_tokens, float scale, float cap, const float *sinks, float *packed,
+                  float *output) {
     const long row = kv_heads * dim, rows = length * group, tiles = (rows + TILE - 1) / TILE;
     const Context context{table, std::max(0L, offset + 1 - window), offset + length, block_tokens};
     const long blocks = (context.end - context.first + LANES - 1) / LANES, padded = blocks * LANES;
-    const float scale = 1 / std::sqrt(static_cast<float>(dim));
+    const Scoring scoring{scale, cap, sinks};
     const AttendTile attend_rows = attend_tile_for(dim);
 #pragma omp parallel
     {
@@ -417,17 +445,18 @@ void attend_chunk(const float *query, long query_row, const float *keys, const f
                 const long token = at / group, within = (head * group + at % group) * dim;
                 const long end = offset + token + 1;
                 some[n] = {query + token * query_row + within, std::max(0L, end - window) - context.first,
-                           end - context.first, output + token * row * group + within};
+                           end - context.first, output + token * row * group + within,
+                           scoring.sink(head * group + at % group)};
             }
-            attend_rows(some, packed + head * padded * dim, values + head * dim, row, context, scale,
+            attend_rows(some, packed + head * padded * dim, values + head * dim, row, context, scoring,
                         scores.data(), padded);
         }
     }
 }
 
 void turn_and_store(float *heads, const float *cosines, const float *sines, const int64_t *slots, long count,
-                    long query_heads, long kv_heads, long dim, float *keys, float *values) {
-    const long half = dim / 2, width = (query_heads + 2 * kv_heads) * dim;
+                    long query_heads, long kv_heads, long dim, long half, float *keys, float *values) {
+    const long width = (query_heads + 2 * kv_heads) * dim;
 #pragma omp parallel for if (count * width >= PARALLEL_FROM)
     for (long token = 0; token < count; ++token) {
         float *const own = heads + token * width;

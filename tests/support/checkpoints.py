@@ -8,6 +8,10 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -67,6 +71,19 @@ def write_qwen3_moe(folder: Path, **overrides: object) -> Path:
     return _write(Qwen3MoeForCausalLM, Qwen3MoeConfig, folder, **{"head_dim": 16, **experts, **overrides})
 
 
+def write_gemma2(folder: Path, **overrides: object) -> Path:
+    """The Llama with heads of 16, windows of 9 tokens in layers 0, 2 and 4, and caps that squeeze much."""
+    windows = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
+    caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 12.0}
+    return _write(Gemma2ForCausalLM, Gemma2Config, folder, **{**windows, **caps, **overrides})
+
+
+def write_gemma3(folder: Path, **overrides: object) -> Path:
+    """The Llama with heads of 16, and windows of 9 tokens in all layers but layer 2."""
+    windows = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "sliding_window_pattern": 3}
+    return _write(Gemma3ForCausalLM, Gemma3TextConfig, folder, **{**windows, **overrides})
+
+
 def write_opt(folder: Path) -> Path:
     """An OPT: 5 layers, hidden 64, 8 heads of 8, tied head."""
     config = OPTConfig(
@@ -84,6 +101,8 @@ def write_opt(folder: Path) -> Path:
 
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
+    "gemma2": write_gemma2,
+    "gemma3": write_gemma3,
     "llama": write_llama,
     "mistral": write_mistral,
     "mixtral": write_mixtral,

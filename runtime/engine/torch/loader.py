@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from cost_model.config import text_part
+from cost_model.config_keys import ConfigKeys
 from cost_model.errors import InputError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _REMEDY = "download the checkpoint again"
 _STORED = ("F32", "F16", "BF16", "F64")
+_WITH_TEXT_PART = ("gemma3",)  # models that also see, of which the engine runs the text part
 _CHUNK_BYTES = 16 << 20
 _LARGE_BYTES = 1 << 20
 
@@ -39,6 +42,8 @@ class CheckpointConfig:
     def load(cls, folder: str) -> CheckpointConfig:
         path = Path(folder, "config.json")
         values = _read_json(path, "name a folder with a Hugging Face checkpoint")
+        if values.get("model_type") in _WITH_TEXT_PART:
+            values = text_part(ConfigKeys(values, str(path))).raw
         return cls(str(path), values)
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:

@@ -13,6 +13,8 @@ from checkpoints import (
     LAYERS,
     VOCAB,
     WRITERS,
+    write_gemma2,
+    write_gemma3,
     write_llama,
     write_mistral,
     write_mixtral,
@@ -71,6 +73,21 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "llama, yarn": (write_llama, {"rope_parameters": YARN, "head_dim": 32}),
     "llama, yarn with mscale": (write_llama, {"rope_parameters": DEEPSEEK_YARN, "head_dim": 32}),
     "llama, yarn with factor": (write_llama, {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "gemma2": (write_gemma2, {}),
+    "gemma2, tied": (write_gemma2, {"tied": True, "attn_logit_softcapping": None}),
+    "gemma2, no cap": (write_gemma2, {"final_logit_softcapping": None, "sliding_window": 1}),
+    "gemma3": (write_gemma3, {}),
+    "gemma3, scaled": (
+        write_gemma3,
+        {
+            "tied": True,
+            "final_logit_softcapping": 9.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+            },
+        },
+    ),
     "mistral": (write_mistral, {}),
     "mistral, no window": (write_mistral, {"sliding_window": None}),
     "mistral, window of one": (write_mistral, {"sliding_window": 1}),
@@ -255,6 +272,18 @@ def test_names_without_prefix_are_found(tmp_path: Path) -> None:
         assert torch.equal(run(whole_model(tmp_path / "bare"), PROMPTS), run(whole_model(folder), PROMPTS))
 
 
+def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
+    folder = write_gemma3(tmp_path / "model")
+    expected = reference(folder, PROMPTS)
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file({**renamed, "vision_tower.weight": torch.ones(3)}, folder / "model.safetensors")
+    with torch.inference_mode():
+        torch.testing.assert_close(run(whole_model(folder), PROMPTS), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
@@ -279,6 +308,11 @@ def test_names_without_prefix_are_found(tmp_path: Path) -> None:
         ("mistral", "num_key_value_heads", None),
         ("qwen2", "layer_types", ["full_attention"]),
         ("qwen3", "layer_types", ["sliding_attention"] * LAYERS),
+        ("gemma2", "hidden_activation", "gelu"),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma2", "attn_logit_softcapping", -1.0),
+        ("gemma3", "layer_types", ["chunked_attention"] * LAYERS),
+        ("gemma3", "rope_parameters", {"sliding_attention": {"rope_type": "odd"}}),
         ("mixtral", "num_experts_per_tok", 5),
         ("mixtral", "num_local_experts", None),
         ("qwen3_moe", "num_experts_per_tok", 7),

@@ -149,7 +149,7 @@ def test_a_colocated_replica_gives_the_reference_tokens(
         assert cluster.finish(f"colocated {shape} {number}").tokens == expected
 
 
-FURTHER = ["mistral", "mixtral", "mixtral, 3 experts", "qwen2", "qwen3", "qwen3_moe"]
+FURTHER = ["mistral", "mixtral", "mixtral, 3 experts", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3"]
 EVERY_SHAPE = pytest.param(tuple(SHAPES), marks=pytest.mark.slow)
 
 

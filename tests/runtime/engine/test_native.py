@@ -86,17 +86,19 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("queries", "kv_heads", "dim"), [(4, 2, 16), (3, 3, 10), (7, 1, 64)])
-def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int) -> None:
-    """Pairs are complex numbers that rotate by an angle."""
+@pytest.mark.parametrize(
+    ("queries", "kv_heads", "dim", "turns"), [(4, 2, 16, 16), (3, 3, 10, 6), (7, 1, 64, 64)]
+)
+def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int, turns: int) -> None:
+    """Pairs are complex numbers that rotate by an angle; the last values of a head may stay."""
     torch.manual_seed(rows)
     heads = torch.randn(rows, queries + 2 * kv_heads, dim)
-    angles = torch.randn(rows, dim // 2) * 5
+    angles = torch.randn(rows, turns // 2) * 5
     slots = torch.randperm(rows + 9)[:rows]
     cache = torch.full((2, rows + 9, kv_heads, dim), torch.nan)
     wide = copy.deepcopy(heads).double()
-    pairs = torch.complex(*wide.chunk(2, dim=-1)) * torch.exp(1j * angles.double()).unsqueeze(1)
-    turned = torch.cat((pairs.real, pairs.imag), dim=-1)
+    pairs = torch.complex(*wide[..., :turns].chunk(2, dim=-1)) * torch.exp(1j * angles.double()).unsqueeze(1)
+    turned = torch.cat((pairs.real, pairs.imag, wide[..., turns:]), dim=-1)
     native.turn_and_store(heads, angles.cos(), angles.sin(), slots, *cache)
     key_heads = slice(queries, queries + kv_heads)
     torch.testing.assert_close(heads[:, :queries].double(), turned[:, :queries], rtol=1e-5, atol=1e-5)

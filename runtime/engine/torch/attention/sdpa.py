@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runtime.engine.torch.attention.base import Attention, Batch, Part, Single, reach
+from runtime.engine.torch.attention.base import PLAIN, Attention, Batch, Part, Scoring, Single, reach
 from runtime.kv_cache.pool import CacheShape, PagedCache
 
 _PADDING = 1.25  # decodes that attend together are padded to at most this multiple of their context
@@ -76,27 +76,27 @@ class SdpaAttention(Attention):
         value: torch.Tensor,
         layer: int,
         batch: Batch,
-        window: int | None = None,
+        scoring: Scoring = PLAIN,
     ) -> torch.Tensor:
         keys, values = self.cache.layer(layer)
-        plan: Plan = batch.plan(self, window)
+        plan: Plan = batch.plan(self, scoring.window)
         if len(plan.decodes) == 1 and not plan.chunks:
-            return _attend_decodes(query, keys, values, plan.decodes[0]).flatten(1)
+            return _attend_decodes(query, keys, values, plan.decodes[0], scoring).flatten(1)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in plan.decodes:
-            output[group.rows] = _attend_decodes(query[group.rows], keys, values, group)
+            output[group.rows] = _attend_decodes(query[group.rows], keys, values, group, scoring)
         for chunk in plan.chunks:
             first, end = chunk.first, chunk.end
             if chunk.slots is None:
                 seen = key[first:end], value[first:end]
             else:
                 seen = keys.index_select(0, chunk.slots), values.index_select(0, chunk.slots)
-            output[first:end] = _attend_chunk(query[first:end], *seen, chunk.mask)
+            output[first:end] = _attend_chunk(query[first:end], *seen, chunk.mask, scoring)
         return output.flatten(1)
 
 
 def _attend_decodes(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: Decodes
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: Decodes, scoring: Scoring
 ) -> torch.Tensor:
     """query [n, heads, head_dim], keys and values [slots, kv_heads, head_dim] -> [n, heads, head_dim].
 
@@ -111,26 +111,70 @@ def _attend_decodes(
     else:
         keys, values = keys.index_select(0, group.slots), values.index_select(0, group.slots)
     keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
-    answer = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
+    answer = _weighted(grouped, keys, values, group.mask, scoring, (kv_heads, -1, 1))
     return answer.reshape(count, heads, head_dim)
 
 
 def _attend_chunk(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
     """query [n, heads, head_dim], keys and values [context, kv_heads, head_dim] -> [n, heads, head_dim]."""
     length, heads, head_dim = query.shape
     context, kv_heads, _ = keys.shape
     group = heads // kv_heads
     spread = (kv_heads, group, context, head_dim)
-    answer = F.scaled_dot_product_attention(
+    answer = _weighted(
         query.reshape(length, kv_heads, group, head_dim).permute(1, 2, 0, 3),
         keys.transpose(0, 1).unsqueeze(1).expand(spread),
         values.transpose(0, 1).unsqueeze(1).expand(spread),
-        attn_mask=mask,
+        mask,
+        scoring,
+        (kv_heads, group, 1, 1),
         is_causal=mask is None,
     )
     return answer.permute(2, 0, 1, 3).reshape(length, heads, head_dim)
+
+
+def _weighted(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+    sinks_shape: tuple[int, ...],
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """query [..., n, head_dim], keys and values [..., context, head_dim] -> [..., n, head_dim].
+
+    Torch's operator knows neither caps nor sinks; with these, scores are computed in float32 here.
+
+    Parameters
+    ----------
+    mask : added to the scores; None: nothing is
+    sinks_shape : of the sinks beside the scores [..., n, context]
+    is_causal : each token of n attends to those before it, with mask None
+    """
+    scale, cap, sinks = scoring.scale, scoring.cap, scoring.sinks
+    if cap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale
+        )
+    scores = (
+        (query @ keys.transpose(-1, -2)).float().mul_(query.shape[-1] ** -0.5 if scale is None else scale)
+    )
+    if cap is not None:
+        scores = scores.div_(cap).tanh_().mul_(cap)
+    if is_causal:
+        rows, columns = scores.shape[-2:]
+        mask = _added(torch.ones(rows, columns, dtype=torch.bool).tril(), torch.float32).to(scores.device)
+    if mask is not None:
+        scores += mask
+    if sinks is not None:
+        beside = sinks.view(sinks_shape).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, beside], dim=-1).softmax(-1)[..., :-1]
+    else:
+        scores = scores.softmax(-1)
+    return scores.to(values.dtype) @ values
 
 
 def _decodes(cache: PagedCache, singles: Sequence[Single], window: int | None) -> tuple[Decodes, ...]:

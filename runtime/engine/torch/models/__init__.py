@@ -7,6 +7,7 @@ import torch
 from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.loader import Checkpoint, CheckpointConfig
 from runtime.engine.torch.models.base import DecoderStage
+from runtime.engine.torch.models.gemma import Gemma2Stage, Gemma3Stage
 from runtime.engine.torch.models.llama import LlamaStage
 from runtime.engine.torch.models.mistral import MistralStage
 from runtime.engine.torch.models.mixtral import MixtralStage
@@ -14,6 +15,8 @@ from runtime.engine.torch.models.opt import OptStage
 from runtime.engine.torch.models.qwen import Qwen2Stage, Qwen3MoeStage, Qwen3Stage
 
 FAMILIES: dict[str, type[DecoderStage]] = {
+    "gemma2": Gemma2Stage,
+    "gemma3_text": Gemma3Stage,
     "llama": LlamaStage,
     "mistral": MistralStage,
     "mixtral": MixtralStage,

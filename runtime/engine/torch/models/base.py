@@ -87,6 +87,11 @@ class DecoderStage(ABC):
     def _begin(self, batch: Batch) -> None:  # noqa: B027
         """Prepare what all layers of a step share."""
 
+    @property
+    def headwise_obstacle(self) -> str:
+        """What of the model attention workers do not compute; "" if they compute all."""
+        return ""
+
     _embedding_name: ClassVar[str] = "embed_tokens.weight"
 
     def forward(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime import native
-from runtime.engine.torch.attention.base import Batch
+from runtime.engine.torch.attention.base import Batch, Scoring
 from runtime.engine.torch.loader import CheckpointConfig, Cut
 from runtime.engine.torch.models.base import DecoderStage, ModelSpec
 from runtime.engine.torch.models.rope import Rotary
@@ -27,10 +27,13 @@ class LlamaStage(DecoderStage):
     kv_heads_required: ClassVar[bool] = False
     default_theta: ClassVar[float] = 10000.0
     default_eps: ClassVar[float] = 1e-6
+    default_tied: ClassVar[bool] = False
+    activation: ClassVar[tuple[str, str]] = ("hidden_act", "silu")  # its key, and what `_activate` computes
 
     def _parse(self) -> ModelSpec:
         config = self.checkpoint.config
-        config.require("hidden_act", "silu", "silu")
+        key, activation = self.activation
+        config.require(key, activation, activation)
         hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
         self._eps = float(config.get("rms_norm_eps", self.default_eps))
         self._qkv_bias, self._out_bias, self._mlp_bias = self._biases(config)
@@ -43,11 +46,11 @@ class LlamaStage(DecoderStage):
             ffn=config.count("intermediate_size"),
             vocab=config.count("vocab_size"),
             position_limit=None,
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=bool(config.get("tie_word_embeddings", self.default_tied)),
         )
         self._windows = self._parse_windows(config, spec.layers)
         self._native = native.serves(self.dtype, self.device)
-        self._rotary = Rotary(config, spec.head_dim, self.dtype, self.device, self.default_theta)
+        self._rotary = self._load_rotary(config, spec.head_dim)
         return spec
 
     # -- what families vary
@@ -63,6 +66,10 @@ class LlamaStage(DecoderStage):
     def _parse_windows(self, config: CheckpointConfig, layers: int) -> list[int | None]:
         """The attention window of each layer in tokens, None for no limit."""
         return [None] * layers
+
+    def _load_scoring(self, name: str, layer: int) -> Scoring:
+        """How a layer attends; `name` is its attention's."""
+        return Scoring(self._windows[layer])
 
     def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """A norm of [tokens, query and key heads, head_dim] before they are rotated, if there is one."""
@@ -80,6 +87,14 @@ class LlamaStage(DecoderStage):
         return self.gated(names, self.cut(self.spec.ffn), self._mlp_bias)
 
     # -- what they share
+
+    def _load_rotary(self, config: CheckpointConfig, head_dim: int) -> Rotary:
+        """What rotates heads by their positions."""
+        return Rotary(config, head_dim, self.dtype, self.device, self.default_theta)
+
+    def _rotary_of(self, layer: int) -> Rotary:
+        """What rotates the heads of a layer."""
+        return self._rotary
 
     def _begin(self, batch: Batch) -> None:
         self._rotary.begin(batch.positions)
@@ -106,7 +121,7 @@ class LlamaStage(DecoderStage):
             f"{name}.o_proj", self.cut(self.spec.heads * self.spec.head_dim), self._out_bias
         )
         split = (self.local_heads, self.local_kv_heads, self.local_kv_heads)
-        window = self._windows[layer]
+        scoring, rotary = self._load_scoring(name, layer), self._rotary_of(layer)
 
         def run(x: torch.Tensor, batch: Batch) -> torch.Tensor:
             heads = qkv(x).view(len(x), -1, self.spec.head_dim)
@@ -114,8 +129,8 @@ class LlamaStage(DecoderStage):
             if head_norm is not None:
                 turning = heads[:, : -self.local_kv_heads]
                 turning.copy_(head_norm(turning))
-            batch.attention.rotate_and_store(heads, self._rotary, layer, batch)
-            return out(batch.attention.attend(query, key, value, layer, batch, window))
+            batch.attention.rotate_and_store(heads, rotary, layer, batch)
+            return out(batch.attention.attend(query, key, value, layer, batch, scoring))
 
         return run
 
@@ -131,8 +146,16 @@ class LlamaStage(DecoderStage):
     def _final_norm(self, x: torch.Tensor) -> torch.Tensor:
         return self._rms(x, self._norm_weight)
 
-    def _norm(self, name: str) -> torch.Tensor:
-        return self.checkpoint.read(f"{name}.weight", (self.spec.hidden,))
+    def _norm(self, name: str, width: int | None = None) -> torch.Tensor:
+        """The weight of a norm of vectors that are `width` wide; None: of hidden ones."""
+        return self.checkpoint.read(f"{name}.weight", (width or self.spec.hidden,))
+
+    def _norm_of_heads(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A norm of each query head, and one of each key head."""
+        weights = [self._norm(f"{name}.{part}_norm", self.spec.head_dim) for part in "qk"]
+        heads = (self.local_heads, self.local_kv_heads)
+        weight = torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
+        return lambda x: self._rms(x, weight)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Scale the last dimension to a root mean square of one, round, then multiply by the weight, in this

@@ -11,8 +11,7 @@ from runtime.engine.torch.experts import Mixture
 from runtime.engine.torch.loader import CheckpointConfig
 from runtime.engine.torch.models.llama import LlamaStage
 from runtime.engine.torch.models.mixture import MixtureStage
-
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+from runtime.engine.torch.models.windows import layer_windows
 
 
 class Qwen2Stage(LlamaStage):
@@ -25,15 +24,8 @@ class Qwen2Stage(LlamaStage):
 
     def _parse_windows(self, config: CheckpointConfig, layers: int) -> list[int | None]:
         window = config.count("sliding_window") if config.get("use_sliding_window", False) else None
-        kinds = config.get("layer_types")
-        if kinds is None:
-            full = layers if window is None else config.count("max_window_layers", 28, least=0)
-            kinds = [_FULL if layer < full else _SLIDING for layer in range(layers)]
-        allowed = {_FULL} if window is None else {_FULL, _SLIDING}
-        if not isinstance(kinds, list) or len(kinds) != layers or not allowed.issuperset(kinds):
-            problem = f"must name one of {', '.join(sorted(allowed))} for each of {layers} layers"
-            raise config.error("layer_types", problem, "download the checkpoint again")
-        return [window if kind == _SLIDING else None for kind in kinds]
+        full = config.count("max_window_layers", 28, least=0)
+        return layer_windows(config, layers, window, lambda layer: layer >= full)
 
 
 class Qwen3Stage(Qwen2Stage):
@@ -47,11 +39,7 @@ class Qwen3Stage(Qwen2Stage):
         return 128
 
     def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        shape = (self.spec.head_dim,)
-        weights = [self.checkpoint.read(f"{name}.{part}_norm.weight", shape) for part in "qk"]
-        heads = (self.local_heads, self.local_kv_heads)
-        weight = torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
-        return lambda x: self._rms(x, weight)
+        return self._norm_of_heads(name)
 
 
 class Qwen3MoeStage(MixtureStage, Qwen3Stage):

@@ -22,6 +22,7 @@ class Rotary:
     Parameters
     ----------
     theta : base of the frequencies if config.json has none
+    scaling : the parameters; None: those of config.json
     """
 
     def __init__(
@@ -31,10 +32,12 @@ class Rotary:
         dtype: torch.dtype,
         device: torch.device,
         theta: float = 10000.0,
+        scaling: dict[str, Any] | None = None,
     ) -> None:
         if head_dim % 2:
             raise config.error("head_dim", f"{head_dim} is odd", "choose another checkpoint")
-        frequencies, self._scale = rope_frequencies(config, head_dim, theta)
+        scaling = rope_parameters(config) if scaling is None else scaling
+        frequencies, self._scale = rope_frequencies(config, head_dim, theta, scaling)
         self._frequencies = frequencies.to(device)
         self._dtype = dtype
 
@@ -53,19 +56,32 @@ class Rotary:
         high.copy_(turned)
 
 
-def rope_frequencies(config: CheckpointConfig, head_dim: int, theta: float) -> tuple[torch.Tensor, float]:
-    """The angle per position [head_dim / 2] and the factor of sines and cosines, with the checkpoint's
-    scaling applied.
+def rope_parameters(config: CheckpointConfig, kind: str = "") -> dict[str, Any]:
+    """The parameters that config.json has for layers of a kind, by new or old keys; "": for all layers.
+
+    Raises
+    ------
+    InputError : they differ by kind, and none is given
+    """
+    found = config.get("rope_parameters", config.get("rope_scaling", {}))
+    if kind and isinstance(found, dict) and isinstance(found.get(kind), dict):
+        found = found[kind]
+    if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+        raise config.error(
+            "rope_parameters", "has no single set of values for all layers", "choose another checkpoint"
+        )
+    return found
+
+
+def rope_frequencies(
+    config: CheckpointConfig, head_dim: int, theta: float, scaling: dict[str, Any]
+) -> tuple[torch.Tensor, float]:
+    """The angle per position [head_dim / 2] and the factor of sines and cosines, with scaling applied.
 
     Raises
     ------
     InputError : the scaling is not supported or lacks a number
     """
-    scaling = config.get("rope_parameters", config.get("rope_scaling", {}))
-    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-        raise config.error(
-            "rope_parameters", "has no single set of values for all layers", "choose another checkpoint"
-        )
     for values in (scaling, config.values):
         if values.get("partial_rotary_factor") not in (None, 1.0):
             raise config.error(
