@@ -13,7 +13,7 @@ from hexgen2.placement import Placement
 from runtime.api.tokenizer import check_tokenizer_files
 from runtime.options import TORCH, VLLM
 
-TORCH_FAMILIES = ("llama", "mixtral", "opt", "qwen3_moe", "gemma2", "gemma3")
+TORCH_FAMILIES = ("llama", "mixtral", "opt", "qwen3_moe", "gemma2", "gemma3", "phi3")
 """What the torch engine runs (runtime/engine/torch/models), without loading torch to find out."""
 MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
 GPU_DTYPES = ("bfloat16", "float16")

@@ -20,6 +20,8 @@ from transformers import (
     MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -84,6 +86,15 @@ def write_gemma3(folder: Path, **overrides: object) -> Path:
     return _write(Gemma3ForCausalLM, Gemma3TextConfig, folder, **{**windows, **overrides})
 
 
+def write_phi3(folder: Path, **overrides: object) -> Path:
+    """The Llama with query, key and value in one matrix, gate and up in another; three of four values of a
+    head are rotated."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+    return _write(
+        Phi3ForCausalLM, Phi3Config, folder, **{"rope_parameters": rope, "pad_token_id": 0, **overrides}
+    )
+
+
 def write_opt(folder: Path) -> Path:
     """An OPT: 5 layers, hidden 64, 8 heads of 8, tied head."""
     config = OPTConfig(
@@ -107,6 +118,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "mistral": write_mistral,
     "mixtral": write_mixtral,
     "opt": write_opt,
+    "phi3": write_phi3,
     "qwen2": write_qwen2,
     "qwen3": write_qwen3,
     "qwen3_moe": write_qwen3_moe,

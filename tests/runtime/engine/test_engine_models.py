@@ -19,6 +19,7 @@ from checkpoints import (
     write_mistral,
     write_mixtral,
     write_opt,
+    write_phi3,
     write_qwen2,
     write_qwen3,
     write_qwen3_moe,
@@ -59,6 +60,13 @@ DEEPSEEK_YARN = {
     "beta_slow": 2,
     "truncate": False,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [9.0] * 4,
+    "original_max_position_embeddings": 128,
+}
 VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "llama": (write_llama, {}),
     "llama, tied": (write_llama, {"tied": True}),
@@ -91,6 +99,12 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "mistral": (write_mistral, {}),
     "mistral, no window": (write_mistral, {"sliding_window": None}),
     "mistral, window of one": (write_mistral, {"sliding_window": 1}),
+    "phi3": (write_phi3, {}),
+    "phi3, window": (write_phi3, {"sliding_window": 7, "tied": True}),
+    "phi3, longrope": (
+        write_phi3,
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
+    ),
     "qwen2": (write_qwen2, {}),
     "qwen2, no window": (write_qwen2, {"use_sliding_window": False}),
     "qwen2, yarn": (write_qwen2, {"rope_parameters": YARN, "tied": True}),
@@ -234,6 +248,20 @@ def test_what_a_file_leaves_out_is_the_familys_default(tmp_path: Path, family: s
         )
 
 
+def test_longrope_limits_sequences_to_the_trained_length(tmp_path: Path) -> None:
+    folder = write_phi3(tmp_path / "model", rope_parameters=LONGROPE, original_max_position_embeddings=128)
+    assert whole_model(folder).spec.position_limit == 128
+    expected = reference(folder, PROMPTS)
+    old = {"type": "su", "short_factor": LONGROPE["short_factor"], "long_factor": LONGROPE["long_factor"]}
+    amend(folder, rope_parameters=None, rope_theta=500.0, rope_scaling=old)
+    with torch.inference_mode():
+        torch.testing.assert_close(run(whole_model(folder), PROMPTS), expected)
+    for partial in (0.4, 2.0, "half"):
+        amend(folder, partial_rotary_factor=partial)
+        with pytest.raises(InputError, match="partial_rotary_factor"):
+            whole_model(folder)
+
+
 def test_scaling_in_the_words_of_older_files(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model")
     amend(folder, rope_parameters=None, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0})
@@ -304,6 +332,7 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
         ("llama", "rope_parameters", {"rope_type": "linear", "factor": "x"}),
         ("llama", "rope_parameters", {"rope_type": "longrope"}),
         ("mistral", "layer_types", ["full_attention"] * LAYERS),
+        ("phi3", "rope_parameters", {"rope_type": "longrope", "short_factor": [1.0]}),
         ("mistral", "sliding_window", -1),
         ("mistral", "num_key_value_heads", None),
         ("qwen2", "layer_types", ["full_attention"]),
@@ -342,7 +371,7 @@ def test_unknown_rope_and_dtype_name_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="float32, float16, bfloat16"):
         whole_model(folder, "int3")
     amend(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    with pytest.raises(InputError, match="default, linear, llama3, yarn"):
+    with pytest.raises(InputError, match="default, linear, llama3, longrope, yarn"):
         whole_model(folder)
 
 

@@ -149,7 +149,17 @@ def test_a_colocated_replica_gives_the_reference_tokens(
         assert cluster.finish(f"colocated {shape} {number}").tokens == expected
 
 
-FURTHER = ["mistral", "mixtral", "mixtral, 3 experts", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3"]
+FURTHER = [
+    "mistral",
+    "mixtral",
+    "mixtral, 3 experts",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+]
 EVERY_SHAPE = pytest.param(tuple(SHAPES), marks=pytest.mark.slow)
 
 

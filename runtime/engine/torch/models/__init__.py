@@ -12,6 +12,7 @@ from runtime.engine.torch.models.llama import LlamaStage
 from runtime.engine.torch.models.mistral import MistralStage
 from runtime.engine.torch.models.mixtral import MixtralStage
 from runtime.engine.torch.models.opt import OptStage
+from runtime.engine.torch.models.phi import Phi3Stage
 from runtime.engine.torch.models.qwen import Qwen2Stage, Qwen3MoeStage, Qwen3Stage
 
 FAMILIES: dict[str, type[DecoderStage]] = {
@@ -21,6 +22,7 @@ FAMILIES: dict[str, type[DecoderStage]] = {
     "mistral": MistralStage,
     "mixtral": MixtralStage,
     "opt": OptStage,
+    "phi3": Phi3Stage,
     "qwen2": Qwen2Stage,
     "qwen3": Qwen3Stage,
     "qwen3_moe": Qwen3MoeStage,

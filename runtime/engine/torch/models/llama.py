@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from runtime import native
 from runtime.engine.torch.attention.base import Batch, Scoring
+from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import CheckpointConfig, Cut
 from runtime.engine.torch.models.base import DecoderStage, ModelSpec
 from runtime.engine.torch.models.rope import Rotary
@@ -23,7 +24,7 @@ FeedForward = Callable[[torch.Tensor], torch.Tensor]
 class LlamaStage(DecoderStage):
     """One worker's part of a Llama model. Similar families override what differs."""
 
-    prefixes = ("model.",)
+    prefixes: ClassVar[tuple[str, ...]] = ("model.",)
     kv_heads_required: ClassVar[bool] = False
     default_theta: ClassVar[float] = 10000.0
     default_eps: ClassVar[float] = 1e-6
@@ -37,20 +38,21 @@ class LlamaStage(DecoderStage):
         hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
         self._eps = float(config.get("rms_norm_eps", self.default_eps))
         self._qkv_bias, self._out_bias, self._mlp_bias = self._biases(config)
+        head_dim = config.count("head_dim", self._default_head_dim(hidden, heads))
+        self._rotary = self._load_rotary(config, head_dim)
         spec = ModelSpec(
             layers=config.count("num_hidden_layers"),
             hidden=hidden,
             heads=heads,
             kv_heads=config.count("num_key_value_heads", None if self.kv_heads_required else heads),
-            head_dim=config.count("head_dim", self._default_head_dim(hidden, heads)),
+            head_dim=head_dim,
             ffn=config.count("intermediate_size"),
             vocab=config.count("vocab_size"),
-            position_limit=None,
+            position_limit=self._rotary.position_limit,
             tied=bool(config.get("tie_word_embeddings", self.default_tied)),
         )
         self._windows = self._parse_windows(config, spec.layers)
         self._native = native.serves(self.dtype, self.device)
-        self._rotary = self._load_rotary(config, spec.head_dim)
         return spec
 
     # -- what families vary
@@ -115,7 +117,7 @@ class LlamaStage(DecoderStage):
         return run
 
     def _load_attention(self, name: str, layer: int) -> Attention:
-        qkv = self.qkv((f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"), self._qkv_bias)
+        qkv = self._load_qkv(name)
         head_norm = self._load_head_norm(name)
         out = self.row_parallel(
             f"{name}.o_proj", self.cut(self.spec.heads * self.spec.head_dim), self._out_bias
@@ -133,6 +135,10 @@ class LlamaStage(DecoderStage):
             return out(batch.attention.attend(query, key, value, layer, batch, scoring))
 
         return run
+
+    def _load_qkv(self, name: str) -> Linear:
+        """The query, key and value projections of this rank's heads as one matrix."""
+        return self.qkv((f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"), self._qkv_bias)
 
     def gated(self, names: tuple[str, str, str], cut: Cut, bias: bool) -> FeedForward:
         """Load a feed-forward of gate, up and down projections, or the part `cut` of its width."""
