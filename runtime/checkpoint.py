@@ -13,8 +13,10 @@ from hexgen2.placement import Placement
 from runtime.api.tokenizer import check_tokenizer_files
 from runtime.options import TORCH, VLLM
 
-TORCH_FAMILIES = ("llama", "mixtral", "opt", "qwen3_moe", "gemma2", "gemma3", "phi3")
+TORCH_FAMILIES = ("llama", "mixtral", "opt", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt_oss")
 """What the torch engine runs (runtime/engine/torch/models), without loading torch to find out."""
+UNCOMMON_SCORES = ("gemma2", "gpt_oss")
+"""Families whose scores become weights in ways that attention workers do not compute."""
 MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
 GPU_DTYPES = ("bfloat16", "float16")
 
@@ -30,6 +32,9 @@ def check_family(placement: Placement, engine: str, source: str) -> None:
     if engine == TORCH and family not in TORCH_FAMILIES:
         problem = f"the torch engine does not run {family} models"
         raise InputError(source, "model.family", problem, f"launch it with --engine {VLLM}")
+    if engine == TORCH and placement.attention_workers and family in UNCOMMON_SCORES:
+        problem = f"attention workers do not compute the attention of {family} models"
+        raise InputError(source, "attention_workers", problem, "search a placement without them")
     for r, replica in enumerate(placement.replicas):
         for s, stage in enumerate(replica.stages):
             groups, parts = stage.attention_data_parallel > 1, stage.expert_parallel > 1
@@ -84,6 +89,8 @@ def check_formats(placement: Placement, folder: Path, engine: str, source: str) 
     if engine != TORCH:
         return
     remedy = "use --engine vllm, or a placement and a checkpoint in 16 bits"
+    if model.weight_type == there == "mxfp4" and model.family == "gpt_oss" and model.kv_value_bytes >= 2:
+        return
     if there not in SIXTEEN_BIT:
         problem = f"the torch engine does not run {there} weights"
         raise InputError(str(folder / "config.json"), "quantization_config", problem, remedy)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -31,9 +35,12 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 VOCAB = 251  # odd, so that no tensor-parallel degree splits it evenly
 LAYERS = 5
+EXPANDED = "expanded"
+"""A folder beside quantised weights, with the same in a format that transformers runs here."""
 
 
 def write_llama(folder: Path, **overrides: object) -> Path:
@@ -95,6 +102,35 @@ def write_phi3(folder: Path, **overrides: object) -> Path:
     )
 
 
+def write_gpt_oss(folder: Path, **overrides: object) -> Path:
+    """The Llama with 4 experts, 2 of them for each token, sinks, and windows of 9 tokens in layers 0, 2 and
+    4; the experts' gates and ups are clamped often."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 2.0}
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "truncate": False}
+    rope |= {"original_max_position_embeddings": 32}
+    sizes = {"head_dim": 16, "sliding_window": 9, "rope_parameters": rope}
+    return _write(GptOssForCausalLM, GptOssConfig, folder, **{**experts, **sizes, **overrides})
+
+
+def write_gpt_oss_mxfp4(folder: Path) -> Path:
+    """The gpt-oss with random experts in mxfp4, and the same ones in 16 bits in the folder "expanded"."""
+    tensors = load_file(write_gpt_oss(folder / EXPANDED) / "model.safetensors")
+    packed, generator = dict(tensors), torch.Generator().manual_seed(5)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = packed.pop(name).shape
+        size = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*size, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(122, 126, size, generator=generator).to(torch.uint8)
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / EXPANDED / "model.safetensors", {"format": "pt"})
+    save_file(packed, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / EXPANDED / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def write_opt(folder: Path) -> Path:
     """An OPT: 5 layers, hidden 64, 8 heads of 8, tied head."""
     config = OPTConfig(
@@ -114,6 +150,7 @@ def write_opt(folder: Path) -> Path:
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "gemma2": write_gemma2,
     "gemma3": write_gemma3,
+    "gpt_oss": write_gpt_oss,
     "llama": write_llama,
     "mistral": write_mistral,
     "mixtral": write_mixtral,
@@ -125,10 +162,16 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+def by_transformers(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A checkpoint's model in transformers, with weights of this type."""
+    readable = folder / EXPANDED if (folder / EXPANDED).exists() else folder
+    return AutoModelForCausalLM.from_pretrained(readable, dtype=dtype)
+
+
 @torch.inference_mode()
 def greedy(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
     """`count` greedy tokens after each prompt, by transformers in float32, without early stopping."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = by_transformers(folder, torch.float32)
     model.generation_config.eos_token_id = None
     answers = []
     for prompt in prompts:
@@ -177,6 +220,8 @@ def _save(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: 
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif name.endswith("sinks"):
+                parameter.normal_()
             elif "norm" in name:
                 parameter.normal_(mean=1.0, std=0.1)
             elif "embed_tokens" in name and config.tie_word_embeddings:

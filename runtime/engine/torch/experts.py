@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime import native
-from runtime.engine.torch.linear import Linear, Panels
+from runtime.engine.torch.linear import Linear, Panels, Product
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """From gates and ups, [rows, 2 x width], to [rows, width]."""
@@ -30,8 +30,8 @@ class GroupedLinear:
     product per group that has rows.
     """
 
-    def __init__(self, linears: Sequence[Linear]) -> None:
-        self._products = [linear.product for linear in linears]
+    def __init__(self, linears: Sequence[Product]) -> None:
+        self._products = [each.product if isinstance(each, Linear) else each for each in linears]
         panels = [product for product in self._products if isinstance(product, Panels)]
         self._grouped = None
         if len(panels) == len(linears):
@@ -56,7 +56,7 @@ class Experts:
     """
 
     def __init__(
-        self, first: int, gate_up: Sequence[Linear], down: Sequence[Linear], activate: Activation
+        self, first: int, gate_up: Sequence[Product], down: Sequence[Product], activate: Activation
     ) -> None:
         self._first, self._end = first, first + len(gate_up)
         self._gate_up, self._down, self._activate = GroupedLinear(gate_up), GroupedLinear(down), activate

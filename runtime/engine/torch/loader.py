@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from cost_model.errors import InputError
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _REMEDY = "download the checkpoint again"
-_STORED = ("F32", "F16", "BF16", "F64")
+FLOATS = ("F32", "F16", "BF16", "F64")
+"""Types of tensors that are not quantised, in safetensors' names."""
 _WITH_TEXT_PART = ("gemma3",)  # models that also see, of which the engine runs the text part
 _CHUNK_BYTES = 16 << 20
 _LARGE_BYTES = 1 << 20
@@ -89,6 +90,29 @@ class Checkpoint:
         self._prefixes = prefixes
         self._files = self._locate()
 
+    def read_stored(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        types: Sequence[str],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """A tensor, or the slice [rows first:end, columns first:end] of it, in the type that it is stored in.
+
+        Raises
+        ------
+        InputError : the tensor is missing, unreadable, has another shape, or none of these types
+        """
+        path, stored = self._find(name)
+        with _opened(path) as file, _reading(path, stored):
+            part = file.get_slice(stored)
+            _check(path, stored, part, shape, types)
+            cuts = [slice(*cut) if cut else slice(None) for cut in (rows, columns)[: len(shape)]]
+            found = part[tuple(cuts)] if cuts else file.get_tensor(stored)
+            self.bytes_read += found.nbytes
+            return found.clone().to(self.device)  # the file is unmapped with this block
+
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised tensor of the checkpoint's type on its device. A large one on a CPU gets its own
         memory mapping, so that it leaves no hole in the heap when it is freed after packing."""
@@ -106,8 +130,8 @@ class Checkpoint:
         columns: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         """A tensor, or the slice [rows first:end, columns first:end] of it; see `read_into`."""
-        cuts = (rows, columns)[: len(shape)]
-        sizes = (cut[1] - cut[0] if cut else size for cut, size in zip(cuts, shape, strict=True))
+        cuts = (rows, columns, *([None] * len(shape)))
+        sizes = (cut[1] - cut[0] if cut else size for cut, size in zip(cuts, shape, strict=False))
         target = self.empty(*sizes)
         self.read_into(target, name, shape, rows, columns)
         return target
@@ -131,10 +155,7 @@ class Checkpoint:
         Values are copied from the mapped file straight to the target. The file is mapped anew for each chunk,
         because mapped pages count as this process's memory until they are unmapped.
         """
-        stored = self._stored(name)
-        if stored is None:
-            raise InputError(str(self.folder), name, "the checkpoint has no such tensor", _REMEDY)
-        path = self._files[stored]
+        path, stored = self._find(name)
         first = rows[0] if rows else 0
         tail = (slice(*columns),) if columns else ()
         step = max(1, _CHUNK_BYTES // (math.prod(shape[1:]) * self.dtype.itemsize))
@@ -142,7 +163,7 @@ class Checkpoint:
             end = min(start + step, len(target))
             with _opened(path) as file, _reading(path, stored):
                 part = file.get_slice(stored)
-                _check(path, stored, part, shape)
+                _check(path, stored, part, shape, FLOATS)
                 target[start:end].copy_(part[(slice(first + start, first + end), *tail)])
         self.bytes_read += target.nbytes
 
@@ -158,6 +179,13 @@ class Checkpoint:
     def _stored(self, name: str) -> str | None:
         candidates = (name, *(prefix + name for prefix in self._prefixes))
         return next((candidate for candidate in candidates if candidate in self._files), None)
+
+    def _find(self, name: str) -> tuple[Path, str]:
+        """The file of a tensor, and its name there."""
+        stored = self._stored(name)
+        if stored is None:
+            raise InputError(str(self.folder), name, "the checkpoint has no such tensor", _REMEDY)
+        return self._files[stored], stored
 
     def _locate(self) -> dict[str, Path]:
         """The file of each stored tensor."""
@@ -194,13 +222,14 @@ def _reading(path: Path, name: str) -> Iterator[None]:
         raise InputError(str(path), name, f"cannot be read ({error})", _REMEDY) from error
 
 
-def _check(path: Path, name: str, part: Any, shape: tuple[int, ...]) -> None:
+def _check(path: Path, name: str, part: Any, shape: tuple[int, ...], types: Sequence[str]) -> None:
     if (found := tuple(part.get_shape())) != shape:
         problem = f"has the shape {found}, config.json implies {shape}"
         raise InputError(str(path), name, problem, "make config.json and weights match")
-    if part.get_dtype() not in _STORED:
-        problem = f"holds {part.get_dtype()}, the engine reads {', '.join(_STORED)}"
-        raise InputError(str(path), name, problem, "choose a checkpoint that is not quantised")
+    if part.get_dtype() not in types:
+        problem = f"holds {part.get_dtype()}, the engine reads {', '.join(types)} here"
+        remedy = "make config.json, with its quantization_config, and weights match"
+        raise InputError(str(path), name, problem, remedy)
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:

@@ -13,8 +13,11 @@ from checkpoints import (
     LAYERS,
     VOCAB,
     WRITERS,
+    by_transformers,
     write_gemma2,
     write_gemma3,
+    write_gpt_oss,
+    write_gpt_oss_mxfp4,
     write_llama,
     write_mistral,
     write_mixtral,
@@ -96,6 +99,12 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
             },
         },
     ),
+    "gpt_oss": (write_gpt_oss, {}),
+    "gpt_oss, mxfp4": (write_gpt_oss_mxfp4, {}),
+    "gpt_oss, all": (
+        write_gpt_oss,
+        {"num_experts_per_tok": 4, "attention_bias": False, "tied": True, "swiglu_alpha": 1.0},
+    ),
     "mistral": (write_mistral, {}),
     "mistral, no window": (write_mistral, {"sliding_window": None}),
     "mistral, window of one": (write_mistral, {"sliding_window": 1}),
@@ -164,7 +173,7 @@ def amend(folder: Path, **values: object) -> None:
 
 
 def reference(folder: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = by_transformers(folder, dtype)
     with torch.inference_mode():
         return torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
 
@@ -186,6 +195,11 @@ def test_the_cost_model_counts_what_the_engine_loads(tmp_path: Path, family: str
     folder = WRITERS[family](tmp_path / "model")
     architecture = architecture_from_folder(folder)
     assert whole_model(folder).checkpoint.bytes_read == 4 * architecture.total_params
+
+
+def test_packed_experts_have_the_bytes_that_the_cost_model_counts(tmp_path: Path) -> None:
+    folder = write_gpt_oss_mxfp4(tmp_path / "model")
+    assert whole_model(folder).checkpoint.bytes_read == architecture_from_folder(folder).total_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import LAYERS, VOCAB, WRITERS, greedy, write_llama, write_mixtral, write_opt
+from checkpoints import (
+    LAYERS,
+    VOCAB,
+    WRITERS,
+    greedy,
+    write_gpt_oss_mxfp4,
+    write_llama,
+    write_mixtral,
+    write_opt,
+)
 from engine_harness import Cluster, Shape
 from stage_shapes import replica_cells
 
@@ -159,6 +168,8 @@ FURTHER = [
     "gemma2",
     "gemma3",
     "phi3",
+    "gpt_oss",
+    "gpt_oss, mxfp4",
 ]
 EVERY_SHAPE = pytest.param(tuple(SHAPES), marks=pytest.mark.slow)
 
@@ -172,6 +183,8 @@ def test_further_families_give_the_reference_tokens(
     folder = tmp_path / "model"
     if family in WRITERS:
         WRITERS[family](folder)
+    elif family == "gpt_oss, mxfp4":
+        write_gpt_oss_mxfp4(folder)
     else:
         write_mixtral(folder, num_local_experts=3)
     expected = greedy(folder, prompts(), TOKENS)

@@ -8,6 +8,7 @@ from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.loader import Checkpoint, CheckpointConfig
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.engine.torch.models.gemma import Gemma2Stage, Gemma3Stage
+from runtime.engine.torch.models.gpt_oss import GptOssStage
 from runtime.engine.torch.models.llama import LlamaStage
 from runtime.engine.torch.models.mistral import MistralStage
 from runtime.engine.torch.models.mixtral import MixtralStage
@@ -18,6 +19,7 @@ from runtime.engine.torch.models.qwen import Qwen2Stage, Qwen3MoeStage, Qwen3Sta
 FAMILIES: dict[str, type[DecoderStage]] = {
     "gemma2": Gemma2Stage,
     "gemma3_text": Gemma3Stage,
+    "gpt_oss": GptOssStage,
     "llama": LlamaStage,
     "mistral": MistralStage,
     "mixtral": MixtralStage,
@@ -42,7 +44,7 @@ def load_stage(folder: str, dtype: str, device: torch.device, collectives: Colle
         raise config.error(
             "model_type", f"{name!r} is unknown", f"choose one of {', '.join(sorted(FAMILIES))}"
         )
-    if config.get("quantization_config") is not None:
+    family, quantised = FAMILIES[name], config.get("quantization_config")
+    if quantised is not None and quantised.get("quant_method") not in family.own_formats:
         raise config.error("quantization_config", "is not supported", "choose weights of 16 or 32 bits")
-    family = FAMILIES[name]
     return family(Checkpoint(folder, dtype, device, family.prefixes), collectives)

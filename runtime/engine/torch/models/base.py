@@ -41,6 +41,8 @@ class DecoderStage(ABC):
     """
 
     prefixes: ClassVar[tuple[str, ...]]
+    own_formats: ClassVar[tuple[str, ...]] = ()
+    """Methods of quantisation (quant_method) that only this family has."""
 
     def __init__(self, checkpoint: Checkpoint, collectives: Collectives) -> None:
         self.checkpoint, self.collectives, self.rank = checkpoint, collectives, collectives.rank
