@@ -13,10 +13,20 @@ from hexgen2.placement import Placement
 from runtime.api.tokenizer import check_tokenizer_files
 from runtime.options import TORCH, VLLM
 
-TORCH_FAMILIES = ("llama", "mixtral", "opt", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt_oss")
+TORCH_FAMILIES = (
+    "llama",
+    "mixtral",
+    "opt",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt_oss",
+    "deepseek_v3",
+)
 """What the torch engine runs (runtime/engine/torch/models), without loading torch to find out."""
-UNCOMMON_SCORES = ("gemma2", "gpt_oss")
-"""Families whose scores become weights in ways that attention workers do not compute."""
+NOT_BY_HEADS = ("gemma2", "gpt_oss", "deepseek_v3")
+"""Families with capped scores, attention sinks or a latent KV cache, which attention workers do not know."""
 MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
 GPU_DTYPES = ("bfloat16", "float16")
 
@@ -32,7 +42,7 @@ def check_family(placement: Placement, engine: str, source: str) -> None:
     if engine == TORCH and family not in TORCH_FAMILIES:
         problem = f"the torch engine does not run {family} models"
         raise InputError(source, "model.family", problem, f"launch it with --engine {VLLM}")
-    if engine == TORCH and placement.attention_workers and family in UNCOMMON_SCORES:
+    if engine == TORCH and placement.attention_workers and family in NOT_BY_HEADS:
         problem = f"attention workers do not compute the attention of {family} models"
         raise InputError(source, "attention_workers", problem, "search a placement without them")
     for r, replica in enumerate(placement.replicas):

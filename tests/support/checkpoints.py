@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -131,6 +133,18 @@ def write_gpt_oss_mxfp4(folder: Path) -> Path:
     return folder
 
 
+def write_deepseek_v3(folder: Path, **overrides: object) -> Path:
+    """The Llama with latents of 24 and rotated keys of 8; 8 experts in 4 groups, 3 of them from 2 groups for
+    each token, and a shared one, in all layers but the first."""
+    latent = {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_rope_head_dim": 8}
+    heads = {"qk_nope_head_dim": 16, "v_head_dim": 12, "kv_heads": 8}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+    experts |= {"moe_intermediate_size": 48, "first_k_dense_replace": 1}
+    return _write(
+        DeepseekV3ForCausalLM, DeepseekV3Config, folder, **{**latent, **heads, **experts, **overrides}
+    )
+
+
 def write_opt(folder: Path) -> Path:
     """An OPT: 5 layers, hidden 64, 8 heads of 8, tied head."""
     config = OPTConfig(
@@ -148,6 +162,7 @@ def write_opt(folder: Path) -> Path:
 
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
+    "deepseek_v3": write_deepseek_v3,
     "gemma2": write_gemma2,
     "gemma3": write_gemma3,
     "gpt_oss": write_gpt_oss,
@@ -226,5 +241,8 @@ def _save(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: 
                 parameter.normal_(mean=1.0, std=0.1)
             elif "embed_tokens" in name and config.tie_word_embeddings:
                 parameter.normal_(std=0.02)  # otherwise a tied head would repeat the last token forever
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     model.save_pretrained(folder)
     return folder

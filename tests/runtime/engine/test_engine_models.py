@@ -14,6 +14,7 @@ from checkpoints import (
     VOCAB,
     WRITERS,
     by_transformers,
+    write_deepseek_v3,
     write_gemma2,
     write_gemma3,
     write_gpt_oss,
@@ -84,6 +85,15 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "llama, yarn": (write_llama, {"rope_parameters": YARN, "head_dim": 32}),
     "llama, yarn with mscale": (write_llama, {"rope_parameters": DEEPSEEK_YARN, "head_dim": 32}),
     "llama, yarn with factor": (write_llama, {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "deepseek_v3": (write_deepseek_v3, {}),
+    "deepseek_v3, direct queries": (
+        write_deepseek_v3,
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False, "n_shared_experts": 2},
+    ),
+    "deepseek_v3, yarn": (
+        write_deepseek_v3,
+        {"rope_parameters": DEEPSEEK_YARN, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
     "gemma2": (write_gemma2, {}),
     "gemma2, tied": (write_gemma2, {"tied": True, "attn_logit_softcapping": None}),
     "gemma2, no cap": (write_gemma2, {"final_logit_softcapping": None, "sliding_window": 1}),
@@ -153,8 +163,7 @@ def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Te
     """Last-token logits [prompts, vocab], with each prompt in two steps: up to token `cut`, and from there
     on."""
     blocks = -(-max(map(len, prompts)) // 4)
-    shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, CPU)
-    attention = make_attention(PagedCache(shape, blocks * len(prompts), 4))
+    attention = make_attention(PagedCache(stage.cache_shape, blocks * len(prompts), 4))
     tables = [list(range(n, blocks * len(prompts), len(prompts))) for n in range(len(prompts))]
     logits = None
     for first, end in ((0, cut), (cut, None)) if cut else ((0, None),):
@@ -193,8 +202,11 @@ def test_every_variant_gives_the_reference_logits(tmp_path: Path, variant: str) 
 @pytest.mark.parametrize("family", WRITERS)
 def test_the_cost_model_counts_what_the_engine_loads(tmp_path: Path, family: str) -> None:
     folder = WRITERS[family](tmp_path / "model")
-    architecture = architecture_from_folder(folder)
-    assert whole_model(folder).checkpoint.bytes_read == 4 * architecture.total_params
+    architecture, stage = architecture_from_folder(folder), whole_model(folder)
+    beside = {"deepseek_v3": (LAYERS - 1) * 8}  # experts' biases, by which none is weighted
+    assert stage.checkpoint.bytes_read == 4 * (architecture.total_params + beside.get(family, 0))
+    cells = stage.cache_shape.part.cells * stage.cache_shape.bytes_per_token_cell
+    assert cells == architecture.kv_bytes_per_token
 
 
 def test_packed_experts_have_the_bytes_that_the_cost_model_counts(tmp_path: Path) -> None:
@@ -351,6 +363,9 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
         ("mistral", "num_key_value_heads", None),
         ("qwen2", "layer_types", ["full_attention"]),
         ("qwen3", "layer_types", ["sliding_attention"] * LAYERS),
+        ("deepseek_v3", "n_group", 3),
+        ("deepseek_v3", "attention_bias", True),
+        ("deepseek_v3", "kv_lora_rank", None),
         ("gemma2", "hidden_activation", "gelu"),
         ("gemma2", "use_bidirectional_attention", True),
         ("gemma2", "attn_logit_softcapping", -1.0),

@@ -192,7 +192,7 @@ def test_models_that_only_vllm_runs_are_refused_by_the_torch_engine(model_folder
 def test_attention_workers_are_refused_where_scores_become_weights_otherwise(model_folder):
     placement = make_placement(model_folder)
     workers = [AttentionWorker(gpu="a/0", replica="r", kv_shares=[1.0])]
-    for family, refused in (("gemma2", True), ("gemma3", False), ("gpt_oss", True)):
+    for family, refused in (("gemma2", True), ("gemma3", False), ("deepseek_v3", True)):
         model = placement.model.model_copy(update={"family": family})
         check_family(placement.model_copy(update={"model": model}), "torch", "p.json")
         update = {"model": model, "attention_workers": workers}

@@ -146,7 +146,7 @@ class LayerAttention(ABC):
 
     Attributes
     ----------
-    cache : the blocks that a batch names, [layers, 2, slots, kv_heads, head_dim]; keys first, then values
+    cache : the blocks that a batch names, [layers, sides, slots, kv_heads, head_dim]; keys first, then values
     """
 
     def __init__(self, cache: PagedCache) -> None:
@@ -212,13 +212,14 @@ class Attention(LayerAttention):
         """
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int, batch: Batch) -> None:
-        keys, values = self.cache.layer(layer)
+        keys, values = self.cache.keys_values(layer)
         keys.index_copy_(0, batch.slots, key)
-        values.index_copy_(0, batch.slots, value)
+        if self.cache.shape.sides > 1:
+            values.index_copy_(0, batch.slots, value)
 
     def rotate_and_store(self, heads: torch.Tensor, rotary: Rotary, layer: int, batch: Batch) -> None:
         if self._compiled:
-            cached = self.cache.layer(layer)
+            cached = self.cache.keys_values(layer)
             native.turn_and_store(heads, rotary.cosines, rotary.sines, batch.slots, *cached)
             return
         kv_heads = self.cache.shape.heads

@@ -56,7 +56,7 @@ class CpuAttention(Attention):
         batch: Batch,
         scoring: Scoring = PLAIN,
     ) -> torch.Tensor:
-        keys, values = self.cache.layer(layer)
+        keys, values = self.cache.keys_values(layer)
         plan: Plan = batch.plan(self, scoring.window)
         weights = scoring.scale, scoring.cap, scoring.sinks
         block_tokens = self.cache.block_tokens

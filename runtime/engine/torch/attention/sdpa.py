@@ -78,7 +78,7 @@ class SdpaAttention(Attention):
         batch: Batch,
         scoring: Scoring = PLAIN,
     ) -> torch.Tensor:
-        keys, values = self.cache.layer(layer)
+        keys, values = self.cache.keys_values(layer)
         plan: Plan = batch.plan(self, scoring.window)
         if len(plan.decodes) == 1 and not plan.chunks:
             return _attend_decodes(query, keys, values, plan.decodes[0], scoring).flatten(1)

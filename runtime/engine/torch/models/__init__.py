@@ -7,6 +7,7 @@ import torch
 from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.loader import Checkpoint, CheckpointConfig
 from runtime.engine.torch.models.base import DecoderStage
+from runtime.engine.torch.models.deepseek import DeepseekV3Stage
 from runtime.engine.torch.models.gemma import Gemma2Stage, Gemma3Stage
 from runtime.engine.torch.models.gpt_oss import GptOssStage
 from runtime.engine.torch.models.llama import LlamaStage
@@ -17,6 +18,7 @@ from runtime.engine.torch.models.phi import Phi3Stage
 from runtime.engine.torch.models.qwen import Qwen2Stage, Qwen3MoeStage, Qwen3Stage
 
 FAMILIES: dict[str, type[DecoderStage]] = {
+    "deepseek_v3": DeepseekV3Stage,
     "gemma2": Gemma2Stage,
     "gemma3_text": Gemma3Stage,
     "gpt_oss": GptOssStage,

@@ -16,6 +16,7 @@ from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import Checkpoint, Cut
 from runtime.kv_cache.layout import even_share, held
+from runtime.kv_cache.pool import CacheShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,11 @@ class DecoderStage(ABC):
         """Prepare what all layers of a step share."""
 
     @property
+    def cache_shape(self) -> CacheShape:
+        """What this worker's KV cache holds."""
+        return CacheShape(self.part, self.spec.head_dim, self.dtype, self.device)
+
+    @property
     def headwise_obstacle(self) -> str:
         """What of the model attention workers do not compute; "" if they compute all."""
         return ""
@@ -132,13 +138,15 @@ class DecoderStage(ABC):
         """This rank's part of a dimension: its whole size, first and end."""
         return (size, *even_share(self.rank.tp_rank, self.rank.tp, size))
 
-    def fused_columns(self, names: Sequence[str], rows: Sequence[Cut], bias: bool) -> Linear:
-        """Load matrices cut by output rows, stacked into one."""
-        ends = list(accumulate(end - first for _, first, end in rows))
-        weight = self.checkpoint.empty(ends[-1], self.spec.hidden)
+    def fused_columns(
+        self, names: Sequence[str], rows: Sequence[Cut], bias: bool, inputs: int | None = None
+    ) -> Linear:
+        """Load matrices cut by output rows, stacked into one. They have `inputs` columns; None: hidden."""
+        ends, inputs = list(accumulate(end - first for _, first, end in rows)), inputs or self.spec.hidden
+        weight = self.checkpoint.empty(ends[-1], inputs)
         added = self.checkpoint.empty(ends[-1]) if bias else None
         for name, cut, start, stop in zip(names, rows, [0, *ends], ends, strict=False):
-            whole = (cut[0], self.spec.hidden)
+            whole = (cut[0], inputs)
             self.checkpoint.read_into(weight[start:stop], f"{name}.weight", whole, rows=cut[1:])
             if added is not None:
                 self.checkpoint.read_into(added[start:stop], f"{name}.bias", whole[:1], rows=cut[1:])
