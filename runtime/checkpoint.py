@@ -25,8 +25,12 @@ TORCH_FAMILIES = (
     "deepseek_v3",
 )
 """What the torch engine runs (runtime/engine/torch/models), without loading torch to find out."""
-NOT_BY_HEADS = ("gemma2", "gpt_oss", "deepseek_v3")
-"""Families with capped scores, attention sinks or a latent KV cache, which attention workers do not know."""
+NOT_BY_HEADS = {
+    "gemma2": "capped scores",
+    "gpt_oss": "attention sinks",
+    "deepseek_v3": "latent attention",
+}
+"""Families with attention that attention workers do not compute, and what is uncommon about it."""
 MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
 GPU_DTYPES = ("bfloat16", "float16")
 
@@ -43,7 +47,7 @@ def check_family(placement: Placement, engine: str, source: str) -> None:
         problem = f"the torch engine does not run {family} models"
         raise InputError(source, "model.family", problem, f"launch it with --engine {VLLM}")
     if engine == TORCH and placement.attention_workers and family in NOT_BY_HEADS:
-        problem = f"attention workers do not compute the attention of {family} models"
+        problem = f"attention workers do not compute {NOT_BY_HEADS[family]} ({family})"
         raise InputError(source, "attention_workers", problem, "search a placement without them")
     for r, replica in enumerate(placement.replicas):
         for s, stage in enumerate(replica.stages):
@@ -99,7 +103,11 @@ def check_formats(placement: Placement, folder: Path, engine: str, source: str) 
     if engine != TORCH:
         return
     remedy = "use --engine vllm, or a placement and a checkpoint in 16 bits"
-    if model.weight_type == there == "mxfp4" and model.family == "gpt_oss" and model.kv_value_bytes >= 2:
+    if there == "mxfp4" and model.family == "gpt_oss" and model.kv_value_bytes >= 2:
+        if model.weight_type != there:
+            problem = f"has {there} weights, but the placement was made for {model.weight_type}"
+            remedy = f"search a placement with --weights {there}"
+            raise InputError(str(folder / "config.json"), "quantization_config", problem, remedy)
         return
     if there not in SIXTEEN_BIT:
         problem = f"the torch engine does not run {there} weights"

@@ -17,6 +17,7 @@ SMALL = {
     "engine.kernel_speed": "--rounds 1",
     "engine.attention_workers": "--rounds 1 --head-dim 8",
     "engine.kv_transfer": "shapes --rounds 1",
+    "engine.model_matrix": "--models llama --formats float32",
     "engine.sampler_speed": "--steps 1",
     "search.against_exact": "--clusters 2 --seed 2",
     "search.budget": "--workloads HPLD",

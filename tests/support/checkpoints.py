@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
@@ -133,6 +135,17 @@ def write_gpt_oss_mxfp4(folder: Path) -> Path:
     return folder
 
 
+def write_deepseek_v2(folder: Path, **overrides: object) -> Path:
+    """The DeepSeek-V3 below in the words of DeepSeek-V2, with experts in all layers."""
+    latent = {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_rope_head_dim": 8}
+    heads = {"qk_nope_head_dim": 16, "v_head_dim": 12, "kv_heads": 8}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+    experts |= {"moe_intermediate_size": 48, "topk_method": "group_limited_greedy"}
+    return _write(
+        DeepseekV2ForCausalLM, DeepseekV2Config, folder, **{**latent, **heads, **experts, **overrides}
+    )
+
+
 def write_deepseek_v3(folder: Path, **overrides: object) -> Path:
     """The Llama with latents of 24 and rotated keys of 8; 8 experts in 4 groups, 3 of them from 2 groups for
     each token, and a shared one, in all layers but the first."""
@@ -162,6 +175,7 @@ def write_opt(folder: Path) -> Path:
 
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
+    "deepseek_v2": write_deepseek_v2,
     "deepseek_v3": write_deepseek_v3,
     "gemma2": write_gemma2,
     "gemma3": write_gemma3,

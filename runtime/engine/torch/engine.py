@@ -55,16 +55,7 @@ class TorchEngine(RangeEngine):
             self._make_cache()
 
     def _make_heads(self) -> None:
-        """The cache of a worker in a replica with attention workers.
-
-        Raises
-        ------
-        InputError : they do not compute this model
-        """
-        if obstacle := self._stage.headwise_obstacle:
-            problem = f"has {obstacle}, which attention workers do not compute"
-            remedy = "search a placement without attention workers"
-            raise self._stage.checkpoint.config.error("model_type", problem, remedy)
+        """The cache of a worker in a replica with attention workers."""
         config, number = self._config, self._rank.workers.index(self._config.worker)
 
         def lost(attention_worker: str) -> None:

@@ -14,6 +14,7 @@ from checkpoints import (
     VOCAB,
     WRITERS,
     by_transformers,
+    write_deepseek_v2,
     write_deepseek_v3,
     write_gemma2,
     write_gemma3,
@@ -85,6 +86,17 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "llama, yarn": (write_llama, {"rope_parameters": YARN, "head_dim": 32}),
     "llama, yarn with mscale": (write_llama, {"rope_parameters": DEEPSEEK_YARN, "head_dim": 32}),
     "llama, yarn with factor": (write_llama, {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "deepseek_v2": (write_deepseek_v2, {}),
+    "deepseek_v2, lite": (
+        write_deepseek_v2,
+        {
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": {**DEEPSEEK_YARN, "mscale": 1.1},
+        },
+    ),
     "deepseek_v3": (write_deepseek_v3, {}),
     "deepseek_v3, direct queries": (
         write_deepseek_v3,
@@ -288,6 +300,14 @@ def test_longrope_limits_sequences_to_the_trained_length(tmp_path: Path) -> None
             whole_model(folder)
 
 
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    folder = write_deepseek_v3(tmp_path / "model", n_group=1, topk_group=1)
+    expected = reference(folder, PROMPTS)
+    amend(folder, model_type="kimi_k2")
+    with torch.inference_mode():
+        torch.testing.assert_close(run(whole_model(folder), PROMPTS), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_scaling_in_the_words_of_older_files(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model")
     amend(folder, rope_parameters=None, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0})
@@ -363,6 +383,8 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
         ("mistral", "num_key_value_heads", None),
         ("qwen2", "layer_types", ["full_attention"]),
         ("qwen3", "layer_types", ["sliding_attention"] * LAYERS),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
         ("deepseek_v3", "n_group", 3),
         ("deepseek_v3", "attention_bias", True),
         ("deepseek_v3", "kv_lora_rank", None),

@@ -170,6 +170,7 @@ FURTHER = [
     "phi3",
     "gpt_oss",
     "gpt_oss, mxfp4",
+    "deepseek_v2",
     "deepseek_v3",
 ]
 EVERY_SHAPE = pytest.param(tuple(SHAPES), marks=pytest.mark.slow)

@@ -196,7 +196,9 @@ def test_attention_workers_are_refused_where_scores_become_weights_otherwise(mod
         model = placement.model.model_copy(update={"family": family})
         check_family(placement.model_copy(update={"model": model}), "torch", "p.json")
         update = {"model": model, "attention_workers": workers}
-        with pytest.raises(InputError, match="do not compute the attention") if refused else nullcontext():
+        with (
+            pytest.raises(InputError, match="attention workers do not compute") if refused else nullcontext()
+        ):
             check_family(placement.model_copy(update=update), "torch", "p.json")
 
 

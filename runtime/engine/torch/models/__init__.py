@@ -8,6 +8,7 @@ from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.loader import Checkpoint, CheckpointConfig
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.engine.torch.models.deepseek import DeepseekV3Stage
+from runtime.engine.torch.models.deepseek_v2 import DeepseekV2Stage
 from runtime.engine.torch.models.gemma import Gemma2Stage, Gemma3Stage
 from runtime.engine.torch.models.gpt_oss import GptOssStage
 from runtime.engine.torch.models.llama import LlamaStage
@@ -18,10 +19,12 @@ from runtime.engine.torch.models.phi import Phi3Stage
 from runtime.engine.torch.models.qwen import Qwen2Stage, Qwen3MoeStage, Qwen3Stage
 
 FAMILIES: dict[str, type[DecoderStage]] = {
+    "deepseek_v2": DeepseekV2Stage,
     "deepseek_v3": DeepseekV3Stage,
     "gemma2": Gemma2Stage,
     "gemma3_text": Gemma3Stage,
     "gpt_oss": GptOssStage,
+    "kimi_k2": DeepseekV3Stage,
     "llama": LlamaStage,
     "mistral": MistralStage,
     "mixtral": MixtralStage,

@@ -95,11 +95,6 @@ class DecoderStage(ABC):
         """What this worker's KV cache holds."""
         return CacheShape(self.part, self.spec.head_dim, self.dtype, self.device)
 
-    @property
-    def headwise_obstacle(self) -> str:
-        """What of the model attention workers do not compute; "" if they compute all."""
-        return ""
-
     _embedding_name: ClassVar[str] = "embed_tokens.weight"
 
     def forward(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,10 @@ class DeepseekV3Stage(MixtureStage):
     queries, what would expand them to values is applied to results.
     """
 
+    default_dense: ClassVar[int] = 3
+    default_shared: ClassVar[int] = 0
+    default_factor: ClassVar[float] = 2.5
+
     def _parse(self) -> ModelSpec:
         config = self.checkpoint.config
         config.require("attention_bias", False, False)
@@ -57,10 +62,6 @@ class DeepseekV3Stage(MixtureStage):
     @property
     def cache_shape(self) -> CacheShape:
         return CacheShape(self.part, self.spec.head_dim, self.dtype, self.device, sides=1)
-
-    @property
-    def headwise_obstacle(self) -> str:
-        return "a latent KV cache"
 
     def _default_head_dim(self, hidden: int, heads: int) -> int:
         """The part of a head that is rotated."""
@@ -141,15 +142,19 @@ class DeepseekV3Stage(MixtureStage):
     def _parse_mixture(self, config: CheckpointConfig) -> Mixture:
         key = "n_routed_experts" if "n_routed_experts" in config.values else "num_local_experts"
         experts, width = config.count(key), config.count("moe_intermediate_size")
-        self._dense = config.count("first_k_dense_replace", 3, least=0)
-        self._shared = config.get("n_shared_experts", 0) and config.count("n_shared_experts") * width
-        self._groups, self._chosen_groups = config.count("n_group", 8), config.count("topk_group", 4)
-        self._factor = float(config.get("routed_scaling_factor", 2.5))
+        self._dense = config.count("first_k_dense_replace", self.default_dense, least=0)
+        self._shared = config.count("n_shared_experts", self.default_shared, least=0) * width
+        self._groups, self._chosen_groups = self._parse_groups(config)
+        self._factor = float(config.get("routed_scaling_factor", self.default_factor))
         self._renormalises = bool(config.get("norm_topk_prob", True))
         if experts % self._groups or self._chosen_groups > self._groups:
             problem = f"{self._chosen_groups} of {self._groups} groups of {experts} experts cannot be chosen"
             raise config.error("n_group", problem, "download the checkpoint again")
         return Mixture(experts, config.count("num_experts_per_tok"), width)
+
+    def _parse_groups(self, config: CheckpointConfig) -> tuple[int, int]:
+        """How many groups the experts form, and from how many of them a token's experts are."""
+        return config.count("n_group", 8), config.count("topk_group", 4)
 
     def _has_experts(self, layer: int) -> bool:
         return layer >= self._dense
@@ -173,7 +178,7 @@ class DeepseekV3Stage(MixtureStage):
 
         def route(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             scores = router(x.float()).sigmoid_()
-            chosen = self._limited(scores + bias).topk(self._mixture.chosen, dim=-1).indices
+            chosen = self._limited(scores + bias, best=2).topk(self._mixture.chosen, dim=-1).indices
             weights = scores.gather(1, chosen)
             if self._renormalises:
                 weights /= weights.sum(-1, keepdim=True) + _LEAST
@@ -181,13 +186,13 @@ class DeepseekV3Stage(MixtureStage):
 
         return route
 
-    def _limited(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [tokens, experts], minus infinity outside the groups whose two best experts score most."""
+    def _limited(self, scores: torch.Tensor, best: int) -> torch.Tensor:
+        """Scores [tokens, experts], minus infinity outside the groups whose `best` experts score most."""
         if self._groups == 1:
             return scores
         grouped = scores.unflatten(1, (self._groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(self._chosen_groups, dim=-1).indices
-        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        kept = grouped.topk(best, dim=-1).values.sum(-1).topk(self._chosen_groups, dim=-1).indices
+        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, kept, False)
         return grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
 
 

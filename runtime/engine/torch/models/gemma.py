@@ -42,10 +42,6 @@ class Gemma2Stage(LlamaStage):
     def _parse_windows(self, config: CheckpointConfig, layers: int) -> list[int | None]:
         return layer_windows(config, layers, config.count("sliding_window", 4096), lambda n: n % 2 == 0)
 
-    @property
-    def headwise_obstacle(self) -> str:
-        return "" if self._score_cap is None else "capped scores"
-
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         scale = torch.tensor(self.spec.hidden**0.5, dtype=self.dtype, device=self.device)
         return super()._embed(tokens) * scale

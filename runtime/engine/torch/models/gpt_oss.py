@@ -34,10 +34,6 @@ class GptOssStage(MixtureStage):
     default_eps = 1e-5
     own_formats = ("mxfp4",)
 
-    @property
-    def headwise_obstacle(self) -> str:
-        return "attention sinks"
-
     def _biases(self, config: CheckpointConfig) -> tuple[bool, bool, bool]:
         attention = bool(config.get("attention_bias", True))
         return attention, attention, False
