@@ -3,10 +3,10 @@
     python -m benchmarks.engine.kernel_speed [--rounds 5]
 
 Measures matrix products with weights [4096, 768] for several row counts; products with 16 experts of weights
-[1536, 768], of which each row uses 2; and, for two shapes of heads, attention of the next tokens of 8
-requests, and of a prompt of 512 tokens over a context of 512. Prints milliseconds, the best of several rounds
-in which the sides take turns: each computation takes a few milliseconds, and anything else that runs can only
-add to it.
+[1536, 768], in float32 and in mxfp4, of which each row uses 2; and, for two shapes of heads, attention of the
+next tokens of 8 requests, and of a prompt of 512 tokens over a context of 512. Prints milliseconds, the best
+of several rounds in which the sides take turns: each computation takes a few milliseconds, and anything else
+that runs can only add to it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime import native
+from runtime.engine.torch import mxfp4
 from runtime.options import BLOCK_TOKENS
 
 OUTPUTS, INPUTS = 4096, 768
@@ -63,6 +64,25 @@ def experts(rows: int) -> tuple[Side, Side]:
     def by_torch() -> None:
         parts = zip(x.split(counts), weights, strict=True)
         torch.cat([F.linear(part, weight) for part, weight in parts if len(part)])
+
+    return lambda: grouped(x, counts), by_torch
+
+
+def experts_in_mxfp4(rows: int) -> tuple[Side, Side]:
+    """The same with weights in mxfp4, which torch's side expands first."""
+    torch.manual_seed(rows)
+    size = (EXPERTS, EXPERT_OUTPUTS, INPUTS // mxfp4.BLOCK)
+    blocks = torch.randint(0, 256, (*size, mxfp4.BLOCK_BYTES), dtype=torch.uint8)
+    scales = torch.randint(120, 130, size, dtype=torch.uint8)
+    chosen = torch.rand(rows, EXPERTS).topk(CHOSEN).indices.flatten()
+    x, counts = torch.randn(len(chosen), INPUTS), chosen.bincount(minlength=EXPERTS).tolist()
+    parts = list(zip(blocks, scales, strict=True))
+    grouped = mxfp4.Mxfp4Panels.grouped([mxfp4.Mxfp4Panels(*part, None) for part in parts])
+    apart = [mxfp4.Expanding(*part, None) for part in parts]
+
+    def by_torch() -> None:
+        pairs = zip(x.split(counts), apart, strict=True)
+        torch.cat([product(part) for part, product in pairs if len(part)])
 
     return lambda: grouped(x, counts), by_torch
 
@@ -111,9 +131,10 @@ def main() -> None:
         ours, torchs = best_ms(product(rows), options.rounds)
         rate = f"{2 * rows * OUTPUTS * INPUTS / ours / 1e6:.0f} GFLOP/s"
         print(f"product of {rows:3} rows          {ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}  {rate}")
-    for rows in ROWS:
-        ours, torchs = best_ms(experts(rows), options.rounds)
-        print(f"experts of {rows:3} rows          {ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}")
+    for label, sides in (("experts of", experts), ("experts in mxfp4 of", experts_in_mxfp4)):
+        for rows in ROWS:
+            ours, torchs = best_ms(sides(rows), options.rounds)
+            print(f"{f'{label} {rows} rows':28}{ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}")
     for name, make in ((f"next token of {REQUESTS}", next_tokens), (f"prompt of {CONTEXT}", prompt)):
         for shape in HEADS:
             ours, torchs = best_ms(make(*shape), options.rounds)

@@ -209,30 +209,46 @@ class Grouped:
     ----------
     packed, biases : of each group; no biases, or one for each
     outputs : columns of the result
+    exponents : of each group, if the weights are in mxfp4 (`pack_mxfp4`)
     """
 
-    def __init__(self, packed: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], outputs: int) -> None:
-        self._kept, self._outputs = (packed, biases), outputs
-        self._packed = np.array([each.data_ptr() for each in packed], dtype=np.uint64)
-        self._biases = np.array([each.data_ptr() for each in biases], dtype=np.uint64)
+    def __init__(
+        self,
+        packed: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        outputs: int,
+        exponents: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._kept, self._outputs = (packed, biases, exponents), outputs
+        self._kernel = "multiply_mxfp4" if exponents else "multiply_grouped"
+        self._weights = [_addresses(each) for each in ((packed, exponents) if exponents else (packed,))]
+        self._biases = _addresses(biases) if biases else None
 
     def __call__(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """x [n, in], contiguous and sorted by group, of which each has so many rows -> [n, out]."""
         output = x.new_empty(len(x), self._outputs)
         rows = np.array(counts, dtype=np.int64)
-        biases = self._biases.ctypes.data if len(self._biases) else None
         _call(
-            "multiply_grouped",
+            self._kernel,
             x.data_ptr(),
             rows.ctypes.data,
             len(rows),
             x.shape[1],
-            self._packed.ctypes.data,
-            biases,
+            *(weights.ctypes.data for weights in self._weights),
+            None if self._biases is None else self._biases.ctypes.data,
             self._outputs,
             output.data_ptr(),
         )
         return output
+
+
+def pack_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [out, in] and exponents [out, in / 32], uint8, in panels: codes of 8 inputs in each int32,
+    [out / width, in / 8, width], and exponents [out / width, in / 32, width]."""
+    bytes_of_two = codes[:, 0::2] | codes[:, 1::2] << 4
+    words = bytes_of_two.contiguous().view(torch.int32)  # the lowest bits come first
+    packed = _in_panels(words).transpose(1, 2).contiguous()
+    return packed, _in_panels(exponents).transpose(1, 2).contiguous()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -284,6 +300,7 @@ _ARGUMENTS = {
     "turn_and_store": "pppplllllpp",
     "multiply_packed": "pllpplp",
     "multiply_grouped": "ppllpplp",
+    "multiply_mxfp4": "ppllppplp",
     "rms_norm": "ppfllp",
     "gate": "pllp",
     "copy_tokens": "pllpllllplpll",
@@ -314,6 +331,10 @@ def _scoring(
         cap or 0.0,
         None if sinks is None else sinks.data_ptr(),
     )
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    return np.array([each.data_ptr() for each in tensors], dtype=np.uint64)
 
 
 def _call(name: str, *arguments: float | None) -> None:

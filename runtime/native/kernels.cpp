@@ -355,6 +355,103 @@ void multiply_panels(const float *x, long rows, long inputs, const float *packed
     }
 }
 
+// Weights in mxfp4 (`mxfp4.py`): a word holds the codes of WORD inputs for one output.
+constexpr int MX_BLOCK = 32, MX_ROWS = PRODUCT_ROWS / 2, WORD = 8;
+
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+
+inline Ints load_words(const int32_t *from) {
+    Ints words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
+}
+
+inline Ints load_bytes(const uint8_t *from) {
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints); // GCC is slow at both in one
+}
+
+inline Floats as_floats(const Ints &bits) {
+    Floats values;
+    std::memcpy(&values, &bits, sizeof values);
+    return values;
+}
+
+// The values of codes in the lowest bits: a sign, two bits of exponent and one of mantissa.
+inline Floats value_of(const Ints &codes) {
+    const float values[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+#if defined(__AVX512F__)
+    return __builtin_shuffle(load(values), codes);
+#else
+    const Ints size = codes & 7;
+#if defined(__AVX__)
+    const Floats found = __builtin_shuffle(load(values), size);
+#else
+    const Floats small = __builtin_convertvector(size, Floats) * .5f;
+    const Floats large = __builtin_convertvector((size & 1) + 2, Floats);
+    const Floats found = size < 4 ? small : size < 6 ? large : large * 2.f;
+#endif
+    Ints bits;
+    std::memcpy(&bits, &found, sizeof bits);
+    return as_floats(bits | (codes & 8) << 28);
+#endif
+}
+
+// ROWS rows of x times one panel of codes [inputs / WORD, PANEL] with exponents [inputs / MX_BLOCK, PANEL].
+template <int ROWS>
+void multiply_mx(const float *x, long inputs, const int32_t *codes, const uint8_t *exponents,
+                 const float *bias, float *output, long output_row, long width) {
+    Floats result[ROWS][PANEL_VECTORS];
+    for (int row = 0; row < ROWS; ++row)
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            result[row][part] = bias ? load(bias + part * LANES) : Floats{};
+    for (long first = 0; first < inputs; first += MX_BLOCK, exponents += PANEL) {
+        Floats sums[ROWS][PANEL_VECTORS] = {};
+        for (long from = first; from < first + MX_BLOCK; from += WORD, codes += PANEL)
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                Ints words = load_words(codes + part * LANES);
+                for (long at = from; at < from + WORD; ++at, words >>= 4) {
+                    const Floats weights = value_of(words);
+                    for (int row = 0; row < ROWS; ++row) sums[row][part] += x[row * inputs + at] * weights;
+                }
+            }
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            const Floats scale = as_floats(load_bytes(exponents + part * LANES) << 23);
+            for (int row = 0; row < ROWS; ++row) result[row][part] += sums[row][part] * scale;
+        }
+    }
+    for (int row = 0; row < ROWS; ++row)
+        std::memcpy(output + row * output_row, result[row], width * sizeof(float));
+}
+
+typedef void (*MultiplyMx)(const float *, long, const int32_t *, const uint8_t *, const float *, float *, long,
+                           long);
+
+template <int ROWS = 1> MultiplyMx mx_for(long rows) {
+    if constexpr (ROWS < MX_ROWS)
+        if (rows > ROWS) return mx_for<ROWS + 1>(rows);
+    return multiply_mx<ROWS>;
+}
+
+// Calls do_part(group, first row, first panel, end panel) for all groups that have rows, in parallel.
+template <typename Part>
+void for_groups(const int64_t *counts, long groups, long outputs, Part do_part) {
+    struct Item {
+        long group, row, first_panel, end_panel;
+    };
+    const long panels = (outputs + PANEL - 1) / PANEL;
+    const long pieces = std::min<long>(panels, omp_get_max_threads());
+    std::vector<Item> items;
+    for (long group = 0, row = 0; group < groups; row += counts[group++])
+        for (long piece = 0; counts[group] && piece < pieces; ++piece)
+            items.push_back({group, row, panels * piece / pieces, panels * (piece + 1) / pieces});
+#pragma omp parallel for schedule(dynamic, 1)
+    for (long at = 0; at < static_cast<long>(items.size()); ++at)
+        do_part(items[at].group, items[at].row, items[at].first_panel, items[at].end_panel);
+}
+
 } // namespace
 
 extern "C" {
@@ -374,21 +471,28 @@ void multiply_packed(const float *x, long rows, long inputs, const float *packed
 
 void multiply_grouped(const float *x, const int64_t *counts, long groups, long inputs,
                       const float *const *packed, const float *const *biases, long outputs, float *output) {
-    struct Part {
-        long group, row, first_panel, end_panel;
-    };
-    const long panels = (outputs + PANEL - 1) / PANEL;
-    const long pieces = std::min<long>(panels, omp_get_max_threads());
-    std::vector<Part> parts;
-    for (long group = 0, row = 0; group < groups; row += counts[group++])
-        for (long piece = 0; counts[group] && piece < pieces; ++piece)
-            parts.push_back({group, row, panels * piece / pieces, panels * (piece + 1) / pieces});
-#pragma omp parallel for schedule(dynamic, 1)
-    for (long at = 0; at < static_cast<long>(parts.size()); ++at) {
-        const auto [group, row, first, end] = parts[at];
+    for_groups(counts, groups, outputs, [&](long group, long row, long first, long end) {
         multiply_panels(x + row * inputs, counts[group], inputs, packed[group],
                         biases ? biases[group] : nullptr, outputs, first, end, output + row * outputs);
-    }
+    });
+}
+
+void multiply_mxfp4(const float *x, const int64_t *counts, long groups, long inputs,
+                    const int32_t *const *codes, const uint8_t *const *exponents, const float *const *biases,
+                    long outputs, float *output) {
+    for_groups(counts, groups, outputs, [&](long group, long row, long first_panel, long end_panel) {
+        for (long panel = first_panel; panel < end_panel; ++panel) {
+            const int32_t *const own = codes[group] + panel * inputs / WORD * PANEL;
+            const uint8_t *const scales = exponents[group] + panel * inputs / MX_BLOCK * PANEL;
+            const float *const added = biases ? biases[group] + panel * PANEL : nullptr;
+            const long width = std::min<long>(PANEL, outputs - panel * PANEL);
+            for (long first = 0; first < counts[group]; first += MX_ROWS) {
+                const long from = row + first, count = std::min<long>(MX_ROWS, counts[group] - first);
+                mx_for(count)(x + from * inputs, inputs, own, scales, added,
+                              output + from * outputs + panel * PANEL, outputs, width);
+            }
+        }
+    });
 }
 
 int attends_to(long dim) { return attend_for(dim, 1) != nullptr; }

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime import native
-from runtime.engine.torch.linear import Linear, Panels, Product
+from runtime.engine.torch.linear import Linear, Product
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """From gates and ups, [rows, 2 x width], to [rows, width]."""
@@ -26,17 +25,15 @@ class Mixture:
 class GroupedLinear:
     """Row r of x [n, in], sorted by group, times the matrix of its group -> [n, out].
 
-    Where all matrices are in panels, one call of our own kernel multiplies all groups; otherwise there is one
-    product per group that has rows.
+    Where products of this kind can be `grouped`, one call of our own kernel multiplies all groups; otherwise
+    there is one product per group that has rows.
     """
 
     def __init__(self, linears: Sequence[Product]) -> None:
         self._products = [each.product if isinstance(each, Linear) else each for each in linears]
-        panels = [product for product in self._products if isinstance(product, Panels)]
-        self._grouped = None
-        if len(panels) == len(linears):
-            biases = [panel.bias for panel in panels if panel.bias is not None]
-            self._grouped = native.Grouped([panel.packed for panel in panels], biases, panels[0].outputs)
+        kinds = {type(product) for product in self._products}
+        grouped = getattr(kinds.pop(), "grouped", None) if len(kinds) == 1 else None
+        self._grouped = grouped(self._products) if grouped else None
 
     def __call__(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """`counts` are the rows of each group."""

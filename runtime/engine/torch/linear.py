@@ -9,7 +9,7 @@ number of rows costs 1 ms more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -60,6 +60,12 @@ class Panels:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return native.linear(x.contiguous(), self.packed, self.bias, self.outputs)
+
+    @staticmethod
+    def grouped(panels: Sequence[Panels]) -> native.Grouped:
+        """One product for all, each with rows of its own."""
+        biases = [each.bias for each in panels if each.bias is not None]
+        return native.Grouped([each.packed for each in panels], biases, panels[0].outputs)
 
 
 def by_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime import native
+from runtime.engine.torch import mxfp4
 
 BUILDS = {"AVX512": ["AVX512", "AVX2"], "AVX2": ["AVX2"]}.get(
     torch.backends.cpu.get_cpu_capability(), ["DEFAULT"]
@@ -57,6 +58,25 @@ def test_grouped_products(outputs: int, inputs: int, counts: list[int], biased: 
     parts = zip(x.split(counts), packed, biases or [None] * len(counts), strict=True)
     each = torch.cat([native.linear(rows, weight, bias, outputs) for rows, weight, bias in parts])
     assert torch.equal(native.Grouped(packed, biases, outputs)(x, counts), each)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("counts", [[1], [0, 7, 40, 0]])
+@pytest.mark.parametrize(("outputs", "blocks"), [(1, 1), (33, 3), (200, 20)])
+def test_products_with_mxfp4(outputs: int, blocks: int, counts: list[int], biased: bool) -> None:
+    torch.manual_seed(outputs)
+    codes = torch.randint(0, 256, (len(counts), outputs, blocks, 16), dtype=torch.uint8)
+    scales = torch.randint(120, 130, (len(counts), outputs, blocks), dtype=torch.uint8)
+    biases = torch.randn(len(counts), outputs) if biased else [None] * len(counts)
+    x = torch.randn(sum(counts), 32 * blocks)
+    parts = list(zip(codes, scales, biases, strict=True))
+    result = mxfp4.Mxfp4Panels.grouped([mxfp4.Mxfp4Panels(*part) for part in parts])(x, counts)
+    pairs = zip(parts, x.split(counts), strict=True)
+    expected = torch.cat([mxfp4.Expanding(*part)(rows) for part, rows in pairs])
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-3)
+    alone = mxfp4.Mxfp4Panels(*parts[1 % len(parts)])
+    rows = x[counts[0] :] if len(counts) > 1 else x
+    assert torch.equal(alone(rows[:1]), result[len(x) - len(rows) :][:1]), "a row's result depends on others"
 
 
 @pytest.mark.parametrize("rows", ROWS)

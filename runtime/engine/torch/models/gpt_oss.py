@@ -14,7 +14,7 @@ from runtime.engine.torch.loader import CheckpointConfig
 from runtime.engine.torch.models.mixture import MixtureStage, Router
 from runtime.engine.torch.models.rope import Rotary, rope_parameters
 from runtime.engine.torch.models.windows import layer_windows
-from runtime.engine.torch.mxfp4 import BLOCK, BLOCK_BYTES, Mxfp4Linear
+from runtime.engine.torch.mxfp4 import BLOCK, BLOCK_BYTES, mxfp4_product
 
 _ROPE = {
     "rope_type": "yarn",
@@ -99,7 +99,7 @@ class GptOssStage(MixtureStage):
         if not self._packed:
             return Linear(apart(self._expanded(name, expert, rows, columns)), bias)
         blocks, scales = self._blocks(name, expert, rows, columns)
-        return Mxfp4Linear(apart(blocks), apart(scales), bias)
+        return mxfp4_product(apart(blocks), apart(scales), bias, self.dtype)
 
     def _expanded(self, name: str, expert: int, rows: Sequence[int], columns: Sequence[int]) -> torch.Tensor:
         """From [experts, in, out]."""
