@@ -110,7 +110,6 @@ class Checkpoint:
             _check(path, stored, part, shape, types)
             cuts = [slice(*cut) if cut else slice(None) for cut in (rows, columns)[: len(shape)]]
             found = part[tuple(cuts)] if cuts else file.get_tensor(stored)
-            self.bytes_read += found.nbytes
             return found.clone().to(self.device)  # the file is unmapped with this block
 
     def empty(self, *shape: int) -> torch.Tensor:

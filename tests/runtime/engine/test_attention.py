@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime import native
-from runtime.engine.torch.attention import make_attention
+from runtime.engine.torch.attention import make_attention, weighted
 from runtime.engine.torch.attention.base import Batch, Scoring
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import CacheShape, PagedCache
@@ -37,6 +37,7 @@ SCORINGS = {
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if request.param == "torch":
         monkeypatch.setattr(native, "serves", lambda dtype, device: False)
+        monkeypatch.setattr(weighted, "_SCORES", 100)
     elif not native.serves(torch.float32, torch.device("cpu")):
         assert shutil.which("g++") is None, "installed without compiled kernels, which g++ can build"
         pytest.skip("neither compiled kernels nor a compiler")

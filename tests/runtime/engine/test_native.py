@@ -19,6 +19,7 @@ BUILDS = {"AVX512": ["AVX512", "AVX2"], "AVX2": ["AVX2"]}.get(
     torch.backends.cpu.get_cpu_capability(), ["DEFAULT"]
 )
 ROWS = [1, 7, 300]
+HEADS = [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128), (5, 1, 576)]
 
 
 @pytest.fixture(params=BUILDS, autouse=True)
@@ -128,7 +129,7 @@ def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int, t
 
 
 @pytest.mark.parametrize("spread", [1.0, 100.0])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 def test_attention_of_many_tokens(heads: int, kv_heads: int, dim: int, spread: float) -> None:
     """Contexts of one to many blocks, with uniform weights, and with all weight on one token."""
     torch.manual_seed(dim)
@@ -150,7 +151,7 @@ def test_attention_of_many_tokens(heads: int, kv_heads: int, dim: int, spread: f
 
 @pytest.mark.parametrize("window", [None, 1, 20, 1000])
 @pytest.mark.parametrize("offset", [0, 5, 150])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 def test_attention_of_prompts(heads: int, kv_heads: int, dim: int, offset: int, window: int | None) -> None:
     """Each token of a chunk sees itself and the tokens before it, within the window."""
     torch.manual_seed(offset)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from runtime.engine.torch.attention.base import PLAIN, Attention, Batch, Part, Scoring, Single, reach
+from runtime.engine.torch.attention.weighted import weighted
 from runtime.kv_cache.pool import CacheShape, PagedCache
 
 _PADDING = 1.25  # decodes that attend together are padded to at most this multiple of their context
@@ -111,7 +111,7 @@ def _attend_decodes(
     else:
         keys, values = keys.index_select(0, group.slots), values.index_select(0, group.slots)
     keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
-    answer = _weighted(grouped, keys, values, group.mask, scoring, (kv_heads, -1, 1))
+    answer = weighted(grouped, keys, values, group.mask, scoring, (kv_heads, -1, 1))
     return answer.reshape(count, heads, head_dim)
 
 
@@ -123,7 +123,7 @@ def _attend_chunk(
     context, kv_heads, _ = keys.shape
     group = heads // kv_heads
     spread = (kv_heads, group, context, head_dim)
-    answer = _weighted(
+    answer = weighted(
         query.reshape(length, kv_heads, group, head_dim).permute(1, 2, 0, 3),
         keys.transpose(0, 1).unsqueeze(1).expand(spread),
         values.transpose(0, 1).unsqueeze(1).expand(spread),
@@ -133,48 +133,6 @@ def _attend_chunk(
         is_causal=mask is None,
     )
     return answer.permute(2, 0, 1, 3).reshape(length, heads, head_dim)
-
-
-def _weighted(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scoring: Scoring,
-    sinks_shape: tuple[int, ...],
-    is_causal: bool = False,
-) -> torch.Tensor:
-    """query [..., n, head_dim], keys and values [..., context, head_dim] -> [..., n, head_dim].
-
-    Torch's operator knows neither caps nor sinks; with these, scores are computed in float32 here.
-
-    Parameters
-    ----------
-    mask : added to the scores; None: nothing is
-    sinks_shape : of the sinks beside the scores [..., n, context]
-    is_causal : each token of n attends to those before it, with mask None
-    """
-    scale, cap, sinks = scoring.scale, scoring.cap, scoring.sinks
-    if cap is None and sinks is None:
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale
-        )
-    scores = (
-        (query @ keys.transpose(-1, -2)).float().mul_(query.shape[-1] ** -0.5 if scale is None else scale)
-    )
-    if cap is not None:
-        scores = scores.div_(cap).tanh_().mul_(cap)
-    if is_causal:
-        rows, columns = scores.shape[-2:]
-        mask = _added(torch.ones(rows, columns, dtype=torch.bool).tril(), torch.float32).to(scores.device)
-    if mask is not None:
-        scores += mask
-    if sinks is not None:
-        beside = sinks.view(sinks_shape).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, beside], dim=-1).softmax(-1)[..., :-1]
-    else:
-        scores = scores.softmax(-1)
-    return scores.to(values.dtype) @ values
 
 
 def _decodes(cache: PagedCache, singles: Sequence[Single], window: int | None) -> tuple[Decodes, ...]:

@@ -61,9 +61,8 @@ class GptOssStage(MixtureStage):
         return Scoring(self._windows[layer], sinks=sinks.float())
 
     def _load_router(self, name: str) -> Router:
-        experts, hidden = self._mixture.experts, self.spec.hidden
-        weight = self.checkpoint.read(f"{name}.router.weight", (experts, hidden))
-        router = Linear(weight, self.checkpoint.read(f"{name}.router.bias", (experts,)))
+        experts = self._mixture.experts
+        router = self.fused_columns((f"{name}.router",), ((experts, 0, experts),), bias=True)
         return lambda x: self._weigh(router(x))
 
     def _weigh(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +119,9 @@ class GptOssStage(MixtureStage):
         inner = slice(columns[1] // BLOCK, columns[2] // BLOCK)
         blocks = self.checkpoint.read_stored(f"{name}_blocks", (*whole, BLOCK_BYTES), ("U8",), *cut)
         scales = self.checkpoint.read_stored(f"{name}_scales", whole, ("U8",), *cut)
-        return blocks[0, :, inner], scales[0, :, inner]
+        blocks, scales = blocks[0, :, inner], scales[0, :, inner]
+        self.checkpoint.bytes_read += blocks.nbytes + scales.nbytes
+        return blocks, scales
 
 
 def _apart(part: torch.Tensor) -> torch.Tensor:

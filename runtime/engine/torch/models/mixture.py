@@ -68,8 +68,8 @@ class MixtureStage(LlamaStage):
         return lambda x: experts(x, *route(x))
 
     def _load_router(self, name: str) -> Router:
-        size = (self._mixture.experts, self.spec.hidden)
-        router = Linear(self.checkpoint.read(f"{name}.gate.weight", size))
+        experts = self._mixture.experts
+        router = self.fused_columns((f"{name}.gate",), ((experts, 0, experts),), bias=False)
         return lambda x: self._weigh(router(x))
 
     def _load_experts(self, name: str) -> Experts:
