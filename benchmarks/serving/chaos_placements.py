@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.serving.fleet import CLUSTER, COMMAND, KINDS, make_model
 from cluster_specs.schema import InterconnectSpec
+from cost_model.config import architecture_from_folder
 from hexgen2.placement import Placement, Replica, Route, RouteLink, Stage
 from hexgen2.replica import EngineSettings
 from runtime.kv_cache.layout import transfers
@@ -24,7 +25,8 @@ MIXED = {
 }
 """Stages of each replica, as GPUs and layers."""
 SLOW = InterconnectSpec(bandwidth_gbyte_s=0.004, latency_us=5000)
-MIXED_MEMORY_GIB = 0.005
+MIXED_KV_TOKENS, USABLE = 3885, 0.9
+"""Room for KV caches beside the weights of a rank that has all layers, in the usable part of its memory."""
 
 
 def make_emulated(work: Path, kind: str) -> tuple[Placement, list[str]]:
@@ -63,7 +65,9 @@ def make_mixed(work: Path, kind: str) -> tuple[Placement, list[str]]:
     """A small model on seven workers in five replicas, three of them mixed."""
     model, cluster, path = work / "model", work / "cluster.yaml", work / "placement.json"
     make_model(model, KINDS[kind], kind)
-    cluster.write_text(CLUSTER.format(cores=2, memory_gib=MIXED_MEMORY_GIB))
+    sizes = architecture_from_folder(model)
+    needed = sizes.total_bytes + MIXED_KV_TOKENS * sizes.kv_bytes_per_token
+    cluster.write_text(CLUSTER.format(cores=2, memory_gib=round(needed / USABLE / 2**30, 6)))
     search(path, "--cluster", str(cluster), "--model", str(model), "--isl", "100", "--osl", "60")
     found, replicas, gpu = Placement.load(path), list[Replica](), 0
     rates = {str(each.role): each.capacity_req_s for each in found.replicas}
