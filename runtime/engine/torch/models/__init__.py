@@ -50,6 +50,7 @@ def load_stage(folder: str, dtype: str, device: torch.device, collectives: Colle
             "model_type", f"{name!r} is unknown", f"choose one of {', '.join(sorted(FAMILIES))}"
         )
     family, quantised = FAMILIES[name], config.get("quantization_config")
-    if quantised is not None and quantised.get("quant_method") not in family.own_formats:
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    if quantised is not None and method not in family.own_formats:
         raise config.error("quantization_config", "is not supported", "choose weights of 16 or 32 bits")
     return family(Checkpoint(folder, dtype, device, family.prefixes), collectives)

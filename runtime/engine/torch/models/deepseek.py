@@ -71,9 +71,10 @@ class DeepseekV3Stage(MixtureStage):
         """Attention gets sharper where YaRN stretches positions."""
         scale, scaling = (self._latent.nope_dim + self._latent.rope_dim) ** -0.5, rope_parameters(config)
         kind, weight = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("mscale_all_dim")
-        if kind == "default" or not weight or scaling["factor"] <= 1:
+        factor = float(scaling.get("factor") or 1)
+        if kind == "default" or not weight or factor <= 1:
             return scale
-        return scale * (0.1 * weight * math.log(scaling["factor"]) + 1) ** 2
+        return scale * (0.1 * float(weight) * math.log(factor) + 1) ** 2
 
     # -- attention
 

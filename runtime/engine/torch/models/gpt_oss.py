@@ -119,7 +119,7 @@ class GptOssStage(MixtureStage):
         inner = slice(columns[1] // BLOCK, columns[2] // BLOCK)
         blocks = self.checkpoint.read_stored(f"{name}_blocks", (*whole, BLOCK_BYTES), ("U8",), *cut)
         scales = self.checkpoint.read_stored(f"{name}_scales", whole, ("U8",), *cut)
-        blocks, scales = blocks[0, :, inner], scales[0, :, inner]
+        blocks, scales = blocks[0, :, inner].contiguous(), scales[0, :, inner].contiguous()
         self.checkpoint.bytes_read += blocks.nbytes + scales.nbytes
         return blocks, scales
 
