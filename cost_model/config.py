@@ -87,7 +87,7 @@ def architecture_from_config(config: dict[str, Any], name: str, source: str) -> 
         divide; an unknown quantisation, post-norm OPT or biased Llama, which nothing here models
     """
     known = _known_family(ConfigKeys(config, source))
-    reader = _text_part(ConfigKeys(config, source))
+    reader = text_part(ConfigKeys(config, source))
     shape = known.read(reader)
     dtype = _dtype(reader)
     width = WEIGHT_BYTES[dtype]
@@ -117,8 +117,13 @@ def _known_family(config: ConfigKeys) -> FamilyReader:
     raise config.error("model_type", problem, f"{hint}known: {', '.join(FAMILIES)}")
 
 
-def _text_part(config: ConfigKeys) -> ConfigKeys:
-    """The keys of the language model: those of text_config, if there is one."""
+def text_part(config: ConfigKeys) -> ConfigKeys:
+    """The keys of the language model: those of text_config, if there is one.
+
+    Raises
+    ------
+    InputError : text_config is something else
+    """
     whole, text = config.raw, config.raw.get("text_config")
     if text is None:
         return config

@@ -150,9 +150,9 @@ def _minimax_m2(config: ConfigKeys) -> Shape:
     return shape | {"other_layer_params": norms} | _experts(config, "num_local_experts")
 
 
-def _deepseek_v3(config: ConfigKeys) -> Shape:
+def _deepseek_v3(config: ConfigKeys, dense: int = 3, shared: int = 0) -> Shape:
     """DeepSeek-V3 and R1, Kimi K2: latent attention, dense layers first, shared experts. Layers that predict
-    further tokens (num_nextn_predict_layers) do not count."""
+    further tokens (num_nextn_predict_layers) do not count. `dense` and `shared` are defaults."""
     config.require("moe_layer_freq", 1)
     shape = _without_biases(config, kv_heads=0, head_dim=1)
     latent = LatentAttention(
@@ -166,10 +166,14 @@ def _deepseek_v3(config: ConfigKeys) -> Shape:
     )
     shape |= {"latent": latent, "kv_heads": 1, "head_dim": latent.nope_dim + latent.rope_dim}
     shape |= _experts(config, "n_routed_experts", "num_local_experts")
-    dense = min(config.integer("first_k_dense_replace", default=3, least=0), shape["layers"])
+    dense = min(config.integer("first_k_dense_replace", default=dense, least=0), shape["layers"])
     width = config.integer("moe_intermediate_size")
-    shared = config.integer("n_shared_experts", default=0, least=0) * width
+    shared = config.integer("n_shared_experts", default=shared, least=0) * width
     return shape | _expert_width(config, shape["ffn"], dense) | {"shared_ffn": shared}
+
+
+def _deepseek_v2(config: ConfigKeys) -> Shape:
+    return _deepseek_v3(config, dense=0, shared=2)
 
 
 def _opt(config: ConfigKeys) -> Shape:
@@ -277,6 +281,7 @@ FAMILIES: dict[str, FamilyReader] = {
     "qwen3_moe": FamilyReader("qwen3_moe", _qwen3_moe),
     "gpt_oss": FamilyReader("gpt_oss", _gpt_oss),
     "minimax_m2": FamilyReader("minimax_m2", _minimax_m2),
+    "deepseek_v2": FamilyReader("deepseek_v3", _deepseek_v2),
     "deepseek_v3": FamilyReader("deepseek_v3", _deepseek_v3),
     "kimi_k2": FamilyReader("deepseek_v3", _deepseek_v3),
     "kimi_k25": FamilyReader("deepseek_v3", _deepseek_v3),

@@ -13,8 +13,24 @@ from hexgen2.placement import Placement
 from runtime.api.tokenizer import check_tokenizer_files
 from runtime.options import TORCH, TORCH_QUANTISED, VLLM
 
-TORCH_FAMILIES = ("llama", "mixtral", "opt")
+TORCH_FAMILIES = (
+    "llama",
+    "mixtral",
+    "opt",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt_oss",
+    "deepseek_v3",
+)
 """What the torch engine runs (runtime/engine/torch/models), without loading torch to find out."""
+NOT_BY_HEADS = {
+    "gemma2": "capped scores",
+    "gpt_oss": "attention sinks",
+    "deepseek_v3": "latent attention",
+}
+"""Families with attention that attention workers do not compute, and what is uncommon about it."""
 MATCHED = ("layers", "hidden", "heads", "kv_heads", "vocab")
 BYTES_TOLERANCE = 0.01
 """By how much the bytes of a weight may differ from the placement's: other groups have other scales."""
@@ -33,6 +49,9 @@ def check_family(placement: Placement, engine: str, source: str) -> None:
     if engine == TORCH and family not in TORCH_FAMILIES:
         problem = f"the torch engine does not run {family} models"
         raise InputError(source, "model.family", problem, f"launch it with --engine {VLLM}")
+    if engine == TORCH and placement.attention_workers and family in NOT_BY_HEADS:
+        problem = f"attention workers do not compute {NOT_BY_HEADS[family]} ({family})"
+        raise InputError(source, "attention_workers", problem, "search a placement without them")
     for r, replica in enumerate(placement.replicas):
         for s, stage in enumerate(replica.stages):
             groups, parts = stage.attention_data_parallel > 1, stage.expert_parallel > 1
@@ -86,9 +105,10 @@ def check_formats(placement: Placement, folder: Path, engine: str, source: str) 
         _check_vllm(model.weight_type, there.weight_type, config)
     if engine != TORCH:
         return
-    if there.weight_type not in (*SIXTEEN_BIT, *TORCH_QUANTISED):
+    served = TORCH_QUANTISED + (("mxfp4",) if model.family == "gpt_oss" else ())
+    if there.weight_type not in (*SIXTEEN_BIT, *served):
         problem = f"the torch engine does not run {there.weight_type} weights"
-        remedy = f"use --engine vllm, or a checkpoint in {', '.join(TORCH_QUANTISED)} or 16 bits"
+        remedy = f"use --engine vllm, or a checkpoint in {', '.join(served)} or 16 bits"
         raise InputError(config, _KEY, problem, remedy)
     if model.kv_value_bytes < 2:
         remedy = "use --engine vllm, or search with --kv bf16"

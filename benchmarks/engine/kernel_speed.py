@@ -3,9 +3,10 @@
     python -m benchmarks.engine.kernel_speed [--rounds 5]
 
 Measures matrix products with weights [4096, 768] for several row counts; products with quantised weights
-[4096, 4096], beside our own with the same in float32; and, for two shapes of heads, attention of the next
-tokens of 8 requests, and of a prompt of 512 tokens over a context of 512. Prints milliseconds, the best of
-several rounds in which the sides take turns: each computation takes a few milliseconds, and anything else
+[4096, 4096], beside our own with the same in float32; products with 16 experts of weights [1536, 768], in
+float32 and in mxfp4, of which each row uses 2; and, for two shapes of heads, attention of the next tokens of
+8 requests, and of a prompt of 512 tokens over a context of 512. Prints milliseconds, the best of several
+rounds in which the sides take turns: each computation takes a few milliseconds, and anything else
 that runs can only add to it.
 """
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime import native
+from runtime.engine.torch import mxfp4
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 from runtime.options import BLOCK_TOKENS
@@ -27,6 +29,7 @@ from runtime.options import BLOCK_TOKENS
 OUTPUTS, INPUTS = 4096, 768
 ROWS = (1, 3, 8, 32, 128, 512)
 WIDE, GROUP, QUANTISED_ROWS = 4096, 128, (1, 2, 4, 8, 32, 512)
+EXPERTS, CHOSEN, EXPERT_OUTPUTS = 16, 2, 1536
 HEADS = ((12, 4, 64), (32, 8, 128))
 CONTEXT, REQUESTS = 512, 8
 AT_LEAST_S = 0.02
@@ -62,6 +65,40 @@ def quantised_product(kind: Kind, rows: int) -> tuple[Side, Side]:
     groups = torch.arange(WIDE) // GROUP
     packed = PackedWeight(QuantisedWeight(kind, codes, scales, None, groups)).product(None)
     return lambda: packed(x), lambda: native.linear(x, plain, None, WIDE)
+
+
+def experts(rows: int) -> tuple[Side, Side]:
+    """Ours multiplies all experts in one call; torch's one after the other, those that have rows."""
+    torch.manual_seed(rows)
+    weights = torch.randn(EXPERTS, EXPERT_OUTPUTS, INPUTS)
+    chosen = torch.rand(rows, EXPERTS).topk(CHOSEN).indices.flatten()
+    x, counts = torch.randn(len(chosen), INPUTS), chosen.bincount(minlength=EXPERTS).tolist()
+    grouped = native.Grouped([native.pack(weight) for weight in weights], [], EXPERT_OUTPUTS)
+
+    def by_torch() -> None:
+        parts = zip(x.split(counts), weights, strict=True)
+        torch.cat([F.linear(part, weight) for part, weight in parts if len(part)])
+
+    return lambda: grouped(x, counts), by_torch
+
+
+def experts_in_mxfp4(rows: int) -> tuple[Side, Side]:
+    """The same with weights in mxfp4, which torch's side expands first."""
+    torch.manual_seed(rows)
+    size = (EXPERTS, EXPERT_OUTPUTS, INPUTS // mxfp4.BLOCK)
+    blocks = torch.randint(0, 256, (*size, mxfp4.BLOCK_BYTES), dtype=torch.uint8)
+    scales = torch.randint(120, 130, size, dtype=torch.uint8)
+    chosen = torch.rand(rows, EXPERTS).topk(CHOSEN).indices.flatten()
+    x, counts = torch.randn(len(chosen), INPUTS), chosen.bincount(minlength=EXPERTS).tolist()
+    parts = list(zip(blocks, scales, strict=True))
+    grouped = mxfp4.Mxfp4Panels.grouped([mxfp4.Mxfp4Panels(*part, None) for part in parts])
+    apart = [mxfp4.Expanding(*part, None) for part in parts]
+
+    def by_torch() -> None:
+        pairs = zip(x.split(counts), apart, strict=True)
+        torch.cat([product(part) for part, product in pairs if len(part)])
+
+    return lambda: grouped(x, counts), by_torch
 
 
 def next_tokens(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
@@ -113,6 +150,10 @@ def main() -> None:
             ours, in_float32 = best_ms(quantised_product(kind, rows), options.rounds)
             label = f"{kind.name.lower()} product of {rows:3} rows"
             print(f"{label:28}{ours:8.2f} {in_float32:8.2f} {in_float32 / ours:6.2f}  beside ours in float32")
+    for label, sides in (("experts of", experts), ("experts in mxfp4 of", experts_in_mxfp4)):
+        for rows in ROWS:
+            ours, torchs = best_ms(sides(rows), options.rounds)
+            print(f"{f'{label} {rows} rows':28}{ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}")
     for name, make in ((f"next token of {REQUESTS}", next_tokens), (f"prompt of {CONTEXT}", prompt)):
         for shape in HEADS:
             ours, torchs = best_ms(make(*shape), options.rounds)

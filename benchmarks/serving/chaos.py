@@ -1,15 +1,15 @@
 """Break a fleet while clients stream from it, and check that every request still gets its answer.
 
-    python -m benchmarks.serving.chaos [--fleet torch|mixed|emulated] [--requests N] [--seconds S] [--every 4]
-        [--front-end-deaths 2] [--poison 0.05] [--seed 0]
+    python -m benchmarks.serving.chaos [--fleet torch|mixed|emulated] [--kind llama|qwen3_moe|deepseek_v3]
+        [--requests N] [--seconds S] [--every 4] [--front-end-deaths 2] [--poison 0.05] [--seed 0]
 
-The torch fleet has two prefill and two decode replicas of a small random Llama: one with one rank, one with
-two pipeline stages, one with two tensor-parallel ranks and one with one rank. The mixed fleet is the same
-model on three mixed replicas (two tensor-parallel ranks; two uneven stages; one rank), a prefill and a decode
-replica, with routes between all that can form one. Its links are slow, so that faults hit KV caches on their
-way in both directions, its memory holds a few requests, and half of its prompts share their beginning with
-others. The emulated fleet is the placement of llama-2-70b that the search finds for hexgen2-setting-1: 20
-GPUs.
+The torch fleet has two prefill and two decode replicas of a small random model (--kind): one with one rank,
+one with two pipeline stages, one with two tensor-parallel ranks and one with one rank. The mixed fleet is the
+same model on three mixed replicas (two tensor-parallel ranks; two uneven stages; one rank), a prefill and a
+decode replica, with routes between all that can form one. Its links are slow, so that faults hit KV caches on
+their way in both directions, its memory holds a few requests, and half of its prompts share their beginning
+with others. The emulated fleet is the placement of llama-2-70b that the search finds for hexgen2-setting-1:
+20 GPUs.
 
 Requests arrive at random within --seconds. About every --every seconds the script kills a random rank (kill
 -9), stops one (SIGSTOP), or cuts a TCP connection between two workers, in random order: of five faults, two
@@ -49,6 +49,7 @@ from benchmarks.serving.chaos_clients import Clients, Question
 from benchmarks.serving.chaos_fleet import Fleet
 from benchmarks.serving.chaos_placements import MAKERS
 from benchmarks.serving.chaos_poison import PLANTED, Poison
+from benchmarks.serving.fleet import KINDS
 from benchmarks.serving.soak import read_metrics, rest, verdict
 from hexgen2.bench.completions import find_model
 from hexgen2.bench.http import Address, HttpError, Server
@@ -252,6 +253,7 @@ def main() -> None:
     """Run one fleet under faults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--fleet", choices=tuple(MAKERS), default="torch")
+    parser.add_argument("--kind", choices=tuple(KINDS), default="llama", help="model_type of the small model")
     parser.add_argument("--requests", type=int, help="default: 300, 2000 (emulated)")
     parser.add_argument("--seconds", type=float, help="default: 120, 240 (emulated)")
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults; 0: none")
@@ -270,7 +272,7 @@ def main() -> None:
     shared_before = shared_memory()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        placement, command = MAKERS[options.fleet](work)
+        placement, command = MAKERS[options.fleet](work, options.kind)
         command += ["--restarts", "1000000"]
         fleet = Fleet(command, placement, options.keep_logs or work, random.Random(options.seed))
         try:

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.serving.fleet import CLUSTER, COMMAND, TINY, make_model
+from benchmarks.serving.fleet import CLUSTER, COMMAND, KINDS, make_model
 from cluster_specs.schema import InterconnectSpec
+from cost_model.config import architecture_from_folder
 from hexgen2.placement import Placement, Replica, Route, RouteLink, Stage
 from hexgen2.replica import EngineSettings
 from runtime.kv_cache.layout import transfers
@@ -24,20 +25,21 @@ MIXED = {
 }
 """Stages of each replica, as GPUs and layers."""
 SLOW = InterconnectSpec(bandwidth_gbyte_s=0.004, latency_us=5000)
-MIXED_MEMORY_GIB = 0.005
+MIXED_KV_TOKENS, USABLE = 3885, 0.9
+"""Room for KV caches beside the weights of a rank that has all layers, in the usable part of its memory."""
 
 
-def make_emulated(work: Path) -> tuple[Placement, list[str]]:
+def make_emulated(work: Path, kind: str) -> tuple[Placement, list[str]]:
     """The 20 GPUs of the paper's setting 1, and how to launch them."""
     path = work / "placement.json"
     search(path, "--cluster", "hexgen2-setting-1", "--model", "llama-2-70b", "--workload", "HPHD")
     return Placement.load(path), [COMMAND, "launch", str(path), "--engine", "emulated"]
 
 
-def make_torch(work: Path) -> tuple[Placement, list[str]]:
-    """A small Llama on six workers in four replicas of three shapes."""
+def make_torch(work: Path, kind: str) -> tuple[Placement, list[str]]:
+    """A small model on six workers in four replicas of three shapes."""
     model, cluster, path = work / "model", work / "cluster.yaml", work / "placement.json"
-    make_model(model, TINY)
+    make_model(model, KINDS[kind], kind)
     cluster.write_text(CLUSTER.format(cores=4, memory_gib=1))
     search(path, "--cluster", str(cluster), "--model", str(model), "--isl", "100", "--osl", "60")
     found = Placement.load(path)
@@ -59,11 +61,13 @@ def make_torch(work: Path) -> tuple[Placement, list[str]]:
     return Placement.load(path), [COMMAND, "launch", str(path), "--model-path", str(model)]
 
 
-def make_mixed(work: Path) -> tuple[Placement, list[str]]:
-    """The small Llama on seven workers in five replicas, three of them mixed."""
+def make_mixed(work: Path, kind: str) -> tuple[Placement, list[str]]:
+    """A small model on seven workers in five replicas, three of them mixed."""
     model, cluster, path = work / "model", work / "cluster.yaml", work / "placement.json"
-    make_model(model, TINY)
-    cluster.write_text(CLUSTER.format(cores=2, memory_gib=MIXED_MEMORY_GIB))
+    make_model(model, KINDS[kind], kind)
+    sizes = architecture_from_folder(model)
+    needed = sizes.total_bytes + MIXED_KV_TOKENS * sizes.kv_bytes_per_token
+    cluster.write_text(CLUSTER.format(cores=2, memory_gib=round(needed / USABLE / 2**30, 6)))
     search(path, "--cluster", str(cluster), "--model", str(model), "--isl", "100", "--osl", "60")
     found, replicas, gpu = Placement.load(path), list[Replica](), 0
     rates = {str(each.role): each.capacity_req_s for each in found.replicas}

@@ -45,12 +45,32 @@ TINY = {
     "initializer_range": 0.15,
 }
 """A step takes 1 ms."""
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "qwen3_moe": {**TINY, **EXPERTS, "num_experts": 8, "head_dim": 16},
+    "deepseek_v3": {
+        **TINY,
+        **EXPERTS,
+        "num_key_value_heads": 8,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+}
+"""Tiny models by their model_type: without experts, with experts, and with experts and latent attention."""
 
 
-def make_model(folder: Path, sizes: Mapping[str, Any] = SMALL) -> None:
-    """Write a random Llama in float32, with a tokenizer."""
+def make_model(folder: Path, sizes: Mapping[str, Any] = SMALL, kind: str = "llama") -> None:
+    """Write a random model of a model_type in float32, with a tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sys.path.append(str(EXAMPLES))
     from make_checkpoint import train_tokenizer
@@ -58,7 +78,8 @@ def make_model(folder: Path, sizes: Mapping[str, Any] = SMALL) -> None:
     torch.manual_seed(0)
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        kind,
         **sizes,
         vocab_size=len(tokenizer),
         max_position_embeddings=1024,
@@ -67,7 +88,7 @@ def make_model(folder: Path, sizes: Mapping[str, Any] = SMALL) -> None:
         bos_token_id=None,
         dtype="float32",
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def make_placement(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,10 +17,16 @@ from runtime.kv_cache.layout import Part
 
 @dataclass(frozen=True, slots=True)
 class PageShape(ABC):
-    """What a worker's cache holds for each token: layers, heads, sizes."""
+    """What a worker's cache holds for each token: layers, heads, sizes.
+
+    Attributes
+    ----------
+    sides : 2, keys and values; 1 where both are the same latent vector (multi-head latent attention)
+    """
 
     part: Part
     head_dim: int
+    sides: int = field(default=2, kw_only=True)
 
     @property
     def layers(self) -> int:
@@ -38,7 +44,7 @@ class PageShape(ABC):
     @property
     @abstractmethod
     def bytes_per_token_cell(self) -> int:
-        """Bytes of one token's key and value in one (layer, head) cell."""
+        """Bytes of one token in one (layer, head) cell, all sides."""
 
 
 class Pages:

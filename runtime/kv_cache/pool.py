@@ -22,7 +22,11 @@ class CacheShape(PageShape):
 
     @property
     def bytes_per_token_cell(self) -> int:
-        return 2 * self.head_dim * self.dtype.itemsize
+        return self.sides * self.head_dim * self.dtype.itemsize
+
+    def pool_size(self, slots: int) -> tuple[int, int, int, int, int]:
+        """The shape of a pool of so many tokens: [layers, sides, slots, heads, head_dim]."""
+        return self.layers, self.sides, slots, self.heads, self.head_dim
 
 
 class PagedCache(Pages):
@@ -30,7 +34,7 @@ class PagedCache(Pages):
 
     Attributes
     ----------
-    pool : [layers, 2, blocks x block_tokens, heads, head_dim]; keys first, then values
+    pool : [layers, sides, blocks x block_tokens, heads, head_dim]; keys first, then values
 
     Parameters
     ----------
@@ -43,9 +47,14 @@ class PagedCache(Pages):
         self, shape: CacheShape, blocks: int, block_tokens: int, pool: torch.Tensor | None = None
     ) -> None:
         super().__init__(shape, blocks, block_tokens)
-        size = (shape.layers, 2, blocks * block_tokens, shape.heads, shape.head_dim)
+        size = shape.pool_size(blocks * block_tokens)
         self.pool = torch.empty(size, dtype=shape.dtype, device=shape.device) if pool is None else pool
 
     def layer(self, layer: int) -> torch.Tensor:
-        """A view of the keys and values of a layer: [2, slots, heads, head_dim]."""
+        """A view of the keys and values of a layer: [sides, slots, heads, head_dim]."""
         return self.pool[layer - self.shape.part.first_layer]
+
+    def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of a layer's keys and values, [slots, heads, head_dim]; the same if there is one side."""
+        sides = self.layer(layer)
+        return sides[0], sides[-1]

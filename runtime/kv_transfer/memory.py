@@ -31,7 +31,7 @@ class SharedPool:
     """
 
     def __init__(self, shape: CacheShape, blocks: int, block_tokens: int) -> None:
-        size = (shape.layers, 2, blocks * block_tokens, shape.heads, shape.head_dim)
+        size = shape.pool_size(blocks * block_tokens)
         size_bytes = math.prod(size) * shape.dtype.itemsize
         name = _NAME + secrets.token_hex(8)
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)

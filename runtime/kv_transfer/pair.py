@@ -87,6 +87,7 @@ def _opening(transport: Transport, handles: dict[str, str]) -> KvOpen:
         first_head=part.first_head,
         end_head=part.end_head,
         slots=cache.blocks * cache.block_tokens,
+        sides=cache.shape.sides,
         head_dim=cache.shape.head_dim,
         dtype=cache.shape.dtype_name,
         offers=tuple(KvOffer(transport=name, handle=handle) for name, handle in handles.items()),

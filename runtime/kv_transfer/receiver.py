@@ -128,10 +128,9 @@ class KvReceiver:
         if not isinstance(opening, KvOpen):
             raise ConnectionError(f"a {type(opening).__name__} does not open a KV connection")
         shape, problems = self._cache.shape, list[str]()
-        if (opening.head_dim, opening.dtype) != (shape.head_dim, shape.dtype_name):
-            problems.append(
-                f"heads are {opening.head_dim} x {opening.dtype}, not {shape.head_dim} x {shape.dtype_name}"
-            )
+        theirs = f"{opening.sides} x {opening.head_dim} x {opening.dtype}"
+        if theirs != (ours := f"{shape.sides} x {shape.head_dim} x {shape.dtype_name}"):
+            problems.append(f"heads are {theirs}, not {ours}")
         for offer in () if problems else opening.offers:
             transport = make_transport(offer.transport, self._cache, self._deadline_s, None)
             if transport is None:

@@ -1,6 +1,7 @@
 """Slices of a KV cache: where their tokens are in a pool, and how each end cuts them into pieces.
 
-The bytes of a slice are in the order [layers, sides, tokens, heads, head_dim]; a side is keys or values.
+The bytes of a slice are in the order [layers, sides, tokens, heads, head_dim]; a side is keys or values, or
+the only one where both are the same.
 """
 
 from __future__ import annotations
@@ -90,33 +91,34 @@ class Piece:
     bytes: int
 
 
-def pieces(header: KvSlice, limit_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+def pieces(header: KvSlice, sides: int, limit_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     """Cut a slice in the order of its bytes: into several layers each if they are small, otherwise into some
     tokens of one layer's keys or values."""
     layers, tokens = header.end_layer - header.first_layer, header.end_token - header.first_token
-    row_bytes = header.payload_bytes // (2 * layers * tokens)
-    layer_bytes = 2 * tokens * row_bytes
+    row_bytes = header.payload_bytes // (sides * layers * tokens)
+    layer_bytes = sides * tokens * row_bytes
     if layer_bytes <= limit_bytes:
         step = limit_bytes // layer_bytes
         for layer in range(header.first_layer, header.end_layer, step):
             end = min(layer + step, header.end_layer)
-            yield Piece(layer, end, 0, 2, header.first_token, header.end_token, (end - layer) * layer_bytes)
+            size = (end - layer) * layer_bytes
+            yield Piece(layer, end, 0, sides, header.first_token, header.end_token, size)
         return
     step = max(1, limit_bytes // row_bytes)
     for layer in range(header.first_layer, header.end_layer):
-        for side in (0, 1):
+        for side in range(sides):
             for token in range(header.first_token, header.end_token, step):
                 end = min(token + step, header.end_token)
                 yield Piece(layer, layer + 1, side, side + 1, token, end, (end - token) * row_bytes)
 
 
-def token_pieces(header: KvSlice, limit_bytes: int) -> Iterator[Piece]:
+def token_pieces(header: KvSlice, sides: int, limit_bytes: int) -> Iterator[Piece]:
     """Cut a slice at tokens, with all its layers in each piece: for transports that copy in any order."""
     token_bytes = header.payload_bytes // (header.end_token - header.first_token)
     step = max(1, limit_bytes // token_bytes)
     for token in range(header.first_token, header.end_token, step):
         end = min(token + step, header.end_token)
-        yield Piece(header.first_layer, header.end_layer, 0, 2, token, end, (end - token) * token_bytes)
+        yield Piece(header.first_layer, header.end_layer, 0, sides, token, end, (end - token) * token_bytes)
 
 
 def slice_bytes(header: KvSlice, cell_bytes: int) -> int:

@@ -54,7 +54,8 @@ class Staging:
         memory; otherwise an empty list: use `load` or `store`."""
         if self._rows is None or header.end_head - header.first_head != self._cache.shape.heads:
             return []
-        stretches = 2 * (header.end_layer - header.first_layer) * len(runs.array)
+        planes = self._cache.shape.sides * (header.end_layer - header.first_layer)
+        stretches = planes * len(runs.array)
         return [] if header.payload_bytes < _STRETCH_BYTES * stretches else self._rows.stretches(header, runs)
 
     def load(self, header: KvSlice, piece: Piece, runs: Runs) -> torch.Tensor:
@@ -105,11 +106,12 @@ class Rows:
 
     Parameters
     ----------
-    memory : [bytes] uint8, of [layers, 2, slots, heads, bytes of a head]
+    memory : [bytes] uint8, of [layers, sides, slots, heads, bytes of a head]
     """
 
-    def __init__(self, memory: np.ndarray, part: Part, slots: int, head_bytes: int) -> None:
-        self._memory, self._part, self._slots, self._head_bytes = memory, part, slots, head_bytes
+    def __init__(self, memory: np.ndarray, part: Part, sides: int, slots: int, head_bytes: int) -> None:
+        self._memory, self._part, self._sides = memory, part, sides
+        self._slots, self._head_bytes = slots, head_bytes
         self._row_bytes = (part.end_head - part.first_head) * head_bytes
         self._by_heads = dict[tuple[int, int], np.ndarray]()
 
@@ -120,21 +122,21 @@ class Rows:
         if heads not in self._by_heads:
             self._by_heads[heads] = self._view(*heads)
         first, end = (
-            2 * (piece.first_layer - self._part.first_layer) + piece.first_side,
-            2 * (piece.end_layer - 1 - self._part.first_layer) + piece.end_side,
+            self._sides * (piece.first_layer - self._part.first_layer) + piece.first_side,
+            self._sides * (piece.end_layer - 1 - self._part.first_layer) + piece.end_side,
         )
         return self._by_heads[heads][first:end]
 
     def stretches(self, header: KvSlice, runs: Runs) -> list[memoryview]:
         """The bytes of a slice that has all heads, where they lie: plane after plane, run after run."""
         flat, row_bytes, offset = self._memory.data, self._row_bytes, self._part.first_layer
-        planes = range(2 * (header.first_layer - offset), 2 * (header.end_layer - offset))
+        planes = range(*(self._sides * (layer - offset) for layer in (header.first_layer, header.end_layer)))
         starts = [plane * self._slots * row_bytes for plane in planes]
         places = [(first * row_bytes, end * row_bytes) for first, end in runs.array.tolist()]
         return [flat[start + first : start + end] for start in starts for first, end in places]
 
     def _view(self, first_head: int, end_head: int) -> np.ndarray:
-        planes = 2 * (self._part.end_layer - self._part.first_layer)
+        planes = self._sides * (self._part.end_layer - self._part.first_layer)
         return np.ndarray(
             (planes, self._slots),
             _item((end_head - first_head) * self._head_bytes),
@@ -146,12 +148,14 @@ class Rows:
 
 def pool_rows(cache: PagedCache) -> Rows:
     """The rows of a worker's pool in CPU memory."""
-    memory = cache.pool.view(-1).view(torch.uint8).numpy()
-    return Rows(memory, cache.shape.part, cache.pool.shape[2], cache.shape.bytes_per_token_cell // 2)
+    memory, shape = cache.pool.view(-1).view(torch.uint8).numpy(), cache.shape
+    head_bytes = shape.bytes_per_token_cell // shape.sides
+    return Rows(memory, shape.part, shape.sides, cache.pool.shape[2], head_bytes)
 
 
 def packed_rows(memory: np.ndarray, piece: Piece) -> np.ndarray:
-    """The contiguous bytes of a piece: [planes, tokens] items. A piece of several layers has both sides."""
+    """The contiguous bytes of a piece: [planes, tokens] items. A piece of several layers has all
+    sides."""
     planes = (piece.end_layer - piece.first_layer) * (piece.end_side - piece.first_side)
     tokens = piece.end_token - piece.first_token
     return np.ndarray((planes, tokens), _item(piece.bytes // (planes * tokens)), memory.data)

@@ -68,14 +68,18 @@ def attend_paged(
     spans: Spans,
     block_tokens: int,
     output: torch.Tensor,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of single tokens over the paged KV cache; writes their rows of the output.
 
     Parameters
     ----------
     query : [total, heads, head_dim]; rows need not be adjacent
-    keys, values : [slots, kv_heads, head_dim], contiguous
+    keys, values : [slots, kv_heads, head_dim], contiguous; may be the same
     output : [total, heads, head_dim], contiguous
+    scale, cap, sinks : as in `attention/base.py`
     """
     kv_heads, dim = keys.shape[1:]
     _call(
@@ -91,6 +95,7 @@ def attend_paged(
         query.shape[1] // kv_heads,
         dim,
         block_tokens,
+        *_scoring(dim, scale, cap, sinks),
         output.data_ptr(),
     )
 
@@ -104,16 +109,19 @@ def attend_chunk(
     window: int | None,
     block_tokens: int,
     output: torch.Tensor,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of a chunk of a prompt over the paged KV cache, which holds the chunk already.
 
     Parameters
     ----------
     query : [length, heads, head_dim]; rows need not be adjacent
-    keys, values : [slots, kv_heads, head_dim], contiguous
+    keys, values : [slots, kv_heads, head_dim], contiguous; may be the same
     table : the request's blocks, int32
     offset : position of the chunk's first token
-    window : a token attends to the last `window` tokens, including itself; None: to all
+    window, scale, cap, sinks : as in `attention/base.py`
     output : [length, heads, head_dim], contiguous
     """
     kv_heads, dim = keys.shape[1:]
@@ -134,6 +142,7 @@ def attend_chunk(
         query.shape[1] // kv_heads,
         dim,
         block_tokens,
+        *_scoring(dim, scale, cap, sinks),
         packed.data_ptr(),
         output.data_ptr(),
     )
@@ -152,7 +161,7 @@ def turn_and_store(
     Parameters
     ----------
     heads : [tokens, query heads + 2 x kv_heads, head_dim], contiguous: queries, keys, values
-    cosines, sines : [tokens, head_dim / 2], contiguous
+    cosines, sines : [tokens, rotated / 2], contiguous, of the first `rotated` values of each head
     slots : [tokens], int64
     keys, values : [slots, kv_heads, head_dim], contiguous
     """
@@ -167,6 +176,7 @@ def turn_and_store(
         heads.shape[1] - 2 * kv_heads,
         kv_heads,
         dim,
+        cosines.shape[1],
         keys.data_ptr(),
         values.data_ptr(),
     )
@@ -239,6 +249,55 @@ def linear_quantised(x: torch.Tensor, weight: Quantised, bias: torch.Tensor | No
     return output
 
 
+class Grouped:
+    """Products with packed weights of equal size, each with its own rows of x.
+
+    Parameters
+    ----------
+    packed, biases : of each group; no biases, or one for each
+    outputs : columns of the result
+    exponents : of each group, if the weights are in mxfp4 (`pack_mxfp4`)
+    """
+
+    def __init__(
+        self,
+        packed: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        outputs: int,
+        exponents: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._kept, self._outputs = (packed, biases, exponents), outputs
+        self._kernel = "multiply_mxfp4" if exponents else "multiply_grouped"
+        self._weights = [_addresses(each) for each in ((packed, exponents) if exponents else (packed,))]
+        self._biases = _addresses(biases) if biases else None
+
+    def __call__(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """x [n, in], contiguous and sorted by group, of which each has so many rows -> [n, out]."""
+        output = x.new_empty(len(x), self._outputs)
+        rows = np.array(counts, dtype=np.int64)
+        _call(
+            self._kernel,
+            x.data_ptr(),
+            rows.ctypes.data,
+            len(rows),
+            x.shape[1],
+            *(weights.ctypes.data for weights in self._weights),
+            None if self._biases is None else self._biases.ctypes.data,
+            self._outputs,
+            output.data_ptr(),
+        )
+        return output
+
+
+def pack_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [out, in] and exponents [out, in / 32], uint8, in panels: codes of 8 inputs in each int32,
+    [out / width, in / 8, width], and exponents [out / width, in / 32, width]."""
+    bytes_of_two = codes[:, 0::2] | codes[:, 1::2] << 4
+    words = bytes_of_two.contiguous().view(torch.int32)  # the lowest bits come first
+    packed = _in_panels(words).transpose(1, 2).contiguous()
+    return packed, _in_panels(exponents).transpose(1, 2).contiguous()
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., width], contiguous -> scaled to a root mean square of one, times the weight [width]."""
     output, width = torch.empty_like(x), x.shape[-1]
@@ -283,11 +342,13 @@ def copy_tokens(
 
 _ARGUMENTS = {
     # p: address, l: count, f: float
-    "attend_paged": "plpppplllllp",
-    "attend_chunk": "plppplllllllpp",
-    "turn_and_store": "ppppllllpp",
+    "attend_paged": "plpppplllllffpp",
+    "attend_chunk": "plppplllllllffppp",
+    "turn_and_store": "pppplllllpp",
     "multiply_packed": "pllpplp",
     "multiply_quantised": "plllppllplplplp",
+    "multiply_grouped": "ppllpplp",
+    "multiply_mxfp4": "ppllppplp",
     "rms_norm": "ppfllp",
     "gate": "pllp",
     "copy_tokens": "pllpllllplpll",
@@ -306,6 +367,21 @@ def _in_panels(weight: torch.Tensor) -> torch.Tensor:
     if missing:
         weight = torch.cat((weight, weight.new_zeros(missing, *weight.shape[1:])))
     return weight.view(len(weight) // width, width, *weight.shape[1:])
+
+
+def _scoring(
+    head_dim: int, scale: float | None, cap: float | None, sinks: torch.Tensor | None
+) -> tuple[float, float, int | None]:
+    """How scores become weights, as the kernels have it: no cap is 0."""
+    return (
+        head_dim**-0.5 if scale is None else scale,
+        cap or 0.0,
+        None if sinks is None else sinks.data_ptr(),
+    )
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    return np.array([each.data_ptr() for each in tensors], dtype=np.uint64)
 
 
 def _call(name: str, *arguments: float | None) -> None:

@@ -57,15 +57,36 @@ inline Floats exponential(Floats x) {
     return series * scale;
 }
 
-// Turns scores [padded], of which the first `count` count, into weights that add up to one.
-void softmax(float *scores, long count, long padded) {
+inline Floats hyperbolic_tangent(Floats x) {
+    const Floats square = x * x;
+    const Floats near = x * (1.f + square * (-1.f / 3 + square * (2.f / 15 - square * (17.f / 315))));
+    return square < .0625f ? near : 1.f - 2.f / (exponential(2.f * x) + 1.f);
+}
+
+// How scores become weights. `cap` and `sinks` as in `attention/base.py`; no cap is 0, no sinks are null.
+struct Scoring {
+    float scale, cap;
+    const float *sinks; // one for each query head
+
+    float sink(long head) const { return sinks ? sinks[head] : -INFINITY; }
+
+    // Squeezes scores [padded] into (-cap, cap).
+    void squeeze(float *scores, long padded) const {
+        if (cap == 0) return;
+        for (long at = 0; at < padded; at += LANES)
+            store(scores + at, hyperbolic_tangent(load(scores + at) / cap) * cap);
+    }
+};
+
+// Turns scores [padded], of which the first `count` count, into weights that add up to one with the sink's.
+void softmax(float *scores, long count, long padded, float sink) {
     std::fill(scores + count, scores + padded, -INFINITY);
     Floats most = all(-INFINITY);
     for (long at = 0; at < padded; at += LANES) {
         Floats each = load(scores + at);
         most = each > most ? each : most;
     }
-    float top = -INFINITY;
+    float top = sink;
     for (int lane = 0; lane < LANES; ++lane) top = std::max(top, most[lane]);
     Floats total = {};
     for (long at = 0; at < padded; at += LANES) {
@@ -73,7 +94,7 @@ void softmax(float *scores, long count, long padded) {
         store(scores + at, weight);
         total += weight;
     }
-    const float share = 1 / sum(total);
+    const float share = 1 / (sum(total) + (sink == -INFINITY ? 0 : std::exp(sink - top)));
     for (long at = 0; at < padded; at += LANES) store(scores + at, load(scores + at) * share);
 }
 
@@ -92,15 +113,15 @@ struct Context {
     }
 };
 
-// HEADS query heads that share a KV head; keys and values point at this head of slot 0, slots are `row` apart.
+// HEADS query heads from `first_head` on that share a KV head; keys and values point at this head of slot 0, slots are `row` apart.
 template <int DIM, int HEADS>
 void attend(const float *query, const float *keys, const float *values, long row, const Context &context,
-            float scale, float *scores, long padded, float *output) {
+            const Scoring &scoring, long first_head, float *scores, long padded, float *output) {
     constexpr int VECTORS = DIM / LANES, PARTS = divisor(VECTORS, std::min(VECTORS, SUMS / HEADS));
     Floats asked[HEADS][VECTORS];
     for (int head = 0; head < HEADS; ++head)
         for (int part = 0; part < VECTORS; ++part)
-            asked[head][part] = load(query + head * DIM + part * LANES) * scale;
+            asked[head][part] = load(query + head * DIM + part * LANES) * scoring.scale;
     context.runs([&](long token, long slot, long count) {
         for (long each = 0; each < count; ++each) {
             const float *key = keys + (slot + each) * row;
@@ -108,8 +129,10 @@ void attend(const float *query, const float *keys, const float *values, long row
                 scores[head * padded + token + each] = dot<VECTORS>(asked[head], key);
         }
     });
-    for (int head = 0; head < HEADS; ++head)
-        softmax(scores + head * padded, context.end - context.first, padded);
+    for (int head = 0; head < HEADS; ++head) {
+        scoring.squeeze(scores + head * padded, padded);
+        softmax(scores + head * padded, context.end - context.first, padded, scoring.sink(first_head + head));
+    }
     for (int from = 0; from < DIM; from += PARTS * LANES) {
         Floats answer[HEADS][PARTS] = {};
         context.runs([&](long token, long slot, long count) {
@@ -135,12 +158,13 @@ struct Row {
     const float *query;
     long first, end; // of the tokens it attends to, counted from the first one of the context
     float *output;
+    float sink;
 };
 
 // TILE rows over keys packed in [tokens / LANES, dim, LANES]. `values` is as in `attend`.
 template <int DIM>
 void attend_tile(const Row *rows, const float *packed, const float *values, long row, const Context &context,
-                 float scale, float *scores, long padded) {
+                 const Scoring &scoring, float *scores, long padded) {
     // rows, and parts of them, that read their values together
     constexpr int VECTORS = DIM / LANES, PARTS = divisor(VECTORS, std::min(VECTORS, 6));
     constexpr int SOME = divisor(TILE, SUMS / PARTS);
@@ -152,13 +176,14 @@ void attend_tile(const Row *rows, const float *packed, const float *values, long
             const Floats each = load(key);
             for (int n = 0; n < TILE; ++n) product[n] += rows[n].query[at] * each;
         }
-        for (int n = 0; n < TILE; ++n) store(scores + n * padded + token, product[n] * scale);
+        for (int n = 0; n < TILE; ++n) store(scores + n * padded + token, product[n] * scoring.scale);
     }
     for (int n = 0; n < TILE; ++n) {
         float *own = scores + n * padded;
-        std::fill(own + low, own + rows[n].first, -INFINITY);
         const long end = (high - low + LANES - 1) / LANES * LANES;
-        softmax(own + low, rows[n].end - low, end);
+        scoring.squeeze(own + low, end);
+        std::fill(own + low, own + rows[n].first, -INFINITY);
+        softmax(own + low, rows[n].end - low, end, rows[n].sink);
         std::fill(own + low, own + rows[n].first, 0.f);
         std::fill(own + rows[n].end, own + low + end, 0.f);
     }
@@ -193,8 +218,8 @@ void pack(const float *keys, long row, const Context &context, long dim, long bl
     });
 }
 
-typedef void (*Attend)(const float *, const float *, const float *, long, const Context &, float, float *,
-                       long, float *);
+typedef void (*Attend)(const float *, const float *, const float *, long, const Context &, const Scoring &,
+                       long, float *, long, float *);
 
 template <int DIM> Attend by_heads(long heads) {
     switch (heads) {
@@ -215,12 +240,13 @@ Attend attend_for(long dim, long heads) {
     case 96: return by_heads<96>(heads);
     case 128: return by_heads<128>(heads);
     case 256: return by_heads<256>(heads);
+    case 576: return by_heads<576>(heads);
     default: return nullptr;
     }
 }
 
-typedef void (*AttendTile)(const Row *, const float *, const float *, long, const Context &, float, float *,
-                           long);
+typedef void (*AttendTile)(const Row *, const float *, const float *, long, const Context &, const Scoring &,
+                           float *, long);
 
 AttendTile attend_tile_for(long dim) {
     switch (dim) {
@@ -231,6 +257,7 @@ AttendTile attend_tile_for(long dim) {
     case 96: return attend_tile<96>;
     case 128: return attend_tile<128>;
     case 256: return attend_tile<256>;
+    case 576: return attend_tile<576>;
     default: return nullptr;
     }
 }
@@ -276,6 +303,127 @@ struct Multiplies {
 
 const Multiplies multiplies;
 
+// All rows of x times some of the panels.
+void multiply_panels(const float *x, long rows, long inputs, const float *packed, const float *bias,
+                     long outputs, long first_panel, long end_panel, float *output) {
+    const long size = inputs * PANEL;
+    const long block = std::max(1L, BLOCK_VALUES / std::max(1L, inputs) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    for (long first = 0; first < rows; first += block) {
+        const long count = std::min(block, rows - first);
+        const long groups = (count + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        for (long panel = first_panel; panel < end_panel; ++panel) {
+            const float *const own = packed + panel * size;
+            const float *const added = bias ? bias + panel * PANEL : nullptr;
+            const long width = std::min<long>(PANEL, outputs - panel * PANEL);
+            for (long group = 0; group < groups; ++group) {
+                const long from = first + count * group / groups;
+                const long to = first + count * (group + 1) / groups;
+                // prefetch what is used soon of this panel, or the next panel during the last group
+                const float *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
+                multiplies.by_rows[to - from](x + from * inputs, inputs, own, added, ahead,
+                                              output + from * outputs + panel * PANEL, outputs, width);
+            }
+        }
+    }
+}
+
+// Weights in mxfp4 (`mxfp4.py`): a word holds the codes of WORD inputs for one output.
+constexpr int MX_BLOCK = 32, MX_ROWS = PRODUCT_ROWS / 2, WORD = 8;
+
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+
+inline Ints load_words(const int32_t *from) {
+    Ints words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
+}
+
+inline Ints load_bytes(const uint8_t *from) {
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints); // GCC is slow at both in one
+}
+
+inline Floats as_floats(const Ints &bits) {
+    Floats values;
+    std::memcpy(&values, &bits, sizeof values);
+    return values;
+}
+
+// The values of codes in the lowest bits: a sign, two bits of exponent and one of mantissa.
+inline Floats value_of(const Ints &codes) {
+    const float values[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+#if defined(__AVX512F__)
+    return __builtin_shuffle(load(values), codes);
+#else
+    const Ints size = codes & 7;
+#if defined(__AVX__)
+    const Floats found = __builtin_shuffle(load(values), size);
+#else
+    const Floats small = __builtin_convertvector(size, Floats) * .5f;
+    const Floats large = __builtin_convertvector((size & 1) + 2, Floats);
+    const Floats found = size < 4 ? small : size < 6 ? large : large * 2.f;
+#endif
+    Ints bits;
+    std::memcpy(&bits, &found, sizeof bits);
+    return as_floats(bits | (codes & 8) << 28);
+#endif
+}
+
+// ROWS rows of x times one panel of codes [inputs / WORD, PANEL] with exponents [inputs / MX_BLOCK, PANEL].
+template <int ROWS>
+void multiply_mx(const float *x, long inputs, const int32_t *codes, const uint8_t *exponents,
+                 const float *bias, float *output, long output_row, long width) {
+    Floats result[ROWS][PANEL_VECTORS];
+    for (int row = 0; row < ROWS; ++row)
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            result[row][part] = bias ? load(bias + part * LANES) : Floats{};
+    for (long first = 0; first < inputs; first += MX_BLOCK, exponents += PANEL) {
+        Floats sums[ROWS][PANEL_VECTORS] = {};
+        for (long from = first; from < first + MX_BLOCK; from += WORD, codes += PANEL)
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                Ints words = load_words(codes + part * LANES);
+                for (long at = from; at < from + WORD; ++at, words >>= 4) {
+                    const Floats weights = value_of(words);
+                    for (int row = 0; row < ROWS; ++row) sums[row][part] += x[row * inputs + at] * weights;
+                }
+            }
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            const Floats scale = as_floats(load_bytes(exponents + part * LANES) << 23);
+            for (int row = 0; row < ROWS; ++row) result[row][part] += sums[row][part] * scale;
+        }
+    }
+    for (int row = 0; row < ROWS; ++row)
+        std::memcpy(output + row * output_row, result[row], width * sizeof(float));
+}
+
+typedef void (*MultiplyMx)(const float *, long, const int32_t *, const uint8_t *, const float *, float *, long,
+                           long);
+
+template <int ROWS = 1> MultiplyMx mx_for(long rows) {
+    if constexpr (ROWS < MX_ROWS)
+        if (rows > ROWS) return mx_for<ROWS + 1>(rows);
+    return multiply_mx<ROWS>;
+}
+
+// Calls do_part(group, first row, first panel, end panel) for all groups that have rows, in parallel.
+template <typename Part>
+void for_groups(const int64_t *counts, long groups, long outputs, Part do_part) {
+    struct Item {
+        long group, row, first_panel, end_panel;
+    };
+    const long panels = (outputs + PANEL - 1) / PANEL;
+    const long pieces = std::min<long>(panels, omp_get_max_threads());
+    std::vector<Item> items;
+    for (long group = 0, row = 0; group < groups; row += counts[group++])
+        for (long piece = 0; counts[group] && piece < pieces; ++piece)
+            items.push_back({group, row, panels * piece / pieces, panels * (piece + 1) / pieces});
+#pragma omp parallel for schedule(dynamic, 1)
+    for (long at = 0; at < static_cast<long>(items.size()); ++at)
+        do_part(items[at].group, items[at].row, items[at].first_panel, items[at].end_panel);
+}
+
 } // namespace
 
 extern "C" {
@@ -284,39 +432,48 @@ long panel_width() { return PANEL; }
 
 void multiply_packed(const float *x, long rows, long inputs, const float *packed, const float *bias,
                      long outputs, float *output) {
-    const long panels = (outputs + PANEL - 1) / PANEL, size = inputs * PANEL;
-    const long block = std::max(1L, BLOCK_VALUES / std::max(1L, inputs) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    const long panels = (outputs + PANEL - 1) / PANEL;
 #pragma omp parallel
     {
         const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        const long first_panel = panels * thread / threads, end_panel = panels * (thread + 1) / threads;
-        for (long first = 0; first < rows; first += block) {
-            const long count = std::min(block, rows - first);
-            const long groups = (count + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
-            for (long panel = first_panel; panel < end_panel; ++panel) {
-                const float *const own = packed + panel * size;
-                const float *const added = bias ? bias + panel * PANEL : nullptr;
-                const long width = std::min<long>(PANEL, outputs - panel * PANEL);
-                for (long group = 0; group < groups; ++group) {
-                    const long from = first + count * group / groups;
-                    const long to = first + count * (group + 1) / groups;
-                    // prefetch what is used soon of this panel, or the next panel during the last group
-                    const float *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
-                    multiplies.by_rows[to - from](x + from * inputs, inputs, own, added, ahead,
-                                                  output + from * outputs + panel * PANEL, outputs, width);
-                }
+        multiply_panels(x, rows, inputs, packed, bias, outputs, panels * thread / threads,
+                        panels * (thread + 1) / threads, output);
+    }
+}
+
+void multiply_grouped(const float *x, const int64_t *counts, long groups, long inputs,
+                      const float *const *packed, const float *const *biases, long outputs, float *output) {
+    for_groups(counts, groups, outputs, [&](long group, long row, long first, long end) {
+        multiply_panels(x + row * inputs, counts[group], inputs, packed[group],
+                        biases ? biases[group] : nullptr, outputs, first, end, output + row * outputs);
+    });
+}
+
+void multiply_mxfp4(const float *x, const int64_t *counts, long groups, long inputs,
+                    const int32_t *const *codes, const uint8_t *const *exponents, const float *const *biases,
+                    long outputs, float *output) {
+    for_groups(counts, groups, outputs, [&](long group, long row, long first_panel, long end_panel) {
+        for (long panel = first_panel; panel < end_panel; ++panel) {
+            const int32_t *const own = codes[group] + panel * inputs / WORD * PANEL;
+            const uint8_t *const scales = exponents[group] + panel * inputs / MX_BLOCK * PANEL;
+            const float *const added = biases ? biases[group] + panel * PANEL : nullptr;
+            const long width = std::min<long>(PANEL, outputs - panel * PANEL);
+            for (long first = 0; first < counts[group]; first += MX_ROWS) {
+                const long from = row + first, count = std::min<long>(MX_ROWS, counts[group] - first);
+                mx_for(count)(x + from * inputs, inputs, own, scales, added,
+                              output + from * outputs + panel * PANEL, outputs, width);
             }
         }
-    }
+    });
 }
 
 int attends_to(long dim) { return attend_for(dim, 1) != nullptr; }
 
 void attend_paged(const float *query, long query_row, const float *keys, const float *values,
                   const int32_t *tables, const int32_t *spans, long count, long kv_heads, long group, long dim,
-                  long block_tokens, float *output) {
+                  long block_tokens, float scale, float cap, const float *sinks, float *output) {
     const long row = kv_heads * dim;
-    const float scale = 1 / std::sqrt(static_cast<float>(dim));
+    const Scoring scoring{scale, cap, sinks};
 #pragma omp parallel
     {
         std::vector<float> scores;
@@ -331,7 +488,7 @@ void attend_paged(const float *query, long query_row, const float *keys, const f
                 const long at = (kv_head * group + head) * dim;
                 attend_for(dim, std::min(4L, group - head))(
                     query + span[0] * query_row + at, keys + kv_head * dim, values + kv_head * dim, row, context,
-                    scale, scores.data(), padded, output + span[0] * row * group + at);
+                    scoring, kv_head * group + head, scores.data(), padded, output + span[0] * row * group + at);
             }
         }
     }
@@ -339,11 +496,12 @@ void attend_paged(const float *query, long query_row, const float *keys, const f
 
 void attend_chunk(const float *query, long query_row, const float *keys, const float *values,
                   const int32_t *table, long offset, long length, long window, long kv_heads, long group,
-                  long dim, long block_tokens, float *packed, float *output) {
+                  long dim, long block_tokens, float scale, float cap, const float *sinks, float *packed,
+                  float *output) {
     const long row = kv_heads * dim, rows = length * group, tiles = (rows + TILE - 1) / TILE;
     const Context context{table, std::max(0L, offset + 1 - window), offset + length, block_tokens};
     const long blocks = (context.end - context.first + LANES - 1) / LANES, padded = blocks * LANES;
-    const float scale = 1 / std::sqrt(static_cast<float>(dim));
+    const Scoring scoring{scale, cap, sinks};
     const AttendTile attend_rows = attend_tile_for(dim);
 #pragma omp parallel
     {
@@ -363,17 +521,18 @@ void attend_chunk(const float *query, long query_row, const float *keys, const f
                 const long token = at / group, within = (head * group + at % group) * dim;
                 const long end = offset + token + 1;
                 some[n] = {query + token * query_row + within, std::max(0L, end - window) - context.first,
-                           end - context.first, output + token * row * group + within};
+                           end - context.first, output + token * row * group + within,
+                           scoring.sink(head * group + at % group)};
             }
-            attend_rows(some, packed + head * padded * dim, values + head * dim, row, context, scale,
+            attend_rows(some, packed + head * padded * dim, values + head * dim, row, context, scoring,
                         scores.data(), padded);
         }
     }
 }
 
 void turn_and_store(float *heads, const float *cosines, const float *sines, const int64_t *slots, long count,
-                    long query_heads, long kv_heads, long dim, float *keys, float *values) {
-    const long half = dim / 2, width = (query_heads + 2 * kv_heads) * dim;
+                    long query_heads, long kv_heads, long dim, long half, float *keys, float *values) {
+    const long width = (query_heads + 2 * kv_heads) * dim;
 #pragma omp parallel for if (count * width >= PARALLEL_FROM)
     for (long token = 0; token < count; ++token) {
         float *const own = heads + token * width;

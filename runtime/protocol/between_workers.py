@@ -217,7 +217,8 @@ class KvOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class KvOpen(Message, frozen=True):
     """First frame of a KV connection after the handshake: the sender's pool and its transports.
 
-    The pool holds layers [first, end) x global KV heads [first, end) of `slots` tokens. host is equal for
+    The pool holds layers [first, end) x global KV heads [first, end) of `slots` tokens, each with `sides`
+    vectors of head_dim values: key and value, or one that is both. host is equal for
     processes that can share memory. The offers are best first. Answered by KvOpened.
     """
 
@@ -227,6 +228,7 @@ class KvOpen(Message, frozen=True):
     first_head: int
     end_head: int
     slots: int
+    sides: int
     head_dim: int
     dtype: str
     offers: tuple[KvOffer, ...]

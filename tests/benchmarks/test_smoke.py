@@ -19,6 +19,7 @@ SMALL = {
     "engine.kv_transfer": "shapes --rounds 1",
     "engine.quantised_matrix": "--formats AWQ --families llama",
     "engine.quantised_speed": "--rounds 1 --batches 1 --layers 1",
+    "engine.model_matrix": "--models llama --formats float32",
     "engine.sampler_speed": "--steps 1",
     "search.against_exact": "--clusters 2 --seed 2",
     "search.budget": "--workloads HPLD",

@@ -56,6 +56,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssConfig", MIXTURE | {"head_dim": 16}),
     "gpt-oss-without-biases": ("GptOssConfig", MIXTURE | {"head_dim": 16, "attention_bias": False}),
     "minimax-m2": ("MiniMaxM2Config", MIXTURE | {"head_dim": 16}),
+    "deepseek-v2": ("DeepseekV2Config", LATENT | {"first_k_dense_replace": 1}),
     "deepseek-v3": ("DeepseekV3Config", LATENT | {"first_k_dense_replace": 2}),
     "deepseek-shared": ("DeepseekV3Config", LATENT | {"n_shared_experts": 3, "first_k_dense_replace": 0}),
     "deepseek-direct": ("DeepseekV3Config", LATENT | {"q_lora_rank": None, "first_k_dense_replace": 7}),

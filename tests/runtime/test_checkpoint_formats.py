@@ -8,6 +8,7 @@ import pytest
 
 from cost_model.dtypes import in_formats
 from cost_model.errors import InputError
+from cost_model.models import find_model
 from hexgen2.placement import Placement
 from runtime.checkpoint import check_formats
 
@@ -85,6 +86,19 @@ def test_torch_serves_what_the_checkpoint_has(serve, planned, there):
 def test_torch_makes_no_other_format(serve, planned, there, kv, words):
     with pytest.raises(InputError, match=words):
         serve("torch", planned, there, kv)
+
+
+def test_torch_runs_the_mxfp4_of_gpt_oss(tmp_path):
+    model = find_model("gpt-oss-20b")
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    config |= {"num_hidden_layers": model.layers, "hidden_size": model.hidden, "num_experts_per_tok": 4}
+    config |= {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads}
+    config |= {"intermediate_size": model.ffn, "vocab_size": model.vocab, "num_local_experts": model.experts}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    packed = Placement.model_construct(model=in_formats(model, "mxfp4"))
+    check_formats(packed, tmp_path, "torch", "placement.json")
+    with pytest.raises(InputError, match=r"made for .*search a placement with --weights mxfp4"):
+        check_formats(Placement.model_construct(model=model), tmp_path, "torch", "placement.json")
 
 
 def test_an_emulated_fleet_has_no_weights(serve):

@@ -42,9 +42,10 @@ class Pool:
     blocks: int = 24
     dtype: torch.dtype = torch.float32
     head_dim: int = DIM
+    sides: int = 2
 
     def allocate(self) -> Any:
-        shape = CacheShape(self.part, self.head_dim, self.dtype, torch.device("cpu"))
+        shape = CacheShape(self.part, self.head_dim, self.dtype, torch.device("cpu"), sides=self.sides)
         return shared_cache(shape, self.blocks, self.block_tokens)
 
 
@@ -58,10 +59,10 @@ def cell_value(request: int, layer: int, side: int, token: int, head: int) -> in
 
 
 def rows(request: int, layers: range, tokens: range, heads: range, pool: Pool) -> torch.Tensor:
-    """The contents of a request's cells, which any worker can compute: [layers, 2, tokens, heads,
+    """The contents of a request's cells, which any worker can compute: [layers, sides, tokens, heads,
     head_dim]."""
     numbers = [
-        [[[cell_value(request, la, side, t, h) for h in heads] for t in tokens] for side in (0, 1)]
+        [[[cell_value(request, la, side, t, h) for h in heads] for t in tokens] for side in range(pool.sides)]
         for la in layers
     ]
     base = torch.tensor(numbers, dtype=torch.int32)[..., None]

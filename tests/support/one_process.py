@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from checkpoints import LAYERS
-from transformers import AutoModelForCausalLM
+from checkpoints import LAYERS, by_transformers
 
 from runtime.engine.rank import Rank
 from runtime.engine.torch.attention import make_attention
@@ -15,7 +14,7 @@ from runtime.engine.torch.attention.base import Batch
 from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.models.base import DecoderStage
-from runtime.kv_cache.pool import CacheShape, PagedCache
+from runtime.kv_cache.pool import PagedCache
 from runtime.protocol.message import StageShape
 
 CPU = torch.device("cpu")
@@ -31,8 +30,7 @@ def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Te
     """Last-token logits [prompts, vocab], with each prompt in two steps: up to token `cut`, and from there
     on."""
     blocks = -(-max(map(len, prompts)) // 4)
-    shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, CPU)
-    attention = make_attention(PagedCache(shape, blocks * len(prompts), 4))
+    attention = make_attention(PagedCache(stage.cache_shape, blocks * len(prompts), 4))
     tables = [list(range(n, blocks * len(prompts), len(prompts))) for n in range(len(prompts))]
     logits = None
     for first, end in ((0, cut), (cut, None)) if cut else ((0, None),):
@@ -51,6 +49,6 @@ def amend(folder: Path, **values: object) -> None:
 
 
 def reference(folder: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = by_transformers(folder, dtype)
     with torch.inference_mode():
         return torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])

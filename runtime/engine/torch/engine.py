@@ -16,7 +16,6 @@ from runtime.engine.torch.headwise.heads import Heads
 from runtime.engine.torch.headwise.profiling import measured
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.range_runner import RangeRunner
-from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer.memory import shared_cache
 from runtime.protocol.between_workers import HeadsProfiled, Step, StepResult
 from runtime.protocol.to_workers import Configure, Connect
@@ -48,7 +47,7 @@ class TorchEngine(RangeEngine):
         self.row_bytes = stage.spec.hidden * stage.dtype.itemsize
         self._on_gpu = device.type == "cuda"
         self._stage = stage
-        self._shape = CacheShape(stage.part, stage.spec.head_dim, stage.dtype, stage.device)
+        self._shape = stage.cache_shape
         self._heads: Heads | None = None
         if config.lanes:
             self._make_heads()

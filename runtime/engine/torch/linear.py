@@ -32,6 +32,10 @@ class Linear:
     ----------
     weight : [out, in], plain or quantised
     bias : [out]
+
+    Attributes
+    ----------
+    product : what computes it
     """
 
     product: Product
@@ -42,7 +46,7 @@ class Linear:
             return
         on_cpu, dtype = weight.device.type == "cpu", weight.dtype
         if native.serves(dtype, weight.device):
-            self.product = in_panels(weight, bias)
+            self.product = Panels(weight, bias)
         elif on_cpu and weight.numel() > _SMALL and dtype in _PACKABLE and _onednn_works(dtype):
             self.product = by_onednn(weight, bias)
         else:
@@ -59,11 +63,21 @@ class SideBySide(Linear):
         self.product = lambda x: torch.cat([part(x) for part in parts], dim=1)
 
 
-def in_panels(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+class Panels:
     """By our own kernel, which `native.serves` must allow."""
-    outputs, packed = len(weight), native.pack(weight)
-    added = None if bias is None else native.pack_bias(bias)
-    return lambda x: native.linear(x.contiguous(), packed, added, outputs)
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.outputs, self.packed = len(weight), native.pack(weight)
+        self.bias = None if bias is None else native.pack_bias(bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return native.linear(x.contiguous(), self.packed, self.bias, self.outputs)
+
+    @staticmethod
+    def grouped(panels: Sequence[Panels]) -> native.Grouped:
+        """One product for all, each with rows of its own."""
+        biases = [each.bias for each in panels if each.bias is not None]
+        return native.Grouped([each.packed for each in panels], biases, panels[0].outputs)
 
 
 def by_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from cost_model.config import text_part
+from cost_model.config_keys import ConfigKeys
 from cost_model.errors import InputError
 
 _INDEX = "model.safetensors.index.json"
@@ -20,6 +22,7 @@ _SINGLE = "model.safetensors"
 _REMEDY = "download the checkpoint again"
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of tensors that are not quantised, in safetensors' names."""
+_WITH_TEXT_PART = ("gemma3",)  # models that also see, of which the engine runs the text part
 _CHUNK_BYTES = 16 << 20
 _LARGE_BYTES = 1 << 20
 
@@ -40,6 +43,8 @@ class CheckpointConfig:
     def load(cls, folder: str) -> CheckpointConfig:
         path = Path(folder, "config.json")
         values = _read_json(path, "name a folder with a Hugging Face checkpoint")
+        if values.get("model_type") in _WITH_TEXT_PART:
+            values = text_part(ConfigKeys(values, str(path))).raw
         return cls(str(path), values)
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
@@ -132,8 +137,8 @@ class Checkpoint:
         columns: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         """A tensor, or the slice [rows first:end, columns first:end] of it; see `read_into`."""
-        cuts = (rows, columns)[: len(shape)]
-        sizes = (cut[1] - cut[0] if cut else size for cut, size in zip(cuts, shape, strict=True))
+        cuts = (rows, columns, *([None] * len(shape)))
+        sizes = (cut[1] - cut[0] if cut else size for cut, size in zip(cuts, shape, strict=False))
         target = self.empty(*sizes)
         self.read_into(target, name, shape, rows, columns)
         return target

@@ -56,7 +56,7 @@ class CudaIpc(Transport):
             raise Unavailable(f"the sender's memory can't be opened: {error}") from error
         size = (
             opening.end_layer - opening.first_layer,
-            2,
+            opening.sides,
             opening.slots,
             opening.end_head - opening.first_head,
             opening.head_dim,
@@ -80,7 +80,7 @@ class _Incoming(Incoming):
         if arrival is None:
             return
         runs, opening = checked_runs(header, self._opening), self._opening
-        for piece in pieces(header, _PIECE_BYTES):
+        for piece in pieces(header, opening.sides, _PIECE_BYTES):
             part = _source_part(header, piece, opening)
             at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
             source = torch.from_numpy(runs.between(at, end).slots())

@@ -108,7 +108,7 @@ class _Incoming(Incoming):
         self._connection, self._opening, self._theirs = connection, opening, theirs
         self._deadline_s = deadline_s
         self._staging = Staging(cache, _PIECE_BYTES, cache.pool.device)
-        head_bytes = cache.shape.bytes_per_token_cell // 2
+        head_bytes = cache.shape.bytes_per_token_cell // opening.sides
         self._head_bytes = head_bytes
         self._row_bytes = (opening.end_head - opening.first_head) * head_bytes
         self._is_whole = True
@@ -124,7 +124,7 @@ class _Incoming(Incoming):
         if arrival is None:
             return
         runs = checked_runs(header, self._opening)
-        for piece in pieces(header, _PIECE_BYTES):
+        for piece in pieces(header, self._opening.sides, _PIECE_BYTES):
             at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
             self._read(*self._places(header, piece, runs.between(at, end)))
             require_open(self._connection)
@@ -150,8 +150,8 @@ class _Incoming(Incoming):
         else:
             starts = runs.slots().astype(np.uint64)
             counts = np.ones_like(starts)
-        first_side = 2 * (piece.first_layer - opening.first_layer) + piece.first_side
-        end_side = 2 * (piece.end_layer - 1 - opening.first_layer) + piece.end_side
+        first_side = opening.sides * (piece.first_layer - opening.first_layer) + piece.first_side
+        end_side = opening.sides * (piece.end_layer - 1 - opening.first_layer) + piece.end_side
         sides = np.arange(first_side, end_side, dtype=np.uint64)[:, None] * np.uint64(opening.slots)
         offsets = (sides + starts) * np.uint64(self._row_bytes)
         offsets += np.uint64((header.first_head - opening.first_head) * self._head_bytes)

@@ -44,10 +44,11 @@ class SharedMemory(Transport):
         part = Part(opening.first_layer, opening.end_layer, opening.first_head, opening.end_head)
         head_bytes = opening.head_dim * self.cache.shape.dtype.itemsize
         try:
-            memory = map_pool(handle, 2 * part.cells * opening.slots * head_bytes)
+            memory = map_pool(handle, opening.sides * part.cells * opening.slots * head_bytes)
         except (OSError, ValueError) as error:
             raise Unavailable(f"the sender's memory can't be opened: {error}") from error
-        return _Incoming(connection, self.cache, opening, Rows(memory, part, opening.slots, head_bytes))
+        theirs = Rows(memory, part, opening.sides, opening.slots, head_bytes)
+        return _Incoming(connection, self.cache, opening, theirs)
 
 
 class _Incoming(Incoming):
@@ -59,7 +60,7 @@ class _Incoming(Incoming):
         if arrival is None:
             return
         source_runs = checked_runs(header, self._opening)
-        for piece in token_pieces(header, _PIECE_BYTES):
+        for piece in token_pieces(header, self._opening.sides, _PIECE_BYTES):
             at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
             ours, theirs = self._ours.of(header, piece), self._theirs.of(header, piece)
             runs = arrival.runs(piece.first_token, piece.end_token)

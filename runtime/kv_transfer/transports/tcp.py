@@ -28,7 +28,7 @@ class Tcp(Transport):
 
 class _Outgoing(Outgoing):
     def __init__(self, connection: Connection, cache: PagedCache) -> None:
-        self._connection, self._staging = connection, Staging(cache)
+        self._connection, self._staging, self._sides = connection, Staging(cache), cache.shape.sides
 
     def send(self, header: KvSlice, runs: Runs) -> None:
         frame = memoryview(encode(header))
@@ -36,14 +36,14 @@ class _Outgoing(Outgoing):
             self._connection.send_buffers([frame, *views])
             return
         self._connection.send_buffers([frame])
-        for piece in pieces(header):
+        for piece in pieces(header, self._sides):
             part = runs.between(piece.first_token - header.first_token, piece.end_token - header.first_token)
             self._connection.send_buffers([self._staging.load(header, piece, part).numpy().data])
 
 
 class _Incoming(Incoming):
     def __init__(self, connection: Connection, cache: PagedCache) -> None:
-        self._connection, self._staging = connection, Staging(cache)
+        self._connection, self._staging, self._sides = connection, Staging(cache), cache.shape.sides
 
     def receive(self, header: KvSlice, arrival: KvArrival | None) -> None:
         if arrival is None:
@@ -65,7 +65,7 @@ class _Incoming(Incoming):
             return
 
     def _receive_staged(self, header: KvSlice, arrival: KvArrival) -> None:
-        for piece in pieces(header):
+        for piece in pieces(header, self._sides):
             self._connection.receive_into(self._staging.room(piece).numpy().data)
             with arrival.writing() as is_open:
                 if is_open:

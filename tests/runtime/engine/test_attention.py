@@ -5,42 +5,60 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from runtime import native
-from runtime.engine.torch.attention import make_attention
-from runtime.engine.torch.attention.base import Batch
+from runtime.engine.torch.attention import make_attention, weighted
+from runtime.engine.torch.attention.base import Batch, Scoring
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import CacheShape, PagedCache
 from runtime.kv_transfer.slices import Runs
 
 BLOCK, BLOCKS = 4, 64
 SIZES = [(6, 2, 8), (6, 2, 16), (10, 1, 64), (4, 4, 80)]  # heads, KV heads, head size
+SINKS = torch.linspace(-3, 3, 10)
+SCORINGS = {
+    "plain": Scoring(),
+    "window of one": Scoring(1),
+    "window of 3": Scoring(3),
+    "wide window": Scoring(100),
+    "scale": Scoring(scale=0.7),
+    "cap": Scoring(scale=2.0, cap=1.5),
+    "sinks": Scoring(sinks=SINKS),
+    "everything": Scoring(5, 0.4, 0.9, SINKS),
+}
 
 
 @pytest.fixture(params=["compiled", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if request.param == "torch":
         monkeypatch.setattr(native, "serves", lambda dtype, device: False)
+        monkeypatch.setattr(weighted, "_SCORES", 100)
     elif not native.serves(torch.float32, torch.device("cpu")):
         assert shutil.which("g++") is None, "installed without compiled kernels, which g++ can build"
         pytest.skip("neither compiled kernels nor a compiler")
     yield
 
 
-def softmax_attention(query, keys, values, window):
+def softmax_attention(query, keys, values, scoring):
     """Attention of one token: query [heads, dim] over keys and values [context, kv_heads, dim], in
     float64."""
     query, keys, values = query.double(), keys.double(), values.double()
-    reach = min(len(keys), window or len(keys))
+    reach = min(len(keys), scoring.window or len(keys))
+    scale = query.shape[1] ** -0.5 if scoring.scale is None else scoring.scale
     answer = torch.empty(query.shape, dtype=torch.float64)
     for head in range(len(query)):
         kv = head // (len(query) // keys.shape[1])
-        scores = keys[-reach:, kv] @ query[head] / query.shape[1] ** 0.5
-        answer[head] = scores.softmax(0) @ values[-reach:, kv]
+        weights = keys[-reach:, kv] @ query[head] * scale
+        if scoring.cap is not None:
+            weights = scoring.cap * (weights / scoring.cap).tanh()
+        weights = weights.exp()
+        rest = 0 if scoring.sinks is None else scoring.sinks[head].double().exp()
+        answer[head] = weights / (weights.sum() + rest) @ values[-reach:, kv]
     return answer.flatten()
 
 
@@ -58,11 +76,14 @@ def random_batches(seed: int):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("seed", range(12))
-def test_ragged_batches_attend_to_all_before_them(seed: int, window: int | None) -> None:
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("seed", range(8))
+def test_ragged_batches_attend_to_all_before_them(seed: int, scoring: str) -> None:
     torch.manual_seed(seed)
     heads, kv_heads, dim = SIZES[seed % len(SIZES)]
+    how = SCORINGS[scoring]
+    if how.sinks is not None:
+        how = replace(how, sinks=how.sinks[:heads].contiguous())
     shape = CacheShape(Part(2, 4, 0, kv_heads), dim, torch.float32, torch.device("cpu"))
     cache = PagedCache(shape, BLOCKS, BLOCK)
     cache.pool.fill_(torch.nan)
@@ -84,13 +105,13 @@ def test_ragged_batches_attend_to_all_before_them(seed: int, window: int | None)
         rows = torch.cat([data[n][done[n] : done[n] + count] for n, count in zip(live, counts, strict=True)])
         query, key, value = rows[:, 0], rows[:, 1, :kv_heads], rows[:, 2, :kv_heads]
         attention.store(key, value, 3, batch)
-        answer = attention.attend(query, key, value, 3, batch, window)
+        answer = attention.attend(query, key, value, 3, batch, how)
         row = 0
         for n, count in zip(live, counts, strict=True):
             for token in range(done[n], done[n] + count):
                 seen = data[n][: token + 1]
                 expected = softmax_attention(
-                    data[n][token, 0], seen[:, 1, :kv_heads], seen[:, 2, :kv_heads], window
+                    data[n][token, 0], seen[:, 1, :kv_heads], seen[:, 2, :kv_heads], how
                 )
                 torch.testing.assert_close(answer[row].double(), expected, atol=1e-5, rtol=1e-5)
                 assert batch.positions[row] == token

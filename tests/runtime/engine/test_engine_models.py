@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,20 @@ from checkpoints import (
     LAYERS,
     VOCAB,
     WRITERS,
+    write_deepseek_v2,
+    write_deepseek_v3,
+    write_gemma2,
+    write_gemma3,
+    write_gpt_oss,
+    write_gpt_oss_mxfp4,
     write_llama,
     write_mistral,
     write_mixtral,
     write_opt,
+    write_phi3,
     write_qwen2,
     write_qwen3,
+    write_qwen3_moe,
 )
 from one_process import CPU, PROMPTS, amend, reference, run, whole_model
 from safetensors.torch import load_file, save_file
@@ -46,6 +55,13 @@ DEEPSEEK_YARN = {
     "beta_slow": 2,
     "truncate": False,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [9.0] * 4,
+    "original_max_position_embeddings": 128,
+}
 VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "llama": (write_llama, {}),
     "llama, tied": (write_llama, {"tied": True}),
@@ -60,9 +76,56 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "llama, yarn": (write_llama, {"rope_parameters": YARN, "head_dim": 32}),
     "llama, yarn with mscale": (write_llama, {"rope_parameters": DEEPSEEK_YARN, "head_dim": 32}),
     "llama, yarn with factor": (write_llama, {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "deepseek_v2": (write_deepseek_v2, {}),
+    "deepseek_v2, lite": (
+        write_deepseek_v2,
+        {
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": {**DEEPSEEK_YARN, "mscale": 1.1},
+        },
+    ),
+    "deepseek_v3": (write_deepseek_v3, {}),
+    "deepseek_v3, direct queries": (
+        write_deepseek_v3,
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False, "n_shared_experts": 2},
+    ),
+    "deepseek_v3, yarn": (
+        write_deepseek_v3,
+        {"rope_parameters": DEEPSEEK_YARN, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
+    "gemma2": (write_gemma2, {}),
+    "gemma2, tied": (write_gemma2, {"tied": True, "attn_logit_softcapping": None}),
+    "gemma2, no cap": (write_gemma2, {"final_logit_softcapping": None, "sliding_window": 1}),
+    "gemma3": (write_gemma3, {}),
+    "gemma3, scaled": (
+        write_gemma3,
+        {
+            "tied": True,
+            "final_logit_softcapping": 9.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+            },
+        },
+    ),
+    "gpt_oss": (write_gpt_oss, {}),
+    "gpt_oss, mxfp4": (write_gpt_oss_mxfp4, {}),
+    "gpt_oss, all": (
+        write_gpt_oss,
+        {"num_experts_per_tok": 4, "attention_bias": False, "tied": True, "swiglu_alpha": 1.0},
+    ),
     "mistral": (write_mistral, {}),
     "mistral, no window": (write_mistral, {"sliding_window": None}),
     "mistral, window of one": (write_mistral, {"sliding_window": 1}),
+    "phi3": (write_phi3, {}),
+    "phi3, window": (write_phi3, {"sliding_window": 7, "tied": True}),
+    "phi3, longrope": (
+        write_phi3,
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
+    ),
     "qwen2": (write_qwen2, {}),
     "qwen2, no window": (write_qwen2, {"use_sliding_window": False}),
     "qwen2, yarn": (write_qwen2, {"rope_parameters": YARN, "tied": True}),
@@ -73,6 +136,12 @@ VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "qwen3": (write_qwen3, {}),
     "qwen3, tied": (write_qwen3, {"tied": True, "attention_bias": True}),
     "qwen3, window": (write_qwen3, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen3_moe": (write_qwen3_moe, {}),
+    "qwen3_moe, other layers": (
+        write_qwen3_moe,
+        {"mlp_only_layers": None, "decoder_sparse_step": 2, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "qwen3_moe, window": (write_qwen3_moe, {"use_sliding_window": True, "sliding_window": 5}),
     "mixtral": (write_mixtral, {}),
     "mixtral, one of three": (write_mixtral, {"num_local_experts": 3, "num_experts_per_tok": 1}),
     "mixtral, all": (write_mixtral, {"num_experts_per_tok": 4, "sliding_window": 11}),
@@ -102,8 +171,15 @@ def test_every_variant_gives_the_reference_logits(tmp_path: Path, variant: str) 
 @pytest.mark.parametrize("family", WRITERS)
 def test_the_cost_model_counts_what_the_engine_loads(tmp_path: Path, family: str) -> None:
     folder = WRITERS[family](tmp_path / "model")
-    architecture = architecture_from_folder(folder)
-    assert whole_model(folder).checkpoint.bytes_read == 4 * architecture.total_params
+    architecture, stage = architecture_from_folder(folder), whole_model(folder)
+    assert stage.checkpoint.bytes_read == 4 * architecture.total_params
+    cells = stage.cache_shape.part.cells * stage.cache_shape.bytes_per_token_cell
+    assert cells == architecture.kv_bytes_per_token
+
+
+def test_packed_experts_have_the_bytes_that_the_cost_model_counts(tmp_path: Path) -> None:
+    folder = write_gpt_oss_mxfp4(tmp_path / "model")
+    assert whole_model(folder).checkpoint.bytes_read == architecture_from_folder(folder).total_bytes
 
 
 @pytest.mark.parametrize(
@@ -152,6 +228,7 @@ OPTIONAL = (
     "sliding_window",
     "use_sliding_window",
     "max_window_layers",
+    "norm_topk_prob",
 )
 
 
@@ -163,6 +240,28 @@ def test_what_a_file_leaves_out_is_the_familys_default(tmp_path: Path, family: s
         torch.testing.assert_close(
             run(whole_model(folder), PROMPTS), reference(folder, PROMPTS), rtol=1e-4, atol=1e-4
         )
+
+
+def test_longrope_limits_sequences_to_the_trained_length(tmp_path: Path) -> None:
+    folder = write_phi3(tmp_path / "model", rope_parameters=LONGROPE, original_max_position_embeddings=128)
+    assert whole_model(folder).spec.position_limit == 128
+    expected = reference(folder, PROMPTS)
+    old = {"type": "su", "short_factor": LONGROPE["short_factor"], "long_factor": LONGROPE["long_factor"]}
+    amend(folder, rope_parameters=None, rope_theta=500.0, rope_scaling=old)
+    with torch.inference_mode():
+        torch.testing.assert_close(run(whole_model(folder), PROMPTS), expected)
+    for partial in (0.4, 2.0, "half"):
+        amend(folder, partial_rotary_factor=partial)
+        with pytest.raises(InputError, match="partial_rotary_factor"):
+            whole_model(folder)
+
+
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    folder = write_deepseek_v3(tmp_path / "model", n_group=1, topk_group=1)
+    expected = reference(folder, PROMPTS)
+    amend(folder, model_type="kimi_k2")
+    with torch.inference_mode():
+        torch.testing.assert_close(run(whole_model(folder), PROMPTS), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_scaling_in_the_words_of_older_files(tmp_path: Path) -> None:
@@ -203,6 +302,18 @@ def test_names_without_prefix_are_found(tmp_path: Path) -> None:
         assert torch.equal(run(whole_model(tmp_path / "bare"), PROMPTS), run(whole_model(folder), PROMPTS))
 
 
+def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
+    folder = write_gemma3(tmp_path / "model")
+    expected = reference(folder, PROMPTS)
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file({**renamed, "vision_tower.weight": torch.ones(3)}, folder / "model.safetensors")
+    with torch.inference_mode():
+        torch.testing.assert_close(run(whole_model(folder), PROMPTS), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
@@ -213,6 +324,9 @@ def test_names_without_prefix_are_found(tmp_path: Path) -> None:
         ("opt", "hidden_size", "many"),
         ("llama", "hidden_act", "gelu"),
         ("llama", "quantization_config", {"bits": 4}),
+        ("llama", "quantization_config", {"quant_method": "mxfp4"}),
+        ("gpt_oss", "quantization_config", {"quant_method": "awq"}),
+        ("gpt_oss", "quantization_config", "mxfp8"),
         ("llama", "num_key_value_heads", 3),
         ("llama", "head_dim", 7),
         ("llama", "model_type", "gemma"),
@@ -223,12 +337,25 @@ def test_names_without_prefix_are_found(tmp_path: Path) -> None:
         ("llama", "rope_parameters", {"rope_type": "linear", "factor": "x"}),
         ("llama", "rope_parameters", {"rope_type": "longrope"}),
         ("mistral", "layer_types", ["full_attention"] * LAYERS),
+        ("phi3", "rope_parameters", {"rope_type": "longrope", "short_factor": [1.0]}),
         ("mistral", "sliding_window", -1),
         ("mistral", "num_key_value_heads", None),
         ("qwen2", "layer_types", ["full_attention"]),
         ("qwen3", "layer_types", ["sliding_attention"] * LAYERS),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v3", "n_group", 3),
+        ("deepseek_v3", "attention_bias", True),
+        ("deepseek_v3", "kv_lora_rank", None),
+        ("gemma2", "hidden_activation", "gelu"),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma2", "attn_logit_softcapping", -1.0),
+        ("gemma3", "layer_types", ["chunked_attention"] * LAYERS),
+        ("gemma3", "rope_parameters", {"sliding_attention": {"rope_type": "odd"}}),
         ("mixtral", "num_experts_per_tok", 5),
         ("mixtral", "num_local_experts", None),
+        ("qwen3_moe", "num_experts_per_tok", 7),
+        ("qwen3_moe", "mlp_only_layers", 3),
     ],
 )
 def test_a_config_that_is_not_computed_is_refused(
@@ -254,7 +381,7 @@ def test_unknown_rope_and_dtype_name_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="float32, float16, bfloat16"):
         whole_model(folder, "int3")
     amend(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    with pytest.raises(InputError, match="default, linear, llama3, yarn"):
+    with pytest.raises(InputError, match="default, linear, llama3, longrope, yarn"):
         whole_model(folder)
 
 

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import LAYERS, VOCAB, WRITERS, greedy, write_llama, write_mixtral, write_opt
+from checkpoints import (
+    LAYERS,
+    VOCAB,
+    WRITERS,
+    greedy,
+    write_gpt_oss_mxfp4,
+    write_llama,
+    write_mixtral,
+    write_opt,
+)
 from engine_harness import Cluster, Shape
 from stage_shapes import replica_cells
 
@@ -149,18 +158,41 @@ def test_a_colocated_replica_gives_the_reference_tokens(
         assert cluster.finish(f"colocated {shape} {number}").tokens == expected
 
 
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "mixtral, 3 experts", "qwen2", "qwen3"])
-def test_further_families_give_the_reference_tokens(tmp_path: Path, family: str) -> None:
-    """Two ranks hold whole experts each; three ranks each hold columns of all experts."""
+FURTHER = [
+    "mistral",
+    "mixtral",
+    "mixtral, 3 experts",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt_oss",
+    "gpt_oss, mxfp4",
+    "deepseek_v2",
+    "deepseek_v3",
+]
+EVERY_SHAPE = pytest.param(tuple(SHAPES), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("shapes", [("tp2-tp1", "pp2"), EVERY_SHAPE], ids="-".join)
+@pytest.mark.parametrize("family", FURTHER)
+def test_further_families_give_the_reference_tokens(
+    tmp_path: Path, family: str, shapes: tuple[str, ...]
+) -> None:
+    """Of experts, two ranks hold whole ones each if their number is even; otherwise columns of all."""
     folder = tmp_path / "model"
     if family in WRITERS:
         WRITERS[family](folder)
+    elif family == "gpt_oss, mxfp4":
+        write_gpt_oss_mxfp4(folder)
     else:
         write_mixtral(folder, num_local_experts=3)
     expected = greedy(folder, prompts(), TOKENS)
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
-    shapes = {name: SHAPES[name] for name in ("tp2-tp1", "pp2")}
-    with Cluster(folder, shapes, **{**CRAMPED, "kv_budget_tokens": 20_000}) as cluster:
+    replicas = {name: SHAPES[name] for name in shapes}
+    with Cluster(folder, replicas, **{**CRAMPED, "kv_budget_tokens": 20_000}) as cluster:
         for source, target in product(shapes, shapes):
             for number, prompt in enumerate(prompts()):
                 cluster.submit(f"{source}>{target}#{number}", prompt, sampling, source, target)

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from instructions import BUILDS
 
 from runtime import native
+from runtime.engine.torch import mxfp4
 
 ROWS = [1, 7, 300]
+HEADS = [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128), (5, 1, 576)]
 
 
 @pytest.fixture(params=BUILDS, autouse=True)
@@ -42,6 +44,38 @@ def test_products(outputs: int, inputs: int, rows: int, biased: bool) -> None:
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-6 * inputs)
     alone = torch.cat([native.linear(row.unsqueeze(0), *packed) for row in x])
     assert torch.equal(result, alone), "a row's result depends on the others"
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("counts", [[3], [0, 1, 40, 0], [2, 0, 0, 300, 1]])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 100), (200, 700)])
+def test_grouped_products(outputs: int, inputs: int, counts: list[int], biased: bool) -> None:
+    torch.manual_seed(outputs)
+    x, weights = torch.randn(sum(counts), inputs), torch.randn(len(counts), outputs, inputs)
+    packed = [native.pack(weight) for weight in weights]
+    biases = [native.pack_bias(bias) for bias in torch.randn(len(counts), outputs)] if biased else []
+    parts = zip(x.split(counts), packed, biases or [None] * len(counts), strict=True)
+    each = torch.cat([native.linear(rows, weight, bias, outputs) for rows, weight, bias in parts])
+    assert torch.equal(native.Grouped(packed, biases, outputs)(x, counts), each)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("counts", [[1], [0, 7, 40, 0]])
+@pytest.mark.parametrize(("outputs", "blocks"), [(1, 1), (33, 3), (200, 20)])
+def test_products_with_mxfp4(outputs: int, blocks: int, counts: list[int], biased: bool) -> None:
+    torch.manual_seed(outputs)
+    codes = torch.randint(0, 256, (len(counts), outputs, blocks, 16), dtype=torch.uint8)
+    scales = torch.randint(120, 130, (len(counts), outputs, blocks), dtype=torch.uint8)
+    biases = torch.randn(len(counts), outputs) if biased else [None] * len(counts)
+    x = torch.randn(sum(counts), 32 * blocks)
+    parts = list(zip(codes, scales, biases, strict=True))
+    result = mxfp4.Mxfp4Panels.grouped([mxfp4.Mxfp4Panels(*part) for part in parts])(x, counts)
+    pairs = zip(parts, x.split(counts), strict=True)
+    expected = torch.cat([mxfp4.Expanding(*part)(rows) for part, rows in pairs])
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-3)
+    alone = mxfp4.Mxfp4Panels(*parts[1 % len(parts)])
+    rows = x[counts[0] :] if len(counts) > 1 else x
+    assert torch.equal(alone(rows[:1]), result[len(x) - len(rows) :][:1]), "a row's result depends on others"
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -71,17 +105,19 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("queries", "kv_heads", "dim"), [(4, 2, 16), (3, 3, 10), (7, 1, 64)])
-def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int) -> None:
-    """Pairs are complex numbers that rotate by an angle."""
+@pytest.mark.parametrize(
+    ("queries", "kv_heads", "dim", "turns"), [(4, 2, 16, 16), (3, 3, 10, 6), (7, 1, 64, 64)]
+)
+def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int, turns: int) -> None:
+    """Pairs are complex numbers that rotate by an angle; the last values of a head may stay."""
     torch.manual_seed(rows)
     heads = torch.randn(rows, queries + 2 * kv_heads, dim)
-    angles = torch.randn(rows, dim // 2) * 5
+    angles = torch.randn(rows, turns // 2) * 5
     slots = torch.randperm(rows + 9)[:rows]
     cache = torch.full((2, rows + 9, kv_heads, dim), torch.nan)
     wide = copy.deepcopy(heads).double()
-    pairs = torch.complex(*wide.chunk(2, dim=-1)) * torch.exp(1j * angles.double()).unsqueeze(1)
-    turned = torch.cat((pairs.real, pairs.imag), dim=-1)
+    pairs = torch.complex(*wide[..., :turns].chunk(2, dim=-1)) * torch.exp(1j * angles.double()).unsqueeze(1)
+    turned = torch.cat((pairs.real, pairs.imag, wide[..., turns:]), dim=-1)
     native.turn_and_store(heads, angles.cos(), angles.sin(), slots, *cache)
     key_heads = slice(queries, queries + kv_heads)
     torch.testing.assert_close(heads[:, :queries].double(), turned[:, :queries], rtol=1e-5, atol=1e-5)
@@ -91,7 +127,7 @@ def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int) -
 
 
 @pytest.mark.parametrize("spread", [1.0, 100.0])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 def test_attention_of_many_tokens(heads: int, kv_heads: int, dim: int, spread: float) -> None:
     """Contexts of one to many blocks, with uniform weights, and with all weight on one token."""
     torch.manual_seed(dim)
@@ -113,7 +149,7 @@ def test_attention_of_many_tokens(heads: int, kv_heads: int, dim: int, spread: f
 
 @pytest.mark.parametrize("window", [None, 1, 20, 1000])
 @pytest.mark.parametrize("offset", [0, 5, 150])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 def test_attention_of_prompts(heads: int, kv_heads: int, dim: int, offset: int, window: int | None) -> None:
     """Each token of a chunk sees itself and the tokens before it, within the window."""
     torch.manual_seed(offset)

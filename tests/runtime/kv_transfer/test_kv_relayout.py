@@ -25,17 +25,18 @@ def whole_replicas_agree(
     block_tokens: tuple[int, int] = (4, 4),
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    sides: int = 2,
 ) -> None:
     """Move two requests at once between replicas of any shape, and check the contents of all blocks."""
     froms, tos, end = stages("p", source), stages("d", destination), chunks[-1]
     names = [worker for stage in tos for worker in stage.workers]
-    pools = [Pool(held(tos, name, kv_heads), block_tokens[1], 80, dtype) for name in names]
+    pools = [Pool(held(tos, name, kv_heads), block_tokens[1], 80, dtype, sides=sides) for name in names]
     receivings = {name: Receiving(name, pool) for name, pool in zip(names, pools, strict=True)}
     peers = {name: receiving.address for name, receiving in receivings.items()}
     sendings = []
     to_first = scattered(seed + 3, pools[0], end)
     to_second = scattered(seed + 4, pools[0], end, to_first)
-    from_pool = Pool(WHOLE, block_tokens[0], 80, dtype)
+    from_pool = Pool(WHOLE, block_tokens[0], 80, dtype, sides=sides)
     from_first = scattered(seed + 1, from_pool, end)
     from_second = scattered(seed + 2, from_pool, end, from_first)
     try:
@@ -43,7 +44,7 @@ def whole_replicas_agree(
             receiving.receiver.expect("first", to_first, first_token, end)
             receiving.receiver.expect("second", to_second, first_token, end)
         for worker in (worker for stage in froms for worker in stage.workers):
-            pool = Pool(held(froms, worker, kv_heads), block_tokens[0], 80, dtype)
+            pool = Pool(held(froms, worker, kv_heads), block_tokens[0], 80, dtype, sides=sides)
             sending = Sending(worker, pool, peers, transport=transport)
             sendings.append(sending)
             fill(sending.cache, pool, 1, from_first, end)
@@ -86,6 +87,13 @@ SHAPES = {
 def test_any_shape_to_any_shape(shape: str, transport: str, block_tokens: tuple[int, int]) -> None:
     source, destination, kv_heads = SHAPES[shape]
     whole_replicas_agree(source, destination, kv_heads, 5, [6, 17, 31], transport, block_tokens)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("nixl", marks=needs_nixl)])
+def test_latents_that_every_rank_holds(transport: str) -> None:
+    """One vector for each token and layer, which is key and value, as in multi-head latent attention."""
+    source, destination = [(2, 0, 1), (1, 1, 3)], [(1, 0, 2), (4, 2, 3)]
+    whole_replicas_agree(source, destination, 1, 5, [6, 17, 31], transport, (4, 3), sides=1)
 
 
 @needs_nixl

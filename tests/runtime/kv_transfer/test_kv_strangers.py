@@ -47,6 +47,7 @@ def opening(*offers: KvOffer, head_dim: int = DIM, dtype: str = "torch.float32")
         first_head=0,
         end_head=4,
         slots=96,
+        sides=2,
         head_dim=head_dim,
         dtype=dtype,
         offers=offers,

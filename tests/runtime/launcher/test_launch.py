@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from cost_model.errors import InputError
 from cost_model.families import FAMILIES as READERS
 from cost_model.hardware import interconnect_link
 from cost_model.models import find_model
+from hexgen2.attention_workers import AttentionWorker
 from hexgen2.replica import EngineSettings, Replica
 from runtime.checkpoint import TORCH_FAMILIES, check_family
 from runtime.kv_transfer.transports.registry import AUTO, transport_names
@@ -180,11 +182,24 @@ def test_ctrl_c_while_starting(launch):
 def test_models_that_only_vllm_runs_are_refused_by_the_torch_engine(model_folder):
     placement = make_placement(model_folder)
     check_family(placement, "torch", "p.json")
-    mixture = placement.model_copy(update={"model": find_model("gpt-oss-20b")})
-    with pytest.raises(InputError, match=r"p\.json: model\.family: .*gpt_oss.*--engine vllm"):
+    mixture = placement.model_copy(update={"model": find_model("minimax-m2.5")})
+    with pytest.raises(InputError, match=r"p\.json: model\.family: .*minimax_m2.*--engine vllm"):
         check_family(mixture, "torch", "p.json")
     for engine in ("vllm", "emulated"):
         check_family(mixture, engine, "p.json")
+
+
+def test_attention_workers_are_refused_where_scores_become_weights_otherwise(model_folder):
+    placement = make_placement(model_folder)
+    workers = [AttentionWorker(gpu="a/0", replica="r", kv_shares=[1.0])]
+    for family, refused in (("gemma2", True), ("gemma3", False), ("deepseek_v3", True)):
+        model = placement.model.model_copy(update={"family": family})
+        check_family(placement.model_copy(update={"model": model}), "torch", "p.json")
+        update = {"model": model, "attention_workers": workers}
+        with (
+            pytest.raises(InputError, match="attention workers do not compute") if refused else nullcontext()
+        ):
+            check_family(placement.model_copy(update=update), "torch", "p.json")
 
 
 @pytest.mark.parametrize(

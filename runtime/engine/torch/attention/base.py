@@ -36,6 +36,27 @@ class Part(NamedTuple):
     table: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scoring:
+    """Which tokens a token of a layer attends to, and how their scores become weights.
+
+    Attributes
+    ----------
+    window : a token attends to the last `window` tokens, including itself; None: to all
+    scale : of scores; None: head_dim ** -0.5
+    cap : scores are squeezed into (-cap, cap), as cap x tanh(score / cap); None: they stay as they are
+    sinks : for each query head one more score, whose weight goes to no value, [heads]; None: there are none
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    cap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+PLAIN = Scoring()
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The tokens of one step, sequence after sequence.
@@ -120,12 +141,12 @@ class LayerAttention(ABC):
 
     In each layer a model first stores keys and values, with `store` or `rotate_and_store`, then attends.
     Layer numbers are global; heads are those of this worker. `heads` is a multiple of `kv_heads`:
-    query head h attends to KV head h // (heads // kv_heads). Scores are scaled by head_dim ** -0.5. All
-    tensors have the dtype and device of the cache.
+    query head h attends to KV head h // (heads // kv_heads). All tensors have the dtype and
+    device of the cache, but sinks, which are float32.
 
     Attributes
     ----------
-    cache : the blocks that a batch names, [layers, 2, slots, kv_heads, head_dim]; keys first, then values
+    cache : the blocks that a batch names, [layers, sides, slots, kv_heads, head_dim]; keys first, then values
     """
 
     def __init__(self, cache: PagedCache) -> None:
@@ -153,7 +174,7 @@ class LayerAttention(ABC):
         value: torch.Tensor,
         layer: int,
         batch: Batch,
-        window: int | None = None,
+        scoring: Scoring = PLAIN,
     ) -> torch.Tensor:
         """Attend from each token of the batch to all tokens of its sequence up to and including itself.
 
@@ -161,7 +182,6 @@ class LayerAttention(ABC):
         ----------
         query : [total, heads, head_dim]
         key, value : [total, kv_heads, head_dim], which the cache holds already
-        window : a token attends to the last `window` tokens, including itself; None: to all
 
         Returns
         -------
@@ -192,13 +212,14 @@ class Attention(LayerAttention):
         """
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int, batch: Batch) -> None:
-        keys, values = self.cache.layer(layer)
+        keys, values = self.cache.keys_values(layer)
         keys.index_copy_(0, batch.slots, key)
-        values.index_copy_(0, batch.slots, value)
+        if self.cache.shape.sides > 1:
+            values.index_copy_(0, batch.slots, value)
 
     def rotate_and_store(self, heads: torch.Tensor, rotary: Rotary, layer: int, batch: Batch) -> None:
         if self._compiled:
-            cached = self.cache.layer(layer)
+            cached = self.cache.keys_values(layer)
             native.turn_and_store(heads, rotary.cosines, rotary.sines, batch.slots, *cached)
             return
         kv_heads = self.cache.shape.heads

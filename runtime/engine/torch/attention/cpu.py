@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from runtime import native
-from runtime.engine.torch.attention.base import Attention, Batch, Part, Single, reach
+from runtime.engine.torch.attention.base import PLAIN, Attention, Batch, Part, Scoring, Single, reach
 from runtime.kv_cache.pool import CacheShape
 
 
@@ -54,16 +54,17 @@ class CpuAttention(Attention):
         value: torch.Tensor,
         layer: int,
         batch: Batch,
-        window: int | None = None,
+        scoring: Scoring = PLAIN,
     ) -> torch.Tensor:
-        keys, values = self.cache.layer(layer)
-        plan: Plan = batch.plan(self, window)
+        keys, values = self.cache.keys_values(layer)
+        plan: Plan = batch.plan(self, scoring.window)
+        weights = scoring.scale, scoring.cap, scoring.sinks
         block_tokens = self.cache.block_tokens
         output = torch.empty(query.shape, dtype=query.dtype)
         if plan.spans is not None:
-            native.attend_paged(query, keys, values, plan.spans, block_tokens, output)
+            native.attend_paged(query, keys, values, plan.spans, block_tokens, output, *weights)
         for chunk in plan.chunks:
             rows = slice(chunk.first, chunk.end)
-            cut = chunk.table, chunk.offset, window, block_tokens
-            native.attend_chunk(query[rows], keys, values, *cut, output[rows])
+            cut = chunk.table, chunk.offset, scoring.window, block_tokens
+            native.attend_chunk(query[rows], keys, values, *cut, output[rows], *weights)
         return output.flatten(1)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from runtime.engine.torch.attention.base import Attention, Batch, Part, Single, reach
+from runtime.engine.torch.attention.base import PLAIN, Attention, Batch, Part, Scoring, Single, reach
+from runtime.engine.torch.attention.weighted import weighted
 from runtime.kv_cache.pool import CacheShape, PagedCache
 
 _PADDING = 1.25  # decodes that attend together are padded to at most this multiple of their context
@@ -76,27 +76,27 @@ class SdpaAttention(Attention):
         value: torch.Tensor,
         layer: int,
         batch: Batch,
-        window: int | None = None,
+        scoring: Scoring = PLAIN,
     ) -> torch.Tensor:
-        keys, values = self.cache.layer(layer)
-        plan: Plan = batch.plan(self, window)
+        keys, values = self.cache.keys_values(layer)
+        plan: Plan = batch.plan(self, scoring.window)
         if len(plan.decodes) == 1 and not plan.chunks:
-            return _attend_decodes(query, keys, values, plan.decodes[0]).flatten(1)
+            return _attend_decodes(query, keys, values, plan.decodes[0], scoring).flatten(1)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in plan.decodes:
-            output[group.rows] = _attend_decodes(query[group.rows], keys, values, group)
+            output[group.rows] = _attend_decodes(query[group.rows], keys, values, group, scoring)
         for chunk in plan.chunks:
             first, end = chunk.first, chunk.end
             if chunk.slots is None:
                 seen = key[first:end], value[first:end]
             else:
                 seen = keys.index_select(0, chunk.slots), values.index_select(0, chunk.slots)
-            output[first:end] = _attend_chunk(query[first:end], *seen, chunk.mask)
+            output[first:end] = _attend_chunk(query[first:end], *seen, chunk.mask, scoring)
         return output.flatten(1)
 
 
 def _attend_decodes(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: Decodes
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: Decodes, scoring: Scoring
 ) -> torch.Tensor:
     """query [n, heads, head_dim], keys and values [slots, kv_heads, head_dim] -> [n, heads, head_dim].
 
@@ -111,23 +111,25 @@ def _attend_decodes(
     else:
         keys, values = keys.index_select(0, group.slots), values.index_select(0, group.slots)
     keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
-    answer = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
+    answer = weighted(grouped, keys, values, group.mask, scoring, (kv_heads, -1, 1))
     return answer.reshape(count, heads, head_dim)
 
 
 def _attend_chunk(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
     """query [n, heads, head_dim], keys and values [context, kv_heads, head_dim] -> [n, heads, head_dim]."""
     length, heads, head_dim = query.shape
     context, kv_heads, _ = keys.shape
     group = heads // kv_heads
     spread = (kv_heads, group, context, head_dim)
-    answer = F.scaled_dot_product_attention(
+    answer = weighted(
         query.reshape(length, kv_heads, group, head_dim).permute(1, 2, 0, 3),
         keys.transpose(0, 1).unsqueeze(1).expand(spread),
         values.transpose(0, 1).unsqueeze(1).expand(spread),
-        attn_mask=mask,
+        mask,
+        scoring,
+        (kv_heads, group, 1, 1),
         is_causal=mask is None,
     )
     return answer.permute(2, 0, 1, 3).reshape(length, heads, head_dim)

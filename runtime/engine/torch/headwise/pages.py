@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.engine.torch.attention import make_attention
-from runtime.engine.torch.attention.base import Batch
+from runtime.engine.torch.attention.base import Batch, Scoring
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import CacheShape, PagedCache
 from runtime.protocol.framing import Connection
@@ -71,7 +71,8 @@ class HeadPages:
     ) -> torch.Tensor:
         """What queries [rows, query_heads, head_dim] attend to, of the same shape. The cache holds the keys
         and values already."""
-        return self._attention.attend(query, key, value, layer, batch, window).view(query.shape)
+        scoring = Scoring(window)
+        return self._attention.attend(query, key, value, layer, batch, scoring).view(query.shape)
 
     def before(self, layer: int, key: Key, end_token: int) -> torch.Tensor:
         """Keys and values of the first tokens of a head in one layer, [2, tokens, head_dim]."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.engine.torch.attention.base import Batch, LayerAttention
+from runtime.engine.torch.attention.base import PLAIN, Batch, LayerAttention, Scoring
 from runtime.engine.torch.headwise.heads import OWN, Heads
 from runtime.engine.torch.headwise.pages import HeadPages, Key, one_head
 from runtime.engine.torch.headwise.remote import RemoteHeads
@@ -163,13 +163,15 @@ class StepAttention(LayerAttention):
         value: torch.Tensor,
         layer: int,
         batch: Batch,
-        window: int | None = None,
+        scoring: Scoring = PLAIN,
     ) -> torch.Tensor:
         total, heads, dim = query.shape
+        if scoring.scale is not None:
+            query = query * (scoring.scale * dim**0.5)
         pairs = total * self._heads
         queries = query.reshape(pairs, heads // self._heads, dim)
         keys, values = key.reshape(pairs, 1, dim), value.reshape(pairs, 1, dim)
-        at = _Layer(queries, keys, values, torch.empty_like(queries), layer, window)
+        at = _Layer(queries, keys, values, torch.empty_like(queries), layer, scoring.window)
         for share in self._remote:
             share.send(at)
         if self._own is not None:

@@ -7,19 +7,32 @@ import torch
 from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.loader import Checkpoint, CheckpointConfig
 from runtime.engine.torch.models.base import DecoderStage
+from runtime.engine.torch.models.deepseek import DeepseekV3Stage
+from runtime.engine.torch.models.deepseek_v2 import DeepseekV2Stage
+from runtime.engine.torch.models.gemma import Gemma2Stage, Gemma3Stage
+from runtime.engine.torch.models.gpt_oss import GptOssStage
 from runtime.engine.torch.models.llama import LlamaStage
 from runtime.engine.torch.models.mistral import MistralStage
 from runtime.engine.torch.models.mixtral import MixtralStage
 from runtime.engine.torch.models.opt import OptStage
-from runtime.engine.torch.models.qwen import Qwen2Stage, Qwen3Stage
+from runtime.engine.torch.models.phi import Phi3Stage
+from runtime.engine.torch.models.qwen import Qwen2Stage, Qwen3MoeStage, Qwen3Stage
 
 FAMILIES: dict[str, type[DecoderStage]] = {
+    "deepseek_v2": DeepseekV2Stage,
+    "deepseek_v3": DeepseekV3Stage,
+    "gemma2": Gemma2Stage,
+    "gemma3_text": Gemma3Stage,
+    "gpt_oss": GptOssStage,
+    "kimi_k2": DeepseekV3Stage,
     "llama": LlamaStage,
     "mistral": MistralStage,
     "mixtral": MixtralStage,
     "opt": OptStage,
+    "phi3": Phi3Stage,
     "qwen2": Qwen2Stage,
     "qwen3": Qwen3Stage,
+    "qwen3_moe": Qwen3MoeStage,
 }
 
 

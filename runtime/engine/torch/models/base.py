@@ -17,6 +17,7 @@ from runtime.engine.torch.linear import Linear
 from runtime.engine.torch.loader import Checkpoint, Cut
 from runtime.engine.torch.quantised.linear import Quantised
 from runtime.kv_cache.layout import even_share, held
+from runtime.kv_cache.pool import CacheShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,6 @@ class ModelSpec:
     vocab: int
     position_limit: int | None
     tied: bool
-    experts: int = 1
 
 
 class DecoderStage(ABC):
@@ -43,11 +43,13 @@ class DecoderStage(ABC):
     """
 
     prefixes: ClassVar[tuple[str, ...]]
+    own_formats: ClassVar[tuple[str, ...]] = ()
+    """Methods of quantisation (quant_method) that only this family has."""
 
     def __init__(self, checkpoint: Checkpoint, collectives: Collectives) -> None:
         self.checkpoint, self.collectives, self.rank = checkpoint, collectives, collectives.rank
         self.dtype, self.device = checkpoint.dtype, checkpoint.device
-        self.quantised = Quantised(checkpoint)
+        self.quantised = Quantised(checkpoint, self.own_formats)
         self.spec = self._parse()
         self._check_split()
         self.part = held(self.rank.stages, self.rank.stage.workers[self.rank.tp_rank], self.spec.kv_heads)
@@ -90,6 +92,11 @@ class DecoderStage(ABC):
     def _begin(self, batch: Batch) -> None:  # noqa: B027
         """Prepare what all layers of a step share."""
 
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What this worker's KV cache holds."""
+        return CacheShape(self.part, self.spec.head_dim, self.dtype, self.device)
+
     _embedding_name: ClassVar[str] = "embed_tokens.weight"
 
     def forward(
@@ -128,18 +135,21 @@ class DecoderStage(ABC):
         """This rank's part of a dimension: its whole size, first and end."""
         return (size, *even_share(self.rank.tp_rank, self.rank.tp, size))
 
-    def fused_columns(self, names: Sequence[str], rows: Sequence[Cut], bias: bool) -> Linear:
-        """Load matrices cut by output rows, stacked into one."""
+    def fused_columns(
+        self, names: Sequence[str], rows: Sequence[Cut], bias: bool, inputs: int | None = None
+    ) -> Linear:
+        """Load matrices cut by output rows, stacked into one. They have `inputs` columns; None: hidden."""
+        inputs = inputs or self.spec.hidden
         if self.quantised.holds(*names):
             parts = list(zip(names, rows, strict=True))
             biases = [self.checkpoint.read(f"{name}.bias", cut[:1], cut[1:]) for name, cut in parts if bias]
             added = torch.cat(biases) if bias else None
-            return self.quantised.linear(parts, (self.spec.hidden, 0, self.spec.hidden), added)
+            return self.quantised.linear(parts, (inputs, 0, inputs), added)
         ends = list(accumulate(end - first for _, first, end in rows))
-        weight = self.checkpoint.empty(ends[-1], self.spec.hidden)
+        weight = self.checkpoint.empty(ends[-1], inputs)
         added = self.checkpoint.empty(ends[-1]) if bias else None
         for name, cut, start, stop in zip(names, rows, [0, *ends], ends, strict=False):
-            whole = (cut[0], self.spec.hidden)
+            whole = (cut[0], inputs)
             self.checkpoint.read_into(weight[start:stop], f"{name}.weight", whole, rows=cut[1:])
             if added is not None:
                 self.checkpoint.read_into(added[start:stop], f"{name}.bias", whole[:1], rows=cut[1:])
@@ -176,11 +186,16 @@ class DecoderStage(ABC):
         if spec.heads % spec.kv_heads:
             problem = f"{spec.kv_heads} doesn't divide {spec.heads} query heads"
             raise config.error("num_key_value_heads", problem, "download the checkpoint again")
-        if spec.ffn % tp and spec.experts % tp:
-            raise config.error("intermediate_size", f"{spec.ffn} columns don't split over {tp} GPUs", remedy)
+        for key, width in self._split_widths().items():
+            if width % tp:
+                raise config.error(key, f"{width} columns don't split over {tp} GPUs", remedy)
         if self.rank.layers != spec.layers:
             problem = f"is {spec.layers}, the placement has {self.rank.layers} layers"
             raise config.error("num_hidden_layers", problem, "search a placement for this model")
+
+    def _split_widths(self) -> dict[str, int]:
+        """The widths of feed-forwards that the ranks divide, by their key in config.json."""
+        return {"intermediate_size": self.spec.ffn}
 
     def _vocabulary(self, name: str) -> torch.Tensor:
         """This rank's rows of a [vocab, hidden] table, padded with zeros to equal size on all ranks."""

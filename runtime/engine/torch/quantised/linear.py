@@ -28,14 +28,18 @@ _LAYOUTS = {
 class Quantised:
     """Reads the quantised matrices of a checkpoint, and packs them.
 
+    Parameters
+    ----------
+    own_formats : methods that the model's family reads by itself
+
     Raises
     ------
     InputError : the method, its layout or the format of the weights is unknown
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, own_formats: Sequence[str] = ()) -> None:
         self._checkpoint = checkpoint
-        self._scheme = _supported_scheme(checkpoint)
+        self._scheme = _supported_scheme(checkpoint, own_formats)
 
     def holds(self, *names: str) -> bool:
         """Whether one of these matrices is quantised."""
@@ -90,8 +94,8 @@ def _merged(
         yield stacked(run)
 
 
-def _supported_scheme(checkpoint: Checkpoint) -> WeightScheme | None:
-    """How a checkpoint's matrices are stored; None: it is not quantised."""
+def _supported_scheme(checkpoint: Checkpoint, own_formats: Sequence[str]) -> WeightScheme | None:
+    """How a checkpoint's matrices are stored; None: it is not quantised, or in a format of its family's."""
     config = checkpoint.config
     found = config.get(_KEY), config.source, _KEY
     if found[0] is None:
@@ -101,6 +105,8 @@ def _supported_scheme(checkpoint: Checkpoint) -> WeightScheme | None:
         found = beside
     raw, source, key = found
     scheme, remedy = weight_scheme(raw, source, key), "choose another checkpoint of the model"
+    if scheme.method in own_formats:
+        return None
     if scheme.method not in FORMATS or scheme.weight_type not in TORCH_QUANTISED:
         problem = f"has {scheme.weight_type} weights, the engine runs {', '.join(TORCH_QUANTISED)}"
         raise InputError(source, key, problem, remedy)

@@ -1,0 +1,202 @@
+"""The DeepSeek-V3 family: multi-head latent attention, a mixture of experts in groups with experts that every
+token uses, and single feed-forwards in the first layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from cost_model.architecture import LatentAttention
+from runtime.engine.torch.attention.base import Batch, Scoring
+from runtime.engine.torch.experts import Mixture
+from runtime.engine.torch.linear import Linear
+from runtime.engine.torch.loader import FLOATS, CheckpointConfig
+from runtime.engine.torch.models.base import ModelSpec
+from runtime.engine.torch.models.llama import Attention, FeedForward
+from runtime.engine.torch.models.mixture import MixtureStage, Router
+from runtime.engine.torch.models.rope import rope_parameters
+from runtime.kv_cache.pool import CacheShape
+
+Projection = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+
+_LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps is
+_LEAST = 1e-20  # added to a sum of weights before they are divided by it
+
+
+class DeepseekV3Stage(MixtureStage):
+    """One worker's part of a DeepSeek-V3 model.
+
+    The KV cache holds one vector for each token and layer, which every rank has: the latent, and behind it
+    the rotated part of the key. Attention works on these vectors, as if they were keys and values of a single
+    KV head (DeepSeek-V2, arXiv:2405.04434, section 2.1.2): what would expand them to keys is applied to
+    queries, what would expand them to values is applied to results.
+    """
+
+    default_dense: ClassVar[int] = 3
+    default_shared: ClassVar[int] = 0
+    default_factor: ClassVar[float] = 2.5
+
+    def _parse(self) -> ModelSpec:
+        config = self.checkpoint.config
+        config.require("attention_bias", False, False)
+        config.require("moe_layer_freq", 1, 1)
+        self._latent = LatentAttention(
+            query_rank=config.get("q_lora_rank") and config.count("q_lora_rank"),
+            latent_rank=config.count("kv_lora_rank"),
+            nope_dim=config.count("qk_nope_head_dim"),
+            rope_dim=config.count("qk_rope_head_dim"),
+            value_dim=config.count("v_head_dim"),
+        )
+        self._interleaved = bool(config.get("rope_interleave", True))
+        spec = replace(
+            super()._parse(), kv_heads=1, head_dim=self._latent.latent_rank + self._latent.rope_dim
+        )
+        self._scoring = Scoring(scale=self._score_scale(config))
+        return spec
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(self.part, self.spec.head_dim, self.dtype, self.device, sides=1)
+
+    def _default_head_dim(self, hidden: int, heads: int) -> int:
+        """The part of a head that is rotated."""
+        return self._latent.rope_dim
+
+    def _score_scale(self, config: CheckpointConfig) -> float:
+        """Attention gets sharper where YaRN stretches positions."""
+        scale, scaling = (self._latent.nope_dim + self._latent.rope_dim) ** -0.5, rope_parameters(config)
+        kind, weight = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("mscale_all_dim")
+        factor = float(scaling.get("factor") or 1)
+        if kind == "default" or not weight or factor <= 1:
+            return scale
+        return scale * (0.1 * float(weight) * math.log(factor) + 1) ** 2
+
+    # -- attention
+
+    def _load_attention(self, name: str, layer: int) -> Attention:
+        latent, heads, rank = self._latent, self.local_heads, self._latent.latent_rank
+        norm = self._norm(f"{name}.kv_a_layernorm", rank)
+        project = self._load_projection(name)
+        to_keys, to_values = self._load_expansion(name)
+        out = self.row_parallel(f"{name}.o_proj", self.cut(self.spec.heads * latent.value_dim), bias=False)
+
+        def run(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+            queries, cached = project(x)
+            nope, turning = queries.unflatten(1, (heads, -1)).split((latent.nope_dim, latent.rope_dim), dim=2)
+            query = torch.cat([_per_head(nope, to_keys), self._turned(turning)], dim=2)
+            own = self._latent_rms(cached[:, :rank], norm).unsqueeze(1)
+            key = torch.cat([own, self._turned(cached[:, None, rank:])], dim=2)
+            batch.attention.store(key, key, layer, batch)
+            seen = batch.attention.attend(query, key, key, layer, batch, self._scoring)
+            return out(_per_head(seen.unflatten(1, (heads, -1))[..., :rank], to_values).flatten(1))
+
+        return run
+
+    def _load_projection(self, name: str) -> Projection:
+        """To this rank's queries, [tokens, heads x (nope_dim + rope_dim)], and to what becomes the cached
+        vector, [tokens, latent_rank + rope_dim]."""
+        latent = self._latent
+        wide, cached = latent.nope_dim + latent.rope_dim, latent.latent_rank + latent.rope_dim
+        queries, kept = self.cut(self.spec.heads * wide), (cached, 0, cached)
+        if latent.query_rank is None:
+            names, sizes = (f"{name}.q_proj", f"{name}.kv_a_proj_with_mqa"), (queries[2] - queries[1], cached)
+            both = self.fused_columns(names, (queries, kept), bias=False)
+            return lambda x: both(x).split(sizes, dim=1)
+        rank = latent.query_rank
+        names, sizes = (f"{name}.q_a_proj", f"{name}.kv_a_proj_with_mqa"), (rank, cached)
+        both = self.fused_columns(names, ((rank, 0, rank), kept), bias=False)
+        norm = self._norm(f"{name}.q_a_layernorm", rank)
+        expand = self.fused_columns((f"{name}.q_b_proj",), (queries,), bias=False, inputs=rank)
+
+        def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            low, kept = both(x).split(sizes, dim=1)
+            return expand(self._latent_rms(low, norm)), kept
+
+        return run
+
+    def _load_expansion(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What expands a latent to keys, applied to queries, [heads, nope_dim, latent_rank]; and to values,
+        [heads, latent_rank, value_dim]."""
+        latent, heads = self._latent, self.local_heads
+        wide = latent.nope_dim + latent.value_dim
+        size, first, end = self.cut(self.spec.heads * wide)
+        weight = self.checkpoint.read(f"{name}.kv_b_proj.weight", (size, latent.latent_rank), (first, end))
+        keys, values = weight.view(heads, wide, -1).split((latent.nope_dim, latent.value_dim), dim=1)
+        return keys, values.transpose(1, 2)
+
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotated parts of heads, [tokens, heads, rope_dim], in halves where the checkpoint has pairs."""
+        x = x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2) if self._interleaved else x.clone()
+        self._rotary.rotate(x)
+        return x
+
+    def _latent_rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, _LATENT_EPS).mul_(weight)
+
+    # -- experts
+
+    def _parse_mixture(self, config: CheckpointConfig) -> Mixture:
+        key = "n_routed_experts" if "n_routed_experts" in config.values else "num_local_experts"
+        experts, width = config.count(key), config.count("moe_intermediate_size")
+        self._dense = config.count("first_k_dense_replace", self.default_dense, least=0)
+        self._shared = config.count("n_shared_experts", self.default_shared, least=0) * width
+        self._groups, self._chosen_groups = self._parse_groups(config)
+        self._factor = float(config.get("routed_scaling_factor", self.default_factor))
+        self._renormalises = bool(config.get("norm_topk_prob", True))
+        if experts % self._groups or self._chosen_groups > self._groups:
+            problem = f"{self._chosen_groups} of {self._groups} groups of {experts} experts cannot be chosen"
+            raise config.error("n_group", problem, "download the checkpoint again")
+        return Mixture(experts, config.count("num_experts_per_tok"), width)
+
+    def _parse_groups(self, config: CheckpointConfig) -> tuple[int, int]:
+        """How many groups the experts form, and from how many of them a token's experts are."""
+        return config.count("n_group", 8), config.count("topk_group", 4)
+
+    def _has_experts(self, layer: int) -> bool:
+        return layer >= self._dense
+
+    def _split_widths(self) -> dict[str, int]:
+        return super()._split_widths() | ({"n_shared_experts": self._shared} if self._shared else {})
+
+    def _load_feed_forward(self, name: str, layer: int) -> FeedForward:
+        routed = super()._load_feed_forward(name, layer)
+        if not self._shared or not self._has_experts(layer):
+            return routed
+        names = (f"{name}.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down"))
+        gate, up, down = names
+        shared = self.gated((gate, up, down), self.cut(self._shared), bias=False)
+        return lambda x: routed(x).add_(shared(x))
+
+    def _load_router(self, name: str) -> Router:
+        experts = self._mixture.experts
+        router = Linear(self.checkpoint.read(f"{name}.gate.weight", (experts, self.spec.hidden)).float())
+        bias = self.checkpoint.read_stored(f"{name}.gate.e_score_correction_bias", (experts,), FLOATS).float()
+
+        def route(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = router(x.float()).sigmoid_()
+            chosen = self._limited(scores + bias, best=2).topk(self._mixture.chosen, dim=-1).indices
+            weights = scores.gather(1, chosen)
+            if self._renormalises:
+                weights /= weights.sum(-1, keepdim=True) + _LEAST
+            return weights * self._factor, chosen
+
+        return route
+
+    def _limited(self, scores: torch.Tensor, best: int) -> torch.Tensor:
+        """Scores [tokens, experts], minus infinity outside the groups whose `best` experts score most."""
+        if self._groups == 1:
+            return scores
+        grouped = scores.unflatten(1, (self._groups, -1))
+        kept = grouped.topk(best, dim=-1).values.sum(-1).topk(self._chosen_groups, dim=-1).indices
+        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, kept, False)
+        return grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def _per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, in] by weight [heads, in, out] -> [tokens, heads, out]."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)

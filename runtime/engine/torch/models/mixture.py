@@ -1,0 +1,91 @@
+"""Mixtures of experts: feed-forwards of which each token uses a few, chosen by a router."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from runtime.engine.torch.experts import Experts, Mixture
+from runtime.engine.torch.linear import Linear
+from runtime.engine.torch.loader import CheckpointConfig, Cut
+from runtime.engine.torch.models.base import ModelSpec
+from runtime.engine.torch.models.llama import FeedForward, LlamaStage
+
+Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From [tokens, hidden] to the weights of each token's experts, and their numbers, both [tokens, chosen]."""
+
+
+class MixtureStage(LlamaStage):
+    """One worker's part of a mixture of experts.
+
+    The ranks of a tensor-parallel group hold whole experts if their number divides evenly, otherwise the same
+    columns of every expert; either way their outputs are summed as for any feed-forward. All ranks route
+    tokens alike, because they see the same activations.
+    """
+
+    expert_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+    _renormalises = True
+
+    def _parse(self) -> ModelSpec:
+        spec, config = super()._parse(), self.checkpoint.config
+        self._mixture = self._parse_mixture(config)
+        if self._mixture.chosen > self._mixture.experts:
+            problem = f"{self._mixture.chosen} of {self._mixture.experts} experts cannot be chosen"
+            raise config.error("num_experts_per_tok", problem, "download the checkpoint again")
+        return spec
+
+    @abstractmethod
+    def _parse_mixture(self, config: CheckpointConfig) -> Mixture:
+        """Read the sizes of experts from config.json."""
+
+    def _has_experts(self, layer: int) -> bool:
+        """Whether this layer has experts, or a single feed-forward."""
+        return True
+
+    def _mixture_name(self, name: str) -> str:
+        """What the names of a layer's router and experts begin with."""
+        return f"{name}.mlp"
+
+    def _weigh(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of each token's experts and their numbers, from the router's [tokens, experts]."""
+        weights, chosen = logits.float().softmax(-1).topk(self._mixture.chosen, dim=-1)
+        return weights / weights.sum(-1, keepdim=True) if self._renormalises else weights, chosen
+
+    def _split_widths(self) -> dict[str, int]:
+        experts = {"moe_intermediate_size": self._mixture.width}
+        widths = {} if self._mixture.experts % self.rank.tp == 0 else experts
+        if all(self._has_experts(layer) for layer in range(self.spec.layers)):
+            return widths
+        return widths | super()._split_widths()
+
+    def _load_feed_forward(self, name: str, layer: int) -> FeedForward:
+        if not self._has_experts(layer):
+            return super()._load_feed_forward(name, layer)
+        route, experts = self._load_router(self._mixture_name(name)), self._load_experts(name)
+        return lambda x: experts(x, *route(x))
+
+    def _load_router(self, name: str) -> Router:
+        experts = self._mixture.experts
+        router = self.fused_columns((f"{name}.gate",), ((experts, 0, experts),), bias=False)
+        return lambda x: self._weigh(router(x))
+
+    def _load_experts(self, name: str) -> Experts:
+        held, cut = self._share_of_experts()
+        gate_up, down = list[Linear](), list[Linear]()
+        for expert in held:
+            own = f"{self._mixture_name(name)}.experts.{expert}"
+            gate, up, out = (f"{own}.{part}" for part in self.expert_names)
+            gate_up.append(self.fused_columns((gate, up), (cut, cut), bias=False))
+            down.append(self.row_parallel(out, cut, bias=False))
+        return Experts(held.start, gate_up, down, self._activate)
+
+    def _share_of_experts(self) -> tuple[range, Cut]:
+        """The experts that this rank holds, and the part of each one's width."""
+        experts, first, end = self.cut(self._mixture.experts)
+        width = self._mixture.width
+        if experts % self.rank.tp:
+            return range(experts), self.cut(width)
+        return range(first, end), (width, 0, width)
