@@ -11,6 +11,7 @@ from hexgen2.replan.previous import OldReplica
 from hexgen2.search.evaluation import Evaluation, PlannedReplica
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.params import Params
+from hexgen2.search.planning.contenders import PlanLimit
 from hexgen2.search.planning.plan import GroupPlan
 from hexgen2.search.planning.shards import shard_bytes, shards_of
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
@@ -48,6 +49,16 @@ class ReplanEvaluator(Evaluator):
                     best, most = plan, served
             self._chosen[group] = best
         return self._chosen[group]
+
+    def limit_of(self, group: Group) -> PlanLimit | None:
+        """A running replica may have a plan that the planner never makes, so its plan itself is the limit."""
+        if group.counts not in self._running:
+            return super().limit_of(group)
+        plan = self.plan_of(group)
+        if plan is None:
+            return None
+        mixes = group.role == "colocated" and self.problem.mixes
+        return PlanLimit(plan.capacity_req_s, self.planner.region(plan) if mixes else None)
 
     def _options(self, group: Group) -> Iterator[tuple[GroupPlan, float]]:
         """Plans with the seconds for which the replica would be absent: the old replica unchanged, its stages

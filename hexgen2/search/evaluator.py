@@ -27,6 +27,7 @@ from hexgen2.search.knapsack import best_points, served
 from hexgen2.search.operators import Alike
 from hexgen2.search.params import DEFAULT, Params
 from hexgen2.search.partition.parts import near_parts
+from hexgen2.search.planning.contenders import PlanLimit
 from hexgen2.search.planning.plan import GroupPlan, Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 from hexgen2.search.score_limits import ScoreLimits
@@ -61,7 +62,7 @@ class Evaluator:
         self._evaluated: dict[tuple, Evaluation] = {}
         self._reordered_keys: set[tuple] = set()
         # What follows is the same where fewer GPUs can be used.
-        self.limits = ScoreLimits(problem, params, self.planner, self.plan_of)
+        self.limits = ScoreLimits(problem, params, self.planner, self.plan_of, self.limit_of)
         self.orders = StageOrders(params, self.planner)
         self._uses: dict[tuple, RouteUse] = {}
 
@@ -94,6 +95,10 @@ class Evaluator:
     def plan_of(self, group: Group) -> GroupPlan | None:
         """The plan that a group runs."""
         return self.planner.plan(group.role, group.counts)
+
+    def limit_of(self, group: Group) -> PlanLimit | None:
+        """What no plan that a group runs exceeds; None if the model does not fit."""
+        return self.planner.limit(group.role, group.counts)
 
     def way_cost(self, replicas: Sequence[PlannedReplica], req_s: float) -> tuple[float, float]:
         """What it costs to get to these replicas, which carry req_s: requests/s of the flow, and of the

@@ -16,6 +16,7 @@ from hexgen2.search.bounds.upper_bounds import (
 )
 from hexgen2.search.knapsack import most_served
 from hexgen2.search.params import Params
+from hexgen2.search.planning.contenders import PlanLimit
 from hexgen2.search.planning.plan import GroupPlan, Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution
 
@@ -27,6 +28,7 @@ class ScoreLimits:
     Parameters
     ----------
     plan_of : the plan that a group runs; None if the model does not fit
+    limit_of : what no such plan exceeds, which takes less time to find
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class ScoreLimits:
         params: Params,
         planner: Planner,
         plan_of: Callable[[Group], GroupPlan | None],
+        limit_of: Callable[[Group], PlanLimit | None],
     ) -> None:
-        self._problem, self._params, self._planner, self._plan_of = problem, params, planner, plan_of
+        self._problem, self._params, self._planner = problem, params, planner
+        self._plan_of, self._limit_of = plan_of, limit_of
         self._worth = 0.5  # of a prompt, an answer's being the rest of 1
         self._node_rates = node_rates(problem)
         self._rates = {
@@ -134,11 +138,11 @@ class ScoreLimits:
         return known
 
     def _region_limit(self, group: Group) -> Region | None:
-        limit = self._planner.limit("colocated", group.counts)
+        limit = self._limit_of(group)
         return limit.region if limit else None
 
     def _capacity_limit(self, group: Group) -> float:
-        limit = self._planner.limit(group.role, group.counts)
+        limit = self._limit_of(group)
         return limit.req_s if limit else 0.0
 
     def _plan_capacity(self, group: Group) -> float:

@@ -73,14 +73,16 @@ def checked(problem: Problem, previous: Placement, terms: Terms = HOUR) -> Place
     assert net(found) >= found.migration.unchanged_req_s * (1 - 1e-6)
     free = found.migration.free
     assert net(found) >= (free.req_s - free.missed_requests / terms.horizon_s) * (1 - 1e-6)
-    assert free.req_s >= found.throughput.req_s * (1 - 1e-6)
+    assert free.req_s >= found.migration.chosen.req_s * (1 - 1e-6)
     return found
 
 
 def net(placement: Placement) -> float:
+    """By formulas: where links are nearly full, the simulator has the last word on the placement's own
+    requests/s."""
     migration = placement.migration
     assert migration is not None
-    return placement.throughput.req_s - migration.chosen.missed_requests / migration.horizon_s
+    return migration.chosen.req_s - migration.chosen.missed_requests / migration.horizon_s
 
 
 def missed(placement: Placement, terms: Terms) -> float:
@@ -94,7 +96,7 @@ def missed(placement: Placement, terms: Terms) -> float:
             if absent[replica.id] <= start:
                 capacity[replica.role] += replica.capacity_req_s
         served = min(capacity["prefill"], capacity["decode"]) + capacity["colocated"]
-        short = placement.throughput.req_s - served
+        short = placement.migration.chosen.req_s - served
         # An infinite horizon would turn rounding errors into requests.
         total += short * (end - start) if short > 1e-9 * served else 0.0
     return total
