@@ -112,9 +112,11 @@ def _run_at(
 ) -> Trial:
     """A run at that rate: one of those that the goodput rests on, or one more (OutOfTimeError: there is no
     time for it)."""
-    known = next((trial for trial in reversed(found.trials) if trial.rate == rate), None)
+    carried = rate <= placement.throughput.req_s  # Then a run that was ended early says too little.
+    runs = (trial for trial in reversed(found.trials) if trial.rate == rate and (trial.whole or not carried))
+    known = next(runs, None)
     trials = Trials(placement, cluster, placement.goal, 2 * seed + 1, stop=stop)
-    return known or trials.run(rate, effort.final, 0)
+    return known or trials.run(rate, effort.final, 0, to_its_end=carried)
 
 
 def _quickest(

@@ -111,17 +111,17 @@ class Trials:
         self._lengths = LengthSource(placement.workload)
         self._fleet = Fleet(placement, cluster, Options(), costs, times)
 
-    def run(self, rate: float, count: int, draw: int) -> Trial:
-        """A run of `count` requests, the draw-th of this seed.
+    def run(self, rate: float, count: int, draw: int, to_its_end: bool = False) -> Trial:
+        """A run of `count` requests, the draw-th of this seed; to its end, or until far too many are late.
 
         Raises
         ------
         OutOfTimeError : it was time to stop before the run ended
         """
         records = self._records(rate, count, draw)
-        watch = _Watch(self._goal, records, count, self._stop)
+        watch = _Watch(Goal() if to_its_end else self._goal, records, count, self._stop)
         self._simulate(records, watch)
-        return watch.trial(rate)
+        return watch.trial(rate, self._goal)
 
     def served_req_s(self, rate: float, count: int, draw: int, turns: int = TURNS) -> float:
         """Requests/s that the fleet serves of `count` that arrive at a rate beyond its capacity, once it is
@@ -185,14 +185,14 @@ class _Watch:
             self._whole = False
             raise _OverError
 
-    def trial(self, rate: float) -> Trial:
-        """What the run has shown."""
+    def trial(self, rate: float, goal: Goal) -> Trial:
+        """What the run has shown of the goal's targets."""
         records = self._records
         first_s, end_s = records.first_s, records.end_s
         ttft_s, e2el_s = first_s - records.sent_s, end_s - records.sent_s
         tpot_s = (end_s - first_s) / np.maximum(records.requests.osl - 1, 1)
         in_time = ~np.isnan(end_s)
-        for seconds, target_ms in ((ttft_s, self._goal.ttft_ms), (tpot_s, self._goal.tpot_ms)):
+        for seconds, target_ms in ((ttft_s, goal.ttft_ms), (tpot_s, goal.tpot_ms)):
             if target_ms is not None:
                 in_time &= seconds <= target_ms / 1e3
         halfway, at_the_end, inside, ended_req_s = _in_the_fleet(records)

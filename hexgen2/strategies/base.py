@@ -149,11 +149,7 @@ def run_search(
         evaluations=state.evaluator.evaluations,
         trace=incumbent.trace,
         cut=stopping.cut or state.stopping.cut_anywhere,
-        alternatives=[
-            Alternative(phases=phases, req_s=found.req_s, kv_limited=found.kv_limited)  # type: ignore[arg-type]
-            for phases, found in [*state.pure.items(), ("flexible", incumbent.best)]
-            if state.pure and problem.goal.objective != "latency"
-        ],
+        alternatives=[] if problem.goal.objective == "latency" else _alternatives(state, incumbent.best),
     )
     kept = [incumbent.best] if stopping.out_of_time() else _finalists(state, options)
     if problem.goal.rents:
@@ -182,6 +178,24 @@ def before_output_s(problem: Problem, options: SearchOptions) -> float | None:
         return None
     output_s = OUTPUT_S + OUTPUT_S_PER_GPU * len(problem.usable)
     return options.time_limit_s - min(output_s, MOST_FOR_OUTPUT * options.time_limit_s)
+
+
+def _alternatives(state: SearchState, best: Evaluation) -> list[Alternative]:
+    """What a flexible search found with either kind of phases alone, and in all; nothing of another search.
+    A mixture of phases may turn out to be none."""
+    of_kind = {
+        "disaggregated": not best.colocated,
+        "colocated": not (best.prefill or best.decode or best.mixed),
+    }
+    found = {
+        phases: best if of_kind[phases] and best.better_than(pure) else pure
+        for phases, pure in state.pure.items()
+    }
+    return [
+        Alternative(phases=phases, req_s=each.req_s, kv_limited=each.kv_limited)  # type: ignore[arg-type]
+        for phases, each in [*found.items(), ("flexible", best)]
+        if found
+    ]
 
 
 def _finalists(state: SearchState, options: SearchOptions) -> list[Evaluation]:
