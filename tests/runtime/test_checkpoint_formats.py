@@ -97,9 +97,7 @@ def test_torch_runs_the_mxfp4_of_gpt_oss(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     packed = Placement.model_construct(model=in_formats(model, "mxfp4"))
     check_formats(packed, tmp_path, "torch", "placement.json")
-    with pytest.raises(
-        InputError, match=r"made for bf16; .*or search with --model"
-    ):
+    with pytest.raises(InputError, match=r"made for bf16; .*or search with --model"):
         check_formats(Placement.model_construct(model=model), tmp_path, "torch", "placement.json")
 
 
