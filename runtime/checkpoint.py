@@ -105,7 +105,7 @@ def check_formats(placement: Placement, folder: Path, engine: str, source: str) 
         _check_vllm(model.weight_type, there.weight_type, config)
     if engine != TORCH:
         return
-    served = TORCH_QUANTISED + (("mxfp4",) if model.family == "gpt_oss" else ())
+    served = ("mxfp4",) if model.family == "gpt_oss" else TORCH_QUANTISED
     if there.weight_type not in (*SIXTEEN_BIT, *served):
         problem = f"the torch engine does not run {there.weight_type} weights"
         remedy = f"use --engine vllm, or a checkpoint in {', '.join(served)} or 16 bits"

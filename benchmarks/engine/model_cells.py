@@ -41,12 +41,10 @@ ROUTES = {
 RANGES, FLOWS = {"a": (0, 3), "b": (2, LAYERS)}, {("a", "b"): 1.0}
 PACKED = {"gpt_oss": ("mxfp4", checkpoints.write_gpt_oss_mxfp4)}
 """Formats in which a family's weights stay packed, and what writes such a checkpoint."""
-
-"""Models of families that searches plan and the torch engine has no code for."""
-EXACT = 1e-4  # scores in float32 that differ by less are tied
-OUTLIER = (
-    4.0  # times the median of what scores are off by: more, and rounding has changed which experts compute
-)
+EXACT = 1e-4
+"""Scores in float32 that differ by less are tied."""
+OUTLIER = 4.0
+"""Times the median of what scores are off by: beyond it, rounding has changed which experts compute."""
 
 Prompts = list[list[int]]
 

@@ -19,7 +19,7 @@ Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs whose codes follow each other in a word, from the lowest bits on (AutoAWQ, WQLinear_GEMM)."""
 LARGEST_FP8 = 448.0
-_PLAIN = ("norm", "embed", "lm_head", "block_sparse_moe.gate.", "bias")
+_PLAIN = ("norm", "embed", "lm_head", ".gate.", "bias")
 
 
 @dataclass

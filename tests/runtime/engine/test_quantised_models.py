@@ -25,6 +25,12 @@ MODELS = {name: "llama" for name in FORMATS} | {
     "compressed-tensors int8, zeros": "opt",
     "fp8 by blocks": "qwen3",
     "compressed-tensors fp8": "mistral",
+    "GPTQ 4 bits": "qwen3_moe",
+    "GPTQ 4 bits, desc_act, zeros": "phi3",
+    "compressed-tensors int4": "gemma2",
+    "compressed-tensors int8": "deepseek_v2",
+    "compressed-tensors fp8, per tensor": "gemma3",
+    "fp8 by blocks of 128": "deepseek_v3",
 }
 """Each format with one family."""
 

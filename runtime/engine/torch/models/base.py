@@ -44,7 +44,7 @@ class DecoderStage(ABC):
 
     prefixes: ClassVar[tuple[str, ...]]
     own_formats: ClassVar[tuple[str, ...]] = ()
-    """Methods of quantisation (quant_method) that only this family has."""
+    """The methods of quantisation (quant_method) of a family that has its own, and no others."""
 
     def __init__(self, checkpoint: Checkpoint, collectives: Collectives) -> None:
         self.checkpoint, self.collectives, self.rank = checkpoint, collectives, collectives.rank

@@ -124,8 +124,8 @@ class DeepseekV3Stage(MixtureStage):
         [heads, latent_rank, value_dim]."""
         latent, heads = self._latent, self.local_heads
         wide = latent.nope_dim + latent.value_dim
-        size, first, end = self.cut(self.spec.heads * wide)
-        weight = self.checkpoint.read(f"{name}.kv_b_proj.weight", (size, latent.latent_rank), (first, end))
+        rows, columns = self.cut(self.spec.heads * wide), (latent.latent_rank, 0, latent.latent_rank)
+        weight = self.quantised.plain(f"{name}.kv_b_proj", rows, columns)
         keys, values = weight.view(heads, wide, -1).split((latent.nope_dim, latent.value_dim), dim=1)
         return keys, values.transpose(1, 2)
 

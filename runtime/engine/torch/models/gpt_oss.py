@@ -47,11 +47,7 @@ class GptOssStage(MixtureStage):
     def _parse_mixture(self, config: CheckpointConfig) -> Mixture:
         self._sharpness = float(config.get("swiglu_alpha", 1.702))
         self._limit = float(config.get("swiglu_limit", 7.0))
-        quantised = config.get("quantization_config")
-        self._packed = quantised is not None
-        if self._packed and quantised.get("quant_method") not in self.own_formats:
-            problem = f"is {quantised.get('quant_method')!r}, the engine reads {', '.join(self.own_formats)}"
-            raise config.error("quantization_config.quant_method", problem, "choose weights in 16 bits")
+        self._packed = config.get("quantization_config") is not None
         experts, chosen = config.count("num_local_experts"), config.count("num_experts_per_tok")
         return Mixture(experts, chosen, config.count("intermediate_size"))
 

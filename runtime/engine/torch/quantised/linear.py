@@ -30,7 +30,7 @@ class Quantised:
 
     Parameters
     ----------
-    own_formats : methods that the model's family reads by itself
+    own_formats : methods that the model's family reads by itself, and then no others
 
     Raises
     ------
@@ -71,6 +71,12 @@ class Quantised:
             first += size
         return products[0] if len(products) == 1 else SideBySide(products)
 
+    def plain(self, name: str, rows: Cut, columns: Cut) -> torch.Tensor:
+        """A part of a matrix, quantised or not, in the type that the engine computes in: for what is no
+        product with the matrix itself."""
+        weight = self._read(Part(self._checkpoint, name, rows, columns))
+        return weight.value().to(self._checkpoint.dtype) if isinstance(weight, QuantisedWeight) else weight
+
     def _read(self, part: Part) -> QuantisedWeight | torch.Tensor:
         if self._scheme is not None and is_quantised(self._checkpoint, part.name):
             return FORMATS[self._scheme.method](part, self._scheme)
@@ -107,9 +113,9 @@ def _supported_scheme(checkpoint: Checkpoint, own_formats: Sequence[str]) -> Wei
     scheme, remedy = weight_scheme(raw, source, key), "choose another checkpoint of the model"
     if scheme.method in own_formats:
         return None
-    if scheme.method not in FORMATS or scheme.weight_type not in TORCH_QUANTISED:
-        problem = f"has {scheme.weight_type} weights, the engine runs {', '.join(TORCH_QUANTISED)}"
-        raise InputError(source, key, problem, remedy)
+    if own_formats or scheme.method not in FORMATS or scheme.weight_type not in TORCH_QUANTISED:
+        runs = ", ".join(own_formats or TORCH_QUANTISED)
+        raise InputError(source, key, f"has {scheme.weight_type} weights, the engine runs {runs}", remedy)
     if scheme.method in _LAYOUTS:
         named, known = _LAYOUTS[scheme.method]
         layout = raw.get(named) or known[0]

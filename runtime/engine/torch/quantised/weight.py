@@ -46,6 +46,15 @@ class QuantisedWeight:
     zeros: torch.Tensor | None
     groups: torch.Tensor
 
+    def value(self) -> torch.Tensor:
+        """What it stands for, [out, in] float32."""
+        if self.kind == Kind.FP8:
+            steps = self.codes.view(torch.float8_e4m3fn).float()
+        else:
+            zeros = self.kind.middle if self.zeros is None else self.zeros[:, self.groups].float()
+            steps = self.codes.float() - zeros
+        return steps * self.scales.float()[:, self.groups]
+
     def padded(self, outputs: int) -> QuantisedWeight:
         """With further outputs, which are zero."""
         missing = outputs - len(self.codes)
