@@ -14,6 +14,7 @@ SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
 sys.path.append(str(SUPPORT))
 
 import checkpoints  # noqa: E402
+import quantised  # noqa: E402
 from engine_harness import Cluster, Shape  # noqa: E402
 from headwise import headwise_placement, with_blocks  # noqa: E402
 from live_fleet import live_fleet, tokens_of  # noqa: E402
@@ -41,6 +42,8 @@ ROUTES = {
 RANGES, FLOWS = {"a": (0, 3), "b": (2, LAYERS)}, {("a", "b"): 1.0}
 PACKED = {"gpt_oss": ("mxfp4", checkpoints.write_gpt_oss_mxfp4)}
 """Formats in which a family's weights stay packed, and what writes such a checkpoint."""
+QUANTISED = tuple(quantised.FORMATS)
+"""Formats in which the weights of every other family stay packed."""
 EXACT = 1e-4
 """Scores in float32 that differ by less are tied."""
 OUTLIER = 4.0
@@ -140,6 +143,15 @@ def cells(work: Path, family: str, kind: str) -> dict[str, str | InputError]:
             except InputError as error:
                 found[column] = error
     return found
+
+
+def in_format(original: Path, name: str, work: Path) -> str:
+    """What a model in float32 gives in one of the QUANTISED formats: "equal", or the kinds of replicas whose
+    tokens are not those of transformers with the same weights."""
+    folder, plain = work / original.name / "quantised", work / original.name / "plain"
+    quantised.quantise(original, name, folder, plain)
+    found = by_routes(folder, "float32", Truth(plain, torch.float32))
+    return ", ".join(kind for kind, verdict in found.items() if verdict != "equal") or "equal"
 
 
 def refusal(work: Path, name: str) -> InputError | None:
