@@ -36,7 +36,7 @@ class Column:
     planned: bool = True
     limit_req_s: float = math.inf
 
-    def worth(self, req_s: float, region: Region | None) -> Column:
+    def with_capacity(self, req_s: float, region: Region | None) -> Column:
         """The column with this capacity, as far as KV caches can leave or reach it, and this region."""
         carried = {"prefill": self.most_sent, "decode": self.most_received}.get(self.role, math.inf)
         return replace(self, capacity_req_s=min(req_s, carried), region=region)
@@ -132,10 +132,11 @@ def list_columns(
                 if limit is None:
                     continue
                 region = limit.region if problem.mixes else None
-                column = Column(role, pattern, math.inf, None, sent, received, False, limit.req_s)
+                column = Column(
+                    role, pattern, 0.0, None, sent, received, planned=False, limit_req_s=limit.req_s
+                ).with_capacity(limit.req_s, region)
                 # On several nodes there are many, and few are worth it to be planned.
-                made = column.worth(limit.req_s, region)
-                columns.append(made if nodes > 1 else with_its_plan(made, planner, problem, counts))
+                columns.append(column if nodes > 1 else with_its_plan(column, planner, problem, counts))
     return columns, True
 
 
@@ -146,7 +147,7 @@ def with_its_plan(column: Column, planner: Planner, problem: Problem, counts: No
         return replace(column, capacity_req_s=0.0, region=None, planned=True)
     mixes = column.role == "colocated" and problem.mixes
     region = planner.region(plan) if mixes else None
-    return replace(column.worth(plan.capacity_req_s, region), planned=True)
+    return replace(column.with_capacity(plan.capacity_req_s, region), planned=True)
 
 
 def undominated(columns: Sequence[Column], stop: Callable[[], bool]) -> list[Column]:

@@ -247,14 +247,17 @@ class ConfigurationLP:
         room = np.divide(gap, losses, out=np.full(len(columns), np.inf), where=losses > 0)
         return np.minimum(fit, np.floor(np.clip(room, 0, fit.max(initial=0)))).astype(int)
 
-    def least_price(self, columns: Sequence[Column], req_s: float) -> float:
-        """US dollars per hour below which no placement carries req_s; infinity if none does."""
+    def cheapest(self, columns: Sequence[Column], req_s: float) -> tuple[float, np.ndarray]:
+        """US dollars per hour below which no placement of these columns carries req_s (infinity if none
+        does), and how many groups of each column [columns] cost that."""
         program, first = LinearProgram(*self._arrays(columns)), self._first
         prices = [self.price_of(column) for column in columns]
         program.minimise([0.0] * first + prices + [0.0] * (program.size - first - len(columns)))
         program.at_least(0, req_s)
         found = program.solve()
-        return found.value if found else INFINITY
+        if found is None:
+            return INFINITY, np.zeros(len(columns))
+        return found.value, found.x[first : first + len(columns)]
 
     def worth(self, column: Column, duals: np.ndarray) -> float:
         """What a group of the column brings at these duals, beside what its GPUs cost: at most 1 of all

@@ -164,11 +164,17 @@ class Relaxations:
         return lay_out(self.classes, self.columns, found.amounts), bound
 
     def least_price(self, req_s: float) -> float:
-        """US dollars per hour below which no placement carries req_s, by the linear program; infinity if none
-        does at any price, 0 where replicas may span more nodes than columns do."""
+        """US dollars per hour below which no placement carries req_s, by the linear program, once the groups
+        that it chooses have plans; infinity if none does at any price, 0 where replicas may span more nodes
+        than columns do."""
         if not self._complete:
             return 0.0
-        return self._lp.least_price(self.columns, req_s)
+        while True:
+            price, amounts = self._lp.cheapest(self.columns, req_s)
+            loose = [k for k in np.flatnonzero(amounts > CHOSEN).tolist() if not self.columns[k].planned]
+            if not loose or self.stop():
+                return price
+            self._plan(loose)
 
     @property
     def _coarse(self) -> bool:

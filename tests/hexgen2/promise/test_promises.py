@@ -73,6 +73,18 @@ def test_less_load_than_the_goodput_is_all_in_time():
     assert placement.goodput.attainment > 0.9 and placement.throughput.req_s > 2
 
 
+def test_a_fleet_that_carries_the_load_has_latencies_even_if_all_requests_are_late(promised):
+    """Runs of a search for the goodput end once too many requests are late; that says nothing of queues."""
+    rate = promised.throughput.req_s / 2
+    goal = Goal(objective="throughput", request_rate=rate, ttft_ms=1.0, tpot_ms=50.0)
+    late = promised.model_copy(update={"goal": goal, "goodput": None})
+    found = with_promise([late], cluster_of(promised), 0, lambda: False, QUICK).goodput
+    run = hexgen2.simulate(late, request_rate=rate, num_requests=QUICK.final, seed=5)
+    assert found and found.attainment == 0.0
+    assert found.mean_ttft_ms == pytest.approx(run.mean_ttft_ms, rel=0.25)
+    assert found.mean_e2el_ms == pytest.approx(run.mean_e2el_ms, rel=0.25)
+
+
 def test_finalists_challenge_one_another_in_the_simulator(promised):
     """Tiny steps, one at a time, ruin the first; the formulas' figures stay as they were."""
     slow = [
