@@ -16,7 +16,7 @@ from hexgen2.search.budget import Budget, trades
 from hexgen2.search.evaluation import Evaluation
 from hexgen2.search.evaluator import Evaluator
 from hexgen2.search.flow.duals import Duals
-from hexgen2.search.operators import flips, idle_gpus, merges, moves, recruits, splits, swaps
+from hexgen2.search.operators import exchanges, flips, idle_gpus, merges, moves, recruits, splits, swaps
 from hexgen2.search.problem import Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.steps import Neighbour, Step
@@ -129,6 +129,7 @@ def guided_steps(
     ends = _full_route_ends(evaluation)
     if ends:
         everyone = list(range(len(solution.groups)))
+        yield from exchanges(solution, ends, everyone, alike)
         yield from swaps(solution, ends, everyone, alike)
         yield from flips(solution, ends, alike, roles)
 

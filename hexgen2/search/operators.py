@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from cost_model.hardware import Link
 from hexgen2.search.problem import ROLES, Group, NodeCounts, Solution, counts_of
 from hexgen2.search.steps import (
+    ExchangePlaces,
     FlipPhase,
     MergeGroups,
     MoveGpus,
@@ -154,6 +155,19 @@ def swaps(
                         b: Group(two.role, _shift(_shift(two.counts, n, -1), m, 1)),
                     },
                 ),
+            )
+
+
+def exchanges(
+    solution: Solution, left: list[int], right: list[int], alike: Alike | None = None
+) -> Iterator[Neighbour]:
+    """Two groups of different roles take each other's place."""
+    for a, b in sorted({(min(p), max(p)) for p in _pairs(solution, left, right, alike)}):
+        one, two = solution.groups[a], solution.groups[b]
+        if one.role != two.role and one.counts != two.counts:
+            yield (
+                ExchangePlaces(one.role, two.role),
+                replaced(solution, {a: Group(one.role, two.counts), b: Group(two.role, one.counts)}),
             )
 
 

@@ -52,6 +52,18 @@ class SwapGpus(Step):
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangePlaces(Step):
+    """Two groups of different roles take each other's place."""
+
+    kind: ClassVar[str] = "exchange"
+    role: str
+    other_role: str
+
+    def __str__(self) -> str:
+        return f"exchange {self.role} and {self.other_role}"
+
+
+@dataclass(frozen=True, slots=True)
 class FlipPhase(Step):
     """A prefill replica decodes from now on, or the other way around."""
 

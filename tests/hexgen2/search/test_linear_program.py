@@ -1,10 +1,16 @@
 """Linear programs apart from what they are used for."""
 
+import math
 import os
 import threading
 from types import SimpleNamespace
 
-from hexgen2.search.linear_program import run
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+
+from hexgen2.search.linear_program import LinearProgram, implied_most, run
 
 
 class Talkative:
@@ -38,3 +44,29 @@ def test_there_may_be_no_stdout(capfd):
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+@st.composite
+def programs(draw):
+    """Rows of variables that share something, and of variables that are no more than others allow."""
+    size, rows = draw(st.integers(2, 6)), draw(st.integers(1, 6))
+    entry = st.sampled_from([0.0, 0.0, 1.0, 2.5, -1.0, -0.4])
+    matrix = np.array([[draw(entry) for _ in range(size)] for _ in range(rows)])
+    row_most = np.array([draw(st.sampled_from([0.0, 1.0, 7.0, math.inf])) for _ in range(rows)])
+    equal = np.array([draw(st.booleans()) for _ in range(rows)])
+    row_least = np.where(equal & np.isfinite(row_most), row_most, -math.inf)
+    most = np.array([draw(st.sampled_from([1.0, 4.0, math.inf])) for _ in range(size)])
+    return csr_array(matrix), row_least, row_most, most
+
+
+@given(programs())
+@settings(max_examples=150, deadline=None)
+def test_no_solution_exceeds_the_limits_that_rows_imply(program):
+    matrix, row_least, row_most, most = program
+    limits = implied_most(matrix, row_least, row_most, most)
+    assert (limits <= most).all()
+    for k, limit in enumerate(limits):
+        lp = LinearProgram(np.eye(len(most))[k], matrix, row_least, row_most, most)
+        found = lp.solve()
+        if found is not None:
+            assert found.value <= limit + 1e-6

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.cluster.hierarchy import linkage
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from benchmarks.search.ordinary import FAMILIES, drawn
 from cluster_specs.schema import ClusterSpec
 from hexgen2.checks import verify
 from hexgen2.search.bounds.part_program import PartProgram, candidates
 from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.linear_program import solve_whole
 from hexgen2.search.neighbourhoods import improve_neighbourhoods
 from hexgen2.search.partition.by_parts import groups_by_parts, groups_within
 from hexgen2.search.partition.parts import ROOM, average_linkage, leaves_of, near_parts
@@ -105,6 +107,29 @@ def test_the_part_program_against_exhaustive_search(
     best = search_exactly(problem, SearchOptions(simulated=False)).throughput.req_s
     assert _within(problem, found)
     assert best * share <= evaluator.evaluate(found).req_s <= best * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("gpus", "seed"), [(16, 2), (24, 11)])
+def test_the_part_program_is_solved_as_by_scipy(gpus: int, seed: int) -> None:
+    """HiGHS 1.12 took much worse solutions for the best where variables had no limits."""
+    problem = _problem("racks", gpus, seed, model="opt-30b", phases="disaggregated")
+    evaluator, nodes = Evaluator(problem), range(len(problem.node_gpus))
+    relaxed = evaluator.relaxed
+    everyone = candidates(relaxed.columns, relaxed.classes, evaluator.planner)
+    program = PartProgram(problem, nodes, everyone)
+    gain, matrix, low, high = program._arrays()
+    most = {k: program._most(k) for k in range(len(everyone))}
+    found = solve_whole(gain, matrix, low, high, most, 1e-3, 10_000, 30.0)
+    limits = np.array([most.get(k, np.inf) for k in range(len(gain))])
+    right = milp(
+        -gain,
+        integrality=[k in most for k in range(len(gain))],
+        bounds=Bounds(0, limits),
+        constraints=LinearConstraint(matrix, low, high),
+        options={"mip_rel_gap": 1e-3, "time_limit": 30.0},
+    )
+    assert found.value >= -right.fun * 0.998
+    assert found.bound >= -right.fun * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("family", ["racks", "boxes"])
