@@ -20,9 +20,11 @@ search, not bounds."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -30,19 +32,23 @@ from scipy.sparse import csr_array
 from hexgen2.region import Point
 from hexgen2.search.bounds.columns import Column
 from hexgen2.search.linear_program import LinearProgram, solve_whole
-from hexgen2.search.planning.classes import NodeClasses
+from hexgen2.search.partition.parts import bandwidth_between
+from hexgen2.search.planning.classes import NodeClasses, Pattern
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
+from hexgen2.search.ties import greatest, greatest_first
 
-MOST = 400
-"""Candidates in a program, about."""
+MOST = 1200
+"""Candidates in a linear program, about."""
+ALL_WAYS = 100
+"""Of more ways to put a group on nodes, those are candidates in which nodes are near each other."""
 CLOSE, BRANCHES, LONGEST_S = 0.005, 200, 20.0
 """The integer program ends at this gap, after so many branches, or (should they take too long) seconds."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A group that may be formed: what it can do in requests/s, and on which nodes its layers are.
+    """A group that may be formed: about what it can do in requests/s, and on which nodes its layers are.
 
     corners : of what a colocated group can do, in prompts/s and answers/s; for itself alone if there is one
     shares : (node, share of the layers)
@@ -54,39 +60,93 @@ class Candidate:
     shares: tuple[tuple[int, float], ...]
 
 
-def candidates(columns: Sequence[Column], classes: NodeClasses, planner: Planner) -> list[Candidate]:
-    """All groups of these columns on nodes of these classes; once there are MOST, of the first columns
-    alone."""
-    found: list[Candidate] = []
-    layers = planner.problem.model.layers
+def candidates(
+    columns: Sequence[Column],
+    classes: NodeClasses,
+    planner: Planner,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Candidate]:
+    """Groups of these columns on nodes of these classes: in all ways, or on nodes near each other where there
+    are too many ways; once there are MOST, of the first columns alone. One group of a column is planned; others
+    are taken to be as far from what their plans cannot exceed, and to divide their layers likewise."""
+    problem, ways = planner.problem, list[tuple[Column, list[tuple[int, ...]]]]()
+    placed = _Placed(classes)
     for column in columns:
-        if len(found) >= MOST:
+        if sum(len(here) for _, here in ways) >= MOST or stop():
             break
-        for counts in sorted(set(_placed(column.pattern, classes.nodes))):
-            if any(count > len(classes.problem.node_gpus[node]) for node, count in counts):
-                continue
-            plan = planner.plan(column.role, counts)
-            if plan is None:
-                continue
-            held: Counter[int] = Counter()
-            for stage in plan.stages:
-                held[stage.node] += stage.layers
-            corners: tuple[Point, ...] = ()
+        ways.append((column, placed.ways(column.pattern)))
+    for role in problem.roles:
+        groups = [_counts(column, nodes) for column, here in ways if column.role == role for nodes in here]
+        planner.look_ahead([role], groups, stop)
+    found: list[Candidate] = []
+    for column, here in ways:
+        if stop():
+            break
+        limits = {nodes: planner.limit(column.role, _counts(column, nodes)) for nodes in here}
+        able = [(nodes, limit) for nodes, limit in limits.items() if limit is not None and limit.req_s > 0]
+        ranked = greatest_first(able, lambda each: each[1].req_s)
+        plan = planner.plan(column.role, _counts(column, ranked[0][0])) if ranked else None
+        if plan is None:
+            continue
+        held: Counter[int] = Counter()
+        for stage in plan.stages:
+            held[stage.node] += stage.layers
+        shares = [held[node] / problem.model.layers for node in ranked[0][0]]
+        reached = plan.capacity_req_s / ranked[0][1].req_s
+        for nodes, limit in ranked:
+            capacity, corners = limit.req_s * reached, tuple[Point, ...]()
             if column.role == "colocated":
-                mixes = classes.problem.mixes
-                own = (plan.capacity_req_s, plan.capacity_req_s)
-                corners = planner.region(plan).corners if mixes else (own,)
-            shares = tuple((node, n / layers) for node, n in sorted(held.items()))
-            found.append(Candidate(Group(column.role, counts), plan.capacity_req_s, corners, shares))
+                corners = limit.region.times(reached).corners if limit.region else ((capacity, capacity),)
+            on = tuple(sorted((node, share) for node, share in zip(nodes, shares, strict=True) if share))
+            found.append(Candidate(Group(column.role, _counts(column, nodes)), capacity, corners, on))
     return found
 
 
-def _placed(pattern: Sequence[tuple[int, int]], nodes: Sequence[Sequence[int]]) -> Iterator[NodeCounts]:
-    """The ways to put a pattern on different nodes of its classes; some of them several times."""
-    for chosen in itertools.product(*(nodes[which] for which, _ in pattern)):
-        if len(set(chosen)) == len(chosen):
-            counts = (count for _, count in pattern)
-            yield counts_of(dict(zip(chosen, counts, strict=True)))
+def _counts(column: Column, nodes: Sequence[int]) -> NodeCounts:
+    """The group of a column whose parts are on these nodes."""
+    return counts_of({node: count for node, (_, count) in zip(nodes, column.pattern, strict=True)})
+
+
+class _Placed:
+    """The ways to put patterns on nodes of their classes."""
+
+    def __init__(self, classes: NodeClasses) -> None:
+        self._nodes, self._sizes = classes.nodes, [len(gpus) for gpus in classes.problem.node_gpus]
+        self._problem = classes.problem
+
+    @cached_property
+    def _near(self) -> np.ndarray:
+        return bandwidth_between(self._problem)
+
+    def ways(self, pattern: Pattern) -> list[tuple[int, ...]]:
+        """The nodes of each part of the pattern, in all ways; if these are more than ALL_WAYS, around each node
+        those that are nearest."""
+        room = [[n for n in self._nodes[which] if self._sizes[n] >= count] for which, count in pattern]
+        if math.prod(map(len, room)) <= ALL_WAYS:
+            all_ways = (nodes for nodes in itertools.product(*room) if len(set(nodes)) == len(nodes))
+        else:
+            around = ((part, node) for part in range(len(pattern)) for node in room[part])
+            all_ways = (near for part, node in around if (near := self._nearest(room, part, node)))
+        # Parts alike may be in any order.
+        return list({tuple(sorted(zip(pattern, nodes, strict=True))): nodes for nodes in all_ways}.values())
+
+    def _nearest(self, room: Sequence[Sequence[int]], part: int, node: int) -> tuple[int, ...]:
+        """A node for each part, this one for this part, each the nearest to those before it; none if there is
+        no room."""
+        taken = {part: node}
+        left = set(range(len(room))) - {part}
+        slowest = self._near[node].copy()
+        while left:
+            open_ = [(k, n) for k in sorted(left) for n in room[k] if n not in taken.values()]
+            if not open_:
+                return ()
+            k, n = greatest(open_, lambda each: slowest[each[1]])[0]
+            if any(not set(room[j]) - {*taken.values(), n} for j in left - {k}):
+                return ()
+            taken[k] = n
+            left.remove(k)
+            slowest = np.minimum(slowest, self._near[n])
+        return tuple(taken[k] for k in range(len(room)))
 
 
 class PartProgram:

@@ -18,6 +18,8 @@ from hexgen2.search.ties import greatest_first
 
 WORTH = 0.95
 """Groups that are worth so much at a program's duals, beside what their GPUs cost, are considered."""
+MOST_WHOLE = 250
+"""And so many at most by the integer program."""
 MOST_S = 2.0
 """Seconds for a part, where there is a time limit."""
 
@@ -70,7 +72,8 @@ def groups_within(evaluator: Evaluator, nodes: Sequence[int], time_s: float | No
     best_first = [column for _, column in greatest_first(near, lambda each: each[0])]
     everyone = candidates(best_first, classes, evaluator.planner)
     worth = PartProgram(classes.problem, nodes, everyone).worth()
-    able = [each for each, value in zip(everyone, worth, strict=True) if value >= WORTH]
+    hopeful = [k for k, value in enumerate(worth) if value >= WORTH]
+    able = [everyone[k] for k in sorted(greatest_first(hopeful, worth.__getitem__)[:MOST_WHOLE])]
     return PartProgram(classes.problem, nodes, able).solve(time_s) if able else Solution()
 
 
