@@ -171,7 +171,7 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 @_engine(
     "--kv-cache-dtype",
     click.Choice(KV_CACHE_DTYPES),
-    "How KV caches are stored. plain: in --dtype. auto: in fp8 or int8 where the placement plans that, else plain.",
+    "How KV caches are stored. plain: in --dtype. auto: fp8 or int8 if the placement plans that, else plain.",
 )
 @_engine(
     "--chunk-tokens",

@@ -100,7 +100,7 @@ class Int8(KvFormat):
 
     def unpack(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         head_dim = stored.shape[-1] - torch.float32.itemsize
-        codes, scales = stored[..., :head_dim], stored[..., head_dim:].contiguous()
+        codes, scales = stored[..., :head_dim], stored[..., head_dim:].clone()
         return (codes.view(torch.int8).float() * scales.view(torch.float32)).to(dtype)
 
 

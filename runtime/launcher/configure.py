@@ -174,7 +174,7 @@ def configurations(
     """The first message to every worker, by worker, in the placement's order.
 
     Attention workers come last. All workers compute in the same type, the one in `options`, and hold the KV
-    cache in the same format. If the type is "auto": float32 if any worker is a CPU (on which float32 is fast),
+    cache in the same format. If the type is "auto": float32 if any worker is a CPU (on which it is fast),
     else `gpu_dtype`.
 
     Raises

@@ -13,8 +13,8 @@ from runtime.protocol.message import Message
 
 
 class OpenHeads(Message, frozen=True):
-    """First message: what a block holds, in a format of KV caches (`kv_cache/formats.py`). Layers are those of
-    the stage, numbered as in the model. `width` below is that of a head in this format."""
+    """First message: what a block holds, in a format of KV caches (`kv_cache/formats.py`); `width` below is
+    that of a head in it. Layers are those of the stage, numbered as in the model."""
 
     first_layer: int
     end_layer: int

@@ -149,8 +149,8 @@ class LayerAttention(ABC):
 
     Attributes
     ----------
-    cache : the blocks that a batch names, [layers, sides, slots, kv_heads, width], in the format of its shape;
-        keys first, then values
+    cache : the blocks that a batch names, [layers, sides, slots, kv_heads, width] in its shape's format; keys
+        first, then values
     """
 
     def __init__(self, cache: PagedCache) -> None:
