@@ -43,6 +43,7 @@ from runtime.options import (
     EMULATED,
     ENGINES,
     FRONT_DEFAULTS,
+    PLAIN_KV,
     RESTARTS,
     TORCH,
     VLLM,
@@ -132,6 +133,9 @@ def serve(
         engine=engine,
     )
     worker_configs = configure(placement)
+    stored = next(iter(worker_configs.values())).kv_format
+    if stored != PLAIN_KV:
+        report(f"KV caches are stored in {stored}")
     if emulated:
         report(
             f"emulating: the {placement.cost_model.name} cost model times the steps, "

@@ -110,7 +110,7 @@ def train(folder: Path, steps: int, seed: int) -> float:
         optimiser.step()
         schedule.step()
         optimiser.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     model.save_pretrained(folder)
     last = losses[-max(1, steps // 10) :]
     return float(torch.tensor(last).mean().exp())
@@ -171,7 +171,7 @@ def print_quality(stage: DecoderStage, seed: int) -> None:
     rows = torch.stack([text[start : start + WINDOW] for start in starts])
     prompts = torch.stack([text[start : start + PROMPT] for start in starts[:PROMPTS]])
     print(
-        "| KV cache | bytes per token | perplexity | most likely byte the same | answers' bytes, whole answers |"
+        "| KV cache | bytes per token | perplexity | same most likely byte | answers' bytes, whole answers |"
     )
     print("| --- | --- | --- | --- | --- |")
     exact = exact_answers = None
