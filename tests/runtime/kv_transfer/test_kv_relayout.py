@@ -136,4 +136,5 @@ def test_any_plan_and_any_token_ranges(data: st.DataObject) -> None:
         (data.draw(st.sampled_from([1, 3, 8])), data.draw(st.sampled_from([1, 3, 8]))),
         data.draw(st.integers(0, 99)),
         data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        kv=data.draw(st.sampled_from(["plain", "int8"])),
     )
