@@ -21,13 +21,26 @@ constexpr int divisor(int of, int most) {
     return most;
 }
 
-// Adds halves pairwise, which rounds less than adding one after the other.
+// Adds halves pairwise, which rounds less than adding one after the other. GCC 12 makes a loop through memory of
+// anything but its intrinsics wherever a function is large.
 inline float sum(const Floats &values) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+    const __m256d upper = _mm512_extractf64x4_pd((__m512d)values, 1);
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)values), _mm256_castpd_ps(upper));
+#else
+    const __m256 eight = (__m256)values;
+#endif
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     float lanes[LANES];
     store(lanes, values);
     for (int half = LANES / 2; half > 0; half /= 2)
         for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
     return lanes[0];
+#endif
 }
 
 // `other` gives the vector of a number.
