@@ -128,11 +128,14 @@ def next_tokens_packed(kv: str, heads: int, kv_heads: int, dim: int) -> tuple[Si
     spans = native.Spans.make(
         [(one, 0, CONTEXT, range(one * blocks, (one + 1) * blocks)) for one in range(REQUESTS)]
     )
-    how = spans, BLOCK_TOKENS, torch.empty_like(query)
-    return (
-        lambda: native.attend_paged(query, *packed, *how, kind=form.kind),
-        lambda: native.attend_paged(query, *plain, *how),
-    )
+    output = torch.empty_like(query)
+
+    def side(cached: torch.Tensor, kind: int) -> Side:
+        return lambda: native.attend_paged(
+            query, cached[0], cached[1], spans, BLOCK_TOKENS, output, kind=kind
+        )
+
+    return side(packed, form.kind), side(plain, native.PLAIN_KV)
 
 
 def prompt(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
