@@ -33,6 +33,7 @@ Family = Literal[
     "deepseek_v3",
 ]
 WeightType = Literal["fp32", "fp16", "bf16", "fp8", "fp8_block", "int8", "int4", "nvfp4", "mxfp4"]
+KvType = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
 LARGEST = 10**8
 Count = Annotated[int, Field(gt=0), between(1, LARGEST)]
 CountOrZero = Annotated[int, Field(ge=0), between(0, LARGEST)]
@@ -49,6 +50,8 @@ _LATER_FIELDS = (
     "other_layer_params",
     "only_experts_quantised",
 )
+_KV_TYPES: dict[float, KvType] = {4.0: "fp32", 2.0: "bf16", 1.0: "fp8", 0.5: "int4"}
+"""The formats of KV caches that their bytes per value tell, which placements need not name."""
 
 
 class LatentAttention(BaseModel):
@@ -84,7 +87,8 @@ class ModelArchitecture(BaseModel):
     q, k and v have one (Qwen 2); `qk_norm`: the heads of q and k are normalised (Qwen 3); `position_offset`:
     the first rows of the position table that are not used (OPT). The matrices of layers hold weights of
     `weight_bytes` each, scales included; where `only_experts_quantised`, only those of experts (or of the
-    only feed-forward block) do (gpt-oss). All other weights, and activations, have `activation_bytes`.
+    only feed-forward block) do (gpt-oss). All other weights, and activations, have `activation_bytes`. Each
+    value of a KV cache takes `kv_value_bytes`, scales included, in the format `kv_type`.
 
     Layers may differ: `dense_layers` of them have one feed-forward block of `ffn` instead of experts (of
     `expert_ffn`, where that differs from `ffn`) and of shared experts, which every token uses (`shared_ffn`
@@ -120,6 +124,7 @@ class ModelArchitecture(BaseModel):
     weight_bytes: ValueBytes = 2.0
     activation_bytes: ValueBytes = 2.0
     kv_value_bytes: ValueBytes = 2.0
+    kv_type: KvType = "bf16"
     expert_ffn: Count | None = None
     expert_biases: bool = False
     shared_ffn: CountOrZero = 0
@@ -128,6 +133,16 @@ class ModelArchitecture(BaseModel):
     latent: LatentAttention | None = None
     other_layer_params: CountOrZero = 0
     only_experts_quantised: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kv_type_of_bytes(cls, fields: Any) -> Any:
+        """Add the format of KV caches where only their bytes are given."""
+        if not isinstance(fields, dict) or "kv_type" in fields:
+            return fields
+        width = fields.get("kv_value_bytes", 2.0)
+        known = _KV_TYPES.get(width) if isinstance(width, int | float) else None
+        return {**fields, "kv_type": known or "bf16"}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -150,6 +165,8 @@ class ModelArchitecture(BaseModel):
         fields: dict[str, Any] = dump(self)
         kinds = type(self).model_fields
         unused = {key for key in _LATER_FIELDS if getattr(self, key) == kinds[key].default}
+        if self.kv_type == _KV_TYPES.get(self.kv_value_bytes):
+            unused.add("kv_type")
         return {key: value for key, value in fields.items() if key not in unused}
 
     @cached_property
@@ -283,12 +300,17 @@ class ModelArchitecture(BaseModel):
         return 2 * self.heads * (2 * self.latent.latent_rank + self.latent.rope_dim)
 
     @cached_property
+    def kv_head_dim(self) -> int:
+        """Values of one vector in the cache: a key or a value of a head, or the latent."""
+        if self.latent is not None:
+            return self.latent.latent_rank + self.latent.rope_dim
+        return self.head_dim
+
+    @cached_property
     def kv_values_per_token_layer(self) -> int:
         """Values that the cache keeps of one token in one layer: keys and values of all heads, or the
         latent."""
-        if self.latent is not None:
-            return self.latent.latent_rank + self.latent.rope_dim
-        return 2 * self.kv_heads * self.head_dim
+        return self.kv_head_dim if self.latent is not None else 2 * self.kv_heads * self.head_dim
 
     @cached_property
     def kv_bytes_per_token_layer(self) -> float:

@@ -7,7 +7,7 @@ Quantised checkpoints keep token table, LM head, norms, biases and routers in 16
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from cost_model.architecture import ModelArchitecture, WeightType
 from cost_model.errors import InputError
@@ -32,6 +32,21 @@ WEIGHT_BYTES: dict[WeightType, float] = {
 SIXTEEN_BIT: tuple[WeightType, ...] = ("fp32", "fp16", "bf16")
 """The formats that are not quantised: 16 bits and more."""
 KV_BYTES: dict[str, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+"""Bytes of a value in a KV cache, without scales."""
+_KV_SCALE_BYTES: dict[str, float] = {"int8": 4.0}
+"""What each key and value of a head has besides: a scale in fp32, in vLLM's int8_per_token_head and in the
+torch engine. fp8 has none, or one for a whole tensor."""
+
+
+def kv_format_fields(kv: str, kv_head_dim: int) -> dict[str, Any]:
+    """The fields of ModelArchitecture that say how KV caches are stored.
+
+    Parameters
+    ----------
+    kv_head_dim : values of one vector in the cache
+    """
+    width = KV_BYTES[kv] + _KV_SCALE_BYTES.get(kv, 0.0) / kv_head_dim
+    return {"kv_type": kv, "kv_value_bytes": width}
 
 
 def in_formats(
@@ -55,7 +70,7 @@ def in_formats(
         changes |= {"weight_type": weights, "weight_bytes": width, "activation_bytes": max(2.0, width)}
         changes |= {"only_experts_quantised": weights == "mxfp4"}
     if kv is not None:
-        changes["kv_value_bytes"] = KV_BYTES[kv]
+        changes |= kv_format_fields(kv, model.kv_head_dim)
     return ModelArchitecture(**{**model.model_dump(), **changes})
 
 

@@ -11,7 +11,7 @@ from cost_model.dtypes import SIXTEEN_BIT
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
 from runtime.api.tokenizer import check_tokenizer_files
-from runtime.options import TORCH, TORCH_QUANTISED, VLLM
+from runtime.options import KV_CACHE_DTYPES, TORCH, TORCH_PACKED_KV, TORCH_QUANTISED, VLLM
 
 TORCH_FAMILIES = (
     "llama",
@@ -91,13 +91,34 @@ def checkpoint_folder(placement: Placement, model_path: Path | None, source: str
     return folder
 
 
-def check_formats(placement: Placement, folder: Path, engine: str, source: str) -> None:
-    """Check that an engine can serve the checkpoint in the formats that the placement plans with.
+def check_kv_format(placement: Placement, engine: str, asked: str, source: str) -> None:
+    """Check that an engine can store KV caches in the format that is asked for or planned.
+
+    Parameters
+    ----------
+    asked : --kv-cache-dtype
 
     Raises
     ------
-    InputError : vLLM cannot make these weights of the checkpoint's; torch, which serves weights as they are
-        and keeps 16 and 32 bits of KV values, is to serve others
+    InputError : the torch engine has no KV caches in 4 bits; other engines follow the placement alone
+    """
+    if asked != KV_CACHE_DTYPES[0]:
+        if engine != TORCH:
+            remedy = f"leave it out, and search with --kv {asked if asked in TORCH_PACKED_KV else 'bf16'}"
+            raise InputError("--kv-cache-dtype", asked, f"only applies to --engine {TORCH}", remedy)
+        return
+    if engine == TORCH and placement.model.kv_type == "int4":
+        remedy = "search with --kv int8, or launch with --kv-cache-dtype int8"
+        raise InputError(source, "model.kv_type", "the torch engine has no KV caches in int4", remedy)
+
+
+def check_formats(placement: Placement, folder: Path, engine: str) -> None:
+    """Check that an engine can serve the checkpoint in the format of weights that the placement plans with.
+
+    Raises
+    ------
+    InputError : vLLM cannot make these weights of the checkpoint's; torch, which serves weights as they are,
+        is to serve others
     """
     model, config = placement.model, str(folder / "config.json")
     there = architecture_from_folder(folder)
@@ -110,9 +131,6 @@ def check_formats(placement: Placement, folder: Path, engine: str, source: str) 
         problem = f"the torch engine does not run {there.weight_type} weights"
         remedy = f"use --engine vllm, or a checkpoint in {', '.join(served)} or 16 bits"
         raise InputError(config, _KEY, problem, remedy)
-    if model.kv_value_bytes < 2:
-        remedy = "use --engine vllm, or search with --kv bf16"
-        raise InputError(source, "model.kv_value_bytes", "the torch engine does not run 8-bit KV", remedy)
     plain = model.weight_type in SIXTEEN_BIT and there.weight_type in SIXTEEN_BIT
     if not plain and model.weight_type != there.weight_type:
         problem = f"has {there.weight_type} weights, but the placement was made for {model.weight_type}"

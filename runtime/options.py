@@ -19,6 +19,10 @@ INSTRUCTIONS = ("auto", "avx2")
 TORCH_QUANTISED = ("int4", "int8", "fp8", "fp8_block")
 """Formats of quantised weights that the torch engine runs."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+TORCH_PACKED_KV = ("fp8", "int8")
+"""Formats of KV caches in 8 bits that the torch engine runs."""
+PLAIN_KV = "plain"
+KV_CACHE_DTYPES = ("auto", PLAIN_KV, *TORCH_PACKED_KV)
 NIXL = "nixl"
 GPU_TRANSPORTS, CPU_TRANSPORTS = ("cuda_ipc",), ("shm",)
 KV_TRANSPORTS = ("auto", *CPU_TRANSPORTS, "tcp", NIXL, *GPU_TRANSPORTS)
@@ -32,6 +36,8 @@ class EngineOptions:
     ----------
     dtype : type of weights and KV cache on all workers; "auto": float32 as soon as one of them is a CPU, else
         that of the checkpoint
+    kv_cache_dtype : how the torch engine stores KV caches; "plain": in `dtype`; "auto": in fp8 or int8 where
+        the placement plans that, else plain
     block_tokens : tokens per block of the KV cache
     chunk_tokens : most prompt tokens in a step that also decodes; None: the placement's
     reuse_prefixes : let prompts share the KV cache of a common prefix
@@ -42,6 +48,7 @@ class EngineOptions:
     """
 
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     block_tokens: int = BLOCK_TOKENS
     chunk_tokens: int | None = None
     reuse_prefixes: bool = True

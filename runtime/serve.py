@@ -27,7 +27,7 @@ from runtime.api.numbers import NumberTokenizer
 from runtime.api.operations import operations_router
 from runtime.api.service import Service
 from runtime.api.tokenizer import ModelTokenizer, Tokenizer
-from runtime.checkpoint import check_family, check_formats, checkpoint_folder, gpu_dtype
+from runtime.checkpoint import check_family, check_formats, check_kv_format, checkpoint_folder, gpu_dtype
 from runtime.frontend.coordinator import Coordinator
 from runtime.frontend.replanner import Configured, Replanner
 from runtime.frontend.replica import Replica, make_replicas
@@ -43,6 +43,7 @@ from runtime.options import (
     EMULATED,
     ENGINES,
     FRONT_DEFAULTS,
+    PLAIN_KV,
     RESTARTS,
     TORCH,
     VLLM,
@@ -120,9 +121,10 @@ def serve(
         raise InputError("--replan", "", problem, remedy)
     emulated = engine == EMULATED
     starter.check(placement, source, emulated)
+    check_kv_format(placement, engine, options.kv_cache_dtype, source)
     folder = None if emulated and model_path is None else checkpoint_folder(placement, model_path, source)
     if folder is not None:
-        check_formats(placement, folder, engine, source)
+        check_formats(placement, folder, engine)
     configure = partial(
         configurations,
         checkpoint=folder or Path(),
@@ -131,6 +133,9 @@ def serve(
         engine=engine,
     )
     worker_configs = configure(placement)
+    stored = next(iter(worker_configs.values())).kv_format
+    if stored != PLAIN_KV:
+        report(f"KV caches are stored in {stored}")
     if emulated:
         report(
             f"emulating: the {placement.cost_model.name} cost model times the steps, "
@@ -281,7 +286,7 @@ def _successors(
     front: FrontOptions,
 ) -> Configured:
     """What makes workers of another placement that work with those of this one: they know its secret, hold
-    the KV cache in its type and have the cores of their GPU."""
+    the KV cache in its type and format and have the cores of their GPU."""
     one = next(iter(worker_configs.values()))
 
     def configured(placement: Placement) -> tuple[dict[str, Configure], dict[str, Replica]]:
@@ -289,7 +294,12 @@ def _successors(
         for gpu, own in fresh.items():
             before = worker_configs.get(gpu, own)
             fresh[gpu] = msgspec.structs.replace(
-                own, secret=one.secret, dtype=one.dtype, threads=before.threads, cores=before.cores
+                own,
+                secret=one.secret,
+                dtype=one.dtype,
+                kv_format=one.kv_format,
+                threads=before.threads,
+                cores=before.cores,
             )
         return fresh, make_replicas(placement, fresh, {}, front.kv_high_water, front.scheduler)
 

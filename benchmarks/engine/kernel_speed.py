@@ -5,9 +5,9 @@
 Measures matrix products with weights [4096, 768] for several row counts; products with quantised weights
 [4096, 4096], beside our own with the same in float32; products with 16 experts of weights [1536, 768], in
 float32 and in mxfp4, of which each row uses 2; and, for two shapes of heads, attention of the next tokens of
-8 requests, and of a prompt of 512 tokens over a context of 512. Prints milliseconds, the best of several
-rounds in which the sides take turns: each computation takes a few milliseconds, and anything else
-that runs can only add to it.
+8 requests, and of a prompt of 512 tokens over a context of 512; the next tokens also with KV caches in fp8
+and int8, beside our own in float32. Prints milliseconds, the best of several rounds in which the sides take
+turns: each computation takes a few milliseconds, and anything else that runs can only add to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from runtime import native
 from runtime.engine.torch import mxfp4
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
-from runtime.options import BLOCK_TOKENS
+from runtime.kv_cache.formats import kv_format
+from runtime.options import BLOCK_TOKENS, TORCH_PACKED_KV
 
 OUTPUTS, INPUTS = 4096, 768
 ROWS = (1, 3, 8, 32, 128, 512)
@@ -120,6 +121,23 @@ def next_tokens(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
     return lambda: native.attend_paged(query, keys, values, spans, BLOCK_TOKENS, output), by_torch
 
 
+def next_tokens_packed(kv: str, heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
+    """Both read the blocks of a cache: one in 8 bits, and one in float32."""
+    plain, form = torch.randn(2, REQUESTS * CONTEXT, kv_heads, dim), kv_format(kv)
+    packed, query, blocks = form.pack(plain), torch.randn(REQUESTS, heads, dim), CONTEXT // BLOCK_TOKENS
+    spans = native.Spans.make(
+        [(one, 0, CONTEXT, range(one * blocks, (one + 1) * blocks)) for one in range(REQUESTS)]
+    )
+    output = torch.empty_like(query)
+
+    def side(cached: torch.Tensor, kind: int) -> Side:
+        return lambda: native.attend_paged(
+            query, cached[0], cached[1], spans, BLOCK_TOKENS, output, kind=kind
+        )
+
+    return side(packed, form.kind), side(plain, native.PLAIN_KV)
+
+
 def prompt(heads: int, kv_heads: int, dim: int) -> tuple[Side, Side]:
     """Ours reads the blocks of a cache; torch's reads contiguous keys and values."""
     keys, values = torch.randn(2, CONTEXT, kv_heads, dim)
@@ -159,6 +177,11 @@ def main() -> None:
             ours, torchs = best_ms(make(*shape), options.rounds)
             label = f"{name}, {shape[0]} heads of {shape[2]}"
             print(f"{label:28}{ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}")
+    for kv in TORCH_PACKED_KV:
+        for shape in HEADS:
+            ours, in_float32 = best_ms(next_tokens_packed(kv, *shape), options.rounds)
+            label = f"KV in {kv}, {shape[0]} heads of {shape[2]}"
+            print(f"{label:28}{ours:8.2f} {in_float32:8.2f} {in_float32 / ours:6.2f}  beside ours in float32")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ _STREAMED = 0.7
 _ROWS = 64
 """Rows of the smallest tile of a product (cost_model/operators/gemm.py); all larger ones are multiples."""
 
-_KV_FORMATS = {4.0: "fp32", 2.0: "bf16", 1.0: "fp8", 0.5: "int4"}
-
 
 class StepOperators:
     """Seconds of a layer's operators, as a mean over the model's layers.
@@ -42,7 +40,7 @@ class StepOperators:
         self.heads = model.heads / self.attention_degree
         self.kv_heads = max(1.0, model.kv_heads / self.attention_degree)
         self.dense_type: WeightType = plain_type(model) if model.only_experts_quantised else model.weight_type
-        self.kv = _KV_FORMATS.get(model.kv_value_bytes, "bf16")
+        self.kv = model.kv_type
         self._bandwidth = group.accelerator.memory_bandwidth_bytes_s * _STREAMED
         self._latent = None
         if model.latent is not None:

@@ -28,6 +28,7 @@ from runtime.options import (
     ENGINES,
     FRONT_DEFAULTS,
     INSTRUCTIONS,
+    KV_CACHE_DTYPES,
     KV_TRANSPORTS,
     REPLAN_AFTER_S,
     RESTARTS,
@@ -166,6 +167,11 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
     "--dtype",
     click.Choice(DTYPES),
     "Data type of weights and KV caches. auto: float32 if any worker runs on a CPU, else the checkpoint's.",
+)
+@_engine(
+    "--kv-cache-dtype",
+    click.Choice(KV_CACHE_DTYPES),
+    "How KV caches are stored. plain: in --dtype. auto: fp8 or int8 if the placement plans that, else plain.",
 )
 @_engine(
     "--chunk-tokens",

@@ -44,6 +44,8 @@ TO_PREFILL = {
     "remote_port": None,
 }
 """`kv_transfer_params` of a request to prefill whose decode runs elsewhere (vLLM 0.32, NixlConnector)."""
+_KV_CACHE_DTYPES: dict[str, str] = {"fp8": "fp8", "int8": "int8_per_token_head"}
+"""vLLM's names of the formats of KV caches that are not the model's own type."""
 TORCH = "run it with `hexgen2 launch --engine torch`"
 
 
@@ -87,9 +89,8 @@ def check_vllm(placement: Placement, source: str) -> None:
     ------
     InputError : it cannot; names the replica or route, and the reason
     """
-    if placement.model.kv_value_bytes < 1:
-        problem = "vLLM has no KV caches in 4 bits"
-        raise InputError(source, "model.kv_value_bytes", problem, "search with --kv fp8")
+    if problem := _kv_problem(placement):
+        raise InputError(source, "model.kv_type", problem, "search with --kv fp8")
     if placement.attention_workers:
         raise InputError(source, "attention_workers", "vLLM does not support them", "choose another strategy")
     for k, replica in enumerate(placement.replicas):
@@ -115,6 +116,18 @@ def check_vllm(placement: Placement, source: str) -> None:
             problem = f"{route.from_} has each of {heads} KV heads several times, which the fewer GPUs of"
             problem += f" {route.to} cannot read with vLLM's NixlConnector"
             raise InputError(source, f"routes[{k}]", problem, TORCH)
+
+
+def _kv_problem(placement: Placement) -> str:
+    """Why vLLM cannot keep KV caches in the format that is planned; "" if it can."""
+    kv = placement.model.kv_type
+    if kv == "int4":
+        return "vLLM's KV caches in 4 bits are not those that were planned"
+    if kv == "int8" and any(is_cpu(placement, gpu) for replica in placement.replicas for gpu in replica.gpus):
+        return "vLLM has no KV caches in int8 on CPUs"
+    if kv == "int8" and any(route.from_ != route.to for route in placement.routes):
+        return "KV caches in int8 are not known to move with vLLM 0.32"
+    return ""
 
 
 def vllm_processes(placement: Placement, around: Surroundings) -> list[VllmProcess]:
@@ -206,8 +219,8 @@ def _of_replica(
     weights = placement.model.weight_type
     if weights not in SIXTEEN_BIT and around.checkpoint_weights not in (None, weights):
         arguments += ["--quantization", weights]
-    if placement.model.kv_value_bytes == 1:
-        arguments += ["--kv-cache-dtype", "fp8"]
+    if placement.model.kv_type in _KV_CACHE_DTYPES:
+        arguments += ["--kv-cache-dtype", _KV_CACHE_DTYPES[placement.model.kv_type]]
     if cpu:
         arguments += ["--enforce-eager"]
     else:

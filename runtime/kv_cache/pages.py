@@ -39,7 +39,7 @@ class PageShape(ABC):
     @property
     @abstractmethod
     def dtype_name(self) -> str:
-        """The type of the values, which must be the same at both ends of a transfer."""
+        """The type of what is stored, which must be the same at both ends of a transfer."""
 
     @property
     @abstractmethod

@@ -32,13 +32,13 @@ class SharedPool:
 
     def __init__(self, shape: CacheShape, blocks: int, block_tokens: int) -> None:
         size = shape.pool_size(blocks * block_tokens)
-        size_bytes = math.prod(size) * shape.dtype.itemsize
+        size_bytes = math.prod(size) * shape.stored_dtype.itemsize
         name = _NAME + secrets.token_hex(8)
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size_bytes)
         self._memory = mmap.mmap(descriptor, size_bytes)
         self._descriptor = descriptor
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8).view(shape.dtype).view(size)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8).view(shape.stored_dtype).view(size)
         self.handle = f"{os.getpid()}:{descriptor}:{name}"
 
     def populate(self, limit_bytes: int = POPULATED_BYTES) -> threading.Thread:

@@ -1,6 +1,6 @@
 """Slices of a KV cache: where their tokens are in a pool, and how each end cuts them into pieces.
 
-The bytes of a slice are in the order [layers, sides, tokens, heads, head_dim]; a side is keys or values, or
+The bytes of a slice are in the order [layers, sides, tokens, heads, width]; a side is keys or values, or
 the only one where both are the same.
 """
 

@@ -149,8 +149,7 @@ class Rows:
 def pool_rows(cache: PagedCache) -> Rows:
     """The rows of a worker's pool in CPU memory."""
     memory, shape = cache.pool.view(-1).view(torch.uint8).numpy(), cache.shape
-    head_bytes = shape.bytes_per_token_cell // shape.sides
-    return Rows(memory, shape.part, shape.sides, cache.pool.shape[2], head_bytes)
+    return Rows(memory, shape.part, shape.sides, cache.pool.shape[2], shape.head_bytes)
 
 
 def packed_rows(memory: np.ndarray, piece: Piece) -> np.ndarray:
@@ -179,7 +178,7 @@ def copy_tokens(
 
 
 def pool_view(cache: PagedCache, header: KvSlice, piece: Piece) -> torch.Tensor:
-    """A piece's layers, sides and heads in a worker's pool: [layers, sides, slots, heads, head_dim]."""
+    """A piece's layers, sides and heads in a worker's pool: [layers, sides, slots, heads, width]."""
     part = cache.shape.part
     layers = cache.pool[piece.first_layer - part.first_layer : piece.end_layer - part.first_layer]
     sides = layers[:, piece.first_side : piece.end_side]

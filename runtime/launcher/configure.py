@@ -12,7 +12,7 @@ import msgspec
 
 from cluster_specs.loader import resolve
 from cost_model.architecture import ModelArchitecture, WeightType
-from cost_model.dtypes import SIXTEEN_BIT, WEIGHT_BYTES
+from cost_model.dtypes import SIXTEEN_BIT, WEIGHT_BYTES, kv_format_fields
 from cost_model.errors import InputError
 from cost_model.pipeline import PipelineSemantics
 from hexgen2.cluster import Cluster
@@ -28,7 +28,9 @@ from runtime.options import (
     GPU_TRANSPORTS,
     KV_TRANSPORTS,
     NIXL,
+    PLAIN_KV,
     TORCH,
+    TORCH_PACKED_KV,
     EngineOptions,
 )
 from runtime.protocol.message import ATTENTION, PROTOCOL_VERSION, StageShape
@@ -129,11 +131,20 @@ def _emulated_transport(name: str) -> str:
     return EMULATED
 
 
-def as_computed(placement: Placement, dtype: str) -> Placement:
-    """A placement whose model has the bytes that it takes in workers of the torch engine: activations, KV
-    cache and all weights that are not quantised have their type, whatever type was planned."""
+def kv_format_of(placement: Placement, options: EngineOptions) -> str:
+    """How workers of the torch engine store KV caches: the name of a format in `kv_cache/formats.py`."""
+    if options.kv_cache_dtype != "auto":
+        return options.kv_cache_dtype
+    return placement.model.kv_type if placement.model.kv_type in TORCH_PACKED_KV else PLAIN_KV
+
+
+def as_computed(placement: Placement, dtype: str, kv_format: str = PLAIN_KV) -> Placement:
+    """A placement whose model has the bytes that it takes in workers of the torch engine: activations and all
+    weights that are not quantised have their type, KV caches their format, whatever was planned."""
     width, fields = WEIGHT_BYTES[_SHORT[dtype]], placement.model.model_dump()
-    changes: dict[str, object] = {"activation_bytes": width, "kv_value_bytes": width}
+    kv = _SHORT[dtype] if kv_format == PLAIN_KV else kv_format
+    changes: dict[str, object] = {"activation_bytes": width}
+    changes |= kv_format_fields(kv, placement.model.kv_head_dim)
     if placement.model.weight_type in SIXTEEN_BIT:
         changes |= {"weight_type": _SHORT[dtype], "weight_bytes": width}
     return placement.model_copy(update={"model": ModelArchitecture(**{**fields, **changes})})
@@ -162,8 +173,9 @@ def configurations(
 ) -> dict[str, Configure]:
     """The first message to every worker, by worker, in the placement's order.
 
-    Attention workers come last. All workers hold the KV cache in the same type: the one in `options`. If that
-    is "auto": float32 if any worker is a CPU (on which float32 is fast), else `gpu_dtype`.
+    Attention workers come last. All workers compute in the same type, the one in `options`, and hold the KV
+    cache in the same format. If the type is "auto": float32 if any worker is a CPU (on which it is fast),
+    else `gpu_dtype`.
 
     Raises
     ------
@@ -175,8 +187,10 @@ def configurations(
     dtype = options.dtype
     if dtype == "auto":
         dtype = "float32" if any(is_cpu(placement, gpu) for gpu in gpus) else gpu_dtype
+    kv_format = PLAIN_KV
     if engine == TORCH:
-        placement = as_computed(placement, dtype)
+        kv_format = kv_format_of(placement, options)
+        placement = as_computed(placement, dtype, kv_format)
         _check_room(placement, dtype)
     budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}
     lanes = {
@@ -211,6 +225,7 @@ def configurations(
             max_mixed_tokens=options.chunk_tokens or replica.engine.chunk_tokens,
             steps_in_flight=replica.engine.steps_in_flight(semantics, len(replica.stages)),
             reuse_prefixes=options.reuse_prefixes and replica.id not in lanes,
+            kv_format=kv_format,
             kv_transport=transport,
             kv_links=emulated.get(gpu, ()),
             host="127.0.0.1",

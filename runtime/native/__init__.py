@@ -17,6 +17,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+PLAIN_KV = 0
+"""The number of the format of KV caches in float32."""
 _SPAN = 4
 _LANES = 16  # in kernels.cpp, at most
 
@@ -71,23 +73,26 @@ def attend_paged(
     scale: float | None = None,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    kind: int = PLAIN_KV,
 ) -> None:
     """Attention of single tokens over the paged KV cache; writes their rows of the output.
 
     Parameters
     ----------
     query : [total, heads, head_dim]; rows need not be adjacent
-    keys, values : [slots, kv_heads, head_dim], contiguous; may be the same
+    keys, values : [slots, kv_heads, width], contiguous; may be the same
     output : [total, heads, head_dim], contiguous
     scale, cap, sinks : as in `attention/base.py`
+    kind : the format of keys and values (`KvFormat`)
     """
-    kv_heads, dim = keys.shape[1:]
+    kv_heads, dim = keys.shape[1], query.shape[2]
     _call(
         "attend_paged",
         query.data_ptr(),
         query.stride(0),
         keys.data_ptr(),
         values.data_ptr(),
+        kind,
         spans.tables.ctypes.data,
         spans.spans.ctypes.data,
         len(spans.spans),
@@ -112,28 +117,32 @@ def attend_chunk(
     scale: float | None = None,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    kind: int = PLAIN_KV,
 ) -> None:
     """Attention of a chunk of a prompt over the paged KV cache, which holds the chunk already.
 
     Parameters
     ----------
     query : [length, heads, head_dim]; rows need not be adjacent
-    keys, values : [slots, kv_heads, head_dim], contiguous; may be the same
+    keys, values : [slots, kv_heads, width], contiguous; may be the same
     table : the request's blocks, int32
     offset : position of the chunk's first token
     window, scale, cap, sinks : as in `attention/base.py`
     output : [length, heads, head_dim], contiguous
+    kind : the format of keys and values (`KvFormat`)
     """
-    kv_heads, dim = keys.shape[1:]
+    kv_heads, dim = keys.shape[1], query.shape[2]
     length, end = len(query), offset + len(query)
     window = window or end
-    packed = query.new_empty(kv_heads * dim * (end - max(0, offset + 1 - window) + _LANES - 1))
+    sides = 1 if kind == PLAIN_KV else 2  # values are read in place if they are floats
+    packed = query.new_empty(sides * kv_heads * dim * (end - max(0, offset + 1 - window) + _LANES - 1))
     _call(
         "attend_chunk",
         query.data_ptr(),
         query.stride(0),
         keys.data_ptr(),
         values.data_ptr(),
+        kind,
         table.ctypes.data,
         offset,
         length,
@@ -155,6 +164,7 @@ def turn_and_store(
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    kind: int = PLAIN_KV,
 ) -> None:
     """Rotate query and key heads by their positions, in place, and store keys and values in the cache.
 
@@ -163,9 +173,10 @@ def turn_and_store(
     heads : [tokens, query heads + 2 x kv_heads, head_dim], contiguous: queries, keys, values
     cosines, sines : [tokens, rotated / 2], contiguous, of the first `rotated` values of each head
     slots : [tokens], int64
-    keys, values : [slots, kv_heads, head_dim], contiguous
+    keys, values : [slots, kv_heads, width], contiguous
+    kind : the format of keys and values (`KvFormat`)
     """
-    kv_heads, dim = keys.shape[1:]
+    kv_heads, dim = keys.shape[1], heads.shape[2]
     _call(
         "turn_and_store",
         heads.data_ptr(),
@@ -179,6 +190,28 @@ def turn_and_store(
         cosines.shape[1],
         keys.data_ptr(),
         values.data_ptr(),
+        kind,
+    )
+
+
+def store_heads(heads: torch.Tensor, slots: torch.Tensor, cached: torch.Tensor, kind: int) -> None:
+    """Store heads in the cache.
+
+    Parameters
+    ----------
+    heads : [tokens, kv_heads, head_dim]; rows need not be adjacent
+    slots : [tokens], int64
+    cached : [slots, kv_heads, width], contiguous
+    kind : its format (`KvFormat`)
+    """
+    _call(
+        "store_heads",
+        heads.data_ptr(),
+        heads.stride(0),
+        slots.data_ptr(),
+        *heads.shape,
+        cached.data_ptr(),
+        kind,
     )
 
 
@@ -342,9 +375,10 @@ def copy_tokens(
 
 _ARGUMENTS = {
     # p: address, l: count, f: float
-    "attend_paged": "plpppplllllffpp",
-    "attend_chunk": "plppplllllllffppp",
-    "turn_and_store": "pppplllllpp",
+    "attend_paged": "plpplpplllllffpp",
+    "attend_chunk": "plpplplllllllffppp",
+    "turn_and_store": "pppplllllppl",
+    "store_heads": "plplllpl",
     "multiply_packed": "pllpplp",
     "multiply_quantised": "plllppllplplplp",
     "multiply_grouped": "ppllpplp",

@@ -4,6 +4,7 @@
 //
 // The OpenMP threads are torch's: its library is loaded first, so the linker finds its symbols.
 
+#include "kv_formats.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -20,21 +21,34 @@ constexpr int divisor(int of, int most) {
     return most;
 }
 
-// Adds halves pairwise, which rounds less than adding one after the other.
+// Adds halves pairwise, which rounds less than adding one after the other. GCC 12 makes a loop through memory of
+// anything but its intrinsics wherever a function is large.
 inline float sum(const Floats &values) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+    const __m256d upper = _mm512_extractf64x4_pd((__m512d)values, 1);
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)values), _mm256_castpd_ps(upper));
+#else
+    const __m256 eight = (__m256)values;
+#endif
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     float lanes[LANES];
     store(lanes, values);
     for (int half = LANES / 2; half > 0; half /= 2)
         for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
     return lanes[0];
+#endif
 }
 
-template <int VECTORS> inline float dot(const Floats *one, const float *other) {
+// `other` gives the vector of a number.
+template <int VECTORS, typename Other> inline float dot(const Floats *one, Other other) {
     constexpr int CHAINS = divisor(VECTORS, std::min(VECTORS, 4));
     Floats products[CHAINS];
-    for (int part = 0; part < CHAINS; ++part) products[part] = one[part] * load(other + part * LANES);
-    for (int part = CHAINS; part < VECTORS; ++part)
-        products[part % CHAINS] += one[part] * load(other + part * LANES);
+    for (int part = 0; part < CHAINS; ++part) products[part] = one[part] * other(part);
+    for (int part = CHAINS; part < VECTORS; ++part) products[part % CHAINS] += one[part] * other(part);
     for (int part = 1; part < CHAINS; ++part) products[0] += products[part];
     return sum(products[0]);
 }
@@ -52,9 +66,7 @@ inline Floats exponential(Floats x) {
     const float terms[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f};
     for (float term : terms) series = series * rest + term;
     Ints bits = (power + 127) << 23;
-    Floats scale;
-    std::memcpy(&scale, &bits, sizeof scale);
-    return series * scale;
+    return series * as_floats(bits);
 }
 
 inline Floats hyperbolic_tangent(Floats x) {
@@ -113,9 +125,10 @@ struct Context {
     }
 };
 
-// HEADS query heads from `first_head` on that share a KV head; keys and values point at this head of slot 0, slots are `row` apart.
-template <int DIM, int HEADS>
-void attend(const float *query, const float *keys, const float *values, long row, const Context &context,
+// HEADS query heads from `first_head` on that share a KV head, which the cache keeps as `Head`; keys and values
+// point at this head of slot 0, slots are `row` bytes apart.
+template <typename Head, int DIM, int HEADS>
+void attend(const float *query, const uint8_t *keys, const uint8_t *values, long row, const Context &context,
             const Scoring &scoring, long first_head, float *scores, long padded, float *output) {
     constexpr int VECTORS = DIM / LANES, PARTS = divisor(VECTORS, std::min(VECTORS, SUMS / HEADS));
     Floats asked[HEADS][VECTORS];
@@ -124,9 +137,18 @@ void attend(const float *query, const float *keys, const float *values, long row
             asked[head][part] = load(query + head * DIM + part * LANES) * scoring.scale;
     context.runs([&](long token, long slot, long count) {
         for (long each = 0; each < count; ++each) {
-            const float *key = keys + (slot + each) * row;
-            for (int head = 0; head < HEADS; ++head)
-                scores[head * padded + token + each] = dot<VECTORS>(asked[head], key);
+            const uint8_t *key = keys + (slot + each) * row;
+            float *const own = scores + token + each;
+            if constexpr (Head::PACKED) {
+                Floats held[VECTORS]; // unpacked once for all query heads
+                for (int part = 0; part < VECTORS; ++part) held[part] = Head::load_at(key, part * LANES);
+                const float scale = Head::scale(key, DIM);
+                for (int head = 0; head < HEADS; ++head)
+                    own[head * padded] = dot<VECTORS>(asked[head], [&](int part) { return held[part]; }) * scale;
+            } else {
+                const auto held = [&](int part) { return Head::load_at(key, part * LANES); };
+                for (int head = 0; head < HEADS; ++head) own[head * padded] = dot<VECTORS>(asked[head], held);
+            }
         }
     });
     for (int head = 0; head < HEADS; ++head) {
@@ -137,11 +159,14 @@ void attend(const float *query, const float *keys, const float *values, long row
         Floats answer[HEADS][PARTS] = {};
         context.runs([&](long token, long slot, long count) {
             for (long each = 0; each < count; ++each) {
-                const float *value = values + (slot + each) * row + from;
+                const uint8_t *value = values + (slot + each) * row;
+                const float scale = Head::scale(value, DIM);
+                float weights[HEADS];
+                for (int head = 0; head < HEADS; ++head)
+                    weights[head] = scores[head * padded + token + each] * scale;
                 for (int part = 0; part < PARTS; ++part) {
-                    const Floats seen = load(value + part * LANES);
-                    for (int head = 0; head < HEADS; ++head)
-                        answer[head][part] += scores[head * padded + token + each] * seen;
+                    const Floats seen = Head::load_at(value, from + part * LANES);
+                    for (int head = 0; head < HEADS; ++head) answer[head][part] += weights[head] * seen;
                 }
             }
         });
@@ -161,7 +186,7 @@ struct Row {
     float sink;
 };
 
-// TILE rows over keys packed in [tokens / LANES, dim, LANES]. `values` is as in `attend`.
+// TILE rows over keys packed in [tokens / LANES, dim, LANES]. `values` are of one head, `row` values apart.
 template <int DIM>
 void attend_tile(const Row *rows, const float *packed, const float *values, long row, const Context &context,
                  const Scoring &scoring, float *scores, long padded) {
@@ -205,42 +230,61 @@ void attend_tile(const Row *rows, const float *packed, const float *values, long
         }
 }
 
+constexpr long MOST_DIM = 576;
+
+template <typename Head> void read_head(const uint8_t *head, long dim, float *to) {
+    const float scale = Head::scale(head, dim);
+    for (long at = 0; at < dim; at += LANES) store(to + at, Head::load_at(head, at) * scale);
+}
+
 // Packs the keys of one head for `attend_tile`: block number `block` of LANES tokens, padded with zeros.
-void pack(const float *keys, long row, const Context &context, long dim, long block, float *packed) {
+template <typename Head>
+void pack(const uint8_t *keys, long row, const Context &context, long dim, long block, float *packed) {
     float *const to = packed + block * LANES * dim;
     const long first = context.first + block * LANES, end = std::min(context.end, first + LANES);
     if (end < first + LANES) std::fill(to, to + LANES * dim, 0.f);
     Context{context.table, first, end, context.block_tokens}.runs([&](long token, long slot, long count) {
         for (long each = 0; each < count; ++each) {
-            const float *key = keys + (slot + each) * row;
+            float key[MOST_DIM];
+            read_head<Head>(keys + (slot + each) * row, dim, key);
             for (long at = 0; at < dim; ++at) to[at * LANES + token + each] = key[at];
         }
     });
 }
 
-typedef void (*Attend)(const float *, const float *, const float *, long, const Context &, const Scoring &,
+// Reads the values of LANES tokens of one head, in their order: block number `block`.
+template <typename Head>
+void unpack(const uint8_t *values, long row, const Context &context, long dim, long block, float *unpacked) {
+    const long first = context.first + block * LANES, end = std::min(context.end, first + LANES);
+    Context{context.table, first, end, context.block_tokens}.runs([&](long token, long slot, long count) {
+        for (long each = 0; each < count; ++each)
+            read_head<Head>(values + (slot + each) * row, dim, unpacked + (block * LANES + token + each) * dim);
+    });
+}
+
+typedef void (*Attend)(const float *, const uint8_t *, const uint8_t *, long, const Context &, const Scoring &,
                        long, float *, long, float *);
 
-template <int DIM> Attend by_heads(long heads) {
+template <typename Head, int DIM> Attend by_heads(long heads) {
     switch (heads) {
-    case 1: return attend<DIM, 1>;
-    case 2: return attend<DIM, 2>;
-    case 3: return attend<DIM, 3>;
-    default: return attend<DIM, 4>;
+    case 1: return attend<Head, DIM, 1>;
+    case 2: return attend<Head, DIM, 2>;
+    case 3: return attend<Head, DIM, 3>;
+    default: return attend<Head, DIM, 4>;
     }
 }
 
 // For one to four heads of `dim` values; null if this size is not compiled.
-Attend attend_for(long dim, long heads) {
+template <typename Head> Attend attend_for(long dim, long heads) {
     switch (dim) {
-    case 16: return by_heads<16>(heads);
-    case 32: return by_heads<32>(heads);
-    case 64: return by_heads<64>(heads);
-    case 80: return by_heads<80>(heads);
-    case 96: return by_heads<96>(heads);
-    case 128: return by_heads<128>(heads);
-    case 256: return by_heads<256>(heads);
-    case 576: return by_heads<576>(heads);
+    case 16: return by_heads<Head, 16>(heads);
+    case 32: return by_heads<Head, 32>(heads);
+    case 64: return by_heads<Head, 64>(heads);
+    case 80: return by_heads<Head, 80>(heads);
+    case 96: return by_heads<Head, 96>(heads);
+    case 128: return by_heads<Head, 128>(heads);
+    case 256: return by_heads<Head, 256>(heads);
+    case MOST_DIM: return by_heads<Head, MOST_DIM>(heads);
     default: return nullptr;
     }
 }
@@ -257,8 +301,52 @@ AttendTile attend_tile_for(long dim) {
     case 96: return attend_tile<96>;
     case 128: return attend_tile<128>;
     case 256: return attend_tile<256>;
-    case 576: return attend_tile<576>;
+    case MOST_DIM: return attend_tile<MOST_DIM>;
     default: return nullptr;
+    }
+}
+
+// Attention of a chunk; `packed` has room for its keys and, where the cache keeps no floats, for its values.
+template <typename Head>
+void attend_rows(const float *query, long query_row, const uint8_t *keys, const uint8_t *values,
+                 const Context &context, long offset, long length, long window, long kv_heads, long group, long dim,
+                 const Scoring &scoring, float *packed, float *output) {
+    const long head_bytes = Head::bytes(dim), cached = kv_heads * head_bytes;
+    const long rows = length * group, tiles = (rows + TILE - 1) / TILE, width = kv_heads * group * dim;
+    const long blocks = (context.end - context.first + LANES - 1) / LANES, padded = blocks * LANES;
+    const AttendTile attend_tile_of = attend_tile_for(dim);
+    float *const unpacked = packed + kv_heads * padded * dim;
+    const int32_t only = 0;
+    const long tokens = context.end - context.first;
+    const Context seen = Head::PACKED ? Context{&only, 0, tokens, tokens} : context;
+#pragma omp parallel
+    {
+        std::vector<float> scores(TILE * padded);
+#pragma omp for
+        for (long item = 0; item < kv_heads * blocks; ++item) {
+            const long head = item / blocks, at = head * padded * dim;
+            pack<Head>(keys + head * head_bytes, cached, context, dim, item % blocks, packed + at);
+            if (Head::PACKED)
+                unpack<Head>(values + head * head_bytes, cached, context, dim, item % blocks, unpacked + at);
+        }
+        // the last tiles attend to most tokens, so they go first
+#pragma omp for schedule(dynamic, 1)
+        for (long item = 0; item < kv_heads * tiles; ++item) {
+            const long head = item % kv_heads, tile = tiles - 1 - item / kv_heads;
+            Row some[TILE];
+            for (int n = 0; n < TILE; ++n) {
+                const long at = std::min(tile * TILE + n, rows - 1); // the last row again, to fill the tile
+                const long token = at / group, within = (head * group + at % group) * dim;
+                const long end = offset + token + 1;
+                some[n] = {query + token * query_row + within, std::max(0L, end - window) - context.first,
+                           end - context.first, output + token * width + within,
+                           scoring.sink(head * group + at % group)};
+            }
+            const float *const own = Head::PACKED ? unpacked + head * padded * dim
+                                                  : reinterpret_cast<const float *>(values) + head * dim;
+            attend_tile_of(some, packed + head * padded * dim, own, Head::PACKED ? dim : kv_heads * dim, seen,
+                           scoring, scores.data(), padded);
+        }
     }
 }
 
@@ -343,12 +431,6 @@ inline Ints load_bytes(const uint8_t *from) {
     Bytes bytes;
     std::memcpy(&bytes, from, sizeof bytes);
     return __builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints); // GCC is slow at both in one
-}
-
-inline Floats as_floats(const Ints &bits) {
-    Floats values;
-    std::memcpy(&values, &bits, sizeof values);
-    return values;
 }
 
 // The values of codes in the lowest bits: a sign, two bits of exponent and one of mantissa.
@@ -467,88 +549,89 @@ void multiply_mxfp4(const float *x, const int64_t *counts, long groups, long inp
     });
 }
 
-int attends_to(long dim) { return attend_for(dim, 1) != nullptr; }
+int attends_to(long dim) { return attend_for<PlainHead>(dim, 1) != nullptr; }
 
-void attend_paged(const float *query, long query_row, const float *keys, const float *values,
+void attend_paged(const float *query, long query_row, const uint8_t *keys, const uint8_t *values, long format,
                   const int32_t *tables, const int32_t *spans, long count, long kv_heads, long group, long dim,
                   long block_tokens, float scale, float cap, const float *sinks, float *output) {
-    const long row = kv_heads * dim;
+    const long output_row = kv_heads * group * dim;
     const Scoring scoring{scale, cap, sinks};
+    with_format(format, [&](auto kept) {
+        using Head = decltype(kept);
+        const long head_bytes = Head::bytes(dim), row = kv_heads * head_bytes;
 #pragma omp parallel
-    {
-        std::vector<float> scores;
+        {
+            std::vector<float> scores;
 #pragma omp for schedule(dynamic, 1)
-        for (long item = 0; item < count * kv_heads; ++item) {
-            const int32_t *span = spans + item / kv_heads * 4;
-            const long kv_head = item % kv_heads;
-            const Context context{tables + span[3], span[1], span[2], block_tokens};
-            const long padded = (context.end - context.first + LANES - 1) / LANES * LANES;
-            scores.resize(std::max<size_t>(scores.size(), 4 * padded));
-            for (long head = 0; head < group; head += 4) {
-                const long at = (kv_head * group + head) * dim;
-                attend_for(dim, std::min(4L, group - head))(
-                    query + span[0] * query_row + at, keys + kv_head * dim, values + kv_head * dim, row, context,
-                    scoring, kv_head * group + head, scores.data(), padded, output + span[0] * row * group + at);
+            for (long item = 0; item < count * kv_heads; ++item) {
+                const int32_t *span = spans + item / kv_heads * 4;
+                const long kv_head = item % kv_heads;
+                const Context context{tables + span[3], span[1], span[2], block_tokens};
+                const long padded = (context.end - context.first + LANES - 1) / LANES * LANES;
+                scores.resize(std::max<size_t>(scores.size(), 4 * padded));
+                for (long head = 0; head < group; head += 4) {
+                    const long at = (kv_head * group + head) * dim;
+                    attend_for<Head>(dim, std::min(4L, group - head))(
+                        query + span[0] * query_row + at, keys + kv_head * head_bytes,
+                        values + kv_head * head_bytes, row, context, scoring, kv_head * group + head,
+                        scores.data(), padded, output + span[0] * output_row + at);
+                }
             }
         }
-    }
+    });
 }
 
-void attend_chunk(const float *query, long query_row, const float *keys, const float *values,
+void attend_chunk(const float *query, long query_row, const uint8_t *keys, const uint8_t *values, long format,
                   const int32_t *table, long offset, long length, long window, long kv_heads, long group,
                   long dim, long block_tokens, float scale, float cap, const float *sinks, float *packed,
                   float *output) {
-    const long row = kv_heads * dim, rows = length * group, tiles = (rows + TILE - 1) / TILE;
     const Context context{table, std::max(0L, offset + 1 - window), offset + length, block_tokens};
-    const long blocks = (context.end - context.first + LANES - 1) / LANES, padded = blocks * LANES;
-    const Scoring scoring{scale, cap, sinks};
-    const AttendTile attend_rows = attend_tile_for(dim);
-#pragma omp parallel
-    {
-        std::vector<float> scores(TILE * padded);
-#pragma omp for
-        for (long item = 0; item < kv_heads * blocks; ++item) {
-            const long head = item / blocks;
-            pack(keys + head * dim, row, context, dim, item % blocks, packed + head * padded * dim);
-        }
-        // the last tiles attend to most tokens, so they go first
-#pragma omp for schedule(dynamic, 1)
-        for (long item = 0; item < kv_heads * tiles; ++item) {
-            const long head = item % kv_heads, tile = tiles - 1 - item / kv_heads;
-            Row some[TILE];
-            for (int n = 0; n < TILE; ++n) {
-                const long at = std::min(tile * TILE + n, rows - 1); // the last row again, to fill the tile
-                const long token = at / group, within = (head * group + at % group) * dim;
-                const long end = offset + token + 1;
-                some[n] = {query + token * query_row + within, std::max(0L, end - window) - context.first,
-                           end - context.first, output + token * row * group + within,
-                           scoring.sink(head * group + at % group)};
-            }
-            attend_rows(some, packed + head * padded * dim, values + head * dim, row, context, scoring,
-                        scores.data(), padded);
-        }
-    }
+    with_format(format, [&](auto kept) {
+        attend_rows<decltype(kept)>(query, query_row, keys, values, context, offset, length, window, kv_heads,
+                                    group, dim, Scoring{scale, cap, sinks}, packed, output);
+    });
+}
+
+void store_heads(const float *heads, long heads_row, const int64_t *slots, long count, long kv_heads, long dim,
+                 uint8_t *cached, long format) {
+    with_format(format, [&](auto kept) {
+        using Head = decltype(kept);
+        const long head_bytes = Head::bytes(dim);
+#pragma omp parallel for if (count * kv_heads * dim >= PARALLEL_FROM)
+        for (long token = 0; token < count; ++token)
+            for (long head = 0; head < kv_heads; ++head)
+                Head::write(heads + token * heads_row + head * dim, dim,
+                            cached + (slots[token] * kv_heads + head) * head_bytes);
+    });
 }
 
 void turn_and_store(float *heads, const float *cosines, const float *sines, const int64_t *slots, long count,
-                    long query_heads, long kv_heads, long dim, long half, float *keys, float *values) {
+                    long query_heads, long kv_heads, long dim, long half, uint8_t *keys, uint8_t *values,
+                    long format) {
     const long width = (query_heads + 2 * kv_heads) * dim;
+    with_format(format, [&](auto kept) {
+        using Head = decltype(kept);
+        const long head_bytes = Head::bytes(dim);
 #pragma omp parallel for if (count * width >= PARALLEL_FROM)
-    for (long token = 0; token < count; ++token) {
-        float *const own = heads + token * width;
-        const float *const cosine = cosines + token * half, *const sine = sines + token * half;
-        for (long head = 0; head < query_heads + kv_heads; ++head) {
-            float *__restrict__ const low = own + head * dim, *__restrict__ const high = low + half;
-            for (long at = 0; at < half; ++at) {
-                const float x = low[at], y = high[at];
-                low[at] = x * cosine[at] - y * sine[at];
-                high[at] = y * cosine[at] + x * sine[at];
+        for (long token = 0; token < count; ++token) {
+            float *const own = heads + token * width;
+            const float *const cosine = cosines + token * half, *const sine = sines + token * half;
+            for (long head = 0; head < query_heads + kv_heads; ++head) {
+                float *__restrict__ const low = own + head * dim, *__restrict__ const high = low + half;
+                for (long at = 0; at < half; ++at) {
+                    const float x = low[at], y = high[at];
+                    low[at] = x * cosine[at] - y * sine[at];
+                    high[at] = y * cosine[at] + x * sine[at];
+                }
+            }
+            for (long head = 0; head < kv_heads; ++head) {
+                const long to = (slots[token] * kv_heads + head) * head_bytes;
+                const float *const key = own + (query_heads + head) * dim;
+                Head::write(key, dim, keys + to);
+                Head::write(key + kv_heads * dim, dim, values + to);
             }
         }
-        const long size = kv_heads * dim;
-        std::memcpy(keys + slots[token] * size, own + query_heads * dim, size * sizeof(float));
-        std::memcpy(values + slots[token] * size, own + (query_heads + kv_heads) * dim, size * sizeof(float));
-    }
+    });
 }
 
 void rms_norm(const float *x, const float *weight, float eps, long rows, long width, float *output) {

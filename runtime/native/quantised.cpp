@@ -12,12 +12,6 @@
 
 namespace {
 
-inline Floats as_floats(const Ints &bits) {
-    Floats values;
-    std::memcpy(&values, &bits, sizeof values);
-    return values;
-}
-
 inline const int8_t *as_signed(const uint8_t *codes) { return reinterpret_cast<const int8_t *>(codes); }
 
 // How codes become floats, PANEL at a time from BYTES bytes. Another format is another of these.
@@ -48,15 +42,11 @@ struct Nibbles {
     }
 };
 
-// One sign, four bits of exponent, three of fraction (E4M3): the same bits in a float, whose exponent counts
-// from 120 below.
 struct SmallFloats {
     static constexpr long BYTES = PANEL;
     static inline void read_panel(const uint8_t *from, Floats *to) {
-        for (int part = 0; part < PANEL_VECTORS; ++part) {
-            const Ints bits = widened(as_signed(from) + part * LANES) << 20; // the sign is in all higher bits
-            to[part] = as_floats(bits & static_cast<int32_t>(0x87f00000u)) * 0x1p120f;
-        }
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            to[part] = small_floats(from + part * LANES) * SMALL_FLOATS_SCALE;
     }
 };
 

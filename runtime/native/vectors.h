@@ -66,4 +66,71 @@ template <typename Small> inline Ints widened(const Small *from) {
 
 inline Floats all(float value) { return Floats{} + value; }
 
+inline Floats as_floats(const Ints &bits) {
+    Floats values;
+    std::memcpy(&values, &bits, sizeof values);
+    return values;
+}
+
+inline Ints as_bits(const Floats &values) {
+    Ints bits;
+    std::memcpy(&bits, &values, sizeof bits);
+    return bits;
+}
+
+// The lowest bytes of integers.
+inline void narrow(const Ints &values, uint8_t *to) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtepi32_epi8((__m512i)values));
+#elif defined(__AVX2__)
+    const __m256i lowest = (__m256i)(values & 0xff);
+    const __m128i shorts = _mm_packus_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i *>(to), _mm_packus_epi16(shorts, shorts));
+#else
+    for (int lane = 0; lane < LANES; ++lane) to[lane] = static_cast<uint8_t>(values[lane]);
+#endif
+}
+
+// The nearest integers of floats in [-2^22, 2^22], the even ones of two that are equally near.
+inline Ints nearest(const Floats &values) {
+    const Floats shifted = values + 0x1.8p23f;
+    return as_bits(shifted) - as_bits(all(0x1.8p23f));
+}
+
+// E4M3: one sign, four bits of exponent, three of fraction. The same bits in a float of 16 or 32 bits are the
+// number divided by a power of two; those of 16 bits are used where the processor converts them, because some
+// processors are slow with subnormal floats of 32 bits.
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr float SMALL_FLOATS_SCALE = 0x1p8f;
+inline Floats small_floats(const uint8_t *from) {
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)), 7);
+    return (Floats)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+constexpr float SMALL_FLOATS_SCALE = 0x1p8f;
+inline Floats small_floats(const uint8_t *from) {
+    const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)from)), 7);
+    return (Floats)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
+}
+#else
+constexpr float SMALL_FLOATS_SCALE = 0x1p120f;
+inline Floats small_floats(const uint8_t *from) {
+    const Ints bits = widened(reinterpret_cast<const int8_t *>(from)) << 20; // the sign is in all higher bits
+    return as_floats(bits & static_cast<int32_t>(0x87f00000u));
+}
+#endif
+
+// The codes of the nearest numbers in E4M3, the even ones of two that are equally near; the largest is 448.
+inline Ints as_small_floats(const Floats &values) {
+    const Ints bits = as_bits(values), sign = bits & static_cast<int32_t>(0x80000000u);
+    const Ints size = bits & 0x7fffffff;
+    Floats magnitude = as_floats(size);
+    magnitude = magnitude > all(448.f) ? all(448.f) : magnitude;
+    const Ints whole = as_bits(magnitude);
+    const Ints normal = ((whole + 0x7ffff + ((whole >> 20) & 1)) >> 20) - (120 << 3);
+    const Ints subnormal = as_bits(magnitude + 0x1p14f) - as_bits(all(0x1p14f)); // in units of 2^-9
+    const Ints code = magnitude < all(0x1p-6f) ? subnormal : normal;
+    return (size > 0x7f800000 ? Ints{} + 0x7f : code) | ((sign >> 24) & 0x80);
+}
+
 } // namespace

@@ -13,13 +13,15 @@ from runtime.protocol.message import Message
 
 
 class OpenHeads(Message, frozen=True):
-    """First message: what a block holds. Layers are those of the stage, numbered as in the model."""
+    """First message: what a block holds, in a format of KV caches (`kv_cache/formats.py`); `width` below is
+    that of a head in it. Layers are those of the stage, numbered as in the model."""
 
     first_layer: int
     end_layer: int
     head_dim: int
     query_heads: int
     dtype: str
+    kv_format: str
 
 
 class HeadKey(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -64,7 +66,7 @@ class AttendHeads(Message, frozen=True):
     of all new tokens, [decodes, then prompts token by token, head_dim].
 
     The attention worker stores keys and values. It answers with what the decodes attend to, of the shape of
-    the queries, and with the keys and values [2, tokens, head_dim] of the tokens before each prompt's.
+    the queries, and with the keys and values [2, tokens, width] of the tokens before each prompt's.
     """
 
     layer: int
@@ -73,7 +75,7 @@ class AttendHeads(Message, frozen=True):
 
 class PutHead(Message, frozen=True):
     """A head moves here: further blocks for it, and its tokens [first, end). Followed by keys and values
-    [layers, 2, tokens, head_dim]. With first_token 0, what was known of this head is outdated."""
+    [layers, 2, tokens, width]. With first_token 0, what was known of this head is outdated."""
 
     key: HeadKey
     first_token: int
@@ -82,7 +84,7 @@ class PutHead(Message, frozen=True):
 
 
 class TakeHead(Message, frozen=True):
-    """Answered with keys and values of a head's tokens [first, end), [layers, 2, tokens, head_dim]."""
+    """Answered with keys and values of a head's tokens [first, end), [layers, 2, tokens, width]."""
 
     key: HeadKey
     first_token: int

@@ -57,7 +57,8 @@ class Configure(Message, frozen=True):
     The KV cache holds kv_budget_tokens, in whole blocks of block_tokens. A step runs at most
     max_prefill_tokens prompt tokens, or max_mixed_tokens while requests decode, and up to steps_in_flight
     steps are under way in the replica's pipeline at the same time. The worker computes with this
-    many threads, on these CPU cores (none: any). kv_transport names how KV caches leave here ("auto": the
+    many threads, on these CPU cores (none: any). kv_format is how the torch engine stores KV caches
+    (`kv_cache/formats.py`). kv_transport names how KV caches leave here ("auto": the
     best that both sides have); kv_links are the links of this worker to emulate. emulation is for the
     emulated engine only. Blocks reserved for a KV cache that never arrives are freed after kv_lease_s.
 
@@ -89,6 +90,7 @@ class Configure(Message, frozen=True):
     secret: str
     threads: int
     cores: tuple[int, ...] = ()
+    kv_format: str = "plain"
     kv_transport: str = "auto"
     kv_links: tuple[KvLink, ...] = ()
     engine: str = "torch"

@@ -16,6 +16,7 @@ SMALL = {
     "engine.engine_start": "--hidden 512 --ffn 512 --layers 2 --vocab 2000 --dtype float32 --repeats 1",
     "engine.kernel_speed": "--rounds 1",
     "engine.attention_workers": "--rounds 1 --head-dim 8",
+    "engine.kv_formats": "--steps 2 --rounds 1 --contexts 64",
     "engine.kv_transfer": "shapes --rounds 1",
     "engine.quantised_matrix": "--formats AWQ --families llama",
     "engine.quantised_speed": "--rounds 1 --batches 1 --layers 1",

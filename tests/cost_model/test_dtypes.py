@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from shapes import LLAMA_70B, fixed, group_of
 
+from cost_model.architecture import ModelArchitecture
 from cost_model.calibrated import ZeroFit
 from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES, check_kernels, in_formats, kernels, matrix_flops_s
 from cost_model.errors import InputError
@@ -64,14 +65,30 @@ def test_int4_weights_of_70b_take_36_gb():
 
 @pytest.mark.parametrize("kv", KV_BYTES)
 def test_kv_format_changes_the_cache_and_nothing_else(kv):
-    changed = in_formats(LLAMA_70B, kv=kv)
+    """Heads of 128 values; int8 has a scale of 4 bytes for each."""
+    changed, width = in_formats(LLAMA_70B, kv=kv), 132 / 128 if kv == "int8" else KV_BYTES[kv]
     plain, other = (
         ZeroFit(m, fixed(1024, 128)).stage_memory("decode", group_of("H100", 8), True, True)
         for m in (LLAMA_70B, changed)
     )
-    assert other.per_layer_request / plain.per_layer_request == KV_BYTES[kv] / 2
+    assert other.per_layer_request / plain.per_layer_request == width / 2
     assert (other.fixed, other.per_layer) == (plain.fixed, plain.per_layer)
-    assert changed.kv_bytes_per_token == LLAMA_70B.kv_bytes_per_token * KV_BYTES[kv] / 2
+    assert changed.kv_bytes_per_token == LLAMA_70B.kv_bytes_per_token * width / 2
+    assert changed.kv_type == kv
+
+
+def test_the_scale_of_a_latent_is_one_for_the_whole_vector():
+    latent = in_formats(find_model("deepseek-v3"), kv="int8")
+    assert latent.kv_bytes_per_token_layer == 512 + 64 + 4
+
+
+@pytest.mark.parametrize("kv", KV_BYTES)
+def test_placements_name_the_kv_format_only_where_bytes_do_not_tell_it(kv):
+    model = in_formats(LLAMA_70B, kv=kv)
+    written = model.model_dump()
+    assert ("kv_type" in written) == (kv in ("fp16", "int8"))
+    assert ModelArchitecture(**written) == model
+    assert in_formats(model, kv="bf16") == LLAMA_70B
 
 
 def test_counts_are_made_anew():

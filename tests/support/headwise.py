@@ -10,6 +10,7 @@ from placements import CORE, placement_of, replica_of
 
 from cluster_specs.schema import ClusterSpec, NodeSpec
 from cost_model.config import architecture_from_folder
+from cost_model.dtypes import in_formats
 from hexgen2.attention_workers import AttentionWorker
 from hexgen2.placement import Placement
 from hexgen2.workload.lengths import RequestClass, Workload
@@ -21,20 +22,23 @@ ALIKE = (1e-6, 1e-9, 0.0, 0.0, 0.0)
 """A profile: seconds for each query head and for each byte of KV cache."""
 
 
-def headwise_placement(folder: Path, stages: Sequence[tuple[str, int]], helpers: int = 2) -> Placement:
+def headwise_placement(
+    folder: Path, stages: Sequence[tuple[str, int]], helpers: int = 2, kv: str | None = None
+) -> Placement:
     """One colocated replica of the model in a folder, with so many attention workers.
 
     Parameters
     ----------
     stages : each stage's GPUs ("box/0 box/1") and number of layers, in order; the GPUs after these are the
         attention workers
+    kv : format of KV caches; None: that of the model
     """
     gpus = sum(len(names.split()) for names, _ in stages)
     box = NodeSpec(name="box", accelerators=f"Core:{gpus + helpers}", interconnect="shared-memory")
     replica = replica_of(REPLICA, stages, max_batch=4, capacity_req_s=4.0, utilisation=0.5)
     placement = placement_of(
         ClusterSpec(name="one-box", nodes=[box], accelerators={"Core": CORE}),
-        architecture_from_folder(folder).model_copy(update={"name": "tiny"}),
+        in_formats(architecture_from_folder(folder), kv=kv).model_copy(update={"name": "tiny"}),
         Workload(name="short", classes=(RequestClass(name="short", isl=32, osl=16),)),
         [replica],
         [],

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from runtime.kv_cache.formats import kv_format
 from runtime.kv_cache.layout import KvTransfer, Part
 from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer import KvReceiver, KvSender
@@ -43,10 +44,17 @@ class Pool:
     dtype: torch.dtype = torch.float32
     head_dim: int = DIM
     sides: int = 2
+    kv: str = "plain"
+
+    @property
+    def shape(self) -> CacheShape:
+        form = kv_format(self.kv)
+        return CacheShape(
+            self.part, self.head_dim, self.dtype, torch.device("cpu"), sides=self.sides, format=form
+        )
 
     def allocate(self) -> Any:
-        shape = CacheShape(self.part, self.head_dim, self.dtype, torch.device("cpu"), sides=self.sides)
-        return shared_cache(shape, self.blocks, self.block_tokens)
+        return shared_cache(self.shape, self.blocks, self.block_tokens)
 
 
 def credentials(worker: str) -> Credentials:
@@ -60,14 +68,14 @@ def cell_value(request: int, layer: int, side: int, token: int, head: int) -> in
 
 def rows(request: int, layers: range, tokens: range, heads: range, pool: Pool) -> torch.Tensor:
     """The contents of a request's cells, which any worker can compute: [layers, sides, tokens, heads,
-    head_dim]."""
+    width]."""
     numbers = [
         [[[cell_value(request, la, side, t, h) for h in heads] for t in tokens] for side in range(pool.sides)]
         for la in layers
     ]
     base = torch.tensor(numbers, dtype=torch.int32)[..., None]
-    words = base * 31 + torch.arange(pool.head_dim, dtype=torch.int32)
-    return (words % 251 + 1).to(pool.dtype)
+    words = base * 31 + torch.arange(pool.shape.width, dtype=torch.int32)
+    return (words % 251 + 1).to(pool.shape.stored_dtype)
 
 
 def fill(cache: Any, pool: Pool, request: int, table: list[int], tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from runtime.engine.torch.attention.base import Batch
 from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.models.base import DecoderStage
+from runtime.kv_cache.formats import kv_format
 from runtime.kv_cache.pool import PagedCache
 from runtime.protocol.message import StageShape
 
@@ -26,11 +28,12 @@ def whole_model(folder: Path, dtype: str = "auto") -> DecoderStage:
     return load_stage(str(folder), dtype, CPU, Collectives(Rank.find(stages, "w"), CPU))
 
 
-def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Tensor:
+def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0, kv: str = "plain") -> torch.Tensor:
     """Last-token logits [prompts, vocab], with each prompt in two steps: up to token `cut`, and from there
-    on."""
+    on. `kv` names the format of the KV cache."""
     blocks = -(-max(map(len, prompts)) // 4)
-    attention = make_attention(PagedCache(stage.cache_shape, blocks * len(prompts), 4))
+    shape = replace(stage.cache_shape, format=kv_format(kv))
+    attention = make_attention(PagedCache(shape, blocks * len(prompts), 4))
     tables = [list(range(n, blocks * len(prompts), len(prompts))) for n in range(len(prompts))]
     logits = None
     for first, end in ((0, cut), (cut, None)) if cut else ((0, None),):
@@ -39,6 +42,16 @@ def run(stage: DecoderStage, prompts: list[list[int]], cut: int = 0) -> torch.Te
         logits = stage.logits(stage.forward(batch, None, lambda layer: None), batch)
     assert logits is not None
     return logits
+
+
+def decoded(folder: Path, prompts: list[list[int]], tokens: int, kv: str) -> list[list[int]]:
+    """Greedy tokens with a KV cache in this format, each computed from its whole sequence anew."""
+    stage, sequences = whole_model(folder), [list(prompt) for prompt in prompts]
+    with torch.inference_mode():
+        for _ in range(tokens):
+            for sequence, logits in zip(sequences, run(stage, sequences, kv=kv), strict=True):
+                sequence.append(int(logits.argmax()))
+    return [sequence[-tokens:] for sequence in sequences]
 
 
 def amend(folder: Path, **values: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -16,6 +17,7 @@ from runtime.engine.torch.headwise.heads import Heads
 from runtime.engine.torch.headwise.profiling import measured
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.range_runner import RangeRunner
+from runtime.kv_cache.formats import kv_format
 from runtime.kv_transfer.memory import shared_cache
 from runtime.protocol.between_workers import HeadsProfiled, Step, StepResult
 from runtime.protocol.to_workers import Configure, Connect
@@ -47,7 +49,7 @@ class TorchEngine(RangeEngine):
         self.row_bytes = stage.spec.hidden * stage.dtype.itemsize
         self._on_gpu = device.type == "cuda"
         self._stage = stage
-        self._shape = stage.cache_shape
+        self._shape = replace(stage.cache_shape, format=kv_format(config.kv_format))
         self._heads: Heads | None = None
         if config.lanes:
             self._make_heads()

@@ -59,9 +59,9 @@ class CudaIpc(Transport):
             opening.sides,
             opening.slots,
             opening.end_head - opening.first_head,
-            opening.head_dim,
+            self.cache.shape.width,
         )
-        dtype = self.cache.shape.dtype
+        dtype = self.cache.shape.stored_dtype
         if storage.nbytes() < math.prod(size) * dtype.itemsize:
             raise Unavailable("the sender's memory is smaller than its pool")
         pool = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)[: math.prod(size)].view(size)

@@ -108,9 +108,8 @@ class _Incoming(Incoming):
         self._connection, self._opening, self._theirs = connection, opening, theirs
         self._deadline_s = deadline_s
         self._staging = Staging(cache, _PIECE_BYTES, cache.pool.device)
-        head_bytes = cache.shape.bytes_per_token_cell // opening.sides
-        self._head_bytes = head_bytes
-        self._row_bytes = (opening.end_head - opening.first_head) * head_bytes
+        self._head_bytes = cache.shape.head_bytes
+        self._row_bytes = (opening.end_head - opening.first_head) * self._head_bytes
         self._is_whole = True
         self._agent = _Agent(self._staging.memory)
         try:

@@ -42,7 +42,7 @@ class SharedMemory(Transport):
         if self.cache.pool.device.type != "cpu":
             raise Unavailable("the receiver's pool is not in CPU memory")
         part = Part(opening.first_layer, opening.end_layer, opening.first_head, opening.end_head)
-        head_bytes = opening.head_dim * self.cache.shape.dtype.itemsize
+        head_bytes = self.cache.shape.head_bytes
         try:
             memory = map_pool(handle, opening.sides * part.cells * opening.slots * head_bytes)
         except (OSError, ValueError) as error:

@@ -22,6 +22,7 @@ from runtime.p2p.membership.membership import IDENTITIES, LOOPBACK_LISTEN, Membe
 SERVE = inspect.signature(runtime.serve.serve)
 ENGINE = EngineOptions(
     dtype="float16",
+    kv_cache_dtype="int8",
     chunk_tokens=7,
     reuse_prefixes=False,
     kv_transport="tcp",

@@ -8,6 +8,7 @@ from placements import CORE, placement_of, replica_of
 
 from cluster_specs.loader import resolve
 from cluster_specs.schema import ClusterSpec, NodeSpec
+from cost_model.dtypes import in_formats
 from cost_model.models import find_model
 from hexgen2.placement import Placement, Route
 from hexgen2.workload.lengths import RequestClass, Workload
@@ -20,6 +21,7 @@ def by_hand(
     model: str = "llama-2-7b",
     addresses: dict[str, str] | None = None,
     degrees: dict[str, tuple[int, int]] | None = None,
+    kv: str | None = None,
 ) -> Placement:
     """An unverified placement.
 
@@ -27,6 +29,7 @@ def by_hand(
     ----------
     nodes : "NAME:COUNT" of accelerators by node
     replicas : by id, which begins with the role: each stage's GPUs ("a/0 a/1") and number of layers
+    kv : format of KV caches; None: the model's
     degrees : (attention data parallelism, expert parallelism) of every stage, by replica
     """
     cpu = {"Core": CORE} if any(text.startswith("Core") for text in nodes.values()) else {}
@@ -36,7 +39,7 @@ def by_hand(
     ]
     placement = placement_of(
         resolve(ClusterSpec(name="test", nodes=specs, accelerators=cpu), "test", Path()),
-        find_model(model),
+        in_formats(find_model(model), kv=kv),
         Workload(name="short", classes=(RequestClass(name="short", isl=512, osl=128),)),
         [replica_of(name, stages, utilisation=0.5) for name, stages in replicas.items()],
         [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,28 @@ def test_what_vllm_cannot_run_is_refused_with_the_replica_and_the_reason(shapes,
         vllm_files(by_hand(NODES, shapes, routes), "m", "test")
     text = str(refusal.value)
     assert "replicas[" in text and "--engine torch" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(("kv", "says"), [(None, []), ("fp8", ["fp8"]), ("int8", ["int8_per_token_head"])])
+def test_vllm_is_told_the_format_of_kv_caches(kv, says, tmp_path):
+    placement = by_hand({"a": "H100:1"}, {"colocated-0": [("a/0", 32)]}, kv=kv, addresses={"a": "10.0.0.1"})
+    write_folder(tmp_path / "out", vllm_files(placement, "m", "test"), force=False)
+    words, _ = run(tmp_path / "out", "colocated-0.sh")
+    assert [after for word, after in pairwise(words) if word == "--kv-cache-dtype"] == says
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kv", "says"),
+    [
+        ({"a": "H100:2"}, "int4", "vLLM's KV caches in 4 bits are not those that were planned"),
+        ({"a": "H100:2"}, "int8", "KV caches in int8 are not known to move with vLLM 0.32"),
+        ({"a": "Core:2"}, "int8", "vLLM has no KV caches in int8 on CPUs"),
+    ],
+)
+def test_formats_of_kv_caches_that_vllm_does_not_run_are_refused(nodes, kv, says):
+    shapes = {"prefill-0": [("a/0", 32)], "decode-0": [("a/1", 32)]}
+    with pytest.raises(InputError, match=f"model.kv_type: {says}; search with --kv fp8"):
+        vllm_files(by_hand(nodes, shapes, (("prefill-0", "decode-0"),), kv=kv), "m", "test")
 
 
 MIXTURE = {"prefill-0": [("a/0 a/1 a/2 a/3", 48)], "decode-0": [("a/4 a/5 a/6 a/7", 48)]}

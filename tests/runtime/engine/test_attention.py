@@ -14,6 +14,7 @@ import torch
 from runtime import native
 from runtime.engine.torch.attention import make_attention, weighted
 from runtime.engine.torch.attention.base import Batch, Scoring
+from runtime.kv_cache.formats import kv_format
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import CacheShape, PagedCache
 from runtime.kv_transfer.slices import Runs
@@ -79,14 +80,28 @@ def random_batches(seed: int):
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("seed", range(8))
 def test_ragged_batches_attend_to_all_before_them(seed: int, scoring: str) -> None:
+    attend_to_all_before(seed, scoring, "plain")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+@pytest.mark.parametrize(("seed", "scoring"), [*enumerate(["plain"] * 4), (5, "everything"), (6, "sinks")])
+def test_packed_caches_are_attended_to_as_what_they_hold(seed: int, scoring: str, kv: str) -> None:
+    """Also by the tokens that were stored in the same step."""
+    attend_to_all_before(seed, scoring, kv)
+
+
+def attend_to_all_before(seed: int, scoring: str, kv: str) -> None:
+    """Chunks and decodes of random requests against a softmax over what a cache in this format holds."""
     torch.manual_seed(seed)
     heads, kv_heads, dim = SIZES[seed % len(SIZES)]
-    how = SCORINGS[scoring]
+    how, form = SCORINGS[scoring], kv_format(kv)
     if how.sinks is not None:
         how = replace(how, sinks=how.sinks[:heads].contiguous())
-    shape = CacheShape(Part(2, 4, 0, kv_heads), dim, torch.float32, torch.device("cpu"))
+    shape = CacheShape(Part(2, 4, 0, kv_heads), dim, torch.float32, torch.device("cpu"), format=form)
     cache = PagedCache(shape, BLOCKS, BLOCK)
-    cache.pool.fill_(torch.nan)
+    unwritten = 255 if form.is_packed else torch.nan  # 255: NaN in fp8, and as a scale of int8
+    cache.pool.fill_(unwritten)
     attention = make_attention(cache)
     requests = list(random_batches(seed))
     data = [(torch.randn(sum(parts), 3, heads, dim)) for parts, _ in requests]
@@ -109,7 +124,7 @@ def test_ragged_batches_attend_to_all_before_them(seed: int, scoring: str) -> No
         row = 0
         for n, count in zip(live, counts, strict=True):
             for token in range(done[n], done[n] + count):
-                seen = data[n][: token + 1]
+                seen = form.unpack(form.pack(data[n][: token + 1]), torch.float32)
                 expected = softmax_attention(
                     data[n][token, 0], seen[:, 1, :kv_heads], seen[:, 2, :kv_heads], how
                 )
@@ -119,7 +134,7 @@ def test_ragged_batches_attend_to_all_before_them(seed: int, scoring: str) -> No
             done[n] += count
         ends = torch.tensor(counts).cumsum(0) - 1
         assert batch.sampled.tolist() == [int(ends[k]) for k, n in enumerate(live) if n % 2 == 0]
-    assert cache.layer(2).isnan().all()
+    assert form.unpack(cache.layer(2), torch.float32).isnan().all()
 
 
 def test_slots_and_runs_name_the_same_places() -> None:

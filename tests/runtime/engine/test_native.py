@@ -15,8 +15,10 @@ from instructions import BUILDS
 
 from runtime import native
 from runtime.engine.torch import mxfp4
+from runtime.kv_cache.formats import KV_FORMATS, kv_format
 
 ROWS = [1, 7, 300]
+PACKED = [name for name, form in KV_FORMATS.items() if form.is_packed]
 HEADS = [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128), (5, 1, 576)]
 
 
@@ -126,18 +128,61 @@ def test_turning_and_storing(rows: int, queries: int, kv_heads: int, dim: int, t
     assert cache.isnan().sum() == 2 * 9 * kv_heads * dim
 
 
+def test_every_number_near_a_code_of_fp8_becomes_the_code_of_torch() -> None:
+    """Codes, the middles between two, and their neighbours; what is too large; and what is no number."""
+    form = kv_format("fp8")
+    codes = form.unpack(torch.arange(256, dtype=torch.uint8), torch.float32)
+    codes = codes[codes.isfinite()].sort().values
+    middles = (codes[1:] + codes[:-1]) / 2
+    near = [middles.nextafter(torch.tensor(end)) for end in (-torch.inf, torch.inf)]
+    others = torch.tensor([torch.nan, torch.inf, -torch.inf, 449.0, 464.0, -480.0, 1e30, 1e-40])
+    heads = torch.cat([codes, middles, *near, others]).view(-1, 1, 1)
+    cache = torch.zeros(len(heads), 1, 1, dtype=torch.uint8)
+    native.store_heads(heads, torch.arange(len(heads)), cache, form.kind)
+    assert torch.equal(cache, form.pack(heads))
+
+
+@pytest.mark.parametrize("kv", PACKED)
+@pytest.mark.parametrize("dim", [1, 8, 16, 20, 80, 576])
+def test_stored_heads_are_the_bytes_of_torch(dim: int, kv: str) -> None:
+    """Of any size and magnitude; of zeros, and of what is nearly zero."""
+    torch.manual_seed(dim)
+    form, heads = kv_format(kv), torch.randn(40, 5, dim) * 10 ** torch.empty(40, 5, 1).uniform_(-6, 4)
+    heads[0], heads[1], heads[2, 0] = 0, 1e-44, 1e30
+    slots = torch.randperm(50)[:40]
+    cache = torch.full((50, 3, form.width(dim)), 255, dtype=torch.uint8)
+    native.store_heads(heads[:, 1:4], slots, cache, form.kind)
+    assert torch.equal(cache[slots], form.pack(heads[:, 1:4]))
+    assert (cache == 255).all(dim=(1, 2)).sum() == 10
+
+
+@pytest.mark.parametrize("kv", PACKED)
+def test_turned_keys_are_packed(kv: str) -> None:
+    torch.manual_seed(3)
+    form, heads, angles = kv_format(kv), torch.randn(7, 4 + 2 * 2, 10), torch.randn(7, 5)
+    plain, slots = heads.clone(), torch.randperm(9)[:7]
+    cache = torch.zeros(2, 9, 2, 10)
+    native.turn_and_store(plain, angles.cos(), angles.sin(), slots, *cache)
+    packed = torch.zeros(2, 9, 2, form.width(10), dtype=torch.uint8)
+    native.turn_and_store(heads, angles.cos(), angles.sin(), slots, *packed, form.kind)
+    assert torch.equal(heads, plain) and torch.equal(packed[:, slots], form.pack(cache[:, slots]))
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
 @pytest.mark.parametrize("spread", [1.0, 100.0])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-def test_attention_of_many_tokens(heads: int, kv_heads: int, dim: int, spread: float) -> None:
+def test_attention_of_many_tokens(heads: int, kv_heads: int, dim: int, spread: float, kv: str) -> None:
     """Contexts of one to many blocks, with uniform weights, and with all weight on one token."""
     torch.manual_seed(dim)
     block, contexts = 16, [1, 15, 16, 17, 200, 333]
     tables = torch.randperm(60).tolist()
     query = torch.randn(len(contexts), heads + 3, dim)[:, :heads]
-    keys, values = torch.randn(2, 60 * block, kv_heads, dim) * spread
+    form = kv_format(kv)
+    stored = form.pack(torch.randn(2, 60 * block, kv_heads, dim) * spread)
+    keys, values = form.unpack(stored, torch.float32)
     singles = [(row, row % 2, end, tables[6 * row : 6 * row + 30]) for row, end in enumerate(contexts)]
     output = torch.empty(len(contexts), heads, dim)
-    native.attend_paged(query, keys, values, native.Spans.make(singles), block, output)
+    native.attend_paged(query, *stored, native.Spans.make(singles), block, output, kind=form.kind)
     for row, first, end, table in singles:
         slots = torch.tensor([table[t // block] * block + t % block for t in range(first, end)])
         seen = [part[slots].repeat_interleave(heads // kv_heads, dim=1).double() for part in (keys, values)]
@@ -147,10 +192,13 @@ def test_attention_of_many_tokens(heads: int, kv_heads: int, dim: int, spread: f
         torch.testing.assert_close(output[row].double(), expected[:, 0], rtol=2e-4, atol=2e-5 * spread)
 
 
+@pytest.mark.parametrize("kv", KV_FORMATS)
 @pytest.mark.parametrize("window", [None, 1, 20, 1000])
 @pytest.mark.parametrize("offset", [0, 5, 150])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-def test_attention_of_prompts(heads: int, kv_heads: int, dim: int, offset: int, window: int | None) -> None:
+def test_attention_of_prompts(
+    heads: int, kv_heads: int, dim: int, offset: int, window: int | None, kv: str
+) -> None:
     """Each token of a chunk sees itself and the tokens before it, within the window."""
     torch.manual_seed(offset)
     block, length = 16, 77
@@ -160,8 +208,11 @@ def test_attention_of_prompts(heads: int, kv_heads: int, dim: int, offset: int, 
     keys, values = torch.full((2, 20 * block, kv_heads, dim), torch.nan)
     slots = (table[:, None] * block + torch.arange(block)).flatten()[:end]
     keys[slots], values[slots] = torch.randn(2, end, kv_heads, dim)
-    output = torch.empty(length, heads, dim)
-    native.attend_chunk(query, keys, values, table.int().numpy(), offset, window, block, output)
+    output, form = torch.empty(length, heads, dim), kv_format(kv)
+    stored = form.pack(torch.stack([keys, values]))
+    keys, values = form.unpack(stored, torch.float32)
+    how = table.int().numpy(), offset, window, block, output
+    native.attend_chunk(query, *stored, *how, kind=form.kind)
     ages = torch.arange(offset, end)[:, None] - torch.arange(end)
     seen = [part[slots].repeat_interleave(heads // kv_heads, dim=1).double() for part in (keys, values)]
     expected = F.scaled_dot_product_attention(

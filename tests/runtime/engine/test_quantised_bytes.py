@@ -1,7 +1,8 @@
-"""The planner, the launch and the engine agree on the bytes of quantised weights."""
+"""The planner, the launch and the engine agree on the bytes of quantised weights and KV caches."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster_specs.schema import AcceleratorSpec, ClusterSpec, NodeSpec
 from cost_model.config import architecture_from_folder
+from cost_model.dtypes import in_formats
 from cost_model.errors import InputError
 from hexgen2.placement import Placement
 from hexgen2.workload.lengths import RequestClass, Workload
 from runtime.engine.rank import Rank
 from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.models import load_stage
+from runtime.kv_cache.formats import kv_format
+from runtime.kv_cache.layout import held
+from runtime.kv_cache.pool import CacheShape
 from runtime.launcher.configure import as_computed, configurations
 from runtime.options import EngineOptions
 from runtime.protocol.message import StageShape
@@ -52,15 +57,15 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def planned(folder: Path, memory_gib: float = 2.0) -> Placement:
-    """One CPU worker for the model of a folder."""
+def planned(folder: Path, memory_gib: float = 2.0, kv: str | None = None) -> Placement:
+    """One CPU worker for the model of a folder, with KV caches in another format if one is given."""
     core = AcceleratorSpec(
         memory_gib=memory_gib, bf16_dense_tflops=0.2, memory_bandwidth_gbyte_s=10, kind="cpu"
     )
     box = NodeSpec(name="box", accelerators="Core:1", interconnect="shared-memory")
     cluster = ClusterSpec(name="box", nodes=[box], accelerators={"Core": core})
     replica = replica_of("colocated-0", [("box/0", 2)], max_batch=4096, utilisation=0.5)
-    return placement_of(cluster, architecture_from_folder(folder), WORKLOAD, [replica], [])
+    return placement_of(cluster, in_formats(architecture_from_folder(folder), kv=kv), WORKLOAD, [replica], [])
 
 
 def loaded_bytes(folder: Path, dtype: str, shape: str) -> int:
@@ -107,6 +112,51 @@ def test_kv_caches_get_what_the_weights_leave_in_the_type_of_the_workers(origina
     memory, model = 0.5 * 2**30, plan.model
     assert tokens("auto") == tokens("float32") < tokens("bfloat16") / 2
     assert tokens("bfloat16") * model.kv_bytes_per_token + model.total_bytes < memory
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("plan", "asked", "runs"),
+    [
+        (None, "auto", "plain"),
+        ("fp8", "auto", "fp8"),
+        ("int8", "auto", "int8"),
+        ("int8", "plain", "plain"),
+        (None, "int8", "int8"),
+        ("fp8", "int8", "int8"),
+    ],
+)
+def test_planned_and_stored_bytes_of_kv_caches_agree(
+    original: Path, plan: str | None, asked: str, runs: str, dtype: str, shape: str
+) -> None:
+    """Of the tokens that the launch lets workers hold, in the format that it tells them."""
+    placement = planned(original, kv=plan)
+    options = EngineOptions(dtype=dtype, kv_cache_dtype=asked)
+    told = configurations(placement, original, "bfloat16", options)["box/0"]
+    assert told.kv_format == runs
+    counted = as_computed(placement, dtype, runs).model
+    stages, stored, slots = SHAPES[shape], 0, told.kv_budget_tokens
+    for stage in stages:
+        for worker in stage.workers:
+            part = held(stages, worker, counted.kv_heads)
+            form, kind = kv_format(told.kv_format), getattr(torch, told.dtype)
+            held_there = CacheShape(part, counted.head_dim, kind, CPU, format=form)
+            stored += math.prod(held_there.pool_size(slots)) * held_there.stored_dtype.itemsize
+    assert stored == pytest.approx(slots * counted.kv_bytes_per_token, rel=0.01)
+    if runs == (plan or "plain"):
+        planned_bytes = placement.model.kv_bytes_per_token * (
+            2 if runs == "plain" and dtype == "float32" else 1
+        )
+        assert counted.kv_bytes_per_token == planned_bytes
+
+
+def test_kv_caches_in_8_bits_hold_more_tokens_in_the_same_memory(original: Path) -> None:
+    def tokens(kv: str) -> int:
+        options = EngineOptions(kv_cache_dtype=kv)
+        return configurations(planned(original, 0.5), original, "bfloat16", options)["box/0"].kv_budget_tokens
+
+    assert tokens("plain") * 3.7 < tokens("int8") < tokens("fp8") < tokens("plain") * 4.01
 
 
 def test_weights_that_do_not_fit_in_this_type_are_refused(original: Path) -> None:

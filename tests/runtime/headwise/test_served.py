@@ -12,6 +12,7 @@ import pytest
 from checkpoints import greedy, write_llama, write_opt
 from headwise import REPLICA, headwise_placement, with_blocks
 from live_fleet import LiveFleet, live_fleet
+from one_process import decoded
 
 from hexgen2.checks import violations
 from runtime.frontend.request import Request
@@ -51,8 +52,14 @@ async def tokens_of(request: Request) -> list[int]:
     return [output.token async for output in request]
 
 
-def serve(folder: Path, stages: list[tuple[str, int]], *blocks: int, theta: float = 0.5) -> Iterator[Served]:
-    placement = headwise_placement(folder, stages)
+def serve(
+    folder: Path,
+    stages: list[tuple[str, int]],
+    *blocks: int,
+    theta: float = 0.5,
+    kv: str | None = None,
+) -> Iterator[Served]:
+    placement = headwise_placement(folder, stages, kv=kv)
     assert violations(placement) == []
     with asyncio.Runner() as runner:
         context = live_fleet(placement, folder, restarts=5, change=with_blocks(*blocks, theta=theta))
@@ -171,5 +178,17 @@ def test_opt_has_a_kv_head_for_every_query_head(tmp_path):
     try:
         assert opt.answers(LONG, SHORT) == opt.expected(LONG, SHORT)
         assert min(opt.counts.dispatched.values()) > 0
+    finally:
+        served.close()
+
+
+def test_heads_in_8_bits_move_as_they_are(llama):
+    """Tokens are those of a whole model with the same KV cache; heads that moved were not rounded again."""
+    served = serve(llama, [("box/0", 5)], 60, 8, 60, kv="int8")
+    packed = next(served)
+    try:
+        assert packed.answers(LONG, SHORT) == decoded(llama, [LONG, SHORT], OUTPUT, "int8")
+        counts = packed.counts
+        assert min(counts.dispatched.values()) > 0 and counts.hauled_bytes > 0 and counts.recomputed == 0
     finally:
         served.close()

@@ -26,17 +26,20 @@ def whole_replicas_agree(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     sides: int = 2,
+    kv: str = "plain",
 ) -> None:
     """Move two requests at once between replicas of any shape, and check the contents of all blocks."""
     froms, tos, end = stages("p", source), stages("d", destination), chunks[-1]
     names = [worker for stage in tos for worker in stage.workers]
-    pools = [Pool(held(tos, name, kv_heads), block_tokens[1], 80, dtype, sides=sides) for name in names]
+    pools = [
+        Pool(held(tos, name, kv_heads), block_tokens[1], 80, dtype, sides=sides, kv=kv) for name in names
+    ]
     receivings = {name: Receiving(name, pool) for name, pool in zip(names, pools, strict=True)}
     peers = {name: receiving.address for name, receiving in receivings.items()}
     sendings = []
     to_first = scattered(seed + 3, pools[0], end)
     to_second = scattered(seed + 4, pools[0], end, to_first)
-    from_pool = Pool(WHOLE, block_tokens[0], 80, dtype, sides=sides)
+    from_pool = Pool(WHOLE, block_tokens[0], 80, dtype, sides=sides, kv=kv)
     from_first = scattered(seed + 1, from_pool, end)
     from_second = scattered(seed + 2, from_pool, end, from_first)
     try:
@@ -44,7 +47,7 @@ def whole_replicas_agree(
             receiving.receiver.expect("first", to_first, first_token, end)
             receiving.receiver.expect("second", to_second, first_token, end)
         for worker in (worker for stage in froms for worker in stage.workers):
-            pool = Pool(held(froms, worker, kv_heads), block_tokens[0], 80, dtype, sides=sides)
+            pool = Pool(held(froms, worker, kv_heads), block_tokens[0], 80, dtype, sides=sides, kv=kv)
             sending = Sending(worker, pool, peers, transport=transport)
             sendings.append(sending)
             fill(sending.cache, pool, 1, from_first, end)
@@ -96,6 +99,13 @@ def test_latents_that_every_rank_holds(transport: str) -> None:
     whole_replicas_agree(source, destination, 1, 5, [6, 17, 31], transport, (4, 3), sides=1)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("nixl", marks=needs_nixl)])
+@pytest.mark.parametrize(("kv", "sides"), [("fp8", 2), ("int8", 2), ("int8", 1)])
+def test_packed_heads_move_with_their_scales(transport: str, kv: str, sides: int) -> None:
+    source, destination, kv_heads = SHAPES["uneven"] if sides == 2 else (*SHAPES["uneven"][:2], 1)
+    whole_replicas_agree(source, destination, kv_heads, 5, [6, 17, 31], transport, (4, 3), sides=sides, kv=kv)
+
+
 @needs_nixl
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_shape_to_any_shape_by_nixl(shape: str) -> None:
@@ -126,4 +136,5 @@ def test_any_plan_and_any_token_ranges(data: st.DataObject) -> None:
         (data.draw(st.sampled_from([1, 3, 8])), data.draw(st.sampled_from([1, 3, 8]))),
         data.draw(st.integers(0, 99)),
         data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        kv=data.draw(st.sampled_from(["plain", "int8"])),
     )

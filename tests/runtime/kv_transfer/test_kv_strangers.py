@@ -139,6 +139,7 @@ def test_a_sender_that_falls_silent_in_a_slice_fails_its_request() -> None:
         opening(KvOffer(transport="shm", handle="1:1:x")),
         opening(KvOffer(transport="tcp", handle=""), head_dim=DIM + 1),
         opening(KvOffer(transport="tcp", handle=""), dtype="torch.int8"),
+        opening(KvOffer(transport="tcp", handle=""), dtype="int8"),
     ],
     ids=str,
 )

@@ -87,6 +87,18 @@ def test_a_placement_file_that_is_something_else(files, text):
     assert not progress and str(path) in line and "hexgen2 search" in line
 
 
+def test_kv_caches_that_the_torch_engine_does_not_have(files):
+    path, model = files
+    edited(path, lambda values: values["model"].update(kv_value_bytes=0.5))
+    progress, line = refusal(path, "--model-path", model)
+    words = ["placement.json", "model.kv_type", "no KV caches in int4", "--kv-cache-dtype int8"]
+    assert not progress and all(word in line for word in words), line
+    progress, line = refusal(path, "--kv-cache-dtype", "int4")
+    assert not progress and "--kv-cache-dtype" in line
+    progress, line = refusal(path, "--engine", "emulated", "--kv-cache-dtype", "int8")
+    assert not progress and "--kv-cache-dtype: int8" in line and "--engine torch" in line
+
+
 def overlap(values):
     values["replicas"][1]["stages"][1]["layers"] = [2, 4]
 

@@ -142,11 +142,15 @@ class LayerAttention(ABC):
     In each layer a model first stores keys and values, with `store` or `rotate_and_store`, then attends.
     Layer numbers are global; heads are those of this worker. `heads` is a multiple of `kv_heads`:
     query head h attends to KV head h // (heads // kv_heads). All tensors have the dtype and
-    device of the cache, but sinks, which are float32.
+    device of the cache's shape, but sinks, which are float32.
+
+    Where the cache is packed, a step attends to what was packed, its own tokens included: so a token's result
+    does not depend on how its prompt was divided into chunks.
 
     Attributes
     ----------
-    cache : the blocks that a batch names, [layers, sides, slots, kv_heads, head_dim]; keys first, then values
+    cache : the blocks that a batch names, [layers, sides, slots, kv_heads, width] in its shape's format; keys
+        first, then values
     """
 
     def __init__(self, cache: PagedCache) -> None:
@@ -213,14 +217,23 @@ class Attention(LayerAttention):
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int, batch: Batch) -> None:
         keys, values = self.cache.keys_values(layer)
-        keys.index_copy_(0, batch.slots, key)
+        self._store(key, keys, batch)
         if self.cache.shape.sides > 1:
-            values.index_copy_(0, batch.slots, value)
+            self._store(value, values, batch)
+
+    def _store(self, heads: torch.Tensor, cached: torch.Tensor, batch: Batch) -> None:
+        """Write [total, kv_heads, head_dim] to one side of a layer."""
+        form = self.cache.shape.format
+        if form.is_packed and self._compiled and heads[0].is_contiguous():
+            native.store_heads(heads, batch.slots, cached, form.kind)
+        else:
+            cached.index_copy_(0, batch.slots, form.pack(heads))
 
     def rotate_and_store(self, heads: torch.Tensor, rotary: Rotary, layer: int, batch: Batch) -> None:
         if self._compiled:
             cached = self.cache.keys_values(layer)
-            native.turn_and_store(heads, rotary.cosines, rotary.sines, batch.slots, *cached)
+            kind = self.cache.shape.format.kind
+            native.turn_and_store(heads, rotary.cosines, rotary.sines, batch.slots, *cached, kind)
             return
         kv_heads = self.cache.shape.heads
         rotary.rotate(heads[:, :-kv_heads])

@@ -1,4 +1,5 @@
-"""Attention in float32 on CPUs, by the compiled kernels of `runtime/native`: they read the cache in place."""
+"""Attention in float32 on CPUs, by the compiled kernels of `runtime/native`, which read the cache in place,
+packed or not."""
 
 from __future__ import annotations
 
@@ -58,13 +59,13 @@ class CpuAttention(Attention):
     ) -> torch.Tensor:
         keys, values = self.cache.keys_values(layer)
         plan: Plan = batch.plan(self, scoring.window)
-        weights = scoring.scale, scoring.cap, scoring.sinks
+        how = scoring.scale, scoring.cap, scoring.sinks, self.cache.shape.format.kind
         block_tokens = self.cache.block_tokens
         output = torch.empty(query.shape, dtype=query.dtype)
         if plan.spans is not None:
-            native.attend_paged(query, keys, values, plan.spans, block_tokens, output, *weights)
+            native.attend_paged(query, keys, values, plan.spans, block_tokens, output, *how)
         for chunk in plan.chunks:
             rows = slice(chunk.first, chunk.end)
             cut = chunk.table, chunk.offset, scoring.window, block_tokens
-            native.attend_chunk(query[rows], keys, values, *cut, output[rows], *weights)
+            native.attend_chunk(query[rows], keys, values, *cut, output[rows], *how)
         return output.flatten(1)

@@ -39,7 +39,7 @@ class Chunk:
 
     Attributes
     ----------
-    slots : of the whole context; None if the chunk begins the prompt
+    slots : of the whole context; None if the chunk begins the prompt and the cache holds it as it came
     mask : [length, context], added to the scores; None: each token attends to those before it
     """
 
@@ -78,27 +78,38 @@ class SdpaAttention(Attention):
         batch: Batch,
         scoring: Scoring = PLAIN,
     ) -> torch.Tensor:
-        keys, values = self.cache.keys_values(layer)
         plan: Plan = batch.plan(self, scoring.window)
         if len(plan.decodes) == 1 and not plan.chunks:
-            return _attend_decodes(query, keys, values, plan.decodes[0], scoring).flatten(1)
+            group = plan.decodes[0]
+            return _attend_decodes(query, *self._held(layer, group.slots), group, scoring).flatten(1)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in plan.decodes:
-            output[group.rows] = _attend_decodes(query[group.rows], keys, values, group, scoring)
+            held = self._held(layer, group.slots)
+            output[group.rows] = _attend_decodes(query[group.rows], *held, group, scoring)
         for chunk in plan.chunks:
             first, end = chunk.first, chunk.end
             if chunk.slots is None:
-                seen = key[first:end], value[first:end]
+                held = key[first:end], value[first:end]
             else:
-                seen = keys.index_select(0, chunk.slots), values.index_select(0, chunk.slots)
-            output[first:end] = _attend_chunk(query[first:end], *seen, chunk.mask, scoring)
+                held = self._held(layer, chunk.slots)
+            output[first:end] = _attend_chunk(query[first:end], *held, chunk.mask, scoring)
         return output.flatten(1)
+
+    def _held(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values in these slots, [slots, kv_heads, head_dim] each."""
+        shape = self.cache.shape
+        sides = [
+            side[slots] if isinstance(slots, slice) else side.index_select(0, slots)
+            for side in self.cache.layer(layer)
+        ]
+        held = [shape.format.unpack(side, shape.dtype) for side in sides]
+        return held[0], held[-1]
 
 
 def _attend_decodes(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: Decodes, scoring: Scoring
 ) -> torch.Tensor:
-    """query [n, heads, head_dim], keys and values [slots, kv_heads, head_dim] -> [n, heads, head_dim].
+    """query [n, heads, head_dim], keys and values [n x context, kv_heads, head_dim] -> [n, heads, head_dim].
 
     The heads that share a KV head stand in the dimension of the query's tokens.
     """
@@ -106,10 +117,6 @@ def _attend_decodes(
     kv_heads = keys.shape[1]
     shape = (count, group.context, kv_heads, head_dim)
     grouped = query.reshape(count, kv_heads, heads // kv_heads, head_dim)
-    if isinstance(group.slots, slice):
-        keys, values = keys[group.slots], values[group.slots]
-    else:
-        keys, values = keys.index_select(0, group.slots), values.index_select(0, group.slots)
     keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
     answer = weighted(grouped, keys, values, group.mask, scoring, (kv_heads, -1, 1))
     return answer.reshape(count, heads, head_dim)
@@ -172,6 +179,7 @@ def _chunk(cache: PagedCache, part: Part, window: int | None) -> Chunk:
     first, length, offset, table = part
     device, end = cache.shape.device, offset + length
     start = max(0, offset + 1 - (window or end))
+    in_cache = offset > 0 or cache.shape.format.is_packed
     mask = None
     if offset or (window is not None and window < length):
         queries = torch.arange(offset, end)[:, None]
@@ -180,7 +188,7 @@ def _chunk(cache: PagedCache, part: Part, window: int | None) -> Chunk:
         if window is not None:
             seen &= keys > queries - window
         mask = _added(seen, cache.shape.dtype).to(device)
-    slots = torch.from_numpy(cache.slots(table, start, end)).to(device) if offset else None
+    slots = torch.from_numpy(cache.slots(table, start, end)).to(device) if in_cache else None
     return Chunk(first, first + length, slots, mask)
 
 

@@ -39,8 +39,7 @@ class Heads:
         self, number: int, lane: HeadLane, shape: CacheShape, block_tokens: int, lost: Callable[[str], None]
     ) -> None:
         self.number, self.lane = number, lane
-        layers = shape.part.first_layer, shape.part.end_layer
-        self.one_head = one_head(*layers, shape.head_dim, shape.dtype, shape.device)
+        self.one_head = one_head(shape)
         self.cache = PagedCache(self.one_head, lane.devices[OWN].blocks, block_tokens)
         self.own = HeadPages(self.cache)
         self._names, self._lost = [device.worker for device in lane.devices], lost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,19 +19,18 @@ Rows = Sequence[tuple[Key, int, int]]
 """The new tokens of heads: which head, the position of its first token, and their number."""
 
 
-def one_head(
-    first_layer: int, end_layer: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> CacheShape:
-    """What a block of single heads has for each token."""
-    return CacheShape(Part(first_layer, end_layer, 0, 1), head_dim, dtype, device)
+def one_head(shape: CacheShape, layers: tuple[int, int] | None = None) -> CacheShape:
+    """What a block of single heads has for each token: these layers (None: all), otherwise as in `shape`."""
+    first, end = layers or (shape.part.first_layer, shape.part.end_layer)
+    return replace(shape, part=Part(first, end, 0, 1))
 
 
 class HeadPages:
-    """Which blocks of a cache hold which head, and attention over them.
+    """Which blocks of a cache hold which head, and attention over them. Heads move as the cache stores them.
 
     Attributes
     ----------
-    cache : of single heads, so [layers, 2, slots, 1, head_dim]
+    cache : of single heads, so [layers, 2, slots, 1, width]
     """
 
     def __init__(self, cache: PagedCache) -> None:
@@ -75,17 +75,17 @@ class HeadPages:
         return self._attention.attend(query, key, value, layer, batch, scoring).view(query.shape)
 
     def before(self, layer: int, key: Key, end_token: int) -> torch.Tensor:
-        """Keys and values of the first tokens of a head in one layer, [2, tokens, head_dim]."""
+        """Keys and values of the first tokens of a head in one layer, [2, tokens, width]."""
         return self.cache.layer(layer)[:, self._slots(key, 0, end_token), 0]
 
     def take(self, key: Key, first_token: int, end_token: int) -> torch.Tensor:
-        """Keys and values of a head's tokens, [layers, 2, tokens, head_dim]."""
+        """Keys and values of a head's tokens, [layers, 2, tokens, width]."""
         return self.cache.pool[:, :, self._slots(key, first_token, end_token), 0]
 
     def put(
         self, key: Key, first_token: int, end_token: int, blocks: Sequence[int], kv: torch.Tensor
     ) -> None:
-        """Write keys and values of a head that moves here, [layers, 2, tokens, head_dim]; with the first
+        """Write keys and values of a head that moves here, [layers, 2, tokens, width]; with the first
         token, what was known of the head is outdated."""
         if first_token == 0:
             self._tables.pop(key, None)
@@ -93,7 +93,7 @@ class HeadPages:
         self.write(key, first_token, end_token, kv)
 
     def write(self, key: Key, first_token: int, end_token: int, kv: torch.Tensor) -> None:
-        """Write keys and values of a head's tokens, [layers, 2, tokens, head_dim]."""
+        """Write keys and values of a head's tokens, [layers, 2, tokens, width]."""
         self.cache.pool[:, :, self._slots(key, first_token, end_token), 0] = kv
 
     def _slots(self, key: Key, first_token: int, end_token: int) -> torch.Tensor:

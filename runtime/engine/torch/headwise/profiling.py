@@ -61,7 +61,8 @@ def attention_runs(holder: HeadPages | RemoteHeads, heads: Heads, most_tokens: i
     if not contexts:
         return
     names = [(_NOBODY, number) for number in range(max(COUNTS))]
-    empty = torch.zeros(shape.layers, 2, contexts[-1], shape.head_dim, dtype=shape.dtype, device=shape.device)
+    size_of_all = shape.layers, 2, contexts[-1], shape.width
+    empty = torch.zeros(size_of_all, dtype=shape.stored_dtype, device=shape.device)
     blocks = range(-(-contexts[-1] // size))
     for name in names:
         filled = contexts[-1] if name == names[0] else 0

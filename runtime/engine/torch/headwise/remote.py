@@ -49,6 +49,7 @@ class RemoteHeads:
                 head_dim=shape.head_dim,
                 query_heads=query_heads,
                 dtype=str(shape.dtype).removeprefix("torch."),
+                kv_format=shape.format.name,
             )
         )
 
@@ -79,7 +80,7 @@ class RemoteHeads:
     def take(self, key: Key, first_token: int, end_token: int) -> torch.Tensor:
         """As HeadPages.take."""
         self._send(TakeHead(key=_key(key), first_token=first_token, end_token=end_token))
-        return self._receive(self._shape.layers, 2, end_token - first_token, self._shape.head_dim)
+        return self._receive_kv(self._shape.layers, 2, end_token - first_token)
 
     def put(
         self, key: Key, first_token: int, end_token: int, blocks: Sequence[int], kv: torch.Tensor
@@ -104,8 +105,8 @@ class RemoteHeads:
         return self._receive(decodes, self._query_heads, self._shape.head_dim)
 
     def before(self, tokens: int) -> torch.Tensor:
-        """The answer for a prompt: keys and values of the tokens before its own, [2, tokens, head_dim]."""
-        return self._receive(2, tokens, self._shape.head_dim)
+        """The answer for a prompt: keys and values of the tokens before its own, [2, tokens, width]."""
+        return self._receive_kv(2, tokens)
 
     def _send(self, message: Message, *tensors: torch.Tensor) -> None:
         buffers = [memoryview(encode(message)), *(bytes_of(tensor) for tensor in tensors)]
@@ -113,6 +114,11 @@ class RemoteHeads:
 
     def _receive(self, *shape: int) -> torch.Tensor:
         return receive_tensor(self._connection, shape, self._shape.dtype, self._shape.device)
+
+    def _receive_kv(self, *shape: int) -> torch.Tensor:
+        """Keys and values as the caches store them, [*shape, width]."""
+        width, dtype = self._shape.width, self._shape.stored_dtype
+        return receive_tensor(self._connection, (*shape, width), dtype, self._shape.device)
 
 
 def _key(key: Key) -> HeadKey:

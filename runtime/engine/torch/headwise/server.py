@@ -9,8 +9,10 @@ from collections.abc import Mapping
 import torch
 
 from runtime.engine.torch.attention.base import Batch
-from runtime.engine.torch.headwise.pages import HeadPages, Key, bytes_of, one_head, receive_tensor
-from runtime.kv_cache.pool import PagedCache
+from runtime.engine.torch.headwise.pages import HeadPages, Key, bytes_of, receive_tensor
+from runtime.kv_cache.formats import kv_format
+from runtime.kv_cache.layout import Part
+from runtime.kv_cache.pool import CacheShape, PagedCache
 from runtime.protocol.framing import Connection
 from runtime.protocol.to_attention_workers import (
     AttendHeads,
@@ -60,7 +62,8 @@ class AttentionServer:
         with self._lock:
             if worker not in self._pools:
                 dtype = getattr(torch, opened.dtype)
-                shape = one_head(opened.first_layer, opened.end_layer, opened.head_dim, dtype, self._device)
+                part, form = Part(opened.first_layer, opened.end_layer, 0, 1), kv_format(opened.kv_format)
+                shape = CacheShape(part, opened.head_dim, dtype, self._device, format=form)
                 blocks = self._blocks[worker]
                 self._pools[worker] = PagedCache(shape, blocks, self._block_tokens)
             return self._pools[worker]
@@ -88,7 +91,8 @@ class _Lane:
                 case AttendHeads():
                     self._attend(message)
                 case PutHead(key=key, first_token=first, end_token=end, blocks=blocks):
-                    kv = self._receive(self._shape.layers, 2, end - first, self._shape.head_dim)
+                    width, dtype = self._shape.width, self._shape.stored_dtype
+                    kv = self._receive(self._shape.layers, 2, end - first, width, dtype=dtype)
                     self._pages.put(_key(key), first, end, blocks, kv)
                     self._heads = max(self._heads, key.head + 1)
                 case TakeHead(key=key, first_token=first, end_token=end):
@@ -125,8 +129,8 @@ class _Lane:
             if row.first_token:
                 self._answer(self._pages.before(layer, _key(row.key), row.first_token))
 
-    def _receive(self, *shape: int) -> torch.Tensor:
-        return receive_tensor(self._connection, shape, self._shape.dtype, self._shape.device)
+    def _receive(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return receive_tensor(self._connection, shape, dtype or self._shape.dtype, self._shape.device)
 
     def _answer(self, tensor: torch.Tensor) -> None:
         if tensor.numel():

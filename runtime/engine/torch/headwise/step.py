@@ -190,9 +190,7 @@ def _scratch(heads: Heads, rows: Sequence[tuple[Key, int, int]]) -> HeadPages:
     """A cache of one layer for prompts whose heads are kept elsewhere."""
     size = heads.cache.block_tokens
     needed = [-(-(first + count) // size) for _, first, count in rows]
-    kept = heads.one_head
-    shape = one_head(0, 1, kept.head_dim, kept.dtype, kept.device)
-    pages = HeadPages(PagedCache(shape, sum(needed), size))
+    pages = HeadPages(PagedCache(one_head(heads.one_head, (0, 1)), sum(needed), size))
     begin = 0
     for (key, _, _), blocks in zip(rows, needed, strict=True):
         pages.grant(key, range(begin, begin + blocks))
