@@ -36,7 +36,7 @@ from hexgen2.search.partition.parts import bandwidth_between
 from hexgen2.search.planning.classes import NodeClasses, Pattern
 from hexgen2.search.planning.plan import Planner
 from hexgen2.search.problem import Group, NodeCounts, Problem, Solution, counts_of
-from hexgen2.search.ties import greatest, greatest_first
+from hexgen2.search.ties import first_largest, greatest_first
 
 MOST = 1200
 """Candidates in a linear program, about."""
@@ -67,7 +67,7 @@ def candidates(
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Candidate]:
     """Groups of these columns on nodes of these classes: in all ways, or on nodes near each other where there
-    are too many ways; once there are MOST, of the first columns alone. One group of a column is planned; others
+    are too many; once there are MOST, of the first columns alone. One group of each column is planned; others
     are taken to be as far from what their plans cannot exceed, and to divide their layers likewise."""
     problem, ways = planner.problem, list[tuple[Column, list[tuple[int, ...]]]]()
     placed = _Placed(classes)
@@ -119,8 +119,8 @@ class _Placed:
         return bandwidth_between(self._problem)
 
     def ways(self, pattern: Pattern) -> list[tuple[int, ...]]:
-        """The nodes of each part of the pattern, in all ways; if these are more than ALL_WAYS, around each node
-        those that are nearest."""
+        """The nodes of each part of the pattern, in all ways; if these are more than ALL_WAYS, around each
+        node those that are nearest."""
         room = [[n for n in self._nodes[which] if self._sizes[n] >= count] for which, count in pattern]
         if math.prod(map(len, room)) <= ALL_WAYS:
             all_ways = (nodes for nodes in itertools.product(*room) if len(set(nodes)) == len(nodes))
@@ -133,16 +133,14 @@ class _Placed:
     def _nearest(self, room: Sequence[Sequence[int]], part: int, node: int) -> tuple[int, ...]:
         """A node for each part, this one for this part, each the nearest to those before it; none if there is
         no room."""
-        taken = {part: node}
-        left = set(range(len(room))) - {part}
-        slowest = self._near[node].copy()
+        taken, left, slowest = {part: node}, set(range(len(room))) - {part}, self._near[node]
         while left:
-            open_ = [(k, n) for k in sorted(left) for n in room[k] if n not in taken.values()]
-            if not open_:
+            free = {k: [n for n in room[k] if n not in taken.values()] for k in sorted(left)}
+            if not all(free.values()):
                 return ()
-            k, n = greatest(open_, lambda each: slowest[each[1]])[0]
-            if any(not set(room[j]) - {*taken.values(), n} for j in left - {k}):
-                return ()
+            pairs = [(k, n) for k, here in free.items() for n in here]
+            speeds = slowest[[n for _, n in pairs]]
+            k, n = pairs[first_largest(speeds)]
             taken[k] = n
             left.remove(k)
             slowest = np.minimum(slowest, self._near[n])
