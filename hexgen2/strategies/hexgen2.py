@@ -43,6 +43,8 @@ PARTITIONERS = (spectral_and_swaps, metis_partition)
 
 PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 """A flexible search begins with the best solutions of these."""
+OPEN_GAP = 0.02
+"""With a larger gap to the bound, what is left of a time limit goes to the integer program and more search."""
 REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
 LISTED, PARTS_LISTED = 0.25, 0.65
@@ -122,7 +124,8 @@ def _search(problem: Problem, options: SearchOptions) -> Placement:
             explore_budget(state, options.seed, explore)
         else:
             explore(state, options.seed)
-            if options.certify and not (state.incumbent.proved or state.stopping.out_of_time()):
+            rest = options.time_limit_s is not None and not state.incumbent.within(OPEN_GAP)
+            if (options.certify or rest) and not (state.incumbent.proved or state.stopping.out_of_time()):
                 _certify(state, options.seed)
 
     return run_search(NAME, problem, options, explore_all, rents=True, objectives=OBJECTIVES)

@@ -45,15 +45,21 @@ def groups_by_parts(
         share_s = None if left_s is None else min(MOST_S, left_s / (len(parts) - done))
         key, order = _likeness(evaluator.problem, nodes)
         if key not in known:
-            found = groups_within(evaluator, nodes, share_s)
+            found = groups_within(evaluator, nodes, share_s, stop)
             place = {node: k for k, node in enumerate(order)}
             known[key] = _moved(found, place)
         groups += _moved(known[key], dict(enumerate(order))).groups
     return Solution(tuple(groups))
 
 
-def groups_within(evaluator: Evaluator, nodes: Sequence[int], time_s: float | None = None) -> Solution:
-    """The groups on these nodes, as if there were no others; time_s as for PartProgram.solve."""
+def groups_within(
+    evaluator: Evaluator,
+    nodes: Sequence[int],
+    time_s: float | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Solution:
+    """The groups on these nodes, as if there were no others; time_s as for PartProgram.solve, stop as for
+    groups_by_parts."""
     relaxed, problem = evaluator.relaxed, evaluator.problem
     classes, place = relaxed.classes.within(nodes)
     here = (column for column in relaxed.columns if column.planned and _within(column, place))
@@ -70,7 +76,7 @@ def groups_within(evaluator: Evaluator, nodes: Sequence[int], time_s: float | No
         return Solution()
     near = [(value, column) for column in columns if (value := lp.worth(column, found.duals)) >= WORTH]
     best_first = [column for _, column in greatest_first(near, lambda each: each[0])]
-    everyone = candidates(best_first, classes, evaluator.planner)
+    everyone = candidates(best_first, classes, evaluator.planner, stop)
     worth = PartProgram(classes.problem, nodes, everyone).worth()
     hopeful = [k for k, value in enumerate(worth) if value >= WORTH]
     able = [everyone[k] for k in sorted(greatest_first(hopeful, worth.__getitem__)[:MOST_WHOLE])]
