@@ -53,7 +53,7 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def copies() -> bool:
-    """Whether `copy_tokens` can be used."""
+    """Whether `copy_tokens` and `count_tokens` can be used."""
     return _library() is not None
 
 
@@ -373,6 +373,14 @@ def copy_tokens(
     )
 
 
+def count_tokens(runs: np.ndarray, slots: int) -> int:
+    """The tokens of runs [runs, 2] int64; -1 if one is empty or not within slots [0, slots)."""
+    library = _library()
+    assert library is not None
+    count: int = library.count_tokens(runs.ctypes.data, len(runs), slots)
+    return count
+
+
 _ARGUMENTS = {
     # p: address, l: count, f: float
     "attend_paged": "plpplpplllllffpp",
@@ -386,11 +394,12 @@ _ARGUMENTS = {
     "rms_norm": "ppfllp",
     "gate": "pllp",
     "copy_tokens": "pllpllllplpll",
+    "count_tokens": "pll",
     "attends_to": "l",
     "panel_width": "",
 }
 _SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_RESULTS = {"attends_to": ctypes.c_int, "panel_width": ctypes.c_long}
+_RESULTS = {"attends_to": ctypes.c_int, "panel_width": ctypes.c_long, "count_tokens": ctypes.c_long}
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
 

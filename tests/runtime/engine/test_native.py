@@ -237,7 +237,9 @@ def runs_of(rng: np.random.Generator, slots: int, tokens: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("past_caches", [False, True])
-@pytest.mark.parametrize(("item", "row"), [(1, 1), (96, 96), (256, 512), (200, 1000), (4096, 4096)])
+@pytest.mark.parametrize(
+    ("item", "row"), [(1, 1), (96, 96), (256, 512), (200, 1000), (4096, 4096), (70001, 70001)]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_copies_of_tokens(seed: int, item: int, row: int, past_caches: bool) -> None:
     """From a pool to a buffer or back; only the tokens change."""
