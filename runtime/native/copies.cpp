@@ -28,15 +28,25 @@ inline void copy_chunk_past(char *to, const char *from) {
 #endif
 }
 
+bool on_lines(const char *to, long step) { return ((reinterpret_cast<uintptr_t>(to) | step) & (LINE - 1)) == 0; }
+
+// So many bytes from each place to another one, both `step` apart; the latter are `on_lines`.
+void copy_places(char *to, long to_step, const char *from, long from_step, long bytes) {
+    long at = 0;
+    for (; at + CHUNK <= bytes; at += CHUNK)
+        for (long place = 0; place < PLACES; ++place)
+            copy_chunk_past(to + place * to_step + at, from + place * from_step + at);
+    for (long place = 0; place < PLACES && at < bytes; ++place)
+        std::memcpy(to + place * to_step + at, from + place * from_step + at, bytes - at);
+}
+
 void copy_past(char *to, const char *from, long bytes) {
     const long head = std::min<long>(-reinterpret_cast<uintptr_t>(to) & (LINE - 1), bytes);
     std::memcpy(to, from, head);
     to += head, from += head, bytes -= head;
     while (bytes >= PLACES * CHUNK) {
         const long place = std::min(bytes / PLACES / CHUNK * CHUNK, PLACE);
-        for (long at = 0; at < place; at += CHUNK)
-            for (long start = at; start < PLACES * place; start += place)
-                copy_chunk_past(to + start, from + start);
+        copy_places(to, place, from, place, place);
         to += PLACES * place, from += PLACES * place, bytes -= PLACES * place;
     }
     for (; bytes >= CHUNK; to += CHUNK, from += CHUNK, bytes -= CHUNK) copy_chunk_past(to, from);
@@ -76,7 +86,11 @@ extern "C" void copy_tokens(char *to, long to_plane, long to_row, const char *fr
                 if (whole_rows) {
                     copy(to + slot * to_row, from + at * from_row, tokens * item);
                 } else {
-                    for (long token = 0; token < tokens; ++token)
+                    const long part = past_caches && on_lines(to, to_row) ? tokens / PLACES : 0;
+                    for (long token = 0; token < part; ++token)
+                        copy_places(to + (slot + token) * to_row, part * to_row,
+                                    from + (at + token) * from_row, part * from_row, item);
+                    for (long token = part * PLACES; token < tokens; ++token)
                         copy(to + (slot + token) * to_row, from + (at + token) * from_row, item);
                 }
                 slot += tokens, at += tokens;
