@@ -262,7 +262,7 @@ def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     hole in the heap when it is freed."""
     count = math.prod(size)
     if count < _MAPPED:
-        return torch.empty(*size, dtype=dtype)
+        return torch.empty(tuple(size), dtype=dtype)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(*size)
 
