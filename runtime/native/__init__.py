@@ -306,6 +306,31 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out
     return output
 
 
+def pack_codes(codes: torch.Tensor, is_packed: bool, flipped: int) -> torch.Tensor:
+    """Codes [out, in] uint8 -> panels [out / width, in, bytes]; the last row is repeated to fill them.
+
+    Parameters
+    ----------
+    is_packed : codes have four bits: two to a byte, the lower ones for the first half of the panel
+    flipped : bits to invert where they are not packed
+    """
+    codes = codes if codes.stride(1) == 1 else codes.contiguous()
+    rows, inputs = codes.shape
+    width = panel_width()
+    packed = mapped((-(-rows // width), inputs, width // 2 if is_packed else width), torch.uint8)
+    _call(
+        "pack_codes",
+        packed.data_ptr(),
+        codes.data_ptr(),
+        codes.stride(0),
+        rows,
+        inputs,
+        is_packed,
+        flipped,
+    )
+    return packed
+
+
 class Quantised(Protocol):
     """A quantised matrix in panels; `PackedWeight` of the torch engine describes the tensors."""
 
@@ -463,6 +488,7 @@ _ARGUMENTS = {
     "copy_tokens": "pllpllllplpll",
     "count_tokens": "pll",
     "pack_rows": "pllplll",
+    "pack_codes": "pplllll",
     "read_pieces": "lllllp",
     "attends_to": "l",
     "panel_width": "",

@@ -123,6 +123,26 @@ extern "C" void pack_rows(float *panels, long inputs, long first, const char *fr
     pack(panels, inputs, first, from, row_bytes, rows);
 }
 
+extern "C" void pack_codes(uint8_t *panels, const uint8_t *from, long row_bytes, long rows, long inputs,
+                           long is_packed, long flipped) {
+    // Of some inputs at a time, so that all rows of a panel stay in the first cache.
+    constexpr long INPUTS = 256;
+    const long bytes = is_packed ? PANEL / 2 : PANEL;
+    for (long first = 0; first < rows; first += PANEL, panels += bytes * inputs)
+        for (long start = 0; start < inputs; start += INPUTS) {
+            const long end = std::min(start + INPUTS, inputs);
+            for (long lane = 0; lane < bytes; ++lane) {
+                const uint8_t *const low = from + std::min(first + lane, rows - 1) * row_bytes;
+                const uint8_t *const high = from + std::min(first + lane + PANEL / 2, rows - 1) * row_bytes;
+                uint8_t *const to = panels + lane;
+                if (is_packed)
+                    for (long at = start; at < end; ++at) to[at * bytes] = low[at] | high[at] << 4;
+                else
+                    for (long at = start; at < end; ++at) to[at * bytes] = low[at] ^ flipped;
+            }
+        }
+}
+
 extern "C" long read_pieces(long file, long at, long step, long piece, long count, char *to) {
     if (step == piece) piece *= count, count = 1;
     for (long number = 0; number < count; ++number, at += step) {
