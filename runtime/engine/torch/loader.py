@@ -171,6 +171,10 @@ class Checkpoint:
                 self.bytes_read += chunk.numel() * self.dtype.itemsize
                 yield start, chunk
 
+    def rest(self) -> None:
+        """Free the buffers for reading, once all weights are there."""
+        self._reader.rest()
+
     def _resolve_dtype(self, name: str) -> torch.dtype:
         if name == "auto":
             name = str(self.config.get("dtype", self.config.get("torch_dtype", "float32"))).removeprefix(

@@ -91,7 +91,10 @@ class Reader:
     """Reads slices of tensors, of which a thread of its own reads the next chunks meanwhile."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self.rest()
+
+    def rest(self) -> None:
+        """Free the buffers; the next read makes new ones."""
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * (_AHEAD + 2)
         self._turn = 0
 
@@ -130,11 +133,11 @@ class Reader:
                 return
             with suppress(OSError):
                 pieces.announce(file.fileno())
-            under_way = list[tuple[int, Future[torch.Tensor]]]()
+            under_way, thread = list[tuple[int, Future[torch.Tensor]]](), ThreadPoolExecutor(1, "checkpoint")
             try:
                 for first in range(0, pieces.rows, step):
                     count = min(step, pieces.rows - first)
-                    reading = self._thread.submit(self._fill, pieces, file.fileno(), first, count)
+                    reading = thread.submit(self._fill, pieces, file.fileno(), first, count)
                     under_way.append((first, reading))
                     if len(under_way) > _AHEAD:
                         start, done = under_way.pop(0)
@@ -142,8 +145,7 @@ class Reader:
                 for start, done in under_way:
                     yield start, done.result()
             finally:
-                for _, reading in under_way:
-                    reading.cancel() or reading.exception()
+                thread.shutdown(cancel_futures=True)
 
     def _fill(self, pieces: _Pieces, file: int, first: int, count: int) -> torch.Tensor:
         """Some rows, in the next buffer."""

@@ -65,6 +65,7 @@ class DecoderStage(ABC):
         self.layers = {
             layer: self._load_layer(layer) for layer in range(self.part.first_layer, self.part.end_layer)
         }
+        checkpoint.rest()
 
     @abstractmethod
     def _parse(self) -> ModelSpec:
