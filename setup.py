@@ -15,7 +15,7 @@ def kernels() -> list[Extension]:
     return [
         Extension(
             f"runtime.native._{name}",
-            [f"runtime/native/{source}.cpp" for source in ("kernels", "quantised", "copies")],
+            [f"runtime/native/{source}.cpp" for source in ("kernels", "quantised", "copies", "loading")],
             depends=["runtime/native/vectors.h", "runtime/native/kv_formats.h"],
             extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fopenmp", *flags],
             extra_link_args=["-fopenmp"],

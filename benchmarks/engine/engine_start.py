@@ -1,20 +1,24 @@
 """Time how long a worker of the torch engine takes to load its weights, and measure its peak memory.
 
     python -m benchmarks.engine.engine_start                       a random Llama of about 1 GB, in bfloat16
+    python -m benchmarks.engine.engine_start --cold                read from the disk
     python -m benchmarks.engine.engine_start --model-path FOLDER
 
-Compares the peak with the bytes that the rank holds, for a single rank and for one rank of two, beside
-transformers' from_pretrained. Each load has its own process. Its peak (VmHWM) is counted from the memory of
-the process after all imports. The files have just been written or read, so they are in the page cache: the
-seconds are those of copying and packing, not of a disk. The second copy of a tied head counts only in the
-peak.
+Compares the peak with the bytes that the rank holds, for a single rank, one of two that divide columns (tp)
+and one of two that divide layers (pp), beside transformers' from_pretrained; and the seconds with those of
+plainly reading all files, into a small buffer and into new memory. The sides take turns. Each load has its
+own process. Its peak (VmHWM) is counted from the memory of the process after all imports. Without --cold, the
+files are in the page cache: the seconds are those of copying and packing, not of a disk. The second copy of a
+tied head counts only in the peak.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -22,6 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -34,6 +39,7 @@ from runtime.engine.torch.models import load_stage
 from runtime.protocol.message import StageShape
 
 HEAD_DIM = 128
+_BUFFER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -84,16 +90,49 @@ def write_llama(folder: Path, *, hidden: int, ffn: int, layers: int, vocab: int,
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def start_engine(folder: str, dtype: str, degree: int) -> Start:
-    """Load the last rank of a tensor-parallel group that holds all layers."""
+def start_engine(folder: str, dtype: str, degree: int, stages: int = 1) -> Start:
+    """Load the last rank of the last stage."""
     layers = json.loads(Path(folder, "config.json").read_text())["num_hidden_layers"]
-    workers = tuple(f"worker-{rank}" for rank in range(degree))
-    rank = Rank((StageShape(workers=workers, first_layer=0, end_layer=layers),), 0, degree - 1)
-    cpu = torch.device("cpu")
+    ends = [layers * number // stages for number in range(stages + 1)]
+    shapes = tuple(
+        StageShape(
+            workers=tuple(f"worker-{first}-{rank}" for rank in range(degree)),
+            first_layer=first,
+            end_layer=end,
+        )
+        for first, end in pairwise(ends)
+    )
+    rank, cpu = Rank(shapes, stages - 1, degree - 1), torch.device("cpu")
+    torch.set_num_threads(1)
     before, began = _memory_bytes("VmRSS"), time.perf_counter()
     stage = load_stage(folder, dtype, cpu, Collectives(rank, cpu))
     seconds = time.perf_counter() - began
     return Start(seconds, stage.checkpoint.bytes_read, _memory_bytes("VmHWM") - before)
+
+
+def read_plainly(folder: str, anew: bool) -> Start:
+    """Read all files, into a buffer of 4 MB, or each byte into new memory."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    total = sum(path.stat().st_size for path in files)
+    began = time.perf_counter()
+    size = total if anew else _BUFFER_BYTES
+    buffer = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    done = 0
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            start = done if anew else 0
+            while count := file.readinto(buffer[start : start + _BUFFER_BYTES]):  # type: ignore[attr-defined]
+                done += count
+                start = done if anew else 0
+    return Start(time.perf_counter() - began, done, size)
+
+
+def forget(folder: str) -> None:
+    """Drop a checkpoint's files from the page cache."""
+    for path in Path(folder).glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def start_transformers(folder: str, dtype: str) -> Start:
@@ -126,6 +165,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--cold", action="store_true", help="drop the files from the page cache before each load"
+    )
     args = parser.parse_args()
     if args.hidden % (4 * HEAD_DIM):
         parser.error(f"--hidden: {args.hidden} is not a multiple of {4 * HEAD_DIM}")
@@ -134,19 +176,33 @@ def main() -> None:
         if not args.model_path:
             sizes = {"hidden": args.hidden, "ffn": args.ffn, "layers": args.layers, "vocab": args.vocab}
             write_llama(Path(folder), **sizes, dtype=args.dtype)
-        print(f"{'':<22}{'seconds':>9}{'held MB':>9}{'peak MB':>9}{'peak / held':>13}")
+        print(f"{'':<23}{'seconds':>9}{'held MB':>9}{'peak MB':>9}{'peak / held':>13}")
         loads: dict[str, Callable[[str, str], Start]] = {
             "engine, tp 1": partial(start_engine, degree=1),
             "engine, rank of tp 2": partial(start_engine, degree=2),
+            "engine, stage of pp 2": partial(start_engine, degree=1, stages=2),
             "transformers": start_transformers,
         }
-        for name, start in loads.items():
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-                starts = [pool.submit(start, folder, args.dtype).result() for _ in range(args.repeats)]
+        readings = {
+            "reading": partial(read_plainly, folder, anew=False),
+            "reading to new memory": partial(read_plainly, folder, anew=True),
+        }
+        taken: dict[str, list[Start]] = {name: [] for name in (*loads, *readings)}
+        for _ in range(args.repeats):
+            for name, start in loads.items():
+                if args.cold:
+                    forget(folder)
+                context = multiprocessing.get_context("spawn")
+                with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+                    taken[name].append(pool.submit(start, folder, args.dtype).result())
+            for name, read in readings.items():
+                if args.cold:
+                    forget(folder)
+                taken[name].append(read())
+        for name, starts in taken.items():
             seconds = statistics.median(one.seconds for one in starts)
             held, peak = starts[0].held_bytes / 1e6, max(one.peak_bytes for one in starts) / 1e6
-            print(f"{name:<22}{seconds:>9.2f}{held:>9.0f}{peak:>9.0f}{peak / held:>13.2f}", flush=True)
+            print(f"{name:<23}{seconds:>9.2f}{held:>9.0f}{peak:>9.0f}{peak / held:>13.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ layers and heads of that worker. The driver hands out blocks (`blocks.py`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -68,10 +69,14 @@ class Pages:
         size = self.block_tokens
         if first_token >= end_token:
             return np.empty((0, 2), np.int64)
-        blocks = np.array(table[first_token // size : -(-end_token // size)], np.int64)
-        firsts, ends = blocks * size, blocks * size + size
-        firsts[0] += first_token % size
-        ends[-1] -= -end_token % size
-        apart = firsts[1:] != ends[:-1]
-        begins, closes = np.append(True, apart), np.append(apart, True)
-        return np.stack([firsts[begins], ends[closes]], axis=1)
+        edges, last = array("q"), -2
+        for block in table[first_token // size : -(-end_token // size)]:
+            if block != last + 1:
+                if edges:
+                    edges.append((last + 1) * size)
+                edges.append(block * size)
+            last = block
+        edges.append((last + 1) * size)
+        edges[0] += first_token % size
+        edges[-1] -= -end_token % size
+        return np.frombuffer(edges, np.int64).reshape(-1, 2)

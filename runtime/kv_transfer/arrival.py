@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-
 from runtime.kv_cache.pages import Pages
 from runtime.kv_transfer.slices import Runs, slice_bytes
 from runtime.protocol.between_workers import KvSlice
@@ -29,9 +27,9 @@ class KvArrival:
         self.first_s = self.last_s = 0.0
         self._cache = cache
         self._first_token, self._end_token = first_token, end_token
-        self._runs = Runs(cache.runs(table, first_token, end_token))
-        self._claimed = np.full((cache.shape.layers, cache.shape.heads), first_token)
-        self._missing = (end_token - first_token) * self._claimed.size
+        self._runs = Runs(cache.runs(table, first_token, end_token), end_token - first_token)
+        self._claimed = [[first_token] * cache.shape.heads for _ in range(cache.shape.layers)]
+        self._missing = (end_token - first_token) * cache.shape.part.cells
         self._open, self._writers = True, 0
         self._changed = threading.Condition()
 
@@ -51,14 +49,14 @@ class KvArrival:
         size = slice_bytes(header, shape.bytes_per_token_cell)
         if header.payload_bytes != size:
             return f"{tokens} tokens have {header.payload_bytes} bytes instead of {size}"
-        cells = self._claimed[
-            header.first_layer - part.first_layer : header.end_layer - part.first_layer,
-            header.first_head - part.first_head : header.end_head - part.first_head,
-        ]
+        claimed = self._claimed[header.first_layer - part.first_layer : header.end_layer - part.first_layer]
+        cells = slice(header.first_head - part.first_head, header.end_head - part.first_head)
+        before, after = ([token] * len(heads) for token in (header.first_token, header.end_token))
         with self._changed:
-            if (cells != header.first_token).any():
+            if any(row[cells] != before for row in claimed):
                 return f"layers {layers} x heads {heads}: twice or with a gap at token {header.first_token}"
-            cells[:] = header.end_token
+            for row in claimed:
+                row[cells] = after
             self.first_s = self.first_s or time.monotonic()
         return ""
 

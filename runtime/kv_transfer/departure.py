@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SLICE_BYTES = 8 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Item:
     """Tokens [first, end) of one layer and some heads for one destination, ready since `ready_s`."""
 
@@ -98,7 +98,7 @@ class KvDeparture:
             for token in range(first, end, step):
                 last = min(token + step, end)
                 size = (last - token) * token_bytes
-                part = runs if last - token == runs.tokens else runs.between(token - first, last - first)
+                part = runs if last - token == end - first else runs.between(token - first, last - first)
                 items.append(Item(self, transfer.destination, layer, heads, token, last, size, part, event))
         self._in_flight += len(items)
         return items
@@ -114,5 +114,5 @@ class KvDeparture:
     def _runs(self, cache: Pages, table: Sequence[int], first: int, end: int) -> Runs:
         """The slots of tokens [first, end), computed once for all layers of a step."""
         if self._latest is None or self._latest[:2] != (first, end):
-            self._latest = (first, end, Runs(cache.runs(table, first, end)))
+            self._latest = (first, end, Runs(cache.runs(table, first, end), end - first))
         return self._latest[2]

@@ -24,39 +24,35 @@ class Runs:
     Parameters
     ----------
     array : [runs, 2] int64, no run empty; must not change afterwards
+    tokens : their number; None: it is counted
+
+    Attributes
+    ----------
+    tokens : the number of tokens
     """
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array: np.ndarray, tokens: int | None = None) -> None:
         self.array = array
+        self.tokens = int((array[:, 1] - array[:, 0]).sum()) if tokens is None else tokens
 
     @classmethod
     def one(cls, first: int, end: int) -> Runs:
         """A single run."""
-        return cls(np.array([(first, end)], np.int64))
+        return cls(np.array([(first, end)], np.int64), end - first)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Runs:
+    def from_bytes(cls, data: bytes, tokens: int | None = None) -> Runs:
         """The inverse of `to_bytes`.
 
         Raises
         ------
         ValueError : the length is not that of whole runs
         """
-        return cls(np.frombuffer(data, "<i8").reshape(-1, 2))
+        return cls(np.frombuffer(data, "<i8").reshape(-1, 2), tokens)
 
     def to_bytes(self) -> bytes:
         """The runs as they go over the wire: little-endian int64."""
         return self.array.astype("<i8", copy=False).tobytes()
-
-    @cached_property
-    def tokens(self) -> int:
-        """The number of tokens."""
-        return int(self._ends[-1]) if len(self.array) else 0
-
-    def are_within(self, slots: int) -> bool:
-        """Whether no run is empty and all lie in slots [0, slots)."""
-        firsts, ends = self.array[:, 0], self.array[:, 1]
-        return bool((firsts >= 0).all() and (firsts < ends).all() and (ends <= slots).all())
 
     def between(self, first: int, end: int) -> Runs:
         """The runs of tokens [first, end), at least one token, counted from the first token here."""
@@ -67,7 +63,7 @@ class Runs:
         part = self.array[low : high + 1].copy()
         part[0, 0] = self.array[low, 1] - (self._ends[low] - first)
         part[-1, 1] -= self._ends[high] - end
-        return Runs(part)
+        return Runs(part, end - first)
 
     def slots(self) -> np.ndarray:
         """The slot of each token: [tokens] int64."""
@@ -76,6 +72,13 @@ class Runs:
     @cached_property
     def _ends(self) -> np.ndarray:
         return np.cumsum(self.array[:, 1] - self.array[:, 0])
+
+
+def count_tokens(runs: np.ndarray, slots: int) -> int:
+    """The tokens of runs [runs, 2] int64; -1 if one is empty or not within slots [0, slots)."""
+    firsts, ends = runs[:, 0], runs[:, 1]
+    valid = (firsts >= 0).all() and (firsts < ends).all() and (ends <= slots).all()
+    return int((ends - firsts).sum()) if valid else -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,8 @@ class KvStream:
                         )
                     taken = [self._in_flight.popleft() for _ in range(message.slices)]
                     self._moved_s = time.monotonic()
-                    self._changed.notify_all()
+                    if self._queue:
+                        self._changed.notify_all()
                 self._finish([item for group in taken for item in group])
             text = "the other side closed the connection"
         except (OSError, ValueError) as error:

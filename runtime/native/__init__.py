@@ -1,5 +1,5 @@
 """Compiled kernels: for what a step computes in float32 on CPUs (kernels.cpp), also with quantised weights
-(quantised.cpp), and to copy KV caches (copies.cpp).
+(quantised.cpp), to copy KV caches (copies.cpp), and to read weights (loading.cpp).
 
 setup.py builds them for each instruction set if it finds a compiler. If `serves` is False, callers use
 torch's operators, which give the same values up to rounding; if `copies` is False, numpy.
@@ -8,6 +8,9 @@ torch's operators, which give the same values up to rounding; if `copies` is Fal
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -53,7 +56,7 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def copies() -> bool:
-    """Whether `copy_tokens` can be used."""
+    """Whether `copy_tokens` and `count_tokens` can be used."""
     return _library() is not None
 
 
@@ -224,7 +227,67 @@ def panel_width() -> int:
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """[out, in] -> panels [out / width, in, width], the last one padded with zeros."""
-    return _in_panels(weight).transpose(1, 2).contiguous()
+    packed = empty_panels(*weight.shape)
+    pack_rows(packed, 0, weight)
+    return packed
+
+
+def empty_panels(outputs: int, inputs: int) -> torch.Tensor:
+    """Panels [out / width, in, width] for `pack_rows`; the padding of the last one is zero."""
+    width = panel_width()
+    size = -(-outputs // width), inputs, width
+    panels = mapped(size, torch.float32)
+    panels[-1:].zero_()  # all others are written whole
+    return panels
+
+
+def pack_rows(packed: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+    """Write rows [n, in] of a matrix of any floating-point type, from output `first` on, into its panels."""
+    if rows.dtype not in _FLOATS or rows.stride(1) != 1:
+        rows = rows.float().contiguous()
+    _call(
+        "pack_rows",
+        packed.data_ptr(),
+        rows.shape[1],
+        first,
+        rows.data_ptr(),
+        rows.stride(0) * rows.itemsize,
+        len(rows),
+        _FLOATS[rows.dtype],
+    )
+
+
+def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor in CPU memory. A large one has its own memory mapping: it leaves no
+    hole in the heap when it is freed."""
+    count = math.prod(size)
+    if count < _MAPPED:
+        return torch.empty(tuple(size), dtype=dtype)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(*size)
+
+
+def read_pieces(file: int, at: int, step: int, piece: int, count: int, into: torch.Tensor) -> None:
+    """Fill a contiguous tensor with `count` pieces of a file, `piece` bytes each, the first one at byte `at`
+    and each `step` bytes behind the one before.
+
+    Raises
+    ------
+    OSError : the file can't be read, or ends
+    """
+    library = _library()
+    if library is None:
+        view = into.view(-1).view(torch.uint8).numpy().data
+        for number in range(count):
+            part = view[number * piece : (number + 1) * piece]
+            while part:
+                read = os.preadv(file, [part], at + number * step + piece - len(part))
+                if read == 0:
+                    raise OSError(_TOO_SHORT)
+                part = part[read:]
+        return
+    if error := library.read_pieces(file, at, step, piece, count, into.data_ptr()):
+        raise OSError(_TOO_SHORT) if error < 0 else OSError(error, os.strerror(error))
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:
@@ -241,6 +304,31 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out
     address = None if bias is None else bias.data_ptr()
     _call("multiply_packed", x.data_ptr(), *x.shape, packed.data_ptr(), address, outputs, output.data_ptr())
     return output
+
+
+def pack_codes(codes: torch.Tensor, is_packed: bool, flipped: int) -> torch.Tensor:
+    """Codes [out, in] uint8 -> panels [out / width, in, bytes]; the last row is repeated to fill them.
+
+    Parameters
+    ----------
+    is_packed : codes have four bits: two to a byte, the lower ones for the first half of the panel
+    flipped : bits to invert where they are not packed
+    """
+    codes = codes if codes.stride(1) == 1 else codes.contiguous()
+    rows, inputs = codes.shape
+    width = panel_width()
+    packed = mapped((-(-rows // width), inputs, width // 2 if is_packed else width), torch.uint8)
+    _call(
+        "pack_codes",
+        packed.data_ptr(),
+        codes.data_ptr(),
+        codes.stride(0),
+        rows,
+        inputs,
+        is_packed,
+        flipped,
+    )
+    return packed
 
 
 class Quantised(Protocol):
@@ -269,7 +357,7 @@ def linear_quantised(x: torch.Tensor, weight: Quantised, bias: torch.Tensor | No
         weight.kind,
         weight.codes.data_ptr(),
         weight.scales.data_ptr(),
-        _SCALE_TYPES[weight.scales.dtype],
+        _FLOATS[weight.scales.dtype],
         weight.scales.shape[2],
         None if weight.zeros is None else weight.zeros.data_ptr(),
         weight.scales.shape[1],
@@ -373,6 +461,18 @@ def copy_tokens(
     )
 
 
+def count_tokens(runs: np.ndarray, slots: int) -> int:
+    """The tokens of runs [runs, 2] int64; -1 if one is empty or not within slots [0, slots)."""
+    library = _library()
+    assert library is not None
+    count: int = library.count_tokens(runs.ctypes.data, len(runs), slots)
+    return count
+
+
+_FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Types of weights and scales that kernels read."""
+_MAPPED = 1 << 18  # values
+_TOO_SHORT = "the file is too short"
 _ARGUMENTS = {
     # p: address, l: count, f: float
     "attend_paged": "plpplpplllllffpp",
@@ -386,11 +486,19 @@ _ARGUMENTS = {
     "rms_norm": "ppfllp",
     "gate": "pllp",
     "copy_tokens": "pllpllllplpll",
+    "count_tokens": "pll",
+    "pack_rows": "pllplll",
+    "pack_codes": "pplllll",
+    "read_pieces": "lllllp",
     "attends_to": "l",
     "panel_width": "",
 }
-_SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_RESULTS = {"attends_to": ctypes.c_int, "panel_width": ctypes.c_long}
+_RESULTS = {
+    "attends_to": ctypes.c_int,
+    "panel_width": ctypes.c_long,
+    "count_tokens": ctypes.c_long,
+    "read_pieces": ctypes.c_long,
+}
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
 

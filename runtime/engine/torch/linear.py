@@ -30,7 +30,7 @@ class Linear:
 
     Parameters
     ----------
-    weight : [out, in], plain or quantised
+    weight : [out, in], plain or quantised; or what computes the product
     bias : [out]
 
     Attributes
@@ -40,13 +40,18 @@ class Linear:
 
     product: Product
 
-    def __init__(self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor | PackedWeight | Panels, bias: torch.Tensor | None = None
+    ) -> None:
+        if isinstance(weight, Panels):
+            self.product = weight
+            return
         if isinstance(weight, PackedWeight):
             self.product = weight.product(bias)
             return
         on_cpu, dtype = weight.device.type == "cpu", weight.dtype
         if native.serves(dtype, weight.device):
-            self.product = Panels(weight, bias)
+            self.product = Panels(native.pack(weight), bias, len(weight))
         elif on_cpu and weight.numel() > _SMALL and dtype in _PACKABLE and _onednn_works(dtype):
             self.product = by_onednn(weight, bias)
         else:
@@ -54,6 +59,34 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x)
+
+
+class Rows:
+    """A weight matrix [out, in] that becomes a Linear, some rows at a time: where our own kernel serves, each
+    goes to its place in the panels at once.
+
+    Parameters
+    ----------
+    empty : makes an uninitialised tensor of the engine's type and device
+    """
+
+    def __init__(self, outputs: int, inputs: int, empty: Callable[[int, int], torch.Tensor]) -> None:
+        sample = empty(0, inputs)
+        self._outputs, self._in_panels = outputs, native.serves(sample.dtype, sample.device)
+        self._values = native.empty_panels(outputs, inputs) if self._in_panels else empty(outputs, inputs)
+
+    def put(self, first: int, rows: torch.Tensor) -> None:
+        """Take rows [n, in] of any floating-point type, from output `first` on."""
+        if self._in_panels:
+            native.pack_rows(self._values, first, rows)
+        else:
+            self._values[first : first + len(rows)].copy_(rows)
+
+    def linear(self, bias: torch.Tensor | None) -> Linear:
+        """The product, once all rows are there."""
+        if not self._in_panels:
+            return Linear(self._values, bias)
+        return Linear(Panels(self._values, bias, self._outputs))
 
 
 class SideBySide(Linear):
@@ -64,10 +97,10 @@ class SideBySide(Linear):
 
 
 class Panels:
-    """By our own kernel, which `native.serves` must allow."""
+    """By our own kernel, which `native.serves` must allow, from weights that `native.pack` has packed."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.outputs, self.packed = len(weight), native.pack(weight)
+    def __init__(self, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> None:
+        self.outputs, self.packed = outputs, packed
         self.bias = None if bias is None else native.pack_bias(bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
-import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from cost_model.config import text_part
 from cost_model.config_keys import ConfigKeys
 from cost_model.errors import InputError
+from runtime import native
+from runtime.engine.torch.stored import REMEDY, Reader, Stored, stored_tensors
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_REMEDY = "download the checkpoint again"
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of tensors that are not quantised, in safetensors' names."""
 _WITH_TEXT_PART = ("gemma3",)  # models that also see, of which the engine runs the text part
-_CHUNK_BYTES = 16 << 20
-_LARGE_BYTES = 1 << 20
 
 Cut = tuple[int, int, int]
 """A part [first, end) of a dimension: (size of the whole dimension, first, end)."""
@@ -51,7 +47,7 @@ class CheckpointConfig:
         """A whole number, at least `least`; InputError if it is anything else."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.error(key, f"is {value!r}, not a whole number from {least}", _REMEDY)
+            raise self.error(key, f"is {value!r}, not a whole number from {least}", REMEDY)
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -87,16 +83,17 @@ class Checkpoint:
         self.dtype = self._resolve_dtype(dtype)
         self.device = device
         self.bytes_read = 0
-        self._prefixes = prefixes
+        self._prefixes, self._reader = prefixes, Reader()
+        self._tensors = dict[Path, dict[str, Stored]]()
         self._files = self._locate()
 
     def stored_type(self, name: str) -> str | None:
         """The type of a tensor in its file, in safetensors' names; None: there is no such tensor."""
-        return None if self._stored(name) is None else self._described(name)[0]
+        return None if self._stored(name) is None else self._find(name)[0].type
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in its file."""
-        return self._described(name)[1]
+        return self._find(name)[0].shape
 
     def read_stored(
         self,
@@ -112,22 +109,16 @@ class Checkpoint:
         ------
         InputError : the tensor is missing, unreadable, has another shape, or none of these types
         """
-        path, stored = self._find(name)
-        with _opened(path) as file, _reading(path, stored):
-            part = file.get_slice(stored)
-            _check(path, stored, part, shape, types)
-            cuts = [slice(*cut) if cut else slice(None) for cut in (rows, columns)[: len(shape)]]
-            found = part[tuple(cuts)] if cuts else file.get_tensor(stored)
-            return found.clone().to(self.device)  # the file is unmapped with this block
+        tensor, stored = self._find(name)
+        _check(tensor, stored, shape, types)
+        with _reading(tensor, stored):
+            return self._reader.whole(tensor, rows, columns).to(self.device)
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """An uninitialised tensor of the checkpoint's type on its device. A large one on a CPU gets its own
-        memory mapping, so that it leaves no hole in the heap when it is freed after packing."""
-        size = math.prod(shape)
-        if self.device.type != "cpu" or size * self.dtype.itemsize < _LARGE_BYTES:
+        """An uninitialised tensor of the checkpoint's type on its device."""
+        if self.device.type != "cpu":
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        mapping = mmap.mmap(-1, size * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(mapping, dtype=self.dtype).view(shape)
+        return native.mapped(shape, self.dtype)
 
     def read(
         self,
@@ -151,28 +142,38 @@ class Checkpoint:
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> None:
-        """Fill `target` with a tensor, or with the slice [rows first:end, columns first:end] of it.
+        """Fill `target` with a tensor, or a slice of it; see `chunks`."""
+        for start, chunk in self.chunks(name, shape, rows, columns):
+            target[start : start + len(chunk)].copy_(chunk)
+
+    def chunks(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """A tensor, or the slice [rows first:end, columns first:end] of it, some rows at a time.
+
+        Yields
+        ------
+        the number of the chunk's first row in the slice, and the rows on the CPU in the type that they are
+        stored in, valid until the next chunk
 
         Raises
         ------
         InputError : the tensor is missing, unreadable, or its whole shape is not `shape`
-
-        Notes
-        -----
-        Values are copied from the mapped file straight to the target. The file is mapped anew for each chunk,
-        because mapped pages count as this process's memory until they are unmapped.
         """
-        path, stored = self._find(name)
-        first = rows[0] if rows else 0
-        tail = (slice(*columns),) if columns else ()
-        step = max(1, _CHUNK_BYTES // (math.prod(shape[1:]) * self.dtype.itemsize))
-        for start in range(0, len(target), step):
-            end = min(start + step, len(target))
-            with _opened(path) as file, _reading(path, stored):
-                part = file.get_slice(stored)
-                _check(path, stored, part, shape, FLOATS)
-                target[start:end].copy_(part[(slice(first + start, first + end), *tail)])
-        self.bytes_read += target.nbytes
+        tensor, stored = self._find(name)
+        _check(tensor, stored, shape, FLOATS)
+        with _reading(tensor, stored):
+            for start, chunk in self._reader.chunks(tensor, rows, columns):
+                self.bytes_read += chunk.numel() * self.dtype.itemsize
+                yield start, chunk
+
+    def rest(self) -> None:
+        """Free the buffers for reading, once all weights are there."""
+        self._reader.rest()
 
     def _resolve_dtype(self, name: str) -> torch.dtype:
         if name == "auto":
@@ -187,63 +188,51 @@ class Checkpoint:
         candidates = (name, *(prefix + name for prefix in self._prefixes))
         return next((candidate for candidate in candidates if candidate in self._files), None)
 
-    def _find(self, name: str) -> tuple[Path, str]:
-        """The file of a tensor, and its name there."""
+    def _find(self, name: str) -> tuple[Stored, str]:
+        """Where a tensor is, and its name there."""
         stored = self._stored(name)
         if stored is None:
-            raise InputError(str(self.folder), name, "the checkpoint has no such tensor", _REMEDY)
-        return self._files[stored], stored
-
-    def _described(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Type and shape of a tensor in its file."""
-        path, stored = self._find(name)
-        with _opened(path) as file, _reading(path, stored):
-            part = file.get_slice(stored)
-            return part.get_dtype(), tuple(part.get_shape())
+            raise InputError(str(self.folder), name, "the checkpoint has no such tensor", REMEDY)
+        path = self._files[stored]
+        if path not in self._tensors:
+            self._tensors[path] = stored_tensors(path)
+        if stored not in self._tensors[path]:
+            raise InputError(str(path), stored, "the file has no such tensor", REMEDY)
+        return self._tensors[path][stored], stored
 
     def _locate(self) -> dict[str, Path]:
         """The file of each stored tensor."""
         index = self.folder / _INDEX
         if index.exists():
-            weight_map = _read_json(index, _REMEDY).get("weight_map")
+            weight_map = _read_json(index, REMEDY).get("weight_map")
             if not isinstance(weight_map, dict):
-                raise InputError(str(index), "weight_map", "is missing", _REMEDY)
+                raise InputError(str(index), "weight_map", "is missing", REMEDY)
             return {name: self.folder / file for name, file in weight_map.items()}
         path = self.folder / _SINGLE
         if not path.exists():
             remedy = "convert the weights to safetensors"
             raise InputError(str(self.folder), "", f"has neither {_SINGLE} nor {_INDEX}", remedy)
-        with _opened(path) as file:
-            return dict.fromkeys(file.keys(), path)
+        self._tensors[path] = stored_tensors(path)
+        return dict.fromkeys(self._tensors[path], path)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, mapped until the end of the block."""
-    try:
-        file = safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise InputError(str(path), "", f"is missing, truncated or damaged ({error})", _REMEDY) from error
-    with file:
-        yield file
-
-
-@contextmanager
-def _reading(path: Path, name: str) -> Iterator[None]:
+def _reading(tensor: Stored, name: str) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError) as error:
-        raise InputError(str(path), name, f"cannot be read ({error})", _REMEDY) from error
+    except OSError as error:
+        raise InputError(str(tensor.path), name, f"cannot be read ({error})", REMEDY) from error
 
 
-def _check(path: Path, name: str, part: Any, shape: tuple[int, ...], types: Sequence[str]) -> None:
-    if (found := tuple(part.get_shape())) != shape:
-        problem = f"has the shape {found}, config.json implies {shape}"
-        raise InputError(str(path), name, problem, "make config.json and weights match")
-    if part.get_dtype() not in types:
-        problem = f"holds {part.get_dtype()}, the engine reads {', '.join(types)} here"
+def _check(tensor: Stored, name: str, shape: tuple[int, ...], types: Sequence[str]) -> None:
+    path = str(tensor.path)
+    if tensor.shape != shape:
+        problem = f"has the shape {tensor.shape}, config.json implies {shape}"
+        raise InputError(path, name, problem, "make config.json and weights match")
+    if tensor.type not in types:
+        problem = f"holds {tensor.type}, the engine reads {', '.join(types)} here"
         remedy = "make config.json, with its quantization_config, and weights match"
-        raise InputError(str(path), name, problem, remedy)
+        raise InputError(path, name, problem, remedy)
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:

@@ -12,11 +12,14 @@ from __future__ import annotations
 import os
 import select
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from runtime.kv_transfer.arrival import KvArrival
-from runtime.kv_transfer.slices import Runs
+from runtime.kv_transfer.slices import Runs, count_tokens
 from runtime.protocol.between_workers import KvOpen, KvSlice
 from runtime.protocol.framing import Connection
 from runtime.protocol.message import Message
@@ -127,23 +130,29 @@ class HeaderOnly(Outgoing):
         self._connection.send(header)
 
 
-def checked_runs(header: KvSlice, opening: KvOpen) -> Runs:
+def checked_runs(
+    header: KvSlice, opening: KvOpen, count: Callable[[np.ndarray, int], int] = count_tokens
+) -> Runs:
     """The runs of a header, after a check that all of the slice lies in the sender's pool.
+
+    Parameters
+    ----------
+    count : does what `count_tokens` does
 
     Raises
     ------
     ConnectionError : it does not
     """
+    tokens = header.end_token - header.first_token
     try:
-        runs = Runs.from_bytes(header.runs)
+        runs = Runs.from_bytes(header.runs, tokens)
     except ValueError as error:
         raise ConnectionError(f"the slice has no runs: {error}") from error
     inside = (
         opening.first_layer <= header.first_layer < header.end_layer <= opening.end_layer
         and opening.first_head <= header.first_head < header.end_head <= opening.end_head
-        and runs.are_within(opening.slots)
     )
-    if not inside or runs.tokens != header.end_token - header.first_token:
+    if not inside or count(runs.array, opening.slots) != tokens:
         raise ConnectionError("the slice is not in the sender's pool")
     return runs
 

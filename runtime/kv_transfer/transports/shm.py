@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from runtime import native
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import PagedCache
 from runtime.kv_transfer.arrival import KvArrival
 from runtime.kv_transfer.memory import map_pool
-from runtime.kv_transfer.slices import token_pieces
+from runtime.kv_transfer.slices import count_tokens, token_pieces
 from runtime.kv_transfer.staging import Rows, copy_tokens, pool_rows
 from runtime.kv_transfer.transports.base import (
     HeaderOnly,
@@ -55,11 +56,12 @@ class _Incoming(Incoming):
     def __init__(self, connection: Connection, cache: PagedCache, opening: KvOpen, theirs: Rows) -> None:
         self._connection, self._opening = connection, opening
         self._ours, self._theirs = pool_rows(cache), theirs
+        self._count = native.count_tokens if native.copies() else count_tokens
 
     def receive(self, header: KvSlice, arrival: KvArrival | None) -> None:
         if arrival is None:
             return
-        source_runs = checked_runs(header, self._opening)
+        source_runs = checked_runs(header, self._opening, self._count)
         for piece in token_pieces(header, self._opening.sides, _PIECE_BYTES):
             at, end = piece.first_token - header.first_token, piece.end_token - header.first_token
             ours, theirs = self._ours.of(header, piece), self._theirs.of(header, piece)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from runtime.engine.torch.attention.base import Batch, Scoring
 from runtime.kv_cache.formats import kv_format
 from runtime.kv_cache.layout import Part
 from runtime.kv_cache.pool import CacheShape, PagedCache
-from runtime.kv_transfer.slices import Runs
+from runtime.kv_transfer.slices import Runs, count_tokens
 
 BLOCK, BLOCKS = 4, 64
 SIZES = [(6, 2, 8), (6, 2, 16), (10, 1, 64), (4, 4, 80)]  # heads, KV heads, head size
@@ -150,7 +151,12 @@ def test_slots_and_runs_name_the_same_places() -> None:
             assert all(a[1] != b[0] for a, b in pairwise(runs))
     assert cache.runs(table, 2, 9).tolist() == [[30, 36], [8, 9]]
     whole = Runs(cache.runs(table, 2, 19))
-    assert whole.tokens == 17 and whole.are_within(39) and not whole.are_within(38)
+    assert whole.tokens == 17
+    counts = (count_tokens, native.count_tokens) if native.copies() else (count_tokens,)
+    for count in counts:
+        assert count(whole.array, 39) == 17 and count(whole.array, 38) == -1
+        for wrong in ([[-1, 3]], [[4, 4]], [[5, 4]], [[1, 2], [7, -(2**63)]]):
+            assert count(np.array(wrong), 39) == -1
     for first in range(17):
         for end in range(first + 1, 18):
             part = Runs.from_bytes(whole.between(first, end).to_bytes())

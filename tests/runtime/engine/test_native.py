@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -237,7 +238,9 @@ def runs_of(rng: np.random.Generator, slots: int, tokens: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("past_caches", [False, True])
-@pytest.mark.parametrize(("item", "row"), [(1, 1), (96, 96), (256, 512), (200, 1000), (4096, 4096)])
+@pytest.mark.parametrize(
+    ("item", "row"), [(1, 1), (96, 96), (256, 512), (200, 1000), (4096, 4096), (70001, 70001)]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_copies_of_tokens(seed: int, item: int, row: int, past_caches: bool) -> None:
     """From a pool to a buffer or back; only the tokens change."""
@@ -261,3 +264,24 @@ def test_copies_of_tokens(seed: int, item: int, row: int, past_caches: bool) -> 
     into, source = views(memory)
     native.copy_tokens(into, into_runs, source, source_runs, past_caches)
     assert np.array_equal(memory, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_go_to_their_places_in_panels(dtype: torch.dtype, seed: int) -> None:
+    """In parts of any size, from any output on; also infinities, and numbers below the normal ones."""
+    rng = np.random.default_rng(seed)
+    outputs, inputs, width = (int(size) for size in (*rng.integers(1, 150, 2), native.panel_width()))
+    weight = torch.randn(outputs, inputs + 3).to(dtype)
+    weight[rng.integers(outputs), :4] = torch.tensor([torch.inf, -torch.inf, 3e-7, -0.0]).to(dtype)
+    weight = weight[:, 3:] if seed % 2 else weight[:, :inputs]
+    packed = native.empty_panels(outputs, inputs)
+    cuts = [0, *sorted(rng.integers(0, outputs + 1, 3).tolist()), outputs]
+    for first, end in pairwise(cuts):
+        native.pack_rows(packed, first, weight[first:end])
+    padded = torch.zeros(-(-outputs // width) * width, inputs)
+    padded[:outputs] = weight.float()
+    expected = padded.view(-1, width, inputs).transpose(1, 2)
+    assert torch.equal(packed, expected)
+    assert torch.equal(packed.signbit(), expected.signbit())
+    assert torch.equal(native.pack(weight), expected)

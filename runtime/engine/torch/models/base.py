@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from runtime.engine.torch.attention.base import Batch
 from runtime.engine.torch.collectives import Collectives
-from runtime.engine.torch.linear import Linear
+from runtime.engine.torch.linear import Linear, Rows
 from runtime.engine.torch.loader import Checkpoint, Cut
 from runtime.engine.torch.quantised.linear import Quantised
 from runtime.kv_cache.layout import even_share, held
@@ -65,6 +65,7 @@ class DecoderStage(ABC):
         self.layers = {
             layer: self._load_layer(layer) for layer in range(self.part.first_layer, self.part.end_layer)
         }
+        checkpoint.rest()
 
     @abstractmethod
     def _parse(self) -> ModelSpec:
@@ -146,14 +147,15 @@ class DecoderStage(ABC):
             added = torch.cat(biases) if bias else None
             return self.quantised.linear(parts, (inputs, 0, inputs), added)
         ends = list(accumulate(end - first for _, first, end in rows))
-        weight = self.checkpoint.empty(ends[-1], inputs)
+        weight = Rows(ends[-1], inputs, self.checkpoint.empty)
         added = self.checkpoint.empty(ends[-1]) if bias else None
         for name, cut, start, stop in zip(names, rows, [0, *ends], ends, strict=False):
             whole = (cut[0], inputs)
-            self.checkpoint.read_into(weight[start:stop], f"{name}.weight", whole, rows=cut[1:])
+            for first, chunk in self.checkpoint.chunks(f"{name}.weight", whole, rows=cut[1:]):
+                weight.put(start + first, chunk)
             if added is not None:
                 self.checkpoint.read_into(added[start:stop], f"{name}.bias", whole[:1], rows=cut[1:])
-        return Linear(weight, added)
+        return weight.linear(added)
 
     def row_parallel(self, name: str, columns: Cut, bias: bool) -> Linear:
         """Load a matrix cut by input columns; its products are summed over ranks, so only rank 0 adds the
@@ -164,7 +166,10 @@ class DecoderStage(ABC):
             added = self.checkpoint.read(f"{name}.bias", whole[:1])
         if self.quantised.holds(name):
             return self.quantised.linear([(name, (whole[0], 0, whole[0]))], columns, added)
-        return Linear(self.checkpoint.read(f"{name}.weight", whole, columns=columns[1:]), added)
+        weight = Rows(whole[0], columns[2] - columns[1], self.checkpoint.empty)
+        for first, chunk in self.checkpoint.chunks(f"{name}.weight", whole, columns=columns[1:]):
+            weight.put(first, chunk)
+        return weight.linear(added)
 
     def qkv(self, names: tuple[str, str, str], bias: bool) -> Linear:
         """Load the query, key and value projections of this rank's heads as one matrix."""
@@ -210,11 +215,16 @@ class DecoderStage(ABC):
             vocab, hidden = self.spec.vocab, self.spec.hidden
             padded = even_share(0, self.rank.tp, vocab)[1]
             return self.quantised.linear([("lm_head", self.cut(vocab))], (hidden, 0, hidden), None, padded)
-        if not self.spec.tied:
-            return Linear(self._vocabulary("lm_head.weight"))
-        if self._embedding is not None:
+        if self.spec.tied and self._embedding is not None:
             return Linear(self._embedding)
-        return Linear(self._vocabulary(self._embedding_name))
+        name = self._embedding_name if self.spec.tied else "lm_head.weight"
+        vocab, first, end = self.cut(self.spec.vocab)
+        padded = even_share(0, self.rank.tp, vocab)[1]
+        weight = Rows(padded, self.spec.hidden, self.checkpoint.empty)
+        for start, chunk in self.checkpoint.chunks(name, (vocab, self.spec.hidden), (first, end)):
+            weight.put(start, chunk)
+        weight.put(end - first, torch.zeros(padded - (end - first), self.spec.hidden))
+        return weight.linear(None)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         table = self._embedding

@@ -97,6 +97,8 @@ class PackedWeight:
 
     def _packed(self, codes: torch.Tensor) -> torch.Tensor:
         """[out, n] uint8 -> [panels, n, bytes]."""
+        if self.on_cpu:
+            return native.pack_codes(codes, self.kind == Kind.INT4, self.kind.middle)
         panels = self._in_panels(codes).transpose(1, 2)
         if self.kind == Kind.INT4:
             low, high = panels.chunk(2, dim=-1)

@@ -91,7 +91,10 @@ def unpacked(packed: torch.Tensor, kind: Kind) -> torch.Tensor:
     """Words [n, words] int32 -> codes [n, codes] uint8, the lowest bits first."""
     # The lowest byte of a word comes first. A clone, because one column has any stride.
     stored = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    return stored if kind.bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
+    if kind.bits == 8:
+        return stored
+    pairs = stored.short()  # each becomes two bytes, the lower one first
+    return pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def trimmed(codes: torch.Tensor, span: Span, kind: Kind) -> torch.Tensor:
