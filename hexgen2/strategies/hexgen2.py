@@ -44,7 +44,7 @@ PARTITIONERS = (spectral_and_swaps, metis_partition)
 PURE: tuple[Phases, ...] = ("disaggregated", "colocated")
 """A flexible search begins with the best solutions of these."""
 OPEN_GAP = 0.02
-"""With a larger gap to the bound, what is left of a time limit goes to the integer program and more search."""
+"""With a larger gap to the bound, the rest of a time limit goes to the integer program and more search."""
 REFINED = 0.08
 """On few GPUs, the bound is refined until the gap is this small: a tighter bound against time."""
 LISTED, PARTS_LISTED = 0.25, 0.65
