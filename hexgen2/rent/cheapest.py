@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from cost_model.errors import InfeasibleError
+from hexgen2.placement import OPTIMAL
 from hexgen2.rent.release import cheapest_alike
 from hexgen2.rent.universe import attempt, fresh, look_at_the_clock
 from hexgen2.search.budget import Budget, spendable
@@ -81,12 +82,17 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
     evaluator, incumbent = state.evaluator, state.incumbent
     prices = Budget(evaluator.problem, most_per_hour)
     target = max(req_s * CARRIED, 1e-9)
-    failed = evaluator.relaxed.least_price(req_s)
+    failed, groups = evaluator.relaxed.cheapest(
+        req_s, evaluator.params.certify_branches, state.stopping.time_left_s
+    )
     if failed > most_per_hour:
         return attempt(state, seed, most_per_hour, []).incumbent.best
+    start = evaluator.evaluate(groups)
+    if prices.affordable(groups) and not exceeds(target, start.req_s):
+        state.offer(start, "start from the integer program")
     # Raise the budget until the load is carried.
     budget = max(failed * 1.05, most_per_hour / 64)
-    starts: list[Solution] = []
+    starts = [groups]
     while incumbent.best is None:
         budget = min(budget, most_per_hour)
         tried = attempt(state, seed, budget, starts, target)
@@ -100,6 +106,9 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
     # Lower it again: first by bisection, then by the smallest step.
     for halving in itertools.count():
         price = prices.price(incumbent.best.solution)
+        if price <= failed * (1 + OPTIMAL):
+            incumbent.proved = True
+            break
         budget = (failed + price) / 2 if halving < evaluator.params.budget_halvings else price * (1 - 1e-6)
         tried = attempt(state, seed, budget, [incumbent.best.solution], target)
         if tried.reached():

@@ -118,7 +118,8 @@ def rental_bound(state: SearchState, solution: Solution, req_s: float) -> BoundR
     goal = universe.goal
     price = Budget(universe, spendable(universe)).price(solution)
     if goal.objective == "cost" and goal.request_rate is not None:
-        least = price if state.incumbent.proved else min(price, relaxed.least_price(goal.request_rate))
+        known, _ = relaxed.cheapest(goal.request_rate, state.evaluator.params.certify_branches, 0.0)
+        least = price if state.incumbent.proved else min(price, known)
         bound = relaxed.upper_bound(price * (1 + ROUNDING)).record(req_s)
         return bound.model_copy(update={"price_per_hour": least})
     return (state.incumbent.bound or relaxed.upper_bound(spendable(universe))).record(req_s)

@@ -20,7 +20,8 @@ class Params:
     effort : of one search: better placements against time
     close_gap, large_gpus : on clusters of more than large_gpus GPUs, the search ends at this gap to the upper
         bound: a little throughput against much time
-    certify_effort, certify_branches : effort and branches of the integer program that --certify adds
+    certify_effort, certify_branches : effort and branches of the integer program that --certify adds; so
+        many branches also look for the least price of a rental
     enumeration_branches : branches of the exhaustive search on small clusters before the perturbations begin:
         enough to settle most of them
     perturbations : perturb-and-refine rounds at most

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, vstack
 
 from hexgen2.placement import OPTIMAL
 from hexgen2.region import Point
@@ -258,6 +258,29 @@ class ConfigurationLP:
         if found is None:
             return INFINITY, np.zeros(len(columns))
         return found.value, found.x[first : first + len(columns)]
+
+    def cheapest_whole(
+        self, columns: Sequence[Column], req_s: float, branches: int, time_s: float | None
+    ) -> tuple[float, np.ndarray]:
+        """The same with whole groups only, as far as so many branches or seconds show; no groups if none were
+        found that carry req_s."""
+        gain, matrix, row_least, row_most = self._arrays(columns)
+        groups = range(self._first, self._first + len(columns))
+        gain[0] = 0.0
+        gain[groups.start : groups.stop] = [-self.price_of(column) for column in columns]
+        flow = csr_array(([1.0], ([0], [0])), shape=(1, len(gain)))
+        limits = {k: self._classes.most_groups(c.pattern) for k, c in zip(groups, columns, strict=True)}
+        found = solve_whole(
+            gain,
+            csr_array(vstack([matrix, flow])),
+            np.append(row_least, req_s),
+            np.append(row_most, INFINITY),
+            limits,
+            OPTIMAL,
+            branches,
+            time_s,
+        )
+        return -found.bound, np.round(found.x[groups.start : groups.stop])
 
     def worth(self, column: Column, duals: np.ndarray) -> float:
         """What a group of the column brings at these duals, beside what its GPUs cost: at most 1 of all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -44,6 +45,7 @@ class Relaxations:
         self.stop: Callable[[], bool] = lambda: False
         self.hopeless: Callable[[float], bool] = lambda listed: False
         self.enough = 0.0
+        self._cheapest: dict[float, tuple[float, Solution]] = {}
 
     @property
     def _complete(self) -> bool:
@@ -163,18 +165,36 @@ class Relaxations:
             bound = rates_bound(self._problem)
         return lay_out(self.classes, self.columns, found.amounts), bound
 
-    def least_price(self, req_s: float) -> float:
-        """US dollars per hour below which no placement carries req_s, by the linear program, once the groups
-        that it chooses have plans; infinity if none does at any price, 0 where replicas may span more nodes
-        than columns do."""
+    def cheapest(self, req_s: float, branches: int, time_s: float | None = None) -> tuple[float, Solution]:
+        """US dollars per hour below which no placement carries req_s, and groups on nodes that cost that if
+        all goes well: by the integer program, after so many branches or seconds at most, once the groups that
+        it chooses have plans. Infinity if nothing carries req_s at any price, 0 where replicas may span more
+        nodes than columns do."""
+        if req_s not in self._cheapest:
+            self._cheapest[req_s] = self._find_cheapest(req_s, branches, time_s)
+        return self._cheapest[req_s]
+
+    def _find_cheapest(self, req_s: float, branches: int, time_s: float | None) -> tuple[float, Solution]:
         if not self._complete:
-            return 0.0
-        while True:
-            price, amounts = self._lp.cheapest(self.columns, req_s)
-            loose = [k for k in np.flatnonzero(amounts > CHOSEN).tolist() if not self.columns[k].planned]
-            if not loose or self.stop():
-                return price
-            self._plan(loose)
+            return 0.0, Solution()
+        least, amounts = self._lp.cheapest(self.columns, req_s)
+        while self._plan_chosen(amounts):
+            least, amounts = self._lp.cheapest(self.columns, req_s)
+        solution, end_s = Solution(), None if time_s is None else time.monotonic() + time_s
+        while least < math.inf and not self.stop():
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            bound, amounts = self._lp.cheapest_whole(self.columns, req_s, branches, left_s)
+            least, solution = max(least, bound), lay_out(self.classes, self.columns, amounts)
+            if not self._plan_chosen(amounts):
+                break
+        return least, solution
+
+    def _plan_chosen(self, amounts: np.ndarray) -> bool:
+        """Plan the groups of a solution; whether there were any left to plan, and time."""
+        chosen = np.flatnonzero(amounts > CHOSEN).tolist()
+        loose = [k for k in chosen if not self.columns[k].planned]
+        self._plan(loose)
+        return bool(loose) and not self.stop()
 
     @property
     def _coarse(self) -> bool:
