@@ -14,6 +14,7 @@ from hexgen2.rent.rental import part_of
 from hexgen2.rent.universe import look_at_the_clock, search_universe
 from hexgen2.search.budget import Budget, spendable
 from hexgen2.search.evaluator import Evaluator
+from hexgen2.search.local_search import refine
 from hexgen2.search.state import SearchState
 from hexgen2.search.stopping import Stopping
 
@@ -41,6 +42,21 @@ def explore_budget(state: SearchState, seed: int, plain: Plain) -> None:
     search_universe(state, seed, state.evaluator.params.rental_effort, [])
     if state.incumbent.best is None or state.incumbent.best.req_s <= 0:
         refuse_budget(state, seed)
+    elif not (state.incumbent.proved or state.stopping.out_of_time()):
+        _prove(state, budget)
+
+
+def _prove(state: SearchState, budget: Budget) -> None:
+    """The integer program, which often proves the best to be optimal, and may know a better start."""
+    evaluator, best = state.evaluator, state.incumbent.best
+    assert best is not None
+    groups, bound = evaluator.relaxed.whole(
+        budget.per_hour, evaluator.params.certify_branches, state.stopping.time_left_s, best.req_s
+    )
+    state.bounded_by(bound)
+    if groups.groups and budget.affordable(groups):
+        state.spend(evaluator.params.rental_attempt_effort)
+        refine(state, groups, "start from the integer program")
 
 
 def single_types(budget: Budget) -> Iterator[tuple[str, list[int]]]:
