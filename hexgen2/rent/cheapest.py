@@ -16,6 +16,8 @@ from hexgen2.search.problem import Group, Solution
 from hexgen2.search.state import SearchState
 from hexgen2.search.ties import exceeds, greatest_first, least
 
+FOR_THE_BOUND = 0.4
+"""Share of the time left in which the least price is looked for."""
 CARRIED = 1 + 2e-6
 """Slack on the load, so that it is still carried after the flow has been balanced."""
 
@@ -82,8 +84,9 @@ def leave_cheapest(state: SearchState, seed: int, req_s: float, most_per_hour: f
     evaluator, incumbent = state.evaluator, state.incumbent
     prices = Budget(evaluator.problem, most_per_hour)
     target = max(req_s * CARRIED, 1e-9)
+    left_s = state.stopping.time_left_s
     failed, groups = evaluator.relaxed.cheapest(
-        req_s, evaluator.params.certify_branches, state.stopping.time_left_s
+        req_s, evaluator.params.certify_branches, None if left_s is None else left_s * FOR_THE_BOUND
     )
     if failed > most_per_hour:
         return attempt(state, seed, most_per_hour, []).incumbent.best

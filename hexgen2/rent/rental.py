@@ -118,10 +118,15 @@ def rental_bound(state: SearchState, solution: Solution, req_s: float) -> BoundR
     goal = universe.goal
     price = Budget(universe, spendable(universe)).price(solution)
     if goal.objective == "cost" and goal.request_rate is not None:
-        known, _ = relaxed.cheapest(goal.request_rate, state.evaluator.params.certify_branches, 0.0)
+        branches, left_s = state.evaluator.params.certify_branches, state.stopping.time_left_s
+        known, _ = relaxed.cheapest(goal.request_rate, branches, left_s)
         least = price if state.incumbent.proved else min(price, known)
-        bound = relaxed.upper_bound(price * (1 + ROUNDING)).record(req_s)
-        return bound.model_copy(update={"price_per_hour": least})
+        most = price * (1 + ROUNDING)
+        if state.stopping.out_of_time() or state.stopping.cut:
+            bound = relaxed.upper_bound(most)
+        else:
+            bound = relaxed.whole(most, branches, left_s, req_s)[1]
+        return bound.record(req_s).model_copy(update={"price_per_hour": least})
     return (state.incumbent.bound or relaxed.upper_bound(spendable(universe))).record(req_s)
 
 
