@@ -42,6 +42,9 @@ MOST = 1200
 """Candidates in a linear program, about."""
 ALL_WAYS = 100
 """Of more ways to put a group on nodes, those are candidates in which nodes are near each other."""
+TIE = 0.005
+"""So much less is a request worth whose prompt or answer a colocated group computes for others: where there are
+very many groups, they are taken to work for themselves."""
 CLOSE, BRANCHES, LONGEST_S = 0.005, 200, 20.0
 """The integer program ends at this gap, after so many branches, or (should they take too long) seconds."""
 
@@ -205,7 +208,8 @@ class PartProgram:
             sent, received = self._row(0.0, np.inf), self._row(0.0, np.inf)
             for p, d in candidate.corners:
                 moved = [(row, p * share) for row, share in out] + [(row, d * share) for row, share in into]
-                self._variable(d, [(here, 1.0), (sent, p), (received, d), *moved])
+                gain = d - TIE * abs(p - d)
+                self._variable(gain, [(here, 1.0), (sent, p), (received, d), *moved])
             kept = [(row, -share) for row, share in (*out, *into)]
             self._variable(0.0, [(sent, -1.0), (received, -1.0), *kept])
         else:
