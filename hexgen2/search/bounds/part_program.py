@@ -43,8 +43,8 @@ MOST = 1200
 ALL_WAYS = 100
 """Of more ways to put a group on nodes, those are candidates in which nodes are near each other."""
 TIE = 0.005
-"""So much less is a request worth whose prompt or answer a colocated group computes for others: where there are
-very many groups, they are taken to work for themselves."""
+"""So much less is a request worth whose prompt or answer a colocated group computes for others: where there
+are very many groups, they are taken to work for themselves."""
 CLOSE, BRANCHES, LONGEST_S = 0.005, 200, 20.0
 """The integer program ends at this gap, after so many branches, or (should they take too long) seconds."""
 
