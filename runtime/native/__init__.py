@@ -60,8 +60,8 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels multiply by weights of this type on this device as fast as oneDNN, or faster: not in
-    bfloat16 where the processor has instructions for whole tiles (AMX), which they do not use."""
+    """Whether the kernels multiply by weights of this type on this device, as fast as oneDNN or faster: not
+    in bfloat16 where the processor has instructions for whole tiles (AMX), which they do not use."""
     if not serves(dtype, device):
         return False
     library = _library()
