@@ -6,6 +6,7 @@ import sys
 from setuptools import Extension, setup
 
 # Keys are torch's names of CPU capabilities: a build runs on processors with at least these instructions.
+SOURCES = ("kernels", "products", "quantised", "copies", "loading")
 INSTRUCTIONS = {"x86_64": {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"]}}
 
 
@@ -15,7 +16,7 @@ def kernels() -> list[Extension]:
     return [
         Extension(
             f"runtime.native._{name}",
-            [f"runtime/native/{source}.cpp" for source in ("kernels", "quantised", "copies", "loading")],
+            [f"runtime/native/{source}.cpp" for source in SOURCES],
             depends=["runtime/native/vectors.h", "runtime/native/kv_formats.h"],
             extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fopenmp", *flags],
             extra_link_args=["-fopenmp"],

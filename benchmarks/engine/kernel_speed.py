@@ -1,13 +1,15 @@
-"""Compare the compiled kernels with torch's operators: one thread, float32, this processor's instructions.
+"""Compare the compiled kernels with torch's operators: one thread, this processor's instructions, and float32
+unless a line says otherwise.
 
     python -m benchmarks.engine.kernel_speed [--rounds 5]
 
-Measures matrix products with weights [4096, 768] for several row counts; products with quantised weights
-[4096, 4096], beside our own with the same in float32; products with 16 experts of weights [1536, 768], in
-float32 and in mxfp4, of which each row uses 2; and, for two shapes of heads, attention of the next tokens of
-8 requests, and of a prompt of 512 tokens over a context of 512; the next tokens also with KV caches in fp8
-and int8, beside our own in float32. Prints milliseconds, the best of several rounds in which the sides take
-turns: each computation takes a few milliseconds, and anything else that runs can only add to it.
+Measures matrix products with weights [4096, 768] for several row counts, in float32 and in bfloat16, these
+also beside our own in float32; products with quantised weights [4096, 4096], beside our own with the same
+in float32; products with 16 experts of weights [1536, 768], in float32 and in mxfp4, of which each row uses
+2; and, for two shapes of heads, attention of the next tokens of 8 requests, and of a prompt of 512 tokens
+over a context of 512; the next tokens also with KV caches in fp8 and int8, beside our own in float32.
+Prints milliseconds, the best of several rounds in which the sides take turns: each computation takes a few
+milliseconds, and anything else that runs can only add to it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ AT_LEAST_S = 0.02
 Side = Callable[[], object]
 
 
-def best_ms(sides: tuple[Side, Side], rounds: int) -> list[float]:
+def best_ms(sides: tuple[Side, ...], rounds: int) -> list[float]:
     """The best milliseconds of each side, in turns, each repeated often enough to fill AT_LEAST_S."""
     found = [float("inf")] * len(sides)
     for _ in range(rounds + 1):  # the first round warms up
@@ -51,11 +53,16 @@ def best_ms(sides: tuple[Side, Side], rounds: int) -> list[float]:
     return found
 
 
-def product(rows: int) -> tuple[Side, Side]:
-    """Milliseconds of our matrix product and of torch's."""
-    x, weight = torch.randn(rows, INPUTS), torch.randn(OUTPUTS, INPUTS)
+def product(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Side, Side]:
+    """Our matrix product and torch's."""
+    x, weight = torch.randn(rows, INPUTS, dtype=dtype), torch.randn(OUTPUTS, INPUTS, dtype=dtype)
     packed = native.pack(weight)
     return lambda: native.linear(x, packed, None, OUTPUTS), lambda: F.linear(x, weight)
+
+
+def product_in_bfloat16(rows: int) -> tuple[Side, Side, Side]:
+    """The same in bfloat16, and ours in float32."""
+    return *product(rows, torch.bfloat16), product(rows)[0]
 
 
 def quantised_product(kind: Kind, rows: int) -> tuple[Side, Side]:
@@ -163,6 +170,12 @@ def main() -> None:
         ours, torchs = best_ms(product(rows), options.rounds)
         rate = f"{2 * rows * OUTPUTS * INPUTS / ours / 1e6:.0f} GFLOP/s"
         print(f"product of {rows:3} rows          {ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}  {rate}")
+    for rows in ROWS:
+        ours, torchs, in_float32 = best_ms(product_in_bfloat16(rows), options.rounds)
+        rate = f"{2 * rows * OUTPUTS * INPUTS / ours / 1e6:.0f} GFLOP/s"
+        label = f"bfloat16 product of {rows:3} rows"
+        more = f"{in_float32 / ours:.2f} beside ours in float32"
+        print(f"{label:28}{ours:8.2f} {torchs:8.2f} {torchs / ours:6.2f}  {rate}, {more}")
     for kind in Kind:
         for rows in QUANTISED_ROWS:
             ours, in_float32 = best_ms(quantised_product(kind, rows), options.rounds)

@@ -1,5 +1,8 @@
-"""Compiled kernels: for what a step computes in float32 on CPUs (kernels.cpp), also with quantised weights
-(quantised.cpp), to copy KV caches (copies.cpp), and to read weights (loading.cpp).
+"""Compiled kernels: for what a step computes in float32 and bfloat16 on CPUs (kernels.cpp), its products with
+weights (products.cpp), also with quantised ones (quantised.cpp), to copy KV caches (copies.cpp), and to read
+weights (loading.cpp).
+
+Values in bfloat16 are computed with in float32, and rounded when they are written.
 
 setup.py builds them for each instruction set if it finds a compiler. If `serves` is False, callers use
 torch's operators, which give the same values up to rounding; if `copies` is False, numpy.
@@ -19,9 +22,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 PLAIN_KV = 0
-"""The number of the format of KV caches in float32."""
+"""The number of the format of KV caches in the type that a step computes in."""
 _SPAN = 4
 _LANES = 16  # in kernels.cpp, at most
 
@@ -52,7 +56,16 @@ class Spans:
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute with this type on this device."""
-    return dtype == torch.float32 and device.type == "cpu" and _library() is not None
+    return dtype in _COMPUTED and device.type == "cpu" and _library() is not None
+
+
+def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels multiply by weights of this type on this device, as fast as oneDNN or faster: not
+    in bfloat16 where the processor has instructions for whole tiles (AMX), which they do not use."""
+    if not serves(dtype, device):
+        return False
+    library = _library()
+    return dtype != torch.bfloat16 or library is None or not library.has_tiles()
 
 
 def copies() -> bool:
@@ -92,6 +105,7 @@ def attend_paged(
     _call(
         "attend_paged",
         query.data_ptr(),
+        _FLOATS[query.dtype],
         query.stride(0),
         keys.data_ptr(),
         values.data_ptr(),
@@ -137,11 +151,13 @@ def attend_chunk(
     kv_heads, dim = keys.shape[1], query.shape[2]
     length, end = len(query), offset + len(query)
     window = window or end
-    sides = 1 if kind == PLAIN_KV else 2  # values are read in place if they are floats
-    packed = query.new_empty(sides * kv_heads * dim * (end - max(0, offset + 1 - window) + _LANES - 1))
+    sides = 1 if keys.dtype == torch.float32 else 2  # such values are read in place
+    size = sides * kv_heads * dim * (end - max(0, offset + 1 - window) + _LANES - 1)
+    packed = query.new_empty(size, dtype=torch.float32)
     _call(
         "attend_chunk",
         query.data_ptr(),
+        _FLOATS[query.dtype],
         query.stride(0),
         keys.data_ptr(),
         values.data_ptr(),
@@ -183,6 +199,7 @@ def turn_and_store(
     _call(
         "turn_and_store",
         heads.data_ptr(),
+        _FLOATS[heads.dtype],
         cosines.data_ptr(),
         sines.data_ptr(),
         slots.data_ptr(),
@@ -210,6 +227,7 @@ def store_heads(heads: torch.Tensor, slots: torch.Tensor, cached: torch.Tensor, 
     _call(
         "store_heads",
         heads.data_ptr(),
+        _FLOATS[heads.dtype],
         heads.stride(0),
         slots.data_ptr(),
         *heads.shape,
@@ -225,35 +243,52 @@ def panel_width() -> int:
     return library.panel_width()
 
 
+def multiplies_pairs() -> bool:
+    """Whether this processor multiplies pairs of numbers in bfloat16 by instructions of its own."""
+    library = _library()
+    return library is not None and bool(library.multiplies_pairs())
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] -> panels [out / width, in, width], the last one padded with zeros."""
-    packed = empty_panels(*weight.shape)
+    """[out, in] float32 or bfloat16 -> panels, as `empty_panels` makes them."""
+    outputs, inputs = weight.shape
+    packed = empty_panels(outputs, inputs, weight.dtype)
     pack_rows(packed, 0, weight)
     return packed
 
 
-def empty_panels(outputs: int, inputs: int) -> torch.Tensor:
-    """Panels [out / width, in, width] for `pack_rows`; the padding of the last one is zero."""
+def empty_panels(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Panels for `pack_rows`; the padding of the last one is zero.
+
+    Returns
+    -------
+    [out / width, in, width] float32, or [out / width, in / 2, width, 2] bfloat16, where an odd number of
+    inputs is padded, too
+    """
     width = panel_width()
-    size = -(-outputs // width), inputs, width
-    panels = mapped(size, torch.float32)
+    inner = (inputs, width) if dtype == torch.float32 else (-(-inputs // 2), width, 2)
+    panels = mapped((-(-outputs // width), *inner), dtype)
     panels[-1:].zero_()  # all others are written whole
     return panels
 
 
 def pack_rows(packed: torch.Tensor, first: int, rows: torch.Tensor) -> None:
     """Write rows [n, in] of a matrix of any floating-point type, from output `first` on, into its panels."""
-    if rows.dtype not in _FLOATS or rows.stride(1) != 1:
-        rows = rows.float().contiguous()
+    if packed.dtype == torch.bfloat16:
+        rows, kind = _in_pairs(rows.to(torch.bfloat16)), torch.float32  # a pair moves like a float
+        inputs = rows.shape[1] // 2
+    else:
+        rows = rows if rows.dtype in _FLOATS and rows.stride(1) == 1 else rows.float().contiguous()
+        inputs, kind = rows.shape[1], rows.dtype
     _call(
         "pack_rows",
         packed.data_ptr(),
-        rows.shape[1],
+        inputs,
         first,
         rows.data_ptr(),
         rows.stride(0) * rows.itemsize,
         len(rows),
-        _FLOATS[rows.dtype],
+        _FLOATS[kind],
     )
 
 
@@ -291,18 +326,27 @@ def read_pieces(file: int, at: int, step: int, piece: int, count: int, into: tor
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:
-    """[out], padded with zeros to whole panels."""
-    return _in_panels(bias).flatten()
+    """[out] -> float32, padded with zeros to whole panels."""
+    return _in_panels(bias.float()).flatten()
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    """x [n, in], contiguous, times packed weights, plus packed bias -> [n, out].
+    """x [n, in], contiguous, times packed weights of its type, plus packed bias -> [n, out].
 
     A row's result does not depend on the others.
     """
-    output = x.new_empty(len(x), outputs)
+    output, (x, kind) = x.new_empty(len(x), outputs), _multiplied(x)
     address = None if bias is None else bias.data_ptr()
-    _call("multiply_packed", x.data_ptr(), *x.shape, packed.data_ptr(), address, outputs, output.data_ptr())
+    _call(
+        "multiply_packed",
+        x.data_ptr(),
+        *x.shape,
+        kind,
+        packed.data_ptr(),
+        address,
+        outputs,
+        output.data_ptr(),
+    )
     return output
 
 
@@ -388,26 +432,32 @@ class Grouped:
         exponents: Sequence[torch.Tensor] = (),
     ) -> None:
         self._kept, self._outputs = (packed, biases, exponents), outputs
-        self._kernel = "multiply_mxfp4" if exponents else "multiply_grouped"
+        self._in_mxfp4 = bool(exponents)
         self._weights = [_addresses(each) for each in ((packed, exponents) if exponents else (packed,))]
         self._biases = _addresses(biases) if biases else None
 
     def __call__(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """x [n, in], contiguous and sorted by group, of which each has so many rows -> [n, out]."""
-        output = x.new_empty(len(x), self._outputs)
-        rows = np.array(counts, dtype=np.int64)
+        """x [n, in], contiguous and sorted by group, of which each has so many rows -> [n, out].
+
+        In mxfp4, x of any type is computed in float32.
+        """
+        dtype = x.dtype
+        x = x.float() if self._in_mxfp4 else x
+        output, rows = x.new_empty(len(x), self._outputs), np.array(counts, dtype=np.int64)
+        x, kind = _multiplied(x)
         _call(
-            self._kernel,
+            "multiply_mxfp4" if self._in_mxfp4 else "multiply_grouped",
             x.data_ptr(),
             rows.ctypes.data,
             len(rows),
             x.shape[1],
+            *(() if self._in_mxfp4 else (kind,)),
             *(weights.ctypes.data for weights in self._weights),
             None if self._biases is None else self._biases.ctypes.data,
             self._outputs,
             output.data_ptr(),
         )
-        return output
+        return output.to(dtype)
 
 
 def pack_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -420,9 +470,20 @@ def pack_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tens
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., width], contiguous -> scaled to a root mean square of one, times the weight [width]."""
+    """x [..., width], contiguous -> scaled to a root mean square of one, rounded to the weight's type, times
+    the weight [width]."""
     output, width = torch.empty_like(x), x.shape[-1]
-    _call("rms_norm", x.data_ptr(), weight.data_ptr(), eps, x.numel() // width, width, output.data_ptr())
+    _call(
+        "rms_norm",
+        x.data_ptr(),
+        _FLOATS[x.dtype],
+        weight.data_ptr(),
+        _FLOATS[weight.dtype],
+        eps,
+        x.numel() // width,
+        width,
+        output.data_ptr(),
+    )
     return output
 
 
@@ -430,7 +491,7 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     """[tokens, 2 x width], contiguous -> SiLU of the first half times the second, [tokens, width]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(rows, width)
-    _call("gate", gate_up.data_ptr(), rows, width, output.data_ptr())
+    _call("gate", gate_up.data_ptr(), _FLOATS[gate_up.dtype], rows, width, output.data_ptr())
     return output
 
 
@@ -471,30 +532,38 @@ def count_tokens(runs: np.ndarray, slots: int) -> int:
 
 _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Types of weights and scales that kernels read."""
+_COMPUTED = (torch.float32, torch.bfloat16)
+"""Types of the values that a step computes with."""
+_BY_FLOATS, _BF16_BY_FLOATS, _BF16_BY_PAIRS = range(3)
+"""How kernels multiply by panels."""
 _MAPPED = 1 << 18  # values
 _TOO_SHORT = "the file is too short"
 _ARGUMENTS = {
     # p: address, l: count, f: float
-    "attend_paged": "plpplpplllllffpp",
-    "attend_chunk": "plpplplllllllffppp",
-    "turn_and_store": "pppplllllppl",
-    "store_heads": "plplllpl",
-    "multiply_packed": "pllpplp",
+    "attend_paged": "pllpplpplllllffpp",
+    "attend_chunk": "pllpplplllllllffppp",
+    "turn_and_store": "plppplllllppl",
+    "store_heads": "pllplllpl",
+    "multiply_packed": "plllpplp",
     "multiply_quantised": "plllppllplplplp",
-    "multiply_grouped": "ppllpplp",
+    "multiply_grouped": "pplllpplp",
     "multiply_mxfp4": "ppllppplp",
-    "rms_norm": "ppfllp",
-    "gate": "pllp",
+    "rms_norm": "plplfllp",
+    "gate": "plllp",
     "copy_tokens": "pllpllllplpll",
     "count_tokens": "pll",
     "pack_rows": "pllplll",
     "pack_codes": "pplllll",
     "read_pieces": "lllllp",
     "attends_to": "l",
+    "multiplies_pairs": "",
+    "has_tiles": "",
     "panel_width": "",
 }
 _RESULTS = {
     "attends_to": ctypes.c_int,
+    "multiplies_pairs": ctypes.c_int,
+    "has_tiles": ctypes.c_int,
     "panel_width": ctypes.c_long,
     "count_tokens": ctypes.c_long,
     "read_pieces": ctypes.c_long,
@@ -509,6 +578,18 @@ def _in_panels(weight: torch.Tensor) -> torch.Tensor:
     if missing:
         weight = torch.cat((weight, weight.new_zeros(missing, *weight.shape[1:])))
     return weight.view(len(weight) // width, width, *weight.shape[1:])
+
+
+def _in_pairs(rows: torch.Tensor) -> torch.Tensor:
+    """[n, in] -> contiguous, padded with zeros to an even number of columns."""
+    return (F.pad(rows, (0, 1)) if rows.shape[1] % 2 else rows).contiguous()
+
+
+def _multiplied(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x [n, in] as kernels read it for products, and how they multiply."""
+    if x.dtype == torch.float32:
+        return x, _BY_FLOATS
+    return _in_pairs(x), _BF16_BY_PAIRS if multiplies_pairs() else _BF16_BY_FLOATS
 
 
 def _scoring(

@@ -1,5 +1,6 @@
-// What a step computes, in float32 on CPUs: products with weights, as fast as memory allows for few rows; one
-// pass over each value where torch's operators need several; attention that reads the paged KV cache in place.
+// What a step computes on CPUs besides products with weights (products.cpp): one pass over each value where
+// torch's operators need several; attention that reads the paged KV cache in place. Values are float32 or
+// bfloat16, and are computed with in float32.
 // `__init__.py` documents the arguments. All arrays are row-major; sizes are counts of values.
 //
 // The OpenMP threads are torch's: its library is loaded first, so the linker finds its symbols.
@@ -307,10 +308,10 @@ AttendTile attend_tile_for(long dim) {
 }
 
 // Attention of a chunk; `packed` has room for its keys and, where the cache keeps no floats, for its values.
-template <typename Head>
-void attend_rows(const float *query, long query_row, const uint8_t *keys, const uint8_t *values,
+template <typename Head, typename Value>
+void attend_rows(const Value *query, long query_row, const uint8_t *keys, const uint8_t *values,
                  const Context &context, long offset, long length, long window, long kv_heads, long group, long dim,
-                 const Scoring &scoring, float *packed, float *output) {
+                 const Scoring &scoring, float *packed, Value *output) {
     const long head_bytes = Head::bytes(dim), cached = kv_heads * head_bytes;
     const long rows = length * group, tiles = (rows + TILE - 1) / TILE, width = kv_heads * group * dim;
     const long blocks = (context.end - context.first + LANES - 1) / LANES, padded = blocks * LANES;
@@ -321,7 +322,7 @@ void attend_rows(const float *query, long query_row, const uint8_t *keys, const 
     const Context seen = Head::PACKED ? Context{&only, 0, tokens, tokens} : context;
 #pragma omp parallel
     {
-        std::vector<float> scores(TILE * padded);
+        std::vector<float> scores(TILE * padded), asked(TILE * dim), answers(TILE * dim);
 #pragma omp for
         for (long item = 0; item < kv_heads * blocks; ++item) {
             const long head = item / blocks, at = head * padded * dim;
@@ -334,334 +335,209 @@ void attend_rows(const float *query, long query_row, const uint8_t *keys, const 
         for (long item = 0; item < kv_heads * tiles; ++item) {
             const long head = item % kv_heads, tile = tiles - 1 - item / kv_heads;
             Row some[TILE];
+            long places[TILE];
             for (int n = 0; n < TILE; ++n) {
                 const long at = std::min(tile * TILE + n, rows - 1); // the last row again, to fill the tile
                 const long token = at / group, within = (head * group + at % group) * dim;
                 const long end = offset + token + 1;
-                some[n] = {query + token * query_row + within, std::max(0L, end - window) - context.first,
-                           end - context.first, output + token * width + within,
-                           scoring.sink(head * group + at % group)};
+                convert(query + token * query_row + within, dim, &asked[n * dim]);
+                places[n] = token * width + within;
+                some[n] = {&asked[n * dim], std::max(0L, end - window) - context.first, end - context.first,
+                           &answers[n * dim], scoring.sink(head * group + at % group)};
             }
             const float *const own = Head::PACKED ? unpacked + head * padded * dim
                                                   : reinterpret_cast<const float *>(values) + head * dim;
             attend_tile_of(some, packed + head * padded * dim, own, Head::PACKED ? dim : kv_heads * dim, seen,
                            scoring, scores.data(), padded);
+            for (int n = 0; n < TILE; ++n) convert(&answers[n * dim], dim, output + places[n]);
         }
     }
 }
 
-constexpr long AHEAD = 64;            // inputs of a panel between what is prefetched and what is used
-constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
-
-// ROWS rows of x times one panel [inputs, PANEL]; `ahead` is prefetched meanwhile. Every row is summed in
-// the same order whatever ROWS is, so a token's result does not depend on its batch.
-template <int ROWS>
-void multiply(const float *x, long inputs, const float *panel, const float *bias, const float *ahead,
-              float *output, long output_row, long width) {
-    Floats result[ROWS][PANEL_VECTORS];
-    for (int row = 0; row < ROWS; ++row)
-        for (int part = 0; part < PANEL_VECTORS; ++part)
-            result[row][part] = bias ? load(bias + part * LANES) : Floats{};
-    for (long at = 0; at < inputs; ++at, panel += PANEL, ahead += PANEL) {
-        Floats weights[PANEL_VECTORS];
-        for (int part = 0; part < PANEL_VECTORS; ++part) {
-            weights[part] = load(panel + part * LANES);
-            __builtin_prefetch(ahead + part * LANES, 0, 2);
-        }
-        for (int row = 0; row < ROWS; ++row)
-            for (int part = 0; part < PANEL_VECTORS; ++part)
-                result[row][part] += x[row * inputs + at] * weights[part];
-    }
-    for (int row = 0; row < ROWS; ++row)
-        std::memcpy(output + row * output_row, result[row], width * sizeof(float));
-}
-
-typedef void (*Multiply)(const float *, long, const float *, const float *, const float *, float *, long,
-                         long);
-
-template <int ROWS> void fill(Multiply *by_rows) {
-    by_rows[ROWS] = multiply<ROWS>;
-    if constexpr (ROWS > 1) fill<ROWS - 1>(by_rows);
-}
-
-struct Multiplies {
-    Multiply by_rows[PRODUCT_ROWS + 1];
-    Multiplies() { fill<PRODUCT_ROWS>(by_rows); }
-};
-
-const Multiplies multiplies;
-
-// All rows of x times some of the panels.
-void multiply_panels(const float *x, long rows, long inputs, const float *packed, const float *bias,
-                     long outputs, long first_panel, long end_panel, float *output) {
-    const long size = inputs * PANEL;
-    const long block = std::max(1L, BLOCK_VALUES / std::max(1L, inputs) / PRODUCT_ROWS) * PRODUCT_ROWS;
-    for (long first = 0; first < rows; first += block) {
-        const long count = std::min(block, rows - first);
-        const long groups = (count + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
-        for (long panel = first_panel; panel < end_panel; ++panel) {
-            const float *const own = packed + panel * size;
-            const float *const added = bias ? bias + panel * PANEL : nullptr;
-            const long width = std::min<long>(PANEL, outputs - panel * PANEL);
-            for (long group = 0; group < groups; ++group) {
-                const long from = first + count * group / groups;
-                const long to = first + count * (group + 1) / groups;
-                // prefetch what is used soon of this panel, or the next panel during the last group
-                const float *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
-                multiplies.by_rows[to - from](x + from * inputs, inputs, own, added, ahead,
-                                              output + from * outputs + panel * PANEL, outputs, width);
+// Attention of `count` tokens, each of which has a span of the cache.
+template <typename Head, typename Value>
+void attend_singles(const Value *query, long query_row, const uint8_t *keys, const uint8_t *values,
+                    const int32_t *tables, const int32_t *spans, long count, long kv_heads, long group, long dim,
+                    long block_tokens, const Scoring &scoring, Value *output) {
+    const long head_bytes = Head::bytes(dim), row = kv_heads * head_bytes, output_row = kv_heads * group * dim;
+#pragma omp parallel
+    {
+        std::vector<float> scores, asked(4 * dim), answers(4 * dim);
+#pragma omp for schedule(dynamic, 1)
+        for (long item = 0; item < count * kv_heads; ++item) {
+            const int32_t *span = spans + item / kv_heads * 4;
+            const long kv_head = item % kv_heads;
+            const Context context{tables + span[3], span[1], span[2], block_tokens};
+            const long padded = (context.end - context.first + LANES - 1) / LANES * LANES;
+            scores.resize(std::max<size_t>(scores.size(), 4 * padded));
+            for (long head = 0; head < group; head += 4) {
+                const long at = (kv_head * group + head) * dim, heads = std::min(4L, group - head);
+                convert(query + span[0] * query_row + at, heads * dim, asked.data());
+                attend_for<Head>(dim, heads)(asked.data(), keys + kv_head * head_bytes,
+                                             values + kv_head * head_bytes, row, context, scoring,
+                                             kv_head * group + head, scores.data(), padded, answers.data());
+                convert(answers.data(), heads * dim, output + span[0] * output_row + at);
             }
         }
     }
 }
 
-// Weights in mxfp4 (`mxfp4.py`): a word holds the codes of WORD inputs for one output.
-constexpr int MX_BLOCK = 32, MX_ROWS = PRODUCT_ROWS / 2, WORD = 8;
-
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
-
-inline Ints load_words(const int32_t *from) {
-    Ints words;
-    std::memcpy(&words, from, sizeof words);
-    return words;
+// Rotates the pairs of a head's first 2 x half values.
+template <typename Value> inline void turn(Value *head, const Value *cosine, const Value *sine, long half) {
+    Value *const upper = head + half;
+    long at = 0;
+    for (; at + LANES <= half; at += LANES) {
+        const Floats x = load(head + at), y = load(upper + at), c = load(cosine + at), s = load(sine + at);
+        store(head + at, x * c - y * s);
+        store(upper + at, y * c + x * s);
+    }
+    for (; at < half; ++at) {
+        const float x = head[at], y = upper[at], c = cosine[at], s = sine[at];
+        head[at] = x * c - y * s;
+        upper[at] = y * c + x * s;
+    }
 }
 
-inline Ints load_bytes(const uint8_t *from) {
-    Bytes bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints); // GCC is slow at both in one
-}
-
-// The values of codes in the lowest bits: a sign, two bits of exponent and one of mantissa.
-inline Floats value_of(const Ints &codes) {
-    const float values[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-#if defined(__AVX512F__)
-    return __builtin_shuffle(load(values), codes);
-#else
-    const Ints size = codes & 7;
-#if defined(__AVX__)
-    const Floats found = __builtin_shuffle(load(values), size);
-#else
-    const Floats small = __builtin_convertvector(size, Floats) * .5f;
-    const Floats large = __builtin_convertvector((size & 1) + 2, Floats);
-    const Floats found = size < 4 ? small : size < 6 ? large : large * 2.f;
-#endif
-    Ints bits;
-    std::memcpy(&bits, &found, sizeof bits);
-    return as_floats(bits | (codes & 8) << 28);
-#endif
-}
-
-// ROWS rows of x times one panel of codes [inputs / WORD, PANEL] with exponents [inputs / MX_BLOCK, PANEL].
-template <int ROWS>
-void multiply_mx(const float *x, long inputs, const int32_t *codes, const uint8_t *exponents,
-                 const float *bias, float *output, long output_row, long width) {
-    Floats result[ROWS][PANEL_VECTORS];
-    for (int row = 0; row < ROWS; ++row)
-        for (int part = 0; part < PANEL_VECTORS; ++part)
-            result[row][part] = bias ? load(bias + part * LANES) : Floats{};
-    for (long first = 0; first < inputs; first += MX_BLOCK, exponents += PANEL) {
-        Floats sums[ROWS][PANEL_VECTORS] = {};
-        for (long from = first; from < first + MX_BLOCK; from += WORD, codes += PANEL)
-            for (int part = 0; part < PANEL_VECTORS; ++part) {
-                Ints words = load_words(codes + part * LANES);
-                for (long at = from; at < from + WORD; ++at, words >>= 4) {
-                    const Floats weights = value_of(words);
-                    for (int row = 0; row < ROWS; ++row) sums[row][part] += x[row * inputs + at] * weights;
-                }
-            }
-        for (int part = 0; part < PANEL_VECTORS; ++part) {
-            const Floats scale = as_floats(load_bytes(exponents + part * LANES) << 23);
-            for (int row = 0; row < ROWS; ++row) result[row][part] += sums[row][part] * scale;
+template <typename Head, typename Value>
+void turn_all(Value *heads, const Value *cosines, const Value *sines, const int64_t *slots, long count,
+              long query_heads, long kv_heads, long dim, long half, uint8_t *keys, uint8_t *values) {
+    const long width = (query_heads + 2 * kv_heads) * dim, head_bytes = Head::bytes(dim);
+#pragma omp parallel for if (count * width >= PARALLEL_FROM)
+    for (long token = 0; token < count; ++token) {
+        Value *const own = heads + token * width;
+        for (long head = 0; head < query_heads + kv_heads; ++head)
+            turn(own + head * dim, cosines + token * half, sines + token * half, half);
+        for (long head = 0; head < kv_heads; ++head) {
+            const long to = (slots[token] * kv_heads + head) * head_bytes;
+            const Value *const key = own + (query_heads + head) * dim;
+            Head::write(key, dim, keys + to);
+            Head::write(key + kv_heads * dim, dim, values + to);
         }
     }
-    for (int row = 0; row < ROWS; ++row)
-        std::memcpy(output + row * output_row, result[row], width * sizeof(float));
 }
 
-typedef void (*MultiplyMx)(const float *, long, const int32_t *, const uint8_t *, const float *, float *, long,
-                           long);
-
-template <int ROWS = 1> MultiplyMx mx_for(long rows) {
-    if constexpr (ROWS < MX_ROWS)
-        if (rows > ROWS) return mx_for<ROWS + 1>(rows);
-    return multiply_mx<ROWS>;
+// The weight's type says where numbers are rounded: as its own type, what is multiplied by it.
+template <typename Value, typename Weight>
+void norm_rows(const Value *x, const Weight *weight, float eps, long rows, long width, Value *output) {
+    const long whole = width / LANES * LANES;
+#pragma omp parallel for if (rows * width >= PARALLEL_FROM)
+    for (long row = 0; row < rows; ++row) {
+        const Value *const from = x + row * width;
+        Value *const to = output + row * width;
+        Floats squares = {};
+        for (long at = 0; at < whole; at += LANES) squares += load(from + at) * load(from + at);
+        float total = sum(squares);
+        for (long at = whole; at < width; ++at) total += static_cast<float>(from[at]) * from[at];
+        const float scale = 1 / std::sqrt(total / width + eps);
+        for (long at = 0; at < whole; at += LANES)
+            store(to + at, kept_as<Weight>(load(from + at) * scale) * load(weight + at));
+        for (long at = whole; at < width; ++at) to[at] = Weight(from[at] * scale) * weight[at];
+    }
 }
 
-// Calls do_part(group, first row, first panel, end panel) for all groups that have rows, in parallel.
-template <typename Part>
-void for_groups(const int64_t *counts, long groups, long outputs, Part do_part) {
-    struct Item {
-        long group, row, first_panel, end_panel;
-    };
-    const long panels = (outputs + PANEL - 1) / PANEL;
-    const long pieces = std::min<long>(panels, omp_get_max_threads());
-    std::vector<Item> items;
-    for (long group = 0, row = 0; group < groups; row += counts[group++])
-        for (long piece = 0; counts[group] && piece < pieces; ++piece)
-            items.push_back({group, row, panels * piece / pieces, panels * (piece + 1) / pieces});
-#pragma omp parallel for schedule(dynamic, 1)
-    for (long at = 0; at < static_cast<long>(items.size()); ++at)
-        do_part(items[at].group, items[at].row, items[at].first_panel, items[at].end_panel);
+template <typename Value> void gate_rows(const Value *gate_up, long rows, long width, Value *output) {
+    const long whole = width / LANES * LANES;
+#pragma omp parallel for if (rows * width >= PARALLEL_FROM)
+    for (long row = 0; row < rows; ++row) {
+        const Value *const gates = gate_up + 2 * row * width, *const ups = gates + width;
+        Value *const to = output + row * width;
+        for (long at = 0; at < whole; at += LANES) {
+            const Floats x = load(gates + at);
+            store(to + at, x / (1.f + exponential(-x)) * load(ups + at));
+        }
+        for (long at = whole; at < width; ++at) {
+            const float x = gates[at];
+            to[at] = x / (1 + std::exp(-x)) * ups[at];
+        }
+    }
+}
+
+// Calls run(sample) with a value of the type of a number in `__init__.py`.
+template <typename Run> inline void with_type(long type, Run run) {
+    if (type == 2) return run(Bfloat16{});
+    run(float{});
 }
 
 } // namespace
 
 extern "C" {
 
-long panel_width() { return PANEL; }
+int attends_to(long dim) { return attend_for<PlainHead<float>>(dim, 1) != nullptr; }
 
-void multiply_packed(const float *x, long rows, long inputs, const float *packed, const float *bias,
-                     long outputs, float *output) {
-    const long panels = (outputs + PANEL - 1) / PANEL;
-#pragma omp parallel
-    {
-        const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        multiply_panels(x, rows, inputs, packed, bias, outputs, panels * thread / threads,
-                        panels * (thread + 1) / threads, output);
-    }
-}
-
-void multiply_grouped(const float *x, const int64_t *counts, long groups, long inputs,
-                      const float *const *packed, const float *const *biases, long outputs, float *output) {
-    for_groups(counts, groups, outputs, [&](long group, long row, long first, long end) {
-        multiply_panels(x + row * inputs, counts[group], inputs, packed[group],
-                        biases ? biases[group] : nullptr, outputs, first, end, output + row * outputs);
-    });
-}
-
-void multiply_mxfp4(const float *x, const int64_t *counts, long groups, long inputs,
-                    const int32_t *const *codes, const uint8_t *const *exponents, const float *const *biases,
-                    long outputs, float *output) {
-    for_groups(counts, groups, outputs, [&](long group, long row, long first_panel, long end_panel) {
-        for (long panel = first_panel; panel < end_panel; ++panel) {
-            const int32_t *const own = codes[group] + panel * inputs / WORD * PANEL;
-            const uint8_t *const scales = exponents[group] + panel * inputs / MX_BLOCK * PANEL;
-            const float *const added = biases ? biases[group] + panel * PANEL : nullptr;
-            const long width = std::min<long>(PANEL, outputs - panel * PANEL);
-            for (long first = 0; first < counts[group]; first += MX_ROWS) {
-                const long from = row + first, count = std::min<long>(MX_ROWS, counts[group] - first);
-                mx_for(count)(x + from * inputs, inputs, own, scales, added,
-                              output + from * outputs + panel * PANEL, outputs, width);
-            }
-        }
-    });
-}
-
-int attends_to(long dim) { return attend_for<PlainHead>(dim, 1) != nullptr; }
-
-void attend_paged(const float *query, long query_row, const uint8_t *keys, const uint8_t *values, long format,
-                  const int32_t *tables, const int32_t *spans, long count, long kv_heads, long group, long dim,
-                  long block_tokens, float scale, float cap, const float *sinks, float *output) {
-    const long output_row = kv_heads * group * dim;
+void attend_paged(const void *query, long type, long query_row, const uint8_t *keys, const uint8_t *values,
+                  long format, const int32_t *tables, const int32_t *spans, long count, long kv_heads, long group,
+                  long dim, long block_tokens, float scale, float cap, const float *sinks, void *output) {
     const Scoring scoring{scale, cap, sinks};
-    with_format(format, [&](auto kept) {
-        using Head = decltype(kept);
-        const long head_bytes = Head::bytes(dim), row = kv_heads * head_bytes;
-#pragma omp parallel
-        {
-            std::vector<float> scores;
-#pragma omp for schedule(dynamic, 1)
-            for (long item = 0; item < count * kv_heads; ++item) {
-                const int32_t *span = spans + item / kv_heads * 4;
-                const long kv_head = item % kv_heads;
-                const Context context{tables + span[3], span[1], span[2], block_tokens};
-                const long padded = (context.end - context.first + LANES - 1) / LANES * LANES;
-                scores.resize(std::max<size_t>(scores.size(), 4 * padded));
-                for (long head = 0; head < group; head += 4) {
-                    const long at = (kv_head * group + head) * dim;
-                    attend_for<Head>(dim, std::min(4L, group - head))(
-                        query + span[0] * query_row + at, keys + kv_head * head_bytes,
-                        values + kv_head * head_bytes, row, context, scoring, kv_head * group + head,
-                        scores.data(), padded, output + span[0] * output_row + at);
-                }
-            }
-        }
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        with_format<Value>(format, [&](auto kept) {
+            attend_singles<decltype(kept)>(static_cast<const Value *>(query), query_row, keys, values, tables, spans,
+                                           count, kv_heads, group, dim, block_tokens, scoring,
+                                           static_cast<Value *>(output));
+        });
     });
 }
 
-void attend_chunk(const float *query, long query_row, const uint8_t *keys, const uint8_t *values, long format,
-                  const int32_t *table, long offset, long length, long window, long kv_heads, long group,
-                  long dim, long block_tokens, float scale, float cap, const float *sinks, float *packed,
-                  float *output) {
+void attend_chunk(const void *query, long type, long query_row, const uint8_t *keys, const uint8_t *values,
+                  long format, const int32_t *table, long offset, long length, long window, long kv_heads,
+                  long group, long dim, long block_tokens, float scale, float cap, const float *sinks,
+                  float *packed, void *output) {
     const Context context{table, std::max(0L, offset + 1 - window), offset + length, block_tokens};
-    with_format(format, [&](auto kept) {
-        attend_rows<decltype(kept)>(query, query_row, keys, values, context, offset, length, window, kv_heads,
-                                    group, dim, Scoring{scale, cap, sinks}, packed, output);
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        with_format<Value>(format, [&](auto kept) {
+            attend_rows<decltype(kept)>(static_cast<const Value *>(query), query_row, keys, values, context, offset,
+                                        length, window, kv_heads, group, dim, Scoring{scale, cap, sinks}, packed,
+                                        static_cast<Value *>(output));
+        });
     });
 }
 
-void store_heads(const float *heads, long heads_row, const int64_t *slots, long count, long kv_heads, long dim,
-                 uint8_t *cached, long format) {
-    with_format(format, [&](auto kept) {
-        using Head = decltype(kept);
-        const long head_bytes = Head::bytes(dim);
+void store_heads(const void *heads, long type, long heads_row, const int64_t *slots, long count, long kv_heads,
+                 long dim, uint8_t *cached, long format) {
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        const Value *const values = static_cast<const Value *>(heads);
+        with_format<Value>(format, [&](auto kept) {
+            using Head = decltype(kept);
+            const long head_bytes = Head::bytes(dim);
 #pragma omp parallel for if (count * kv_heads * dim >= PARALLEL_FROM)
-        for (long token = 0; token < count; ++token)
-            for (long head = 0; head < kv_heads; ++head)
-                Head::write(heads + token * heads_row + head * dim, dim,
-                            cached + (slots[token] * kv_heads + head) * head_bytes);
+            for (long token = 0; token < count; ++token)
+                for (long head = 0; head < kv_heads; ++head)
+                    Head::write(values + token * heads_row + head * dim, dim,
+                                cached + (slots[token] * kv_heads + head) * head_bytes);
+        });
     });
 }
 
-void turn_and_store(float *heads, const float *cosines, const float *sines, const int64_t *slots, long count,
-                    long query_heads, long kv_heads, long dim, long half, uint8_t *keys, uint8_t *values,
-                    long format) {
-    const long width = (query_heads + 2 * kv_heads) * dim;
-    with_format(format, [&](auto kept) {
-        using Head = decltype(kept);
-        const long head_bytes = Head::bytes(dim);
-#pragma omp parallel for if (count * width >= PARALLEL_FROM)
-        for (long token = 0; token < count; ++token) {
-            float *const own = heads + token * width;
-            const float *const cosine = cosines + token * half, *const sine = sines + token * half;
-            for (long head = 0; head < query_heads + kv_heads; ++head) {
-                float *__restrict__ const low = own + head * dim, *__restrict__ const high = low + half;
-                for (long at = 0; at < half; ++at) {
-                    const float x = low[at], y = high[at];
-                    low[at] = x * cosine[at] - y * sine[at];
-                    high[at] = y * cosine[at] + x * sine[at];
-                }
-            }
-            for (long head = 0; head < kv_heads; ++head) {
-                const long to = (slots[token] * kv_heads + head) * head_bytes;
-                const float *const key = own + (query_heads + head) * dim;
-                Head::write(key, dim, keys + to);
-                Head::write(key + kv_heads * dim, dim, values + to);
-            }
-        }
+void turn_and_store(void *heads, long type, const void *cosines, const void *sines, const int64_t *slots,
+                    long count, long query_heads, long kv_heads, long dim, long half, uint8_t *keys,
+                    uint8_t *values, long format) {
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        with_format<Value>(format, [&](auto kept) {
+            turn_all<decltype(kept)>(static_cast<Value *>(heads), static_cast<const Value *>(cosines),
+                                     static_cast<const Value *>(sines), slots, count, query_heads, kv_heads, dim,
+                                     half, keys, values);
+        });
     });
 }
 
-void rms_norm(const float *x, const float *weight, float eps, long rows, long width, float *output) {
-    const long whole = width / LANES * LANES;
-#pragma omp parallel for if (rows * width >= PARALLEL_FROM)
-    for (long row = 0; row < rows; ++row) {
-        const float *const from = x + row * width;
-        float *const to = output + row * width;
-        Floats squares = {};
-        for (long at = 0; at < whole; at += LANES) squares += load(from + at) * load(from + at);
-        float total = sum(squares);
-        for (long at = whole; at < width; ++at) total += from[at] * from[at];
-        const float scale = 1 / std::sqrt(total / width + eps);
-        for (long at = 0; at < whole; at += LANES)
-            store(to + at, load(from + at) * scale * load(weight + at));
-        for (long at = whole; at < width; ++at) to[at] = from[at] * scale * weight[at];
-    }
+void rms_norm(const void *x, long type, const void *weight, long weight_type, float eps, long rows, long width,
+              void *output) {
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        with_type(weight_type, [&](auto of_weight) {
+            norm_rows(static_cast<const Value *>(x), static_cast<const decltype(of_weight) *>(weight), eps, rows,
+                      width, static_cast<Value *>(output));
+        });
+    });
 }
 
-void gate(const float *gate_up, long rows, long width, float *output) {
-    const long whole = width / LANES * LANES;
-#pragma omp parallel for if (rows * width >= PARALLEL_FROM)
-    for (long row = 0; row < rows; ++row) {
-        const float *const gates = gate_up + 2 * row * width, *const ups = gates + width;
-        float *const to = output + row * width;
-        for (long at = 0; at < whole; at += LANES) {
-            const Floats x = load(gates + at);
-            store(to + at, x / (1.f + exponential(-x)) * load(ups + at));
-        }
-        for (long at = whole; at < width; ++at) to[at] = gates[at] / (1 + std::exp(-gates[at])) * ups[at];
-    }
+void gate(const void *gate_up, long type, long rows, long width, void *output) {
+    with_type(type, [&](auto sample) {
+        using Value = decltype(sample);
+        gate_rows(static_cast<const Value *>(gate_up), rows, width, static_cast<Value *>(output));
+    });
 }
 }

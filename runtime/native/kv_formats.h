@@ -1,4 +1,4 @@
-// How a KV cache keeps the values of a head: as floats, or packed into bytes. `kv_cache/formats.py` has the same
+// How a KV cache keeps the values of a head: as they are, or packed into bytes. `kv_cache/formats.py` has the same
 // for torch, and both give the same bytes. Another format is another of these structs, and a line in
 // `with_format`.
 
@@ -7,28 +7,29 @@
 #include "vectors.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace {
 
 // `load` gives LANES values from number `at` on; they are to be multiplied by `scale`.
-struct PlainHead {
-    static constexpr bool PACKED = false;
-    static inline long bytes(long dim) { return dim * static_cast<long>(sizeof(float)); }
+template <typename Value> struct PlainHead {
+    static constexpr bool PACKED = !std::is_same<Value, float>::value; // whether they are no floats of 32 bits
+    static inline long bytes(long dim) { return dim * static_cast<long>(sizeof(Value)); }
     static inline Floats load_at(const uint8_t *head, long at) {
-        return load(reinterpret_cast<const float *>(head) + at);
+        return load(reinterpret_cast<const Value *>(head) + at);
     }
     static inline float scale(const uint8_t *, long) { return 1; }
-    static inline void write(const float *values, long dim, uint8_t *head) {
+    static inline void write(const Value *values, long dim, uint8_t *head) {
         std::memcpy(head, values, bytes(dim));
     }
 };
 
 // LANES of `dim` values from number `at` on; zeros behind the last.
-inline Floats load_some(const float *values, long at, long dim) {
+template <typename Value> inline Floats load_some(const Value *values, long at, long dim) {
     if (at + LANES <= dim) return load(values + at);
-    Floats some = {};
-    std::memcpy(&some, values + at, (dim - at) * sizeof(float));
-    return some;
+    float some[LANES] = {};
+    std::copy(values + at, values + dim, some);
+    return load(some);
 }
 
 inline void write_codes(const Ints &codes, long at, long dim, uint8_t *head) {
@@ -43,7 +44,7 @@ struct Fp8Head {
     static inline long bytes(long dim) { return dim; }
     static inline Floats load_at(const uint8_t *head, long at) { return small_floats(head + at); }
     static inline float scale(const uint8_t *, long) { return SMALL_FLOATS_SCALE; }
-    static inline void write(const float *values, long dim, uint8_t *head) {
+    template <typename Value> static inline void write(const Value *values, long dim, uint8_t *head) {
         for (long at = 0; at < dim; at += LANES)
             write_codes(as_small_floats(load_some(values, at, dim)), at, dim, head);
     }
@@ -61,7 +62,7 @@ struct Int8Head {
         std::memcpy(&value, head + dim, sizeof value);
         return value;
     }
-    static inline void write(const float *values, long dim, uint8_t *head) {
+    template <typename Value> static inline void write(const Value *values, long dim, uint8_t *head) {
         Ints most = {}; // magnitudes are ordered as their bits are, with NaN above all
         for (long at = 0; at < dim; at += LANES) {
             const Ints each = as_bits(load_some(values, at, dim)) & 0x7fffffff;
@@ -81,12 +82,12 @@ struct Int8Head {
     }
 };
 
-// Calls run(format) with the format of a number in `kv_cache/formats.py`.
-template <typename Run> inline void with_format(long kind, Run run) {
+// Calls run(format) with the format of a number in `kv_cache/formats.py`, for values of a type.
+template <typename Value, typename Run> inline void with_format(long kind, Run run) {
     switch (kind) {
     case 1: return run(Fp8Head{});
     case 2: return run(Int8Head{});
-    default: return run(PlainHead{});
+    default: return run(PlainHead<Value>{});
     }
 }
 

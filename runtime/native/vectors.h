@@ -78,6 +78,59 @@ inline Ints as_bits(const Floats &values) {
     return bits;
 }
 
+// A float of 16 bits: the upper half of one of 32 bits, rounded to the nearest, the even one of two that are
+// equally near.
+struct Bfloat16 {
+    uint16_t bits;
+    Bfloat16() = default;
+    Bfloat16(float value) {
+        uint32_t whole;
+        std::memcpy(&whole, &value, sizeof whole);
+        bits = value != value ? 0x7fc0 : (whole + 0x7fff + ((whole >> 16) & 1)) >> 16;
+    }
+    operator float() const {
+        const uint32_t whole = static_cast<uint32_t>(bits) << 16;
+        float value;
+        std::memcpy(&value, &whole, sizeof value);
+        return value;
+    }
+};
+
+inline Floats load(const Bfloat16 *from) {
+    return as_floats(widened(reinterpret_cast<const uint16_t *>(from)) << 16);
+}
+
+// The bits of numbers that are rounded to 16 bits, in the lower halves; the upper halves are anything.
+inline Ints as_bfloat16(const Floats &values) {
+    const Ints bits = as_bits(values);
+    const Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? Ints{} + 0x7fc0 : rounded;
+}
+
+inline void store(Bfloat16 *to, const Floats &values) {
+    const Ints bits = as_bfloat16(values);
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm512_cvtepi32_epi16((__m512i)bits));
+#elif defined(__AVX2__)
+    const __m256i lower = (__m256i)(bits & 0xffff);
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm_packus_epi32(_mm256_castsi256_si128(lower),
+                                                                       _mm256_extracti128_si256(lower, 1)));
+#else
+    for (int lane = 0; lane < LANES; ++lane) to[lane].bits = static_cast<uint16_t>(bits[lane]);
+#endif
+}
+
+// Floats as a number of this type keeps them.
+template <typename Value> inline Floats kept_as(const Floats &values) { return values; }
+template <> inline Floats kept_as<Bfloat16>(const Floats &values) { return as_floats(as_bfloat16(values) << 16); }
+
+// Copies numbers to an array of another type, or of the same one.
+template <typename From, typename To> inline void convert(const From *from, long count, To *to) {
+    long at = 0;
+    for (; at + LANES <= count; at += LANES) store(to + at, load(from + at));
+    for (; at < count; ++at) to[at] = To(static_cast<float>(from[at]));
+}
+
 // The lowest bytes of integers.
 inline void narrow(const Ints &values, uint8_t *to) {
 #if defined(__AVX512F__)

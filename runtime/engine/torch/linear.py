@@ -1,10 +1,11 @@
 """Products with weight matrices: the same as F.linear, from a packed copy of the weight where that is faster.
 
-In float32 on a CPU the compiled kernels of `native` are used if they are built: for up to 32 rows 1.2 to 1.6
-times as fast as oneDNN's packed layout (AVX-512, one thread), for more rows about as fast. Otherwise oneDNN's
-layout makes products up to 2.5 times as fast as the plain one in float32, and up to 1.7 times in bfloat16.
-Each call then costs about 10 us more, so small matrices stay plain, and the first product of each shape and
-number of rows costs 1 ms more. Quantised weights (`quantised/`) stay packed.
+On a CPU the compiled kernels of `native` are used if they are built: in float32, for up to 32 rows 1.2 to
+1.6 times as fast as oneDNN's packed layout (AVX-512, one thread), for more rows about as fast, and in
+bfloat16 about as fast for any number. Otherwise oneDNN's layout makes products up to 2.5 times as fast as
+the plain one in float32, and up to 1.7 times in bfloat16. Each call then costs about 10 us more, so small
+matrices stay plain, and the first product of each shape and number of rows costs 1 ms more. Quantised
+weights (`quantised/`) stay packed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Linear:
             self.product = weight.product(bias)
             return
         on_cpu, dtype = weight.device.type == "cpu", weight.dtype
-        if native.serves(dtype, weight.device):
+        if native.multiplies(dtype, weight.device):
             self.product = Panels(native.pack(weight), bias, len(weight))
         elif on_cpu and weight.numel() > _SMALL and dtype in _PACKABLE and _onednn_works(dtype):
             self.product = by_onednn(weight, bias)
@@ -72,8 +73,11 @@ class Rows:
 
     def __init__(self, outputs: int, inputs: int, empty: Callable[[int, int], torch.Tensor]) -> None:
         sample = empty(0, inputs)
-        self._outputs, self._in_panels = outputs, native.serves(sample.dtype, sample.device)
-        self._values = native.empty_panels(outputs, inputs) if self._in_panels else empty(outputs, inputs)
+        self._outputs, self._in_panels = outputs, native.multiplies(sample.dtype, sample.device)
+        if self._in_panels:
+            self._values = native.empty_panels(outputs, inputs, sample.dtype)
+        else:
+            self._values = empty(outputs, inputs)
 
     def put(self, first: int, rows: torch.Tensor) -> None:
         """Take rows [n, in] of any floating-point type, from output `first` on."""

@@ -1,7 +1,7 @@
 """Weights in mxfp4 (OCP Microscaling Formats 1.0, section 5.3): numbers of 4 bits, an exponent per 32.
 
-The weights stay packed. In float32 on CPUs the compiled kernels multiply by them as they are; elsewhere they
-are expanded for each product.
+The weights stay packed. In float32 and bfloat16 on CPUs the compiled kernels multiply by them as they are, in
+float32; elsewhere they are expanded for each product.
 """
 
 from __future__ import annotations

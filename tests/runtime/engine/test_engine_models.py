@@ -215,7 +215,8 @@ def test_half_precision_is_as_exact_as_in_transformers(tmp_path: Path, family: s
         exact = reference(folder, prompts)
         theirs = reference(folder, prompts, torch.bfloat16)
         ours = run(whole_model(folder, "bfloat16"), prompts)
-    assert (ours - exact).abs().mean() < 1.3 * (theirs - exact).abs().mean()
+    # Medians, since a router that chooses another expert by its last digit changes all of a token.
+    assert (ours - exact).abs().median() < 1.3 * (theirs - exact).abs().median()
 
 
 OPTIONAL = (

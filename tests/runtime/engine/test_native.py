@@ -49,12 +49,58 @@ def test_products(outputs: int, inputs: int, rows: int, biased: bool) -> None:
     assert torch.equal(result, alone), "a row's result depends on the others"
 
 
+@pytest.mark.parametrize("by_pairs", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 12, 13, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 40), (32, 7), (33, 100), (200, 3000)])
+def test_products_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, rows: int, biased: bool, by_pairs: bool
+) -> None:
+    """Within the bound of float32 sums in any order (Higham, Accuracy and Stability of Numerical Algorithms,
+    2002, section 3.1), rounded once: both ways to multiply."""
+    if by_pairs and not native.multiplies_pairs():
+        pytest.skip("this build or this processor has no products of pairs")
+    monkeypatch.setattr(native, "multiplies_pairs", lambda: by_pairs)
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
+    bias = torch.randn(outputs).bfloat16() if biased else None
+    packed = native.pack(weight), None if bias is None else native.pack_bias(bias), outputs
+    result = native.linear(x, *packed)
+    assert result.dtype == torch.bfloat16
+    added = torch.zeros(outputs) if bias is None else bias
+    exact = F.linear(x.double(), weight.double(), added.double())
+    terms = F.linear(x.double().abs(), weight.double().abs(), added.double().abs())
+    allowed = (inputs + 1) * torch.finfo(torch.float32).eps * terms
+    assert ((result.double() - exact).abs() <= allowed + 2**-8 * (exact.abs() + allowed)).all()
+    alone = torch.cat([native.linear(row.unsqueeze(0), *packed) for row in x])
+    assert torch.equal(result, alone), "a row's result depends on the others"
+
+
+@pytest.mark.parametrize("by_pairs", [False, True])
+def test_infinities_and_nan_in_bfloat16(monkeypatch: pytest.MonkeyPatch, by_pairs: bool) -> None:
+    """They go through a product as they are, and to no neighbour."""
+    if by_pairs and not native.multiplies_pairs():
+        pytest.skip("this build or this processor has no products of pairs")
+    monkeypatch.setattr(native, "multiplies_pairs", lambda: by_pairs)
+    weight = torch.eye(40).bfloat16()
+    x = torch.zeros(3, 40).bfloat16()
+    weight[weight == 0] = 0.5
+    x[0, 4], x[1, 7], x[2, 5] = torch.inf, torch.nan, 3e38
+    result = native.linear(x, native.pack(weight), None, 40)
+    assert result[0].isposinf().all() and result[1].isnan().all()
+    assert torch.equal(result[2], x[2, 5] * weight[:, 5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("counts", [[3], [0, 1, 40, 0], [2, 0, 0, 300, 1]])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 100), (200, 700)])
-def test_grouped_products(outputs: int, inputs: int, counts: list[int], biased: bool) -> None:
+def test_grouped_products(
+    outputs: int, inputs: int, counts: list[int], biased: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(outputs)
     x, weights = torch.randn(sum(counts), inputs), torch.randn(len(counts), outputs, inputs)
+    x, weights = x.to(dtype), weights.to(dtype)
     packed = [native.pack(weight) for weight in weights]
     biases = [native.pack_bias(bias) for bias in torch.randn(len(counts), outputs)] if biased else []
     parts = zip(x.split(counts), packed, biases or [None] * len(counts), strict=True)
@@ -79,6 +125,8 @@ def test_products_with_mxfp4(outputs: int, blocks: int, counts: list[int], biase
     alone = mxfp4.Mxfp4Panels(*parts[1 % len(parts)])
     rows = x[counts[0] :] if len(counts) > 1 else x
     assert torch.equal(alone(rows[:1]), result[len(x) - len(rows) :][:1]), "a row's result depends on others"
+    rounded = alone(rows[:1].bfloat16())
+    assert torch.equal(rounded, alone(rows[:1].bfloat16().float()).bfloat16())
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -88,6 +136,27 @@ def test_rms_norm(rows: int, width: int) -> None:
     x, weight = torch.randn(rows, width) * 30, torch.randn(width)
     expected = F.rms_norm(x.double(), (width,), weight.double(), 1e-5)
     torch.testing.assert_close(native.rms_norm(x, weight, 1e-5).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [5, 48, 771])
+def test_rms_norm_in_bfloat16(rows: int, width: int) -> None:
+    """A weight in bfloat16 multiplies rounded numbers, one in float32 those before they are rounded."""
+    torch.manual_seed(rows)
+    x, weight = (torch.randn(rows, width) * 30).bfloat16(), torch.randn(width).bfloat16()
+    scaled = native.rms_norm(x.float(), torch.ones(width), 1e-5)
+    assert torch.equal(native.rms_norm(x, weight, 1e-5), scaled.bfloat16() * weight)
+    wide = weight.float() + 1
+    assert torch.equal(native.rms_norm(x, wide, 1e-5), (scaled * wide).bfloat16())
+
+
+@pytest.mark.parametrize("width", [3, 64, 1001])
+def test_gate_in_bfloat16(width: int) -> None:
+    """As in float32, and rounded once."""
+    gate_up = (torch.randn(7, 2 * width) * 20).bfloat16()
+    gate_up.view(-1)[:3] = torch.tensor([-1e4, 1e4, torch.nan])
+    expected = native.gate(gate_up.float()).bfloat16()
+    torch.testing.assert_close(native.gate(gate_up), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -167,6 +236,46 @@ def test_turned_keys_are_packed(kv: str) -> None:
     packed = torch.zeros(2, 9, 2, form.width(10), dtype=torch.uint8)
     native.turn_and_store(heads, angles.cos(), angles.sin(), slots, *packed, form.kind)
     assert torch.equal(heads, plain) and torch.equal(packed[:, slots], form.pack(cache[:, slots]))
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize(("kv_heads", "dim", "turns"), [(2, 16, 16), (3, 10, 6), (1, 64, 64)])
+def test_turning_and_storing_in_bfloat16(kv_heads: int, dim: int, turns: int, kv: str) -> None:
+    """As in float32, rounded once, and stored as torch does."""
+    torch.manual_seed(dim)
+    heads, angles = torch.randn(7, 4 + 2 * kv_heads, dim).bfloat16(), torch.randn(7, turns // 2) * 5
+    form, slots, wide = kv_format(kv), torch.randperm(9)[:7], heads.float()
+    cosines, sines = angles.cos().bfloat16(), angles.sin().bfloat16()
+    floats = torch.zeros(2, 9, kv_heads, dim)
+    native.turn_and_store(wide, cosines.float(), sines.float(), slots, *floats)
+    cache = torch.zeros(2, 9, kv_heads, form.width(dim), dtype=form.stored_dtype(torch.bfloat16))
+    native.turn_and_store(heads, cosines, sines, slots, *cache, form.kind)
+    assert torch.equal(heads[:, : 4 + kv_heads], wide[:, : 4 + kv_heads].bfloat16())
+    stored = form.pack(floats.bfloat16())
+    assert torch.equal(cache[:, slots], stored[:, slots])
+    cache.zero_()
+    native.store_heads(heads[:, 4 : 4 + kv_heads], slots, cache[0], form.kind)
+    assert torch.equal(cache[0, slots], stored[0, slots])
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_attention_in_bfloat16(heads: int, kv_heads: int, dim: int, kv: str) -> None:
+    """That of the same numbers in float32, rounded once, for a chunk of a prompt and for its last token."""
+    torch.manual_seed(dim)
+    block, length, offset = 16, 40, 30
+    table, form = torch.randperm(8)[:5], kv_format(kv)
+    query = torch.randn(length, heads + 3, dim).bfloat16()[:, :heads]
+    stored = form.pack(torch.randn(2, 8 * block, kv_heads, dim).bfloat16())
+    floats = stored if form.is_packed else stored.float()
+    answers = torch.empty(2, length, heads, dim), torch.empty(2, length, heads, dim, dtype=torch.bfloat16)
+    spans = native.Spans.make([(length - 1, 3, offset + length, table.tolist())])
+    for asked, cache, (chunk, single) in zip((query.float(), query), (floats, stored), answers, strict=True):
+        how = table.int().numpy(), offset, 20, block
+        native.attend_chunk(asked, *cache, *how, chunk, kind=form.kind)
+        single.zero_()
+        native.attend_paged(asked, *cache, spans, block, single, kind=form.kind)
+    torch.testing.assert_close(answers[1], answers[0].bfloat16(), rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS)
@@ -284,4 +393,24 @@ def test_rows_go_to_their_places_in_panels(dtype: torch.dtype, seed: int) -> Non
     expected = padded.view(-1, width, inputs).transpose(1, 2)
     assert torch.equal(packed, expected)
     assert torch.equal(packed.signbit(), expected.signbit())
-    assert torch.equal(native.pack(weight), expected)
+    if dtype == torch.float32:
+        assert torch.equal(native.pack(weight), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_go_to_their_places_in_panels_of_pairs(dtype: torch.dtype, seed: int) -> None:
+    """Odd numbers of inputs, too, which zeros make even."""
+    rng = np.random.default_rng(seed)
+    outputs, inputs, width = (int(size) for size in (*rng.integers(1, 150, 2), native.panel_width()))
+    weight = torch.randn(outputs, inputs + 3).to(dtype)
+    weight[rng.integers(outputs), :4] = torch.tensor([torch.inf, -torch.inf, 3e-7, -0.0]).to(dtype)
+    weight = weight[:, 3:] if seed % 2 else weight[:, :inputs]
+    packed = native.empty_panels(outputs, inputs, torch.bfloat16)
+    cuts = [0, *sorted(rng.integers(0, outputs + 1, 3).tolist()), outputs]
+    for first, end in pairwise(cuts):
+        native.pack_rows(packed, first, weight[first:end])
+    padded = torch.zeros(-(-outputs // width) * width, inputs + inputs % 2).bfloat16()
+    padded[:outputs, :inputs] = weight.bfloat16()
+    expected = padded.view(-1, width, padded.shape[1] // 2, 2).transpose(1, 2)
+    assert torch.equal(packed.view(torch.int16), expected.contiguous().view(torch.int16))

@@ -1,5 +1,5 @@
-"""Attention in float32 on CPUs, by the compiled kernels of `runtime/native`, which read the cache in place,
-packed or not."""
+"""Attention in float32 and bfloat16 on CPUs, by the compiled kernels of `runtime/native`, which read the
+cache in place, packed or not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CpuAttention(Attention):
 
     @classmethod
     def serves(cls, shape: CacheShape) -> bool:
-        """The kernels compute float32 on CPUs, for the head sizes that they are compiled for."""
+        """The kernels serve some types on CPUs, for the head sizes that they are compiled for."""
         return native.serves(shape.dtype, shape.device) and native.attends_to(shape.head_dim)
 
     def plan(self, singles: Sequence[Single], parts: Sequence[Part], window: int | None) -> Plan:

@@ -57,7 +57,7 @@ class PackedWeight:
         """
         if not self.on_cpu:
             return lambda x: self._product_in_slices(x, bias)
-        added = None if bias is None else native.pack_bias(bias.float())
+        added = None if bias is None else native.pack_bias(bias)
 
         def run(x: torch.Tensor) -> torch.Tensor:
             result = native.linear_quantised(self._ordered(x).float().contiguous(), self, added)

@@ -1,0 +1,320 @@
+// Products with weights in panels, in float32, bfloat16 and mxfp4, as fast as memory allows for few rows.
+// `__init__.py` documents the arguments. All arrays are row-major; sizes are counts of values.
+
+#include "vectors.h"
+
+#include <algorithm>
+#include <vector>
+
+// GCC 10 came with an assembler that knows products of pairs.
+#if defined(__AVX512F__) && __GNUC__ >= 10
+#define HAS_DOTS 1
+#endif
+
+namespace {
+
+constexpr long AHEAD = 64;            // words of a panel between what is prefetched and what is used
+constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
+
+// How words of 32 bits, of which a panel has [words, PANEL], are multiplied. Value is the type of x and of the
+// results, Input that of x as `add` reads it, STEP how many of these belong to a word; `add` adds the products
+// of ROWS rows, x_row apart, with PANEL words.
+
+// A word is a float.
+struct Singles {
+    typedef float Value;
+    typedef float Input;
+    static constexpr long INPUTS = 1, STEP = 1;
+    template <int ROWS>
+    static inline void add(const float *x, long x_row, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
+        for (int row = 0; row < ROWS; ++row)
+            for (int part = 0; part < PANEL_VECTORS; ++part) sums[row][part] += x[row * x_row] * words[part];
+    }
+};
+
+// A word is two weights in bfloat16 for neighbouring inputs, the first one in its lower half. They become floats.
+struct Halves {
+    typedef Bfloat16 Value;
+    typedef float Input;
+    static constexpr long INPUTS = 2, STEP = 2;
+    template <int ROWS>
+    static inline void add(const float *x, long x_row, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
+        for (int half = 0; half < 2; ++half) {
+            Floats weights[PANEL_VECTORS];
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                const Ints bits = as_bits(words[part]);
+                weights[part] = as_floats(half ? bits & static_cast<int32_t>(0xffff0000u) : bits << 16);
+            }
+            for (int row = 0; row < ROWS; ++row)
+                for (int part = 0; part < PANEL_VECTORS; ++part)
+                    sums[row][part] += x[row * x_row + half] * weights[part];
+        }
+    }
+};
+
+// The same by instructions that multiply two pairs and add both products to a float; numbers below the normal
+// ones count as zero.
+struct Dots {
+    typedef Bfloat16 Value;
+    typedef int32_t Input;
+    static constexpr long INPUTS = 2, STEP = 1;
+    template <int ROWS>
+    static inline void add(const int32_t *x, long x_row, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
+#if defined(HAS_DOTS)
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; ++row) {
+            const Ints pair = Ints{} + x[row * x_row];
+#pragma GCC unroll 2
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                Floats result = sums[row][part];
+                // by its name, since this build serves processors without it, too
+                asm("vdpbf16ps %2, %1, %0" : "+v"(result) : "v"(words[part]), "v"(pair));
+                sums[row][part] = result;
+            }
+        }
+#endif
+    }
+};
+
+// ROWS rows of x times one panel; `ahead` is prefetched meanwhile. Every row is summed in the same order
+// whatever ROWS is, so a token's result does not depend on its batch.
+template <typename Kind, int ROWS>
+void multiply(const typename Kind::Input *x, long words, const float *panel, const float *bias,
+              const float *ahead, typename Kind::Value *output, long output_row, long width) {
+    const long x_row = words * Kind::STEP;
+    Floats result[ROWS][PANEL_VECTORS];
+    for (int row = 0; row < ROWS; ++row)
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            result[row][part] = bias ? load(bias + part * LANES) : Floats{};
+    for (long at = 0; at < words; ++at, panel += PANEL, ahead += PANEL, x += Kind::STEP) {
+        Floats weights[PANEL_VECTORS];
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            weights[part] = load(panel + part * LANES);
+            __builtin_prefetch(ahead + part * LANES, 0, 2);
+        }
+        Kind::template add<ROWS>(x, x_row, weights, result);
+    }
+    for (int row = 0; row < ROWS; ++row) {
+        typename Kind::Value values[PANEL];
+        for (int part = 0; part < PANEL_VECTORS; ++part) store(values + part * LANES, result[row][part]);
+        std::memcpy(output + row * output_row, values, width * sizeof values[0]);
+    }
+}
+
+template <typename Kind> struct Multiplies {
+    typedef void (*Multiply)(const typename Kind::Input *, long, const float *, const float *, const float *,
+                             typename Kind::Value *, long, long);
+    Multiply by_rows[PRODUCT_ROWS + 1];
+    Multiplies() { fill<PRODUCT_ROWS>(); }
+
+    template <int ROWS> void fill() {
+        by_rows[ROWS] = multiply<Kind, ROWS>;
+        if constexpr (ROWS > 1) fill<ROWS - 1>();
+    }
+};
+
+template <typename Kind> const Multiplies<Kind> multiplies;
+
+// All rows of x times some of the panels.
+template <typename Kind>
+void multiply_panels(const typename Kind::Value *x, long rows, long inputs, const float *packed,
+                     const float *bias, long outputs, long first_panel, long end_panel,
+                     typename Kind::Value *output) {
+    typedef typename Kind::Input Input;
+    constexpr bool CONVERTS = sizeof(Input) * Kind::STEP > sizeof(*x) * Kind::INPUTS;
+    const long words = inputs / Kind::INPUTS, x_row = words * Kind::STEP, size = words * PANEL;
+    const long block = std::max(1L, BLOCK_VALUES / std::max(1L, x_row) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    std::vector<float> converted(CONVERTS ? std::min(block, rows) * inputs : 0);
+    for (long first = 0; first < rows; first += block) {
+        const long count = std::min(block, rows - first);
+        const Input *some = reinterpret_cast<const Input *>(x + first * inputs);
+        if constexpr (CONVERTS) {
+            convert(x + first * inputs, count * inputs, converted.data());
+            some = converted.data();
+        }
+        const long groups = (count + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        for (long panel = first_panel; panel < end_panel; ++panel) {
+            const float *const own = packed + panel * size;
+            const float *const added = bias ? bias + panel * PANEL : nullptr;
+            const long width = std::min<long>(PANEL, outputs - panel * PANEL);
+            for (long group = 0; group < groups; ++group) {
+                const long from = count * group / groups, to = count * (group + 1) / groups;
+                // prefetch what is used soon of this panel, or the next panel during the last group
+                const float *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
+                multiplies<Kind>.by_rows[to - from](some + from * x_row, words, own, added, ahead,
+                                                    output + (first + from) * outputs + panel * PANEL, outputs,
+                                                    width);
+            }
+        }
+    }
+}
+
+// Calls run(kind) with the kind of a number in `__init__.py`.
+template <typename Run> inline void with_kind(long kind, Run run) {
+    switch (kind) {
+    case 1: return run(Halves{});
+    case 2: return run(Dots{});
+    default: return run(Singles{});
+    }
+}
+
+// Weights in mxfp4 (`mxfp4.py`): a word holds the codes of WORD inputs for one output.
+constexpr int MX_BLOCK = 32, MX_ROWS = PRODUCT_ROWS / 2, WORD = 8;
+
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+
+inline Ints load_words(const int32_t *from) {
+    Ints words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
+}
+
+inline Ints load_bytes(const uint8_t *from) {
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints); // GCC is slow at both in one
+}
+
+// The values of codes in the lowest bits: a sign, two bits of exponent and one of mantissa.
+inline Floats value_of(const Ints &codes) {
+    const float values[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+#if defined(__AVX512F__)
+    return __builtin_shuffle(load(values), codes);
+#else
+    const Ints size = codes & 7;
+#if defined(__AVX__)
+    const Floats found = __builtin_shuffle(load(values), size);
+#else
+    const Floats small = __builtin_convertvector(size, Floats) * .5f;
+    const Floats large = __builtin_convertvector((size & 1) + 2, Floats);
+    const Floats found = size < 4 ? small : size < 6 ? large : large * 2.f;
+#endif
+    Ints bits;
+    std::memcpy(&bits, &found, sizeof bits);
+    return as_floats(bits | (codes & 8) << 28);
+#endif
+}
+
+// ROWS rows of x times one panel of codes [inputs / WORD, PANEL] with exponents [inputs / MX_BLOCK, PANEL].
+template <int ROWS>
+void multiply_mx(const float *x, long inputs, const int32_t *codes, const uint8_t *exponents,
+                 const float *bias, float *output, long output_row, long width) {
+    Floats result[ROWS][PANEL_VECTORS];
+    for (int row = 0; row < ROWS; ++row)
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            result[row][part] = bias ? load(bias + part * LANES) : Floats{};
+    for (long first = 0; first < inputs; first += MX_BLOCK, exponents += PANEL) {
+        Floats sums[ROWS][PANEL_VECTORS] = {};
+        for (long from = first; from < first + MX_BLOCK; from += WORD, codes += PANEL)
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                Ints words = load_words(codes + part * LANES);
+                for (long at = from; at < from + WORD; ++at, words >>= 4) {
+                    const Floats weights = value_of(words);
+                    for (int row = 0; row < ROWS; ++row) sums[row][part] += x[row * inputs + at] * weights;
+                }
+            }
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            const Floats scale = as_floats(load_bytes(exponents + part * LANES) << 23);
+            for (int row = 0; row < ROWS; ++row) result[row][part] += sums[row][part] * scale;
+        }
+    }
+    for (int row = 0; row < ROWS; ++row)
+        std::memcpy(output + row * output_row, result[row], width * sizeof(float));
+}
+
+typedef void (*MultiplyMx)(const float *, long, const int32_t *, const uint8_t *, const float *, float *, long,
+                           long);
+
+template <int ROWS = 1> MultiplyMx mx_for(long rows) {
+    if constexpr (ROWS < MX_ROWS)
+        if (rows > ROWS) return mx_for<ROWS + 1>(rows);
+    return multiply_mx<ROWS>;
+}
+
+// Calls do_part(group, first row, first panel, end panel) for all groups that have rows, in parallel.
+template <typename Part>
+void for_groups(const int64_t *counts, long groups, long outputs, Part do_part) {
+    struct Item {
+        long group, row, first_panel, end_panel;
+    };
+    const long panels = (outputs + PANEL - 1) / PANEL;
+    const long pieces = std::min<long>(panels, omp_get_max_threads());
+    std::vector<Item> items;
+    for (long group = 0, row = 0; group < groups; row += counts[group++])
+        for (long piece = 0; counts[group] && piece < pieces; ++piece)
+            items.push_back({group, row, panels * piece / pieces, panels * (piece + 1) / pieces});
+#pragma omp parallel for schedule(dynamic, 1)
+    for (long at = 0; at < static_cast<long>(items.size()); ++at)
+        do_part(items[at].group, items[at].row, items[at].first_panel, items[at].end_panel);
+}
+
+} // namespace
+
+extern "C" {
+
+long panel_width() { return PANEL; }
+
+int multiplies_pairs() {
+#if defined(HAS_DOTS)
+    return __builtin_cpu_supports("avx512bf16") != 0;
+#else
+    return 0;
+#endif
+}
+
+int has_tiles() {
+#if defined(HAS_DOTS)
+    return __builtin_cpu_supports("amx-bf16") != 0;
+#else
+    return 0;
+#endif
+}
+
+void multiply_packed(const void *x, long rows, long inputs, long kind, const float *packed, const float *bias,
+                     long outputs, void *output) {
+    const long panels = (outputs + PANEL - 1) / PANEL;
+    with_kind(kind, [&](auto chosen) {
+        using Kind = decltype(chosen);
+        typedef typename Kind::Value Value;
+#pragma omp parallel
+        {
+            const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
+            multiply_panels<Kind>(static_cast<const Value *>(x), rows, inputs, packed, bias, outputs,
+                                  panels * thread / threads, panels * (thread + 1) / threads,
+                                  static_cast<Value *>(output));
+        }
+    });
+}
+
+void multiply_grouped(const void *x, const int64_t *counts, long groups, long inputs, long kind,
+                      const float *const *packed, const float *const *biases, long outputs, void *output) {
+    with_kind(kind, [&](auto chosen) {
+        using Kind = decltype(chosen);
+        typedef typename Kind::Value Value;
+        for_groups(counts, groups, outputs, [&](long group, long row, long first, long end) {
+            multiply_panels<Kind>(static_cast<const Value *>(x) + row * inputs, counts[group], inputs,
+                                  packed[group], biases ? biases[group] : nullptr, outputs, first, end,
+                                  static_cast<Value *>(output) + row * outputs);
+        });
+    });
+}
+
+void multiply_mxfp4(const float *x, const int64_t *counts, long groups, long inputs,
+                    const int32_t *const *codes, const uint8_t *const *exponents, const float *const *biases,
+                    long outputs, float *output) {
+    for_groups(counts, groups, outputs, [&](long group, long row, long first_panel, long end_panel) {
+        for (long panel = first_panel; panel < end_panel; ++panel) {
+            const int32_t *const own = codes[group] + panel * inputs / WORD * PANEL;
+            const uint8_t *const scales = exponents[group] + panel * inputs / MX_BLOCK * PANEL;
+            const float *const added = biases ? biases[group] + panel * PANEL : nullptr;
+            const long width = std::min<long>(PANEL, outputs - panel * PANEL);
+            for (long first = 0; first < counts[group]; first += MX_ROWS) {
+                const long from = row + first, count = std::min<long>(MX_ROWS, counts[group] - first);
+                mx_for(count)(x + from * inputs, inputs, own, scales, added,
+                              output + from * outputs + panel * PANEL, outputs, width);
+            }
+        }
+    });
+}
+}
