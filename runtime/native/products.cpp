@@ -14,6 +14,8 @@
 namespace {
 
 constexpr long AHEAD = 64;            // words of a panel between what is prefetched and what is used
+constexpr long PIECES = 8;             // of a product for each thread,
+constexpr long PIECES_FROM = 16;       // from so many rows on
 constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
 
 // How words of 32 bits, of which a panel has [words, PANEL], are multiplied. Value is the type of x and of the
@@ -232,6 +234,13 @@ template <int ROWS = 1> MultiplyMx mx_for(long rows) {
     return multiply_mx<ROWS>;
 }
 
+// How many pieces threads share a product in: for many rows several each, so that one that another program slows
+// down leaves more to the others. For few rows, which are over too soon, one each.
+inline long count_pieces(long panels, long rows) {
+    const long threads = omp_get_max_threads();
+    return std::min(panels, threads == 1 || rows < PIECES_FROM ? threads : PIECES * threads);
+}
+
 // Calls do_part(group, first row, first panel, end panel) for all groups that have rows, in parallel.
 template <typename Part>
 void for_groups(const int64_t *counts, long groups, long outputs, Part do_part) {
@@ -277,13 +286,12 @@ void multiply_packed(const void *x, long rows, long inputs, long kind, const flo
     with_kind(kind, [&](auto chosen) {
         using Kind = decltype(chosen);
         typedef typename Kind::Value Value;
-#pragma omp parallel
-        {
-            const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const long pieces = count_pieces(panels, rows);
+#pragma omp parallel for schedule(dynamic, 1)
+        for (long piece = 0; piece < pieces; ++piece)
             multiply_panels<Kind>(static_cast<const Value *>(x), rows, inputs, packed, bias, outputs,
-                                  panels * thread / threads, panels * (thread + 1) / threads,
+                                  panels * piece / pieces, panels * (piece + 1) / pieces,
                                   static_cast<Value *>(output));
-        }
     });
 }
 
