@@ -1,4 +1,4 @@
-// Copies between KV cache pools, and between a pool and a buffer. `__init__.py` documents the arguments.
+// Copies between KV cache pools, and between a pool and a buffer. `tokens.py` documents the arguments.
 
 #include <algorithm>
 #include <cstdint>

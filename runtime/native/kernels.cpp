@@ -1,7 +1,7 @@
 // What a step computes on CPUs besides products with weights (products.cpp): one pass over each value where
 // torch's operators need several; attention that reads the paged KV cache in place. Values are float32 or
 // bfloat16, and are computed with in float32.
-// `__init__.py` documents the arguments. All arrays are row-major; sizes are counts of values.
+// `kernels.py` documents the arguments. All arrays are row-major; sizes are counts of values.
 //
 // The OpenMP threads are torch's: its library is loaded first, so the linker finds its symbols.
 
@@ -452,7 +452,7 @@ template <typename Value> void gate_rows(const Value *gate_up, long rows, long w
     }
 }
 
-// Calls run(sample) with a value of the type of a number in `__init__.py`.
+// Calls run(sample) with a value of the type of a number in `library.py`.
 template <typename Run> inline void with_type(long type, Run run) {
     if (type == 2) return run(Bfloat16{});
     run(float{});

@@ -1,4 +1,4 @@
-// Reading slices of files, and laying out weights in panels. `__init__.py` documents the arguments.
+// Reading slices of files, and laying out weights in panels. `loading.py` documents the arguments.
 
 #include "vectors.h"
 

@@ -1,5 +1,5 @@
 // Products with weights in panels, in float32, bfloat16 and mxfp4, as fast as memory allows for few rows.
-// `__init__.py` documents the arguments. All arrays are row-major; sizes are counts of values.
+// `products.py` documents the arguments. All arrays are row-major; sizes are counts of values.
 
 #include "vectors.h"
 
@@ -151,7 +151,7 @@ void multiply_panels(const typename Kind::Value *x, long rows, long inputs, cons
     }
 }
 
-// Calls run(kind) with the kind of a number in `__init__.py`.
+// Calls run(kind) with the kind of a number in `products.py`.
 template <typename Run> inline void with_kind(long kind, Run run) {
     switch (kind) {
     case 1: return run(Halves{});

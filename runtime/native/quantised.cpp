@@ -1,5 +1,5 @@
 // Products of float32 activations with quantised weights: integers of 4 and 8 bits and floats of 8 bits, with
-// a scale and perhaps a zero for each group of inputs. `__init__.py` documents the arguments.
+// a scale and perhaps a zero for each group of inputs. `quantised.py` documents the arguments.
 //
 // For a few rows, weights turn into floats in registers on their way from memory: the time is that of reading
 // the packed bytes. For more rows, a tile of weights turns into floats in the cache, and all rows pass it.

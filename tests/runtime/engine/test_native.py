@@ -26,12 +26,12 @@ HEADS = [(4, 2, 16), (9, 1, 256), (5, 5, 96), (6, 2, 128), (5, 1, 576)]
 @pytest.fixture(params=BUILDS, autouse=True)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
-    native._library.cache_clear()
+    native.library.loaded.cache_clear()
     if not native.serves(torch.float32, torch.device("cpu")):
         assert shutil.which("g++") is None, "installed without compiled kernels, which g++ can build"
         pytest.skip("neither compiled kernels nor a compiler")
     yield
-    native._library.cache_clear()
+    native.library.loaded.cache_clear()
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -34,8 +34,8 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         monkeypatch.setattr(native, "serves", lambda dtype, device: False)
         return "none"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
-    native._library.cache_clear()
-    request.addfinalizer(native._library.cache_clear)
+    native.library.loaded.cache_clear()
+    request.addfinalizer(native.library.loaded.cache_clear)
     if not native.serves(torch.float32, CPU):
         pytest.skip("no compiled kernels")
     return request.param

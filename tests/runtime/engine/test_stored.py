@@ -48,7 +48,7 @@ def test_any_slice_of_any_tensor(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored, "CHUNK_BYTES", data.draw(st.sampled_from([1, 40, 1 << 20])))
         if not is_compiled:
-            patch.setattr(native, "_library", lambda: None)
+            patch.setattr(native.library, "loaded", lambda: None)
         for name, tensor in found.items():
             rows = data.draw(spans(tensor.shape[0])) if tensor.shape else None
             columns = data.draw(spans(tensor.shape[1])) if len(tensor.shape) > 1 else None

@@ -1,0 +1,101 @@
+"""The build of the compiled kernels for this processor: what it can do, and how its functions are called."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+
+FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Types of weights and scales that kernels read."""
+_COMPUTED = (torch.float32, torch.bfloat16)
+"""Types of the values that a step computes with."""
+_ARGUMENTS = {
+    # p: address, l: count, f: float
+    "attend_paged": "pllpplpplllllffpp",
+    "attend_chunk": "pllpplplllllllffppp",
+    "turn_and_store": "plppplllllppl",
+    "store_heads": "pllplllpl",
+    "multiply_packed": "plllpplp",
+    "multiply_quantised": "plllppllplplplp",
+    "multiply_grouped": "pplllpplp",
+    "multiply_mxfp4": "ppllppplp",
+    "rms_norm": "plplfllp",
+    "gate": "plllp",
+    "copy_tokens": "pllpllllplpll",
+    "count_tokens": "pll",
+    "pack_rows": "pllplll",
+    "pack_codes": "pplllll",
+    "read_pieces": "lllllp",
+    "attends_to": "l",
+    "multiplies_pairs": "",
+    "has_tiles": "",
+    "panel_width": "",
+}
+_RESULTS = {
+    "attends_to": ctypes.c_int,
+    "multiplies_pairs": ctypes.c_int,
+    "has_tiles": ctypes.c_int,
+    "panel_width": ctypes.c_long,
+    "count_tokens": ctypes.c_long,
+    "read_pieces": ctypes.c_long,
+}
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
+
+
+def serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels can compute with this type on this device."""
+    return dtype in _COMPUTED and device.type == "cpu" and loaded() is not None
+
+
+def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels multiply by weights of this type on this device, as fast as oneDNN or faster: not
+    in bfloat16 where the processor has instructions for whole tiles (AMX), which they do not use."""
+    if not serves(dtype, device):
+        return False
+    library = loaded()
+    return dtype != torch.bfloat16 or library is None or not library.has_tiles()
+
+
+def copies() -> bool:
+    """Whether `copy_tokens` and `count_tokens` can be used."""
+    return loaded() is not None
+
+
+def multiplies_pairs() -> bool:
+    """Whether this processor multiplies pairs of numbers in bfloat16 by instructions of its own."""
+    library = loaded()
+    return library is not None and bool(library.multiplies_pairs())
+
+
+def panel_width() -> int:
+    """Outputs of a panel, where `serves`."""
+    library = loaded()
+    assert library is not None
+    return library.panel_width()
+
+
+def call(name: str, *arguments: float | None) -> None:
+    """Call a kernel; ctypes releases the GIL meanwhile."""
+    getattr(loaded(), name)(*arguments)
+
+
+@cache
+def loaded() -> ctypes.CDLL | None:
+    """The build for this processor's instruction set; None if none loads."""
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    wanted = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",)}.get(capability, ("default",))
+    for name in wanted:
+        for path in Path(__file__).parent.glob(f"_{name}.*.so"):
+            try:
+                library = ctypes.CDLL(str(path))
+            except OSError:
+                continue
+            for function, arguments in _ARGUMENTS.items():
+                entry = getattr(library, function)
+                entry.argtypes = [_TYPES[letter] for letter in arguments]
+                entry.restype = _RESULTS.get(function)
+            return library
+    return None

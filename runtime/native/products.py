@@ -1,0 +1,137 @@
+"""Products with weights in panels (products.cpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from runtime.native import library
+from runtime.native.loading import in_pairs, mapped, pack_rows
+
+_BY_FLOATS, _BF16_BY_FLOATS, _BF16_BY_PAIRS = range(3)
+"""How kernels multiply by panels."""
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] float32 or bfloat16 -> panels, as `empty_panels` makes them."""
+    outputs, inputs = weight.shape
+    packed = empty_panels(outputs, inputs, weight.dtype)
+    pack_rows(packed, 0, weight)
+    return packed
+
+
+def empty_panels(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Panels for `pack_rows`; the padding of the last one is zero.
+
+    Returns
+    -------
+    [out / width, in, width] float32, or [out / width, in / 2, width, 2] bfloat16, where an odd number of
+    inputs is padded, too
+    """
+    width = library.panel_width()
+    inner = (inputs, width) if dtype == torch.float32 else (-(-inputs // 2), width, 2)
+    panels = mapped((-(-outputs // width), *inner), dtype)
+    panels[-1:].zero_()  # all others are written whole
+    return panels
+
+
+def pack_bias(bias: torch.Tensor) -> torch.Tensor:
+    """[out] -> float32, padded with zeros to whole panels."""
+    return _in_panels(bias.float()).flatten()
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+    """x [n, in], contiguous, times packed weights of its type, plus packed bias -> [n, out].
+
+    A row's result does not depend on the others.
+    """
+    output, (x, kind) = x.new_empty(len(x), outputs), _multiplied(x)
+    address = None if bias is None else bias.data_ptr()
+    library.call(
+        "multiply_packed",
+        x.data_ptr(),
+        *x.shape,
+        kind,
+        packed.data_ptr(),
+        address,
+        outputs,
+        output.data_ptr(),
+    )
+    return output
+
+
+class Grouped:
+    """Products with packed weights of equal size, each with its own rows of x.
+
+    Parameters
+    ----------
+    packed, biases : of each group; no biases, or one for each
+    outputs : columns of the result
+    exponents : of each group, if the weights are in mxfp4 (`pack_mxfp4`)
+    """
+
+    def __init__(
+        self,
+        packed: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        outputs: int,
+        exponents: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._kept, self._outputs = (packed, biases, exponents), outputs
+        self._in_mxfp4 = bool(exponents)
+        self._weights = [_addresses(each) for each in ((packed, exponents) if exponents else (packed,))]
+        self._biases = _addresses(biases) if biases else None
+
+    def __call__(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """x [n, in], contiguous and sorted by group, of which each has so many rows -> [n, out].
+
+        In mxfp4, x of any type is computed in float32.
+        """
+        dtype = x.dtype
+        x = x.float() if self._in_mxfp4 else x
+        output, rows = x.new_empty(len(x), self._outputs), np.array(counts, dtype=np.int64)
+        x, kind = _multiplied(x)
+        library.call(
+            "multiply_mxfp4" if self._in_mxfp4 else "multiply_grouped",
+            x.data_ptr(),
+            rows.ctypes.data,
+            len(rows),
+            x.shape[1],
+            *(() if self._in_mxfp4 else (kind,)),
+            *(weights.ctypes.data for weights in self._weights),
+            None if self._biases is None else self._biases.ctypes.data,
+            self._outputs,
+            output.data_ptr(),
+        )
+        return output.to(dtype)
+
+
+def pack_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [out, in] and exponents [out, in / 32], uint8, in panels: codes of 8 inputs in each int32,
+    [out / width, in / 8, width], and exponents [out / width, in / 32, width]."""
+    bytes_of_two = codes[:, 0::2] | codes[:, 1::2] << 4
+    words = bytes_of_two.contiguous().view(torch.int32)  # the lowest bits come first
+    packed = _in_panels(words).transpose(1, 2).contiguous()
+    return packed, _in_panels(exponents).transpose(1, 2).contiguous()
+
+
+def _in_panels(weight: torch.Tensor) -> torch.Tensor:
+    """[out, ...] -> [out / width, width, ...], padded with zeros."""
+    width = library.panel_width()
+    missing = -len(weight) % width
+    if missing:
+        weight = torch.cat((weight, weight.new_zeros(missing, *weight.shape[1:])))
+    return weight.view(len(weight) // width, width, *weight.shape[1:])
+
+
+def _multiplied(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x [n, in] as kernels read it for products, and how they multiply."""
+    if x.dtype == torch.float32:
+        return x, _BY_FLOATS
+    return in_pairs(x), _BF16_BY_PAIRS if library.multiplies_pairs() else _BF16_BY_FLOATS
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    return np.array([each.data_ptr() for each in tensors], dtype=np.uint64)
