@@ -38,7 +38,6 @@ class StepTimes:
     Attributes
     ----------
     in_flight : steps that run at the same time
-    step : Work -> (seconds of each stage, seconds of each hop)
     """
 
     def __init__(
@@ -60,8 +59,18 @@ class StepTimes:
         self._micro_batches = replica.engine.in_flight or decodes
         self._edges_s: dict[float, list[float]] = {}
         self._turns: dict[int, tuple[Line, ...]] = {}
-        # Many steps are equal: requests of a workload have few lengths, and chunks of long prompts one size.
-        self.step = lru_cache(_KEPT_STEPS)(self._step)
+        # Many steps are equal but for their context: requests of a workload have few lengths, and chunks of
+        # long prompts one size.
+        self._without_context = lru_cache(_KEPT_STEPS)(self._step)
+        self._context_of = lru_cache(_KEPT_STEPS)(self._context_s)
+
+    def step(self, work: Work) -> tuple[Sequence[float], Sequence[float]]:
+        """Seconds of each stage and of each hop."""
+        stage_s, hop_s = self._without_context(work._replace(context=0.0))
+        if work.context:
+            context_s = self._context_of(work.decodes) if self.costs.tiled else self._alike_context_s
+            stage_s = [a + b * work.context for a, b in zip(stage_s, context_s, strict=True)]
+        return stage_s, hop_s
 
     def _step(self, work: Work) -> tuple[Sequence[float], Sequence[float]]:
         costs, last = self.costs, self.stages - 1
@@ -101,7 +110,7 @@ class StepTimes:
         turns = min(self._micro_batches, requests)
         size = requests / turns
         stage_s, hop_s = self.step(Work(0.0, 0.0, size, 0.0, size))
-        context_s = self._context_s(size) if self.costs.tiled else self._alike_context_s
+        context_s = self._context_of(size) if self.costs.tiled else self._alike_context_s
         walk = math.fsum((*stage_s, *hop_s)), math.fsum(context_s) / turns
         stages = ((turns * a, b) for a, b in zip(stage_s, context_s, strict=True))
         return _upper([walk, *stages, *((turns * a, 0.0) for a in hop_s)])
@@ -114,7 +123,7 @@ class StepTimes:
     def _context_s(self, decodes: float) -> list[float]:
         """Seconds per context token in each stage, in steps of so many decodes: reading and attending are
         proportional to the context."""
-        none, far = (self.step(Work(0.0, 0.0, decodes, context, decodes))[0] for context in (0.0, _FAR))
+        none, far = (self._step(Work(0.0, 0.0, decodes, context, decodes))[0] for context in (0.0, _FAR))
         return [(b - a) / _FAR for a, b in zip(none, far, strict=True)]
 
 

@@ -20,8 +20,9 @@ from hexgen2.headwise.allocation import MOST_MOVES, STEPS_PER_LOOK, Allocation, 
 from hexgen2.headwise.profile import DeviceProfile, kv_head_token_bytes, profiled
 from hexgen2.prediction.headwise_times import HeadwiseTimes
 from hexgen2.simulator.batching import Batching
+from hexgen2.simulator.cohort import Request
 from hexgen2.simulator.options import HeadOptions
-from hexgen2.simulator.pipelined_replica import PipelinedReplica, _Request
+from hexgen2.simulator.pipelined_replica import Decodes, PipelinedReplica
 from hexgen2.simulator.prefill_replica import Begun, nobody
 from hexgen2.simulator.records import Records, ReplicaRecord
 from runtime.routing.kv_budget import KvBudget
@@ -29,6 +30,8 @@ from runtime.routing.kv_budget import KvBudget
 
 class HeadwiseReplica(PipelinedReplica):
     """One replica whose decode attention is divided by heads; parameters are those of PipelinedReplica."""
+
+    together = False
 
     def __init__(
         self,
@@ -69,23 +72,23 @@ class HeadwiseReplica(PipelinedReplica):
 
     # -- requests come and go
 
-    def _fits(self, request: _Request) -> bool:
+    def _fits(self, request: Request) -> bool:
         return super()._fits(request) and all(own.has_room(request.tokens) for own in self._allocations)
 
-    def _enter(self, request: _Request) -> None:
+    def _enter(self, request: Request) -> None:
         super()._enter(request)
         for allocation in self._allocations:
             placed = allocation.place({request.index: float(request.held or request.tokens)})
             assert placed, "a request that fits finds room for its heads"
 
-    def _leave(self, request: _Request) -> None:
+    def _leave(self, request: Request) -> None:
         super()._leave(request)
         for allocation in self._allocations:
             allocation.remove(request.index)
 
     # -- steps
 
-    def _decodes(self, now: float) -> list[_Request]:
+    def _decodes(self, now: float) -> Decodes:
         self._make_room(now)
         return super()._decodes(now)
 
@@ -141,7 +144,7 @@ class HeadwiseReplica(PipelinedReplica):
             self._go_on(now, None)
 
     def _step_s(
-        self, work: Work, decodes: list[_Request], chunks: list[tuple[_Request, int]]
+        self, work: Work, decodes: list[Request], chunks: list[tuple[Request, int]]
     ) -> tuple[Sequence[float], Sequence[float]]:
         times, window = self._head_times, self._window
         stage_s, hop_s = times.dense(work._replace(context=0.0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from cluster_specs.loader import resolve
@@ -174,9 +175,13 @@ class Simulation(EventLoop):
             self._decode_replicas[name] = decoder
         if replica.prefills_for_others:
             self._prefill_replicas[name] = PromptsForOthers(decoder)
-        if isinstance(decoder, DecodeReplica) and isinstance(kv_budget, LiveKvBudget):
-            counted = decoder
-            kv_budget.grown, kv_budget.grown_at_most = lambda: counted.grown(self.now), counted.grown_at_most
+        if isinstance(kv_budget, LiveKvBudget):
+            if isinstance(decoder, DecodeReplica):
+                counted = decoder
+                kv_budget.grown = lambda: counted.grown(self.now)
+                kv_budget.grown_at_most = counted.grown_at_most
+            else:
+                kv_budget.grown = kv_budget.grown_at_most = partial(getattr, decoder, "uncounted")
 
     def _add_routes(self, fleet: Fleet, names: Mapping[str, str], more: Sequence[PlacedRoute] = ()) -> None:
         """Add the routes of a placement, and `more`. `names` maps its replica ids to the simulation's."""

@@ -139,15 +139,17 @@ class Admission(AdmissionBase[Request]):
         def has_room(route: Route) -> bool:
             prefill, decode = route.prefill, route.decode
             if prefill != decode:
-                if prefill not in begins:
-                    begins[prefill] = fits(prefill, whole if one_token else prompt, True)
-                if one_token or not begins[prefill]:
-                    return begins[prefill]
-                share = shares.get((prefill, decode), 1.0)
-                if not replicas[prefill].has_room_toward(decode, prompt, share):
-                    return False
-            if decode not in ends:
-                ends[decode] = fits(decode, whole, False)
-            return ends[decode]
+                begun = begins.get(prefill)
+                if begun is None:
+                    begun = begins[prefill] = fits(prefill, whole if one_token else prompt, True)
+                if one_token or not begun:
+                    return begun
+            ended = ends.get(decode)
+            if ended is None:
+                ended = ends[decode] = fits(decode, whole, False)
+            if prefill == decode or not ended:
+                return ended
+            share = shares.get((prefill, decode), 1.0)
+            return replicas[prefill].has_room_toward(decode, prompt, share)
 
         return has_room
