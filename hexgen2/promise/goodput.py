@@ -20,6 +20,8 @@ SMALLEST_STEP, LARGEST_STEP = 0.02, 0.08
 LATE, LATE_STEPS = 0.5, (0.12, 0.5)
 """Where less than this share of what is asked for is in time, the rate falls by the first of these shares,
 and later by the second: how late requests are does not say then how much it is too high."""
+FALL = 0.03
+"""After runs in which more and more waited, the rate is below what the fleet ended by this share for each."""
 GROWTH = 20.0
 """The late share grows by about this power of the rate, where nothing better is known."""
 INSIDE = 0.2
@@ -121,7 +123,9 @@ def _next_rate(done: list[Trial], low: Trial | None, high: Trial | None, attainm
     if low and high and high.kept_up:
         return low.rate + (high.rate - low.rate) * min(1 - INSIDE, max(INSIDE, _part(low, high, asked)))
     if high and not high.kept_up:
-        return high.most_req_s
+        below = high.most_req_s * (1 - FALL * sum(not trial.kept_up for trial in done))
+        least = low.rate if low else 0.0
+        return below if below > least else (least + high.rate) / 2
     last = low or high
     assert last is not None
     slope = _slope(done[-2:])

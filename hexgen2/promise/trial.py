@@ -50,8 +50,8 @@ class Trial:
     ttft_s, tpot_s, e2el_s : [n] seconds; nan where a run that ended early has none
     whole : whether the run went on to its end
     inside : requests that were in the fleet when the last one arrived, as far as the run went
-    most_req_s : requests/s that the fleet ended while more and more waited; infinite if it kept up, or if the
-        run ended early
+    most_req_s : requests/s that the fleet ended while more and more waited, at most the rate; infinite if it
+        kept up, or if the run ended early
     """
 
     rate: float
@@ -197,7 +197,8 @@ class _Watch:
                 in_time &= seconds <= target_ms / 1e3
         halfway, at_the_end, inside, ended_req_s = _in_the_fleet(records)
         grown = CHANCE * math.sqrt(halfway) + GROWN * len(in_time) / 2
-        most_req_s = math.inf if at_the_end <= halfway + grown or not self._whole else ended_req_s
+        kept_up = at_the_end <= halfway + grown or not self._whole
+        most_req_s = math.inf if kept_up else min(rate, ended_req_s)
         return Trial(rate, records.requests, in_time, ttft_s, tpot_s, e2el_s, self._whole, inside, most_req_s)
 
 

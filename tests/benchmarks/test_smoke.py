@@ -69,6 +69,7 @@ ELSEWHERE = {
     "engine.sides.our_engine": "engine.engine_speed runs it",
     "engine.sides.transformers_generate": "engine.engine_speed runs it",
     "engine.sides.vllm_offline": "needs vLLM: test_engine_speed_beside_vllm",
+    "search.aiconfigurator": "needs AIConfigurator: test_aiconfigurator.py",
     "search.answers": "search.same_answer runs it",
     "serving.scripted_fleet": "serving.front_end_saturation runs it",
     "serving.vllm_bench": "needs vLLM: tests/runtime/vllm",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from cost_model.pipeline import (
     Pace,
+    mixed_decodes,
     prefill_batches_held,
     prefill_pace,
     prompt_s,
@@ -212,15 +213,28 @@ class Divisions:
         pace = self._pipelines.decode_pace(pipeline, split, batch, chunk)
         req_s = 0.0 if targets.given else pace.capacity_req_s
         if targets.given and pace.capacity_req_s > above:
-            req_s = targets.decode_req_s(pace, self.decode_queue(pipeline, split, batch, chunk))
-        if pipeline.role == "colocated" and targets.ttft_s is not None and req_s > above:
-            # Prompts wait for one another, at what both phases leave of the replica's time.
-            req_s = min(req_s, targets.prefill_req_s(pace, chunk or 1.0))
+            queue = self.decode_queue(pipeline, split, batch, chunk)
+            req_s = targets.decode_req_s(pace, queue)
+            if pipeline.role == "colocated":
+                prompts = self._pace_of_prompts(pipeline, split, batch, chunk, pace)
+                req_s = min(pace.capacity_req_s, targets.both_req_s(prompts, chunk or 1.0, queue, req_s))
         if pipeline.role == "decode" and not targets.given and req_s > above:
             req_s = self._beside_prompts(pipeline, split, batch, pace)
         steps = 1 if self.problem.pipeline == "literal" else len(split)
         engine = given or self._engine(round(chunk * self.problem.costs.isl), steps)
         return Division(split, batch, pace, req_s, engine)
+
+    def _pace_of_prompts(
+        self, pipeline: Pipeline, split: list[int], batch: int, chunk: float, pace: Pace
+    ) -> Pace:
+        """The pace at which a colocated replica of that pace computes prompts while some wait: each step has
+        a chunk then. Without mixed steps, prompts have what both phases leave of the replica's time."""
+        if not chunk:
+            return pace
+        decodes = mixed_decodes(batch, len(split), chunk, self.problem.costs.osl)
+        mixed, prompts = self._pipelines.mixed(pipeline, decodes, chunk)
+        step_s = max(*mixed.stage_s(split), *mixed.hop_s, 0.0)
+        return replace(pace, capacity_req_s=max(pace.capacity_req_s, prompts / step_s))
 
     def _engine(self, chunk_tokens: int, in_flight: int) -> EngineSettings:
         """The settings of a replica that decodes, with chunks of so many tokens unless they are 0."""

@@ -120,7 +120,7 @@ class Pipelines:
         semantics, osl = self.problem.pipeline, self.problem.costs.osl
         if chunk:
             decodes = mixed_decodes(batch, len(split), chunk, osl)
-            mixed, prompts = self._mixed(pipeline, decodes, chunk)
+            mixed, prompts = self.mixed(pipeline, decodes, chunk)
             rest = self.timing(pipeline, "decode", decodes)
             both = PhaseTimes(mixed.stage_s(split), mixed.hop_s, prompts)
             return mixed_pace(both, PhaseTimes(rest.stage_s(split), rest.hop_s, batch), decodes, osl, chunk)
@@ -144,7 +144,7 @@ class Pipelines:
         osl = self.problem.costs.osl
         if chunk:
             decodes = mixed_decodes(batch, len(pipeline.kinds), chunk, osl)
-            mixed, prompts = self._mixed(pipeline, decodes, chunk)
+            mixed, prompts = self.mixed(pipeline, decodes, chunk)
             rest = self.timing(pipeline, "decode", decodes)
             share = decodes / (osl * prompts)
             mean = rest.times(1 - share).plus(mixed, share)
@@ -156,7 +156,7 @@ class Pipelines:
         micro = micro_batch(self.problem.pipeline, batch, len(pipeline.kinds))
         return [decode.plus(self.timing(pipeline, "prefill", prompts), micro / (osl * prompts))]
 
-    def _mixed(self, pipeline: Pipeline, decodes: float, chunk: float) -> tuple[Timing, float]:
+    def mixed(self, pipeline: Pipeline, decodes: float, chunk: float) -> tuple[Timing, float]:
         """Mean seconds of each stage and hop for a mixed step beside so many decodes, and the prompts in it,
         of which there may be `chunk`; remembered."""
         key = decodes, chunk

@@ -16,6 +16,10 @@ from cost_model.pipeline import Pace
 from cost_model.queueing import DecodeQueue, PrefillQueue, ServiceMix
 from hexgen2.goal import Goal
 
+LIMITING = 0.95
+"""The shares of requests in time in both phases are powers of the attainment, which add up to 1. Where one
+phase limits a colocated replica, this is its power."""
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -55,6 +59,21 @@ class Targets:
         while self.ttft_s is not None and largest / 2 >= smallest:
             largest /= 2
             yield largest
+
+    def both_req_s(self, prompts: Pace, batch: float, decodes: DecodeQueue, decode_req_s: float) -> float:
+        """Requests/s of a colocated replica within the targets, whose prompts are computed at that pace, and
+        which decodes so many: at equal shares of requests in time in both phases, or at a larger share in
+        the phase that limits less."""
+        if self.ttft_s is None:
+            return decode_req_s
+        queue = self.prefill_queue(prompts, batch)
+        first = queue.largest_rate(self.ttft_s, self.share)
+        if first <= 0 or first == decode_req_s:
+            return first
+        many, few = self.attainment**LIMITING, self.attainment ** (1 - LIMITING)
+        if first < decode_req_s:
+            return max(first, min(queue.largest_rate(self.ttft_s, many), decodes.largest_rate(few)))
+        return max(decode_req_s, min(queue.largest_rate(self.ttft_s, few), decodes.largest_rate(many)))
 
     def prefill_req_s(self, pace: Pace, batch: float, above: float = 0.0) -> float:
         """Requests/s of a prefill replica within the target; 0 if it cannot be met, or not with more than

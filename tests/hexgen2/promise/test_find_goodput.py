@@ -86,3 +86,31 @@ def test_the_standard_error_is_that_of_independent_requests_where_they_are():
         for _ in range(40)
     ]
     assert deviation(late_together) == pytest.approx(math.sqrt(0.09 / 800), rel=0.2)
+
+
+@dataclass
+class Overrun:
+    """A fleet that falls behind from `limit` on. Short runs seem to end `seen` times what arrives there."""
+
+    limit: float
+    seen: float
+    rates: list[float] = field(default_factory=list)
+
+    def run(self, rate: float, count: int, draw: int) -> Trial:
+        self.rates.append(rate)
+        nothing, behind = np.zeros(count), rate > self.limit
+        requests = Requests(nothing, nothing, nothing, "")
+        most = self.seen * rate if behind else math.inf
+        return Trial(rate, requests, np.ones(count, bool), nothing, nothing, nothing, True, most_req_s=most)
+
+
+@given(st.floats(0.1, 1000), st.floats(1.0, 1.1), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_after_a_run_that_falls_behind_a_lower_rate_is_tried(limit, start, seen):
+    runs = Overrun(limit, seen)
+    goodput = found(runs, start * limit)
+    worst = math.inf
+    for rate in runs.rates:
+        assert 0 < rate < worst
+        worst = min(worst, rate) if rate > limit else worst
+    assert goodput.req_s <= min((rate for rate in runs.rates if rate > limit), default=2 * limit)
+    assert goodput.req_s >= 0.8 * limit or seen < 0.9

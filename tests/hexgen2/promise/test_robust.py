@@ -54,7 +54,7 @@ def apart() -> tuple[Problem, list[Placement]]:
 
 @pytest.fixture(scope="module")
 def in_time() -> Placement:
-    return hexgen2.search(**CASE, objective="goodput", **TARGETS)
+    return hexgen2.search(**CASE, objective="goodput", phases="disaggregated", **TARGETS)
 
 
 @dataclass
