@@ -3,11 +3,12 @@
     python -m benchmarks.engine.quantised_speed [--rounds 3] [--batches 1,8] [--layers 8]
         [--attempts 1] [--vllm-python PYTHON]
 
-A random Llama of 0.4 billion parameters is written in float32, int8 (compressed-tensors, per channel), fp8
-(per channel) and int4 (GPTQ, groups of 128). Each side is a process of its own, as in engine_speed: our
-engine once for each checkpoint, computing in float32; vLLM (--vllm-python) in float32, and in bfloat16 with
-the int8 and int4 checkpoints, for which it has kernels. Sides take turns in each round, with greedy sampling:
-prompts of 128 tokens with 64 new ones at each batch size, then one prompt of 512 tokens.
+A random Llama of 0.4 billion parameters is written in float32, int8 (compressed-tensors, per channel), W8A8
+(the same, with activations in int8, too), fp8 (per channel) and int4 (GPTQ, groups of 128). Each side is a
+process of its own, as in engine_speed: our engine once for each checkpoint, computing in float32; vLLM
+(--vllm-python) in float32, and in bfloat16 with the W8A8 and int4 checkpoints, for which it has kernels.
+Sides take turns in each round, with greedy sampling: prompts of 128 tokens with 64 new ones at each batch
+size, then one prompt of 512 tokens.
 
 Prints, for each side, the weights that our worker keeps in memory, and tokens/s: the median over rounds, and
 what the fastest tenth of decode steps (the fastest prefill) reaches, which other programs disturb least. In
@@ -55,11 +56,12 @@ sys.path.append(str(ROOT / "tests" / "support"))
 FLOAT32 = "float32"
 FORMATS = {
     "int8": "compressed-tensors int8",
+    "W8A8": "W8A8",
     "fp8": "compressed-tensors fp8",
     "int4": "GPTQ 4 bits, groups of 128",
 }
 """Names in `quantised`, the module of the tests that writes them."""
-BY_VLLM = {FLOAT32: FLOAT32, "int8": "bfloat16", "int4": "bfloat16"}
+BY_VLLM = {FLOAT32: FLOAT32, "W8A8": "bfloat16", "int4": "bfloat16"}
 MEMORY_GIB = 8
 
 

@@ -14,8 +14,6 @@
 namespace {
 
 constexpr long AHEAD = 64;            // words of a panel between what is prefetched and what is used
-constexpr long PIECES = 8;             // of a product for each thread,
-constexpr long PIECES_FROM = 16;       // from so many rows on
 constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
 
 // How words of 32 bits, of which a panel has [words, PANEL], are multiplied. Value is the type of x and of the
@@ -166,12 +164,6 @@ constexpr int MX_BLOCK = 32, MX_ROWS = PRODUCT_ROWS / 2, WORD = 8;
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 
-inline Ints load_words(const int32_t *from) {
-    Ints words;
-    std::memcpy(&words, from, sizeof words);
-    return words;
-}
-
 inline Ints load_bytes(const uint8_t *from) {
     Bytes bytes;
     std::memcpy(&bytes, from, sizeof bytes);
@@ -232,13 +224,6 @@ template <int ROWS = 1> MultiplyMx mx_for(long rows) {
     if constexpr (ROWS < MX_ROWS)
         if (rows > ROWS) return mx_for<ROWS + 1>(rows);
     return multiply_mx<ROWS>;
-}
-
-// How many pieces threads share a product in: for many rows several each, so that one that another program slows
-// down leaves more to the others. For few rows, which are over too soon, one each.
-inline long count_pieces(long panels, long rows) {
-    const long threads = omp_get_max_threads();
-    return std::min(panels, threads == 1 || rows < PIECES_FROM ? threads : PIECES * threads);
 }
 
 // Calls do_part(group, first row, first panel, end panel) for all groups that have rows, in parallel.

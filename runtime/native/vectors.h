@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
@@ -24,6 +25,14 @@ constexpr int LANES = 4, SUMS = 12, PRODUCT_ROWS = 6;
 // Weights [out, in] are kept as panels [out / PANEL, in, PANEL], so that PANEL results are computed together.
 constexpr int PANEL_VECTORS = 2, PANEL = PANEL_VECTORS * LANES;
 
+// How many pieces threads share a product in: for many rows several each, so that one that another program slows
+// down leaves more to the others. For few rows, which are over too soon, one each.
+inline long count_pieces(long panels, long rows) {
+    constexpr long PIECES = 8, FROM_ROWS = 16;
+    const long threads = omp_get_max_threads();
+    return std::min(panels, threads == 1 || rows < FROM_ROWS ? threads : PIECES * threads);
+}
+
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
@@ -31,6 +40,12 @@ inline Floats load(const float *from) {
     Floats values;
     std::memcpy(&values, from, sizeof values);
     return values;
+}
+
+inline Ints load_words(const int32_t *from) {
+    Ints words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
 }
 
 inline void store(float *to, const Floats &values) { std::memcpy(to, &values, sizeof values); }

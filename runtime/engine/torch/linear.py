@@ -31,7 +31,7 @@ class Linear:
 
     Parameters
     ----------
-    weight : [out, in], plain or quantised; or what computes the product
+    weight : [out, in], plain or quantised; or what computes the product, with its bias
     bias : [out]
 
     Attributes
@@ -42,13 +42,13 @@ class Linear:
     product: Product
 
     def __init__(
-        self, weight: torch.Tensor | PackedWeight | Panels, bias: torch.Tensor | None = None
+        self, weight: torch.Tensor | PackedWeight | Product, bias: torch.Tensor | None = None
     ) -> None:
-        if isinstance(weight, Panels):
-            self.product = weight
-            return
         if isinstance(weight, PackedWeight):
             self.product = weight.product(bias)
+            return
+        if not isinstance(weight, torch.Tensor):
+            self.product = weight
             return
         on_cpu, dtype = weight.device.type == "cpu", weight.dtype
         if native.multiplies(dtype, weight.device):

@@ -84,6 +84,8 @@ def loaded_bytes(folder: Path, dtype: str, shape: str) -> int:
         ("GPTQ 4 bits, desc_act, zeros", ["one"]),  # each rank needs the scales of all groups
         ("GPTQ 8 bits", ["one"]),
         ("compressed-tensors int8", list(SHAPES)),
+        ("W8A8", list(SHAPES)),
+        ("W8A8, static", ["one"]),
         ("compressed-tensors fp8", ["one"]),
         ("fp8 by blocks of 128", list(SHAPES)),
     ],

@@ -165,7 +165,9 @@ class DecoderStage(ABC):
         if bias and self.rank.tp_rank == 0:
             added = self.checkpoint.read(f"{name}.bias", whole[:1])
         if self.quantised.holds(name):
-            return self.quantised.linear([(name, (whole[0], 0, whole[0]))], columns, added)
+            is_part = columns[2] - columns[1] < columns[0]
+            agree = self.collectives.all_reduce_largest if is_part else None
+            return self.quantised.linear([(name, (whole[0], 0, whole[0]))], columns, added, agree=agree)
         weight = Rows(whole[0], columns[2] - columns[1], self.checkpoint.empty)
         for first, chunk in self.checkpoint.chunks(f"{name}.weight", whole, columns=columns[1:]):
             weight.put(first, chunk)
