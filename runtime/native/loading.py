@@ -18,8 +18,8 @@ _TOO_SHORT = "the file is too short"
 
 def pack_rows(packed: torch.Tensor, first: int, rows: torch.Tensor) -> None:
     """Write rows [n, in] of a matrix of any floating-point type, from output `first` on, into its panels."""
-    if packed.dtype == torch.bfloat16:
-        rows, kind = in_pairs(rows.to(torch.bfloat16)), torch.float32  # a pair moves like a float
+    if packed.dtype != torch.float32:
+        rows, kind = in_pairs(rows.to(packed.dtype)), torch.float32  # a pair moves like a float
         inputs = rows.shape[1] // 2
     else:
         rows = rows if rows.dtype in library.FLOATS and rows.stride(1) == 1 else rows.float().contiguous()

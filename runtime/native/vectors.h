@@ -135,6 +135,22 @@ inline void store(Bfloat16 *to, const Floats &values) {
 #endif
 }
 
+// Numbers in the lower halves of words, floats of 16 bits with an exponent of 5, as floats.
+inline Floats from_float16(const Ints &words) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m256i lower = (__m256i)(words & 0xffff);
+    return (Floats)_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(lower),
+                                                    _mm256_extracti128_si256(lower, 1)));
+#else
+    // Exponents are 15 from zero instead of 127; subnormals come right by the product.
+    const Ints sign = (words & 0x8000) << 16, rest = (words & 0x7fff) << 13;
+    const Ints special = (rest >= 0x7c00 << 13) & (0xff << 23);
+    return as_floats(as_bits(as_floats(rest) * all(0x1p112f)) | special | sign);
+#endif
+}
+
 // Floats as a number of this type keeps them.
 template <typename Value> inline Floats kept_as(const Floats &values) { return values; }
 template <> inline Floats kept_as<Bfloat16>(const Floats &values) { return as_floats(as_bfloat16(values) << 16); }

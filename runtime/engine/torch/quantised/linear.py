@@ -77,7 +77,8 @@ class Quantised:
                 products.append(Linear(product))
             else:
                 size = len(weight)
-                products.append(Linear(weight, None if bias is None else bias[first : first + size]))
+                added = None if bias is None else bias[first : first + size]
+                products.append(Linear(weight, added, self._checkpoint.dtype))
             first += size
         return products[0] if len(products) == 1 else SideBySide(products)
 
@@ -85,12 +86,15 @@ class Quantised:
         """A part of a matrix, quantised or not, in the type that the engine computes in: for what is no
         product with the matrix itself."""
         weight = self._read(Part(self._checkpoint, name, rows, columns))
-        return weight.value().to(self._checkpoint.dtype) if isinstance(weight, QuantisedWeight) else weight
+        value = weight.value() if isinstance(weight, QuantisedWeight) else weight
+        return value.to(self._checkpoint.dtype)
 
     def _read(self, part: Part) -> QuantisedWeight | torch.Tensor:
         if self._scheme is not None and is_quantised(self._checkpoint, part.name):
             return FORMATS[self._scheme.method](part, self._scheme)
-        return self._checkpoint.read(f"{part.name}.weight", part.shape, part.rows[1:], part.columns[1:])
+        name = f"{part.name}.weight"
+        kept = self._checkpoint.kept(name)
+        return self._checkpoint.read(name, part.shape, part.rows[1:], part.columns[1:], kept)
 
 
 def _product(weight: QuantisedWeight, bias: torch.Tensor | None, agree: Agree | None) -> tuple[Product, int]:
