@@ -21,7 +21,8 @@ from runtime.native.kernels import (
     turn_and_store,
 )
 from runtime.native.library import copies, multiplies, multiplies_pairs, panel_width, serves
-from runtime.native.loading import mapped, pack_codes, pack_rows, read_pieces
+from runtime.native.loading import pack_codes, pack_rows, read_pieces
+from runtime.native.memory import mapped, use_large_pages
 from runtime.native.products import Grouped, empty_panels, linear, pack, pack_bias, pack_mxfp4
 from runtime.native.quantised import Quantised, linear_quantised
 from runtime.native.tokens import copy_tokens, count_tokens
@@ -60,4 +61,5 @@ __all__ = [
     "serves",
     "store_heads",
     "turn_and_store",
+    "use_large_pages",
 ]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from runtime.native import library
+from runtime.native.memory import mapped
 
-_MAPPED = 1 << 18  # values
 _TOO_SHORT = "the file is too short"
 
 
@@ -59,16 +56,6 @@ def pack_codes(codes: torch.Tensor, is_packed: bool, flipped: int) -> torch.Tens
         flipped,
     )
     return packed
-
-
-def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor in CPU memory. A large one has its own memory mapping: it leaves no
-    hole in the heap when it is freed."""
-    count = math.prod(size)
-    if count < _MAPPED:
-        return torch.empty(tuple(size), dtype=dtype)
-    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(*size)
 
 
 def read_pieces(file: int, at: int, step: int, piece: int, count: int, into: torch.Tensor) -> None:

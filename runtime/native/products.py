@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from runtime.native import library
-from runtime.native.loading import in_pairs, mapped, pack_rows
+from runtime.native.loading import in_pairs, pack_rows
+from runtime.native.memory import mapped
 
 _BY_FLOATS, _BF16_BY_FLOATS, _BF16_BY_PAIRS, _BF16_WIDENED, _FP16_WIDENED = range(5)
 """How kernels multiply by panels; the last two, x in float32 by weights that become float32 in registers."""
