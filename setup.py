@@ -5,7 +5,7 @@ import sys
 
 from setuptools import Extension, setup
 
-SOURCES = ("kernels", "products", "quantised", "copies", "loading")
+SOURCES = ("kernels", "products", "quantised", "integers", "copies", "loading")
 # Keys are torch's names of CPU capabilities: a build runs on processors with at least these instructions.
 INSTRUCTIONS = {"x86_64": {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"]}}
 

@@ -49,6 +49,7 @@ _LATER_FIELDS = (
     "latent",
     "other_layer_params",
     "only_experts_quantised",
+    "plain_weight_bytes",
 )
 _KV_TYPES: dict[float, KvType] = {4.0: "fp32", 2.0: "bf16", 1.0: "fp8", 0.5: "int4"}
 """The formats of KV caches that their bytes per value tell, which placements need not name."""
@@ -87,8 +88,9 @@ class ModelArchitecture(BaseModel):
     q, k and v have one (Qwen 2); `qk_norm`: the heads of q and k are normalised (Qwen 3); `position_offset`:
     the first rows of the position table that are not used (OPT). The matrices of layers hold weights of
     `weight_bytes` each, scales included; where `only_experts_quantised`, only those of experts (or of the
-    only feed-forward block) do (gpt-oss). All other weights, and activations, have `activation_bytes`. Each
-    value of a KV cache takes `kv_value_bytes`, scales included, in the format `kv_type`.
+    only feed-forward block) do (gpt-oss). All other weights have `plain_weight_bytes` (None: as activations),
+    and activations `activation_bytes`. Each value of a KV cache takes `kv_value_bytes`, scales included, in
+    the format `kv_type`.
 
     Layers may differ: `dense_layers` of them have one feed-forward block of `ffn` instead of experts (of
     `expert_ffn`, where that differs from `ffn`) and of shared experts, which every token uses (`shared_ffn`
@@ -123,6 +125,7 @@ class ModelArchitecture(BaseModel):
     weight_type: WeightType = "bf16"
     weight_bytes: ValueBytes = 2.0
     activation_bytes: ValueBytes = 2.0
+    plain_weight_bytes: ValueBytes | None = None
     kv_value_bytes: ValueBytes = 2.0
     kv_type: KvType = "bf16"
     expert_ffn: Count | None = None
@@ -169,6 +172,11 @@ class ModelArchitecture(BaseModel):
             unused.add("kv_type")
         return {key: value for key, value in fields.items() if key not in unused}
 
+    @property
+    def plain_bytes(self) -> float:
+        """Bytes of a weight that is not quantised."""
+        return self.activation_bytes if self.plain_weight_bytes is None else self.plain_weight_bytes
+
     @cached_property
     def window(self) -> Window | None:
         """How far attention looks back, and in which share of the layers; None: without limit in all."""
@@ -202,7 +210,7 @@ class ModelArchitecture(BaseModel):
     def attention_bytes(self) -> float:
         """Bytes of one layer's q, k, v and output projections."""
         quantised = 0 if self.only_experts_quantised else self._attention_matrices_params
-        return self.attention_params * self.activation_bytes + self._saved(quantised)
+        return self.attention_params * self.plain_bytes + self._saved(quantised)
 
     @cached_property
     def expert_params(self) -> int:
@@ -218,14 +226,14 @@ class ModelArchitecture(BaseModel):
     def expert_bytes(self) -> float:
         """Bytes of one expert of a mixture, or of the only feed-forward block."""
         matrices = self._matrices_params(self.expert_ffn or self.ffn)
-        return self.expert_params * self.activation_bytes + self._saved(matrices)
+        return self.expert_params * self.plain_bytes + self._saved(matrices)
 
     @cached_property
     def layer_bytes(self) -> float:
         """Bytes of one layer's weights, with all its experts and the router: the mean, if layers differ."""
         mixtures = (self.layers - self.dense_layers) * self._quantised_params(mixture=True)
         dense = self.dense_layers * self._quantised_params(mixture=False)
-        return self.layer_params * self.activation_bytes + self._saved(mixtures + dense) / self.layers
+        return self.layer_params * self.plain_bytes + self._saved(mixtures + dense) / self.layers
 
     @cached_property
     def largest_layer_bytes(self) -> float:
@@ -233,7 +241,7 @@ class ModelArchitecture(BaseModel):
         blocks = [(self._mixture_params, True)] if self.dense_layers < self.layers else []
         blocks += [(self._ffn_params(self.ffn), False)] if self.dense_layers else []
         return max(
-            (self._params_beside_ffn + params) * self.activation_bytes
+            (self._params_beside_ffn + params) * self.plain_bytes
             + self._saved(self._quantised_params(mixture))
             for params, mixture in blocks
         )
@@ -242,7 +250,7 @@ class ModelArchitecture(BaseModel):
     def total_bytes(self) -> float:
         """Bytes of all weights, each counted once."""
         others = self.total_params - self._all_layers_params
-        return self.layers * self.layer_bytes + others * self.activation_bytes
+        return self.layers * self.layer_bytes + others * self.plain_bytes
 
     @cached_property
     def norm_params(self) -> int:
@@ -359,7 +367,7 @@ class ModelArchitecture(BaseModel):
 
     def _saved(self, params: int) -> float:
         """Bytes (negative) that quantisation saves on so many parameters of matrices."""
-        return params * (self.weight_bytes - self.activation_bytes)
+        return params * (self.weight_bytes - self.plain_bytes)
 
     @cached_property
     def _mixture_params(self) -> int:

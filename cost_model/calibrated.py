@@ -99,10 +99,7 @@ class Calibrated(CostModel):
         n, device = group.degree, group.accelerator
         return EdgeWork(
             head_compute_s=2 * self.model.head_params * sampled / n / device.flops_s,
-            head_read_s=self.model.head_params
-            * self.model.activation_bytes
-            / n
-            / device.memory_bandwidth_bytes_s,
+            head_read_s=self.model.head_params * self.model.plain_bytes / n / device.memory_bandwidth_bytes_s,
             sampled=sampled,
         )
 
@@ -114,7 +111,7 @@ class Calibrated(CostModel):
         head = model.head_params if last and not (first and model.tied_embeddings) else 0
         widest = max(model.ffn * (2 if model.gated_ffn else 1) / n, model.hidden)
         workspace = PREFILL_TOKENS * (2 * model.hidden + widest) * model.activation_bytes
-        held = (embedding + head) * model.activation_bytes / n
+        held = (embedding + head) * model.plain_bytes / n
         whole = first and last
         layer = model.layer_bytes if whole else model.largest_layer_bytes
         # Each attention group holds attention weights of its own, and the KV cache of its share of requests.

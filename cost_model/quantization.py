@@ -16,6 +16,15 @@ _MAX_GROUP = 1 << 20
 
 
 @dataclass(frozen=True)
+class ActivationScheme:
+    """How a checkpoint rounds activations to integers of 8 bits: each token by its own scale, or, where it is
+    static, all by a scale in the file; symmetric, or with a zero, too."""
+
+    symmetric: bool
+    static: bool
+
+
+@dataclass(frozen=True)
 class WeightScheme:
     """How a checkpoint stores its quantised matrices.
 
@@ -26,6 +35,7 @@ class WeightScheme:
     block : outputs and inputs that share a scale, if it is for blocks
     symmetric : all zeros are the same, so that nobody needs to keep them
     method : the `quant_method`
+    activations : of products with weights of 8 bits; None: they are not rounded, or in another way
     """
 
     weight_type: WeightType
@@ -34,6 +44,7 @@ class WeightScheme:
     block: tuple[int, int] | None = None
     symmetric: bool = True
     method: str = ""
+    activations: ActivationScheme | None = None
 
 
 @dataclass(frozen=True)
@@ -184,13 +195,27 @@ def _modelopt(config: _Quantization) -> WeightScheme:
 
 
 def _compressed_tensors(config: _Quantization) -> WeightScheme:
-    """Groups of layers with a scheme each, which must be the same for all."""
+    """Groups of layers with a scheme each, whose weights must be the same for all."""
     groups = config.part("config_groups")
-    found = {_scheme(groups.part(name).part("weights")) for name in groups.raw}
+    parts = [groups.part(name) for name in groups.raw]
+    found = {_scheme(part.part("weights")) for part in parts}
     if len(found) != 1:
         problem = "is missing" if not found else "has several formats side by side"
         raise config.error("config_groups", problem, "use a checkpoint with one format of weights")
-    return found.pop()
+    scheme, activations = found.pop(), {_activations(part.part("input_activations")) for part in parts}
+    rounded = scheme.weight_type == "int8" and len(activations) == 1
+    return replace(scheme, activations=activations.pop() if rounded else None)
+
+
+def _activations(inputs: _Quantization) -> ActivationScheme | None:
+    """Integers of 8 bits, by tokens as they come or by a scale for all."""
+    raw = inputs.raw
+    static = not raw.get("dynamic", False)
+    if (raw.get("num_bits"), raw.get("type", "int")) != (8, "int"):
+        return None
+    if raw.get("strategy") != ("tensor" if static else "token"):
+        return None
+    return ActivationScheme(raw.get("symmetric") is not False, static)
 
 
 def _scheme(weights: _Quantization) -> WeightScheme:

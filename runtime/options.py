@@ -34,8 +34,8 @@ class EngineOptions:
 
     Attributes
     ----------
-    dtype : type of weights and KV cache on all workers; "auto": float32 as soon as one of them is a CPU, else
-        that of the checkpoint
+    dtype : type of computations and KV cache on all workers, and of weights, but those that are stored in 16
+        bits stay so on CPUs; "auto": float32 as soon as one of them is a CPU, else that of the checkpoint
     kv_cache_dtype : how the torch engine stores KV caches; "plain": in `dtype`; "auto": in fp8 or int8 where
         the placement plans that, else plain
     block_tokens : tokens per block of the KV cache

@@ -3,13 +3,15 @@
     python -m benchmarks.engine.engine_start                       a random Llama of about 1 GB, in bfloat16
     python -m benchmarks.engine.engine_start --cold                read from the disk
     python -m benchmarks.engine.engine_start --model-path FOLDER
+    python -m benchmarks.engine.engine_start --launch              also `hexgen2 launch` until the first token
 
 Compares the peak with the bytes that the rank holds, for a single rank, one of two that divide columns (tp)
 and one of two that divide layers (pp), beside transformers' from_pretrained; and the seconds with those of
 plainly reading all files, into a small buffer and into new memory. The sides take turns. Each load has its
 own process. Its peak (VmHWM) is counted from the memory of the process after all imports. Without --cold, the
 files are in the page cache: the seconds are those of copying and packing, not of a disk. The second copy of a
-tied head counts only in the peak.
+tied head counts only in the peak. --launch starts a server of one worker on all cores, and stops the clock
+when a client has the first token; its peak is that of the whole worker process.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import mmap
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,9 +32,13 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import httpx
+import psutil
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.serving.fleet import EXAMPLES, launched, make_placement
+from cost_model.config import architecture_from_folder
 from runtime.engine.rank import Rank
 from runtime.engine.torch.collectives import Collectives
 from runtime.engine.torch.loader import DTYPES
@@ -52,7 +59,11 @@ class Start:
 
 
 def write_llama(folder: Path, *, hidden: int, ffn: int, layers: int, vocab: int, dtype: str) -> None:
-    """Write a random Llama with four query heads per KV head, one shard per layer."""
+    """Write a random Llama with four query heads per KV head, one shard per layer, and a tokenizer."""
+    sys.path.append(str(EXAMPLES))
+    from make_checkpoint import train_tokenizer
+
+    train_tokenizer().save_pretrained(folder)
     kv_width = hidden // 4
     config = {
         "model_type": "llama",
@@ -110,6 +121,22 @@ def start_engine(folder: str, dtype: str, degree: int, stages: int = 1) -> Start
     return Start(seconds, stage.checkpoint.bytes_read, _memory_bytes("VmHWM") - before)
 
 
+def launch(folder: str, dtype: str) -> Start:
+    """Start `hexgen2 launch` and wait for a token."""
+    held = architecture_from_folder(Path(folder)).total_bytes
+    with tempfile.TemporaryDirectory() as work:
+        room_gib = 2 * held / 2**30 + 2
+        placement = make_placement(Path(work), Path(folder), True, isl=16, osl=4, memory_gib=room_gib)
+        began = time.perf_counter()
+        with launched(placement, Path(folder), "--dtype", dtype) as (url, server):
+            model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+            asked = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
+            httpx.post(f"{url}/v1/completions", json=asked, timeout=60).raise_for_status()
+            seconds = time.perf_counter() - began
+            peak = max(_memory_bytes("VmHWM", child) for child in server.children(recursive=True))
+    return Start(seconds, round(held), peak)
+
+
 def read_plainly(folder: str, anew: bool) -> Start:
     """Read all files, into a buffer of 4 MB, or each byte into new memory."""
     files = sorted(Path(folder).glob("*.safetensors"))
@@ -148,9 +175,10 @@ def start_transformers(folder: str, dtype: str) -> Start:
     return Start(time.perf_counter() - began, held, _memory_bytes("VmHWM") - before)
 
 
-def _memory_bytes(field: str) -> int:
-    """A field of this process's status, given in kB: VmRSS is its memory now, VmHWM its peak so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def _memory_bytes(field: str, process: psutil.Process | None = None) -> int:
+    """A field of a process's status (None: this one's): VmRSS is its memory now, VmHWM its peak so far."""
+    number = "self" if process is None else process.pid
+    lines = Path(f"/proc/{number}/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
@@ -160,6 +188,7 @@ def main() -> None:
     )
     parser.add_argument("--model-path", help="folder of a checkpoint to load instead of a random one")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--stored", choices=DTYPES, help="type of the random one's weights; default: --dtype")
     parser.add_argument("--hidden", type=int, default=2048, help=f"a multiple of {4 * HEAD_DIM}")
     parser.add_argument("--ffn", type=int, default=5632)
     parser.add_argument("--layers", type=int, default=9)
@@ -168,6 +197,8 @@ def main() -> None:
     parser.add_argument(
         "--cold", action="store_true", help="drop the files from the page cache before each load"
     )
+    parser.add_argument("--only", nargs="*", default=[""], help="only loads whose names begin so")
+    parser.add_argument("--launch", action="store_true", help="also launch a server")
     args = parser.parse_args()
     if args.hidden % (4 * HEAD_DIM):
         parser.error(f"--hidden: {args.hidden} is not a multiple of {4 * HEAD_DIM}")
@@ -175,18 +206,21 @@ def main() -> None:
         folder = args.model_path or temporary
         if not args.model_path:
             sizes = {"hidden": args.hidden, "ffn": args.ffn, "layers": args.layers, "vocab": args.vocab}
-            write_llama(Path(folder), **sizes, dtype=args.dtype)
+            write_llama(Path(folder), **sizes, dtype=args.stored or args.dtype)
         print(f"{'':<23}{'seconds':>9}{'held MB':>9}{'peak MB':>9}{'peak / held':>13}")
-        loads: dict[str, Callable[[str, str], Start]] = {
+        every: dict[str, Callable[[str, str], Start]] = {
             "engine, tp 1": partial(start_engine, degree=1),
             "engine, rank of tp 2": partial(start_engine, degree=2),
             "engine, stage of pp 2": partial(start_engine, degree=1, stages=2),
             "transformers": start_transformers,
         }
+        loads = {name: load for name, load in every.items() if name.startswith(tuple(args.only))}
         readings = {
             "reading": partial(read_plainly, folder, anew=False),
             "reading to new memory": partial(read_plainly, folder, anew=True),
         }
+        if args.launch:
+            readings["launch to first token"] = partial(launch, folder, args.dtype)
         taken: dict[str, list[Start]] = {name: [] for name in (*loads, *readings)}
         for _ in range(args.repeats):
             for name, start in loads.items():

@@ -4,12 +4,12 @@ unless a line says otherwise.
     python -m benchmarks.engine.kernel_speed [--rounds 5]
 
 Measures matrix products with weights [4096, 768] for several row counts, in float32 and in bfloat16, these
-also beside our own in float32; products with quantised weights [4096, 4096], beside our own with the same
-in float32; products with 16 experts of weights [1536, 768], in float32 and in mxfp4, of which each row uses
-2; and, for two shapes of heads, attention of the next tokens of 8 requests, and of a prompt of 512 tokens
-over a context of 512; the next tokens also with KV caches in fp8 and int8, beside our own in float32.
-Prints milliseconds, the best of several rounds in which the sides take turns: each computation takes a few
-milliseconds, and anything else that runs can only add to it.
+also beside our own in float32; products with quantised weights [4096, 4096], also of integers on both sides
+(W8A8), beside our own with the same in float32; products with 16 experts of weights [1536, 768], in float32
+and in mxfp4, of which each row uses 2; and, for two shapes of heads, attention of the next tokens of 8
+requests, and of a prompt of 512 tokens over a context of 512; the next tokens also with KV caches in fp8
+and int8, beside our own in float32. Prints milliseconds, the best of several rounds in which the sides take
+turns: each computation takes a few milliseconds, and anything else that runs can only add to it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch.nn.functional as F
 
 from runtime import native
 from runtime.engine.torch import mxfp4
+from runtime.engine.torch.quantised.activations import Activations
+from runtime.engine.torch.quantised.integers import IntegerWeight
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 from runtime.kv_cache.formats import kv_format
@@ -73,6 +75,16 @@ def quantised_product(kind: Kind, rows: int) -> tuple[Side, Side]:
     groups = torch.arange(WIDE) // GROUP
     packed = PackedWeight(QuantisedWeight(kind, codes, scales, None, groups)).product(None)
     return lambda: packed(x), lambda: native.linear(x, plain, None, WIDE)
+
+
+def integer_product(rows: int) -> tuple[Side, Side]:
+    """Milliseconds of our product of integers, of which each row has its scale, and of ours in float32."""
+    x, plain = torch.randn(rows, WIDE), native.pack(torch.randn(WIDE, WIDE))
+    codes = torch.randint(0, 256, (WIDE, WIDE), dtype=torch.uint8)
+    one, activations = torch.zeros(WIDE, dtype=torch.int64), Activations(symmetric=True)
+    weight = QuantisedWeight(Kind.INT8, codes, torch.rand(WIDE, 1), None, one, activations)
+    integers = IntegerWeight(weight, activations).product(None)
+    return lambda: integers(x), lambda: native.linear(x, plain, None, WIDE)
 
 
 def experts(rows: int) -> tuple[Side, Side]:
@@ -181,6 +193,10 @@ def main() -> None:
             ours, in_float32 = best_ms(quantised_product(kind, rows), options.rounds)
             label = f"{kind.name.lower()} product of {rows:3} rows"
             print(f"{label:28}{ours:8.2f} {in_float32:8.2f} {in_float32 / ours:6.2f}  beside ours in float32")
+    for rows in QUANTISED_ROWS:
+        ours, in_float32 = best_ms(integer_product(rows), options.rounds)
+        label = f"W8A8 product of {rows:3} rows"
+        print(f"{label:28}{ours:8.2f} {in_float32:8.2f} {in_float32 / ours:6.2f}  beside ours in float32")
     for label, sides in (("experts of", experts), ("experts in mxfp4 of", experts_in_mxfp4)):
         for rows in ROWS:
             ours, torchs = best_ms(sides(rows), options.rounds)

@@ -1,13 +1,14 @@
 """Compare quantised checkpoints with the same model in float32, and with vLLM on CPUs.
 
     python -m benchmarks.engine.quantised_speed [--rounds 3] [--batches 1,8] [--layers 8]
-        [--attempts 1] [--vllm-python PYTHON]
+        [--attempts 1] [--formats float32 W8A8 ...] [--vllm-python PYTHON]
 
-A random Llama of 0.4 billion parameters is written in float32, int8 (compressed-tensors, per channel), fp8
-(per channel) and int4 (GPTQ, groups of 128). Each side is a process of its own, as in engine_speed: our
-engine once for each checkpoint, computing in float32; vLLM (--vllm-python) in float32, and in bfloat16 with
-the int8 and int4 checkpoints, for which it has kernels. Sides take turns in each round, with greedy sampling:
-prompts of 128 tokens with 64 new ones at each batch size, then one prompt of 512 tokens.
+A random Llama of 0.4 billion parameters is written in float32, bfloat16, int8 (compressed-tensors, per
+channel), W8A8 (the same, with activations in int8, too), fp8 (per channel) and int4 (GPTQ, groups of 128);
+what these do not quantise is in bfloat16. Each side is a process of its own, as in engine_speed: our engine
+once for each checkpoint, computing in float32; vLLM (--vllm-python) in float32, and in bfloat16 with the W8A8
+and int4 checkpoints, for which it has kernels. Sides take turns in each round, with greedy sampling: prompts
+of 128 tokens with 64 new ones at each batch size, then one prompt of 512 tokens.
 
 Prints, for each side, the weights that our worker keeps in memory, and tokens/s: the median over rounds, and
 what the fastest tenth of decode steps (the fastest prefill) reaches, which other programs disturb least. In
@@ -22,7 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -52,19 +53,21 @@ from runtime.protocol.message import StageShape
 
 sys.path.append(str(ROOT / "tests" / "support"))
 
-FLOAT32 = "float32"
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
 FORMATS = {
     "int8": "compressed-tensors int8",
+    "W8A8": "W8A8",
     "fp8": "compressed-tensors fp8",
     "int4": "GPTQ 4 bits, groups of 128",
 }
 """Names in `quantised`, the module of the tests that writes them."""
-BY_VLLM = {FLOAT32: FLOAT32, "int8": "bfloat16", "int4": "bfloat16"}
+NAMES = (FLOAT32, BFLOAT16, *FORMATS)
+BY_VLLM = {FLOAT32: FLOAT32, "W8A8": BFLOAT16, "int4": BFLOAT16}
 MEMORY_GIB = 8
 
 
-def make_models(folder: Path, layers: int) -> dict[str, Path]:
-    """Write the checkpoints; their folders by format."""
+def make_models(folder: Path, layers: int, names: Collection[str]) -> dict[str, Path]:
+    """Write the checkpoints in these formats; their folders by format."""
     from quantised import quantise
 
     torch.manual_seed(0)
@@ -81,12 +84,14 @@ def make_models(folder: Path, layers: int) -> dict[str, Path]:
         eos_token_id=None,
         dtype=FLOAT32,
     )
-    folders = {FLOAT32: folder / FLOAT32}
-    LlamaForCausalLM(config).save_pretrained(folders[FLOAT32])
+    folders = {name: folder / name for name in NAMES}
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folders[FLOAT32])
+    model.bfloat16().save_pretrained(folders[BFLOAT16])
     for name, stored in FORMATS.items():
-        folders[name] = folder / name
-        quantise(folders[FLOAT32], stored, folders[name])
-    return folders
+        if name in names:
+            quantise(folders[BFLOAT16], stored, folders[name])
+    return {name: folders[name] for name in NAMES if name in names}
 
 
 @contextmanager
@@ -101,6 +106,8 @@ def sides(folders: dict[str, Path], work: Path, options: argparse.Namespace) -> 
             command = [sys.executable, str(ROOT / SIDES / "our_engine.py"), str(folder), FLOAT32]
             found.append(stack.enter_context(started(f"hexgen2 {name}", ROOT, [*command, str(placement)])))
         for name, dtype in BY_VLLM.items() if options.vllm_python else ():
+            if name not in folders:
+                continue
             script = str(ROOT / SIDES / "vllm_offline.py")
             command = [options.vllm_python, script, str(folders[name]), dtype, "compiled"]
             found.append(stack.enter_context(started(f"vllm {name}", ROOT, command)))
@@ -128,6 +135,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--attempts", type=int, default=1)
+    parser.add_argument("--formats", nargs="*", default=NAMES, choices=NAMES, help="float32 is always one")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -137,7 +145,7 @@ def main() -> None:
     seen: dict[tuple[str, Case], list[list[list[float]]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        folders = make_models(work, options.layers)
+        folders = make_models(work, options.layers, {FLOAT32, *options.formats})
         weights = {name: weights_mb(own) for name, own in folders.items()}
         with sides(folders, work, options) as running:
             for number in range(options.rounds + 1):  # the first round warms up

@@ -166,7 +166,8 @@ _limit = partial(setting, "Limits", FRONT_DEFAULTS, metavar="N")
 @_engine(
     "--dtype",
     click.Choice(DTYPES),
-    "Data type of weights and KV caches. auto: float32 if any worker runs on a CPU, else the checkpoint's.",
+    "Data type of computations and KV caches, and on GPUs of weights; CPUs keep weights in 16 bits where the "
+    "checkpoint does. auto: float32 if any worker runs on a CPU, else the checkpoint's.",
 )
 @_engine(
     "--kv-cache-dtype",

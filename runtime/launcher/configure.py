@@ -12,6 +12,7 @@ import msgspec
 
 from cluster_specs.loader import resolve
 from cost_model.architecture import ModelArchitecture, WeightType
+from cost_model.config import architecture_from_folder
 from cost_model.dtypes import SIXTEEN_BIT, WEIGHT_BYTES, kv_format_fields
 from cost_model.errors import InputError
 from cost_model.pipeline import PipelineSemantics
@@ -138,15 +139,25 @@ def kv_format_of(placement: Placement, options: EngineOptions) -> str:
     return placement.model.kv_type if placement.model.kv_type in TORCH_PACKED_KV else PLAIN_KV
 
 
-def as_computed(placement: Placement, dtype: str, kv_format: str = PLAIN_KV) -> Placement:
-    """A placement whose model has the bytes that it takes in workers of the torch engine: activations and all
-    weights that are not quantised have their type, KV caches their format, whatever was planned."""
+def as_computed(
+    placement: Placement, dtype: str, stored_bytes: float, kv_format: str = PLAIN_KV
+) -> Placement:
+    """A placement whose model has the bytes that it takes in workers of the torch engine: activations have
+    their type, KV caches their format, whatever was planned. Weights that are not quantised have their type,
+    too, but if all workers are CPUs, those that are stored in fewer bytes stay so.
+
+    Parameters
+    ----------
+    stored_bytes : of a weight in the checkpoint that is not quantised
+    """
     width, fields = WEIGHT_BYTES[_SHORT[dtype]], placement.model.model_dump()
+    on_cpus = all(is_cpu(placement, gpu) for replica in placement.replicas for gpu in replica.gpus)
+    kept = min(width, stored_bytes) if on_cpus else width
     kv = _SHORT[dtype] if kv_format == PLAIN_KV else kv_format
-    changes: dict[str, object] = {"activation_bytes": width}
+    changes: dict[str, object] = {"activation_bytes": width, "plain_weight_bytes": kept}
     changes |= kv_format_fields(kv, placement.model.kv_head_dim)
     if placement.model.weight_type in SIXTEEN_BIT:
-        changes |= {"weight_type": _SHORT[dtype], "weight_bytes": width}
+        changes |= {"weight_type": _SHORT[dtype], "weight_bytes": kept}
     return placement.model_copy(update={"model": ModelArchitecture(**{**fields, **changes})})
 
 
@@ -190,7 +201,8 @@ def configurations(
     kv_format = PLAIN_KV
     if engine == TORCH:
         kv_format = kv_format_of(placement, options)
-        placement = as_computed(placement, dtype, kv_format)
+        stored_bytes = architecture_from_folder(checkpoint).activation_bytes
+        placement = as_computed(placement, dtype, stored_bytes, kv_format)
         _check_room(placement, dtype)
     budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}
     lanes = {

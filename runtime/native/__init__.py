@@ -1,6 +1,6 @@
 """Compiled kernels: for what a step computes in float32 and bfloat16 on CPUs (kernels.cpp), its products with
-weights (products.cpp), also with quantised ones (quantised.cpp), to copy KV caches (copies.cpp), and to read
-weights (loading.cpp).
+weights (products.cpp), also with quantised ones (quantised.cpp) and of integers on both sides (integers.cpp),
+to copy KV caches (copies.cpp), and to read weights (loading.cpp).
 
 Values in bfloat16 are computed with in float32, and rounded when they are written.
 
@@ -8,6 +8,7 @@ setup.py builds them for each instruction set if it finds a compiler. If `serves
 torch's operators, which give the same values up to rounding; if `copies` is False, numpy.
 """
 
+from runtime.native.integers import LARGEST_INPUTS, Integers, find_ranges, linear_integers, pack_bytes
 from runtime.native.kernels import (
     PLAIN_KV,
     Spans,
@@ -20,14 +21,17 @@ from runtime.native.kernels import (
     turn_and_store,
 )
 from runtime.native.library import copies, multiplies, multiplies_pairs, panel_width, serves
-from runtime.native.loading import mapped, pack_codes, pack_rows, read_pieces
+from runtime.native.loading import pack_codes, pack_rows, read_pieces
+from runtime.native.memory import mapped, use_large_pages
 from runtime.native.products import Grouped, empty_panels, linear, pack, pack_bias, pack_mxfp4
 from runtime.native.quantised import Quantised, linear_quantised
 from runtime.native.tokens import copy_tokens, count_tokens
 
 __all__ = [
+    "LARGEST_INPUTS",
     "PLAIN_KV",
     "Grouped",
+    "Integers",
     "Quantised",
     "Spans",
     "attend_chunk",
@@ -37,14 +41,17 @@ __all__ = [
     "copy_tokens",
     "count_tokens",
     "empty_panels",
+    "find_ranges",
     "gate",
     "linear",
+    "linear_integers",
     "linear_quantised",
     "mapped",
     "multiplies",
     "multiplies_pairs",
     "pack",
     "pack_bias",
+    "pack_bytes",
     "pack_codes",
     "pack_mxfp4",
     "pack_rows",
@@ -54,4 +61,5 @@ __all__ = [
     "serves",
     "store_heads",
     "turn_and_store",
+    "use_large_pages",
 ]

@@ -20,6 +20,8 @@ _ARGUMENTS = {
     "store_heads": "pllplllpl",
     "multiply_packed": "plllpplp",
     "multiply_quantised": "plllppllplplplp",
+    "multiply_integers": "plllppppppplp",
+    "find_ranges": "pllp",
     "multiply_grouped": "pplllpplp",
     "multiply_mxfp4": "ppllppplp",
     "rms_norm": "plplfllp",
@@ -31,12 +33,14 @@ _ARGUMENTS = {
     "read_pieces": "lllllp",
     "attends_to": "l",
     "multiplies_pairs": "",
+    "multiplies_bytes": "",
     "has_tiles": "",
     "panel_width": "",
 }
 _RESULTS = {
     "attends_to": ctypes.c_int,
     "multiplies_pairs": ctypes.c_int,
+    "multiplies_bytes": ctypes.c_int,
     "has_tiles": ctypes.c_int,
     "panel_width": ctypes.c_long,
     "count_tokens": ctypes.c_long,
@@ -68,6 +72,12 @@ def multiplies_pairs() -> bool:
     """Whether this processor multiplies pairs of numbers in bfloat16 by instructions of its own."""
     library = loaded()
     return library is not None and bool(library.multiplies_pairs())
+
+
+def multiplies_bytes() -> int:
+    """By which instructions this processor multiplies bytes (VNNI), as kernels number them; 0: none."""
+    library = loaded()
+    return 0 if library is None else library.multiplies_bytes()
 
 
 def panel_width() -> int:

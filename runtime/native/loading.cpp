@@ -16,16 +16,13 @@ constexpr long BYTES[] = {4, 2, 2};
 inline Floats as_floats(const char *from, Type type) {
     if (type == FLOAT32) return load(reinterpret_cast<const float *>(from));
     const uint16_t *const halves = reinterpret_cast<const uint16_t *>(from);
-    if (type == BFLOAT16) return (Floats)(widened(halves) << 16);
+    if (type == BFLOAT16) return as_floats(widened(halves) << 16);
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(halves)));
 #elif defined(__F16C__)
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(halves)));
 #else
-    // Exponents are 15 from zero instead of 127; subnormals come right by the product.
-    const Ints bits = widened(halves), sign = (bits & 0x8000) << 16, rest = (bits & 0x7fff) << 13;
-    const Ints special = (rest >= 0x7c00 << 13) & (0xff << 23);
-    return (Floats)((Ints)((Floats)rest * all(5.192296858534828e33f)) | special | sign);
+    return from_float16(widened(halves));
 #endif
 }
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from runtime.native import library
+from runtime.native.memory import mapped
 
-_MAPPED = 1 << 18  # values
 _TOO_SHORT = "the file is too short"
 
 
 def pack_rows(packed: torch.Tensor, first: int, rows: torch.Tensor) -> None:
     """Write rows [n, in] of a matrix of any floating-point type, from output `first` on, into its panels."""
-    if packed.dtype == torch.bfloat16:
-        rows, kind = in_pairs(rows.to(torch.bfloat16)), torch.float32  # a pair moves like a float
+    if packed.dtype != torch.float32:
+        rows, kind = in_pairs(rows.to(packed.dtype)), torch.float32  # a pair moves like a float
         inputs = rows.shape[1] // 2
     else:
         rows = rows if rows.dtype in library.FLOATS and rows.stride(1) == 1 else rows.float().contiguous()
@@ -59,16 +56,6 @@ def pack_codes(codes: torch.Tensor, is_packed: bool, flipped: int) -> torch.Tens
         flipped,
     )
     return packed
-
-
-def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor in CPU memory. A large one has its own memory mapping: it leaves no
-    hole in the heap when it is freed."""
-    count = math.prod(size)
-    if count < _MAPPED:
-        return torch.empty(tuple(size), dtype=dtype)
-    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(*size)
 
 
 def read_pieces(file: int, at: int, step: int, piece: int, count: int, into: torch.Tensor) -> None:

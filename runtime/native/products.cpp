@@ -14,8 +14,6 @@
 namespace {
 
 constexpr long AHEAD = 64;            // words of a panel between what is prefetched and what is used
-constexpr long PIECES = 8;             // of a product for each thread,
-constexpr long PIECES_FROM = 16;       // from so many rows on
 constexpr long BLOCK_VALUES = 1 << 17; // of x, which stays in the L2 cache while all panels pass
 
 // How words of 32 bits, of which a panel has [words, PANEL], are multiplied. Value is the type of x and of the
@@ -34,19 +32,17 @@ struct Singles {
     }
 };
 
-// A word is two weights in bfloat16 for neighbouring inputs, the first one in its lower half. They become floats.
-struct Halves {
-    typedef Bfloat16 Value;
+// A word is two weights of 16 bits for neighbouring inputs, the first one in its lower half. They become floats.
+template <typename Of, typename Weight> struct Halves {
+    typedef Of Value;
     typedef float Input;
     static constexpr long INPUTS = 2, STEP = 2;
     template <int ROWS>
     static inline void add(const float *x, long x_row, const Floats *words, Floats (*sums)[PANEL_VECTORS]) {
         for (int half = 0; half < 2; ++half) {
             Floats weights[PANEL_VECTORS];
-            for (int part = 0; part < PANEL_VECTORS; ++part) {
-                const Ints bits = as_bits(words[part]);
-                weights[part] = as_floats(half ? bits & static_cast<int32_t>(0xffff0000u) : bits << 16);
-            }
+            for (int part = 0; part < PANEL_VECTORS; ++part)
+                weights[part] = Weight::widened(as_bits(words[part]), half);
             for (int row = 0; row < ROWS; ++row)
                 for (int part = 0; part < PANEL_VECTORS; ++part)
                     sums[row][part] += x[row * x_row + half] * weights[part];
@@ -54,7 +50,17 @@ struct Halves {
     }
 };
 
-// The same by instructions that multiply two pairs and add both products to a float; numbers below the normal
+struct InBfloat16 {
+    static inline Floats widened(const Ints &words, int half) {
+        return as_floats(half ? words & static_cast<int32_t>(0xffff0000u) : words << 16);
+    }
+};
+
+struct InFloat16 {
+    static inline Floats widened(const Ints &words, int half) { return from_float16(half ? words >> 16 : words); }
+};
+
+// Both in bfloat16, by instructions that multiply two pairs and add both products to a float; numbers below the normal
 // ones count as zero.
 struct Dots {
     typedef Bfloat16 Value;
@@ -154,8 +160,10 @@ void multiply_panels(const typename Kind::Value *x, long rows, long inputs, cons
 // Calls run(kind) with the kind of a number in `products.py`.
 template <typename Run> inline void with_kind(long kind, Run run) {
     switch (kind) {
-    case 1: return run(Halves{});
+    case 1: return run(Halves<Bfloat16, InBfloat16>{});
     case 2: return run(Dots{});
+    case 3: return run(Halves<float, InBfloat16>{});
+    case 4: return run(Halves<float, InFloat16>{});
     default: return run(Singles{});
     }
 }
@@ -165,12 +173,6 @@ constexpr int MX_BLOCK = 32, MX_ROWS = PRODUCT_ROWS / 2, WORD = 8;
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
-
-inline Ints load_words(const int32_t *from) {
-    Ints words;
-    std::memcpy(&words, from, sizeof words);
-    return words;
-}
 
 inline Ints load_bytes(const uint8_t *from) {
     Bytes bytes;
@@ -232,13 +234,6 @@ template <int ROWS = 1> MultiplyMx mx_for(long rows) {
     if constexpr (ROWS < MX_ROWS)
         if (rows > ROWS) return mx_for<ROWS + 1>(rows);
     return multiply_mx<ROWS>;
-}
-
-// How many pieces threads share a product in: for many rows several each, so that one that another program slows
-// down leaves more to the others. For few rows, which are over too soon, one each.
-inline long count_pieces(long panels, long rows) {
-    const long threads = omp_get_max_threads();
-    return std::min(panels, threads == 1 || rows < PIECES_FROM ? threads : PIECES * threads);
 }
 
 // Calls do_part(group, first row, first panel, end panel) for all groups that have rows, in parallel.

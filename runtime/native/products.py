@@ -8,14 +8,15 @@ import numpy as np
 import torch
 
 from runtime.native import library
-from runtime.native.loading import in_pairs, mapped, pack_rows
+from runtime.native.loading import in_pairs, pack_rows
+from runtime.native.memory import mapped
 
-_BY_FLOATS, _BF16_BY_FLOATS, _BF16_BY_PAIRS = range(3)
-"""How kernels multiply by panels."""
+_BY_FLOATS, _BF16_BY_FLOATS, _BF16_BY_PAIRS, _BF16_WIDENED, _FP16_WIDENED = range(5)
+"""How kernels multiply by panels; the last two, x in float32 by weights that become float32 in registers."""
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] float32 or bfloat16 -> panels, as `empty_panels` makes them."""
+    """[out, in] float32, bfloat16 or float16 -> panels, as `empty_panels` makes them."""
     outputs, inputs = weight.shape
     packed = empty_panels(outputs, inputs, weight.dtype)
     pack_rows(packed, 0, weight)
@@ -27,7 +28,7 @@ def empty_panels(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) 
 
     Returns
     -------
-    [out / width, in, width] float32, or [out / width, in / 2, width, 2] bfloat16, where an odd number of
+    [out / width, in, width] float32, or [out / width, in / 2, width, 2] of 16 bits, where an odd number of
     inputs is padded, too
     """
     width = library.panel_width()
@@ -43,11 +44,12 @@ def pack_bias(bias: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    """x [n, in], contiguous, times packed weights of its type, plus packed bias -> [n, out].
+    """x [n, in], contiguous, times packed weights, plus packed bias -> [n, out].
 
-    A row's result does not depend on the others.
+    Weights have the type of x; or 16 bits, and x is in float32, with the same results as with the weights in
+    float32. A row's result does not depend on the others.
     """
-    output, (x, kind) = x.new_empty(len(x), outputs), _multiplied(x)
+    output, (x, kind) = x.new_empty(len(x), outputs), _multiplied(x, packed.dtype)
     address = None if bias is None else bias.data_ptr()
     library.call(
         "multiply_packed",
@@ -92,7 +94,7 @@ class Grouped:
         dtype = x.dtype
         x = x.float() if self._in_mxfp4 else x
         output, rows = x.new_empty(len(x), self._outputs), np.array(counts, dtype=np.int64)
-        x, kind = _multiplied(x)
+        x, kind = _multiplied(x, x.dtype if self._in_mxfp4 else self._kept[0][0].dtype)
         library.call(
             "multiply_mxfp4" if self._in_mxfp4 else "multiply_grouped",
             x.data_ptr(),
@@ -126,10 +128,12 @@ def _in_panels(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(len(weight) // width, width, *weight.shape[1:])
 
 
-def _multiplied(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """x [n, in] as kernels read it for products, and how they multiply."""
-    if x.dtype == torch.float32:
+def _multiplied(x: torch.Tensor, weights: torch.dtype) -> tuple[torch.Tensor, int]:
+    """x [n, in] as kernels read it for products with weights of a type, and how they multiply."""
+    if weights == torch.float32:
         return x, _BY_FLOATS
+    if x.dtype == torch.float32:
+        return in_pairs(x), _BF16_WIDENED if weights == torch.bfloat16 else _FP16_WIDENED
     return in_pairs(x), _BF16_BY_PAIRS if library.multiplies_pairs() else _BF16_BY_FLOATS
 
 

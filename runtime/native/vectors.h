@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
@@ -24,6 +25,14 @@ constexpr int LANES = 4, SUMS = 12, PRODUCT_ROWS = 6;
 // Weights [out, in] are kept as panels [out / PANEL, in, PANEL], so that PANEL results are computed together.
 constexpr int PANEL_VECTORS = 2, PANEL = PANEL_VECTORS * LANES;
 
+// How many pieces threads share a product in: for many rows several each, so that one that another program slows
+// down leaves more to the others. For few rows, which are over too soon, one each.
+inline long count_pieces(long panels, long rows) {
+    constexpr long PIECES = 8, FROM_ROWS = 16;
+    const long threads = omp_get_max_threads();
+    return std::min(panels, threads == 1 || rows < FROM_ROWS ? threads : PIECES * threads);
+}
+
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
@@ -31,6 +40,12 @@ inline Floats load(const float *from) {
     Floats values;
     std::memcpy(&values, from, sizeof values);
     return values;
+}
+
+inline Ints load_words(const int32_t *from) {
+    Ints words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
 }
 
 inline void store(float *to, const Floats &values) { std::memcpy(to, &values, sizeof values); }
@@ -117,6 +132,22 @@ inline void store(Bfloat16 *to, const Floats &values) {
                                                                        _mm256_extracti128_si256(lower, 1)));
 #else
     for (int lane = 0; lane < LANES; ++lane) to[lane].bits = static_cast<uint16_t>(bits[lane]);
+#endif
+}
+
+// Numbers in the lower halves of words, floats of 16 bits with an exponent of 5, as floats.
+inline Floats from_float16(const Ints &words) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m256i lower = (__m256i)(words & 0xffff);
+    return (Floats)_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(lower),
+                                                    _mm256_extracti128_si256(lower, 1)));
+#else
+    // Exponents are 15 from zero instead of 127; subnormals come right by the product.
+    const Ints sign = (words & 0x8000) << 16, rest = (words & 0x7fff) << 13;
+    const Ints special = (rest >= 0x7c00 << 13) & (0xff << 23);
+    return as_floats(as_bits(as_floats(rest) * all(0x1p112f)) | special | sign);
 #endif
 }
 

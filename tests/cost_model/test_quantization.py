@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cost_model.config import architecture_from_config, architecture_from_folder
 from cost_model.errors import InputError
 from cost_model.models import SHIPPED
+from cost_model.quantization import ActivationScheme, weight_scheme
 
 LAYERS = 4
 SHAPE = {
@@ -118,6 +119,31 @@ def test_attention_left_in_16_bits(names):
     )
     attention = LAYERS * sum(rows * columns for rows, columns in ATTENTION)
     assert excluded.total_bytes - plain.total_bytes == attention
+
+
+BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+STATIC = {**BY_TOKEN, "strategy": "tensor", "dynamic": False, "symmetric": False}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "expected"),
+    [
+        (INT8, [BY_TOKEN], ActivationScheme(symmetric=True, static=False)),
+        (INT8, [STATIC], ActivationScheme(symmetric=False, static=True)),
+        (INT8, [None], None),
+        (INT8, [BY_TOKEN, None], None),
+        (INT8, [{**BY_TOKEN, "strategy": "tensor"}], None),
+        (INT8, [{**BY_TOKEN, "num_bits": 4}], None),
+        (INT8, [{**BY_TOKEN, "type": "float"}], None),
+        ({**INT8, "num_bits": 4, "group_size": 32}, [BY_TOKEN], None),
+    ],
+)
+def test_how_activations_are_rounded(weights, inputs, expected):
+    """Where it is not the same for all layers, or as for no kernel, nothing is."""
+    groups = {f"{n}": {"weights": weights, "input_activations": each} for n, each in enumerate(inputs)}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": groups}
+    assert weight_scheme(quantization, "config.json", "quantization_config").activations == expected
 
 
 def test_a_few_layers_left_in_16_bits_do_not_count():

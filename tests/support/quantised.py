@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle import forward
 from safetensors.torch import load_file, save_file
 
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -120,6 +123,14 @@ def bytes_of_8(weight: torch.Tensor, symmetric: bool) -> Stored:
     return stored, found.value()
 
 
+def static(stored: Stored, scale: float, zero: int | None = None) -> Stored:
+    """With a scale, and perhaps a zero, for all inputs."""
+    tensors = {**stored[0], "input_scale": torch.tensor([scale])}
+    if zero is not None:
+        tensors["input_zero_point"] = torch.tensor([zero], dtype=torch.int8)
+    return tensors, stored[1]
+
+
 def fp8(weight: torch.Tensor, rows: int, columns: int, suffix: str = "weight_scale") -> Stored:
     """E4M3 with a scale for each block of rows x columns; 0: of all of them. Scales per row are [rows, 1],
     one for the whole matrix has no dimension."""
@@ -136,10 +147,14 @@ _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 
 
-def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
+_BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+_STATIC = {**_BY_TOKEN, "strategy": "tensor", "dynamic": False}
+
+
+def _compressed(layout: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     scheme: dict[str, Any] = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}}
-    if layout == "int-quantized":  # W8A8
-        scheme["input_activations"] = {**_INT8, "strategy": "token", "dynamic": True, "symmetric": True}
+    if inputs is not None:
+        scheme["input_activations"] = inputs
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
@@ -205,6 +220,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
         _compressed("int-quantized", **_INT8, symmetric=False),
         lambda weight: bytes_of_8(weight, symmetric=False),
     ),
+    "W8A8": (
+        _compressed("int-quantized", _BY_TOKEN, **_INT8, symmetric=True),
+        lambda weight: bytes_of_8(weight, symmetric=True),
+    ),
+    "W8A8, zeros": (
+        _compressed("int-quantized", {**_BY_TOKEN, "symmetric": False}, **_INT8, symmetric=False),
+        lambda weight: bytes_of_8(weight, symmetric=False),
+    ),
+    "W8A8, static": (
+        _compressed("int-quantized", _STATIC, **_INT8, symmetric=True),
+        lambda weight: static(bytes_of_8(weight, symmetric=True), 0.03),
+    ),
+    "W8A8, static, zeros": (
+        _compressed("int-quantized", {**_STATIC, "symmetric": False}, **_INT8, symmetric=True),
+        lambda weight: static(bytes_of_8(weight, symmetric=True), 0.03, -20),
+    ),
     "compressed-tensors fp8": (
         _compressed("float-quantized", **_FP8, strategy="channel"),
         lambda weight: fp8(weight, 1, 0),
@@ -230,6 +261,27 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
         lambda weight: fp8(weight, 0, 0),
     ),
 }
+
+ROUNDED = [name for name in FORMATS if name.startswith("W8A8")]
+"""Those whose activations are integers, too: transformers rounds them by compressed-tensors."""
+
+
+@contextmanager
+def without_lowest_code() -> Iterator[None]:
+    """Let compressed-tensors round tokens that have their own scales, but no zeros, to codes from -127 on.
+
+    runtime/engine/torch/quantised/activations.py says why the engine does so."""
+    as_usual = forward.calculate_range
+
+    def narrower(args: QuantizationArgs, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        lowest, highest = as_usual(args, device)
+        return (-highest if args.dynamic and args.symmetric else lowest), highest
+
+    forward.calculate_range = narrower
+    try:
+        yield
+    finally:
+        forward.calculate_range = as_usual
 
 
 def quantise(folder: Path, name: str, into: Path, plain: Path | None = None) -> None:

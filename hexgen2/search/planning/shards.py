@@ -65,4 +65,4 @@ def shared_bytes(model: ModelArchitecture, wanted: Shard, held: Shard) -> float:
     if model.tied_embeddings and (wanted.at_start or wanted.at_end) and (held.at_start or held.at_end):
         params += model.head_params
     layer_bytes = model.layer_bytes + (wanted.attention_dp - 1) * model.attention_bytes
-    return (high - low) * (layers * layer_bytes + params * model.activation_bytes)
+    return (high - low) * (layers * layer_bytes + params * model.plain_bytes)

@@ -56,6 +56,12 @@ class Collectives:
             dist.all_reduce(tensor, group=self._tp_group)
         return tensor
 
+    def all_reduce_largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest of each number over the stage's tensor-parallel ranks, in place."""
+        if self._tp_group is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._tp_group)
+        return tensor
+
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Gather [n, columns] of each rank to [n, ranks x columns] on rank 0 of the stage; None elsewhere."""
         if self._tp_group is None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 
+from runtime import native
 from runtime.engine.base import HopOutcome, OnLayer, RangeEngine, Rows
 from runtime.engine.rank import Rank
 from runtime.engine.torch.collectives import Collectives, connect_store, open_store
@@ -55,6 +56,7 @@ class TorchEngine(RangeEngine):
             self._make_heads()
         else:
             self._make_cache()
+        native.use_large_pages()
 
     def _make_heads(self) -> None:
         """The cache of a worker in a replica with attention workers."""

@@ -5,7 +5,8 @@ On a CPU the compiled kernels of `native` are used if they are built: in float32
 bfloat16 about as fast for any number. Otherwise oneDNN's layout makes products up to 2.5 times as fast as
 the plain one in float32, and up to 1.7 times in bfloat16. Each call then costs about 10 us more, so small
 matrices stay plain, and the first product of each shape and number of rows costs 1 ms more. Quantised
-weights (`quantised/`) stay packed.
+weights (`quantised/`) stay packed. Weights in 16 bits may be multiplied with x in float32: they become floats
+in registers, or, without our kernels, a slice of them does for each product.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from runtime.torch_private import linear_onednn, pack_onednn
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 _PACKABLE = (torch.float32, torch.bfloat16)  # float16 needs instructions that few processors have
+_SLICE_VALUES = 1 << 22
 _SMALL = 1 << 16  # values; at about this size both take the same time for a few rows
 
 
@@ -31,8 +33,9 @@ class Linear:
 
     Parameters
     ----------
-    weight : [out, in], plain or quantised; or what computes the product
+    weight : [out, in], plain or quantised; or what computes the product, with its bias
     bias : [out]
+    computed : the type of x; None: that of a plain weight
 
     Attributes
     ----------
@@ -42,17 +45,22 @@ class Linear:
     product: Product
 
     def __init__(
-        self, weight: torch.Tensor | PackedWeight | Panels, bias: torch.Tensor | None = None
+        self,
+        weight: torch.Tensor | PackedWeight | Product,
+        bias: torch.Tensor | None = None,
+        computed: torch.dtype | None = None,
     ) -> None:
-        if isinstance(weight, Panels):
-            self.product = weight
-            return
         if isinstance(weight, PackedWeight):
             self.product = weight.product(bias)
             return
-        on_cpu, dtype = weight.device.type == "cpu", weight.dtype
+        if not isinstance(weight, torch.Tensor):
+            self.product = weight
+            return
+        on_cpu, dtype = weight.device.type == "cpu", computed or weight.dtype
         if native.multiplies(dtype, weight.device):
             self.product = Panels(native.pack(weight), bias, len(weight))
+        elif dtype != weight.dtype:
+            self.product = lambda x: _by_slices(x, weight, bias)
         elif on_cpu and weight.numel() > _SMALL and dtype in _PACKABLE and _onednn_works(dtype):
             self.product = by_onednn(weight, bias)
         else:
@@ -68,12 +76,16 @@ class Rows:
 
     Parameters
     ----------
-    empty : makes an uninitialised tensor of the engine's type and device
+    empty : makes an uninitialised tensor of the type that the matrix is kept in, on the engine's device
+    computed : the type of what is multiplied by it
     """
 
-    def __init__(self, outputs: int, inputs: int, empty: Callable[[int, int], torch.Tensor]) -> None:
+    def __init__(
+        self, outputs: int, inputs: int, empty: Callable[[int, int], torch.Tensor], computed: torch.dtype
+    ) -> None:
         sample = empty(0, inputs)
-        self._outputs, self._in_panels = outputs, native.multiplies(sample.dtype, sample.device)
+        self._outputs, self._computed = outputs, computed
+        self._in_panels = native.multiplies(computed, sample.device)
         if self._in_panels:
             self._values = native.empty_panels(outputs, inputs, sample.dtype)
         else:
@@ -89,7 +101,7 @@ class Rows:
     def linear(self, bias: torch.Tensor | None) -> Linear:
         """The product, once all rows are there."""
         if not self._in_panels:
-            return Linear(self._values, bias)
+            return Linear(self._values, bias, self._computed)
         return Linear(Panels(self._values, bias, self._outputs))
 
 
@@ -111,10 +123,19 @@ class Panels:
         return native.linear(x.contiguous(), self.packed, self.bias, self.outputs)
 
     @staticmethod
-    def grouped(panels: Sequence[Panels]) -> native.Grouped:
-        """One product for all, each with rows of its own."""
+    def grouped(panels: Sequence[Panels]) -> native.Grouped | None:
+        """One product for all, each with rows of its own; None: their types differ."""
+        if len({each.packed.dtype for each in panels}) > 1:
+            return None
         biases = [each.bias for each in panels if each.bias is not None]
         return native.Grouped([each.packed for each in panels], biases, panels[0].outputs)
+
+
+def _by_slices(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product with a weight of another type, some of whose rows are in that of x at a time."""
+    rows = max(1, _SLICE_VALUES // weight.shape[1])
+    product = torch.cat([F.linear(x, part.to(x.dtype)) for part in weight.split(rows)], dim=1)
+    return product if bias is None else product + bias
 
 
 def by_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:

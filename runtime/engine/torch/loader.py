@@ -20,6 +20,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of tensors that are not quantised, in safetensors' names."""
+_HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 _WITH_TEXT_PART = ("gemma3",)  # models that also see, of which the engine runs the text part
 
 Cut = tuple[int, int, int]
@@ -67,7 +68,8 @@ class CheckpointConfig:
 
 
 class Checkpoint:
-    """Tensors of a checkpoint by name, read in slices, converted to one type on one device.
+    """Tensors of a checkpoint by name, read in slices, on one device, and in one type unless they are `kept`
+    in the one that they are stored in.
 
     Parameters
     ----------
@@ -114,11 +116,20 @@ class Checkpoint:
         with _reading(tensor, stored):
             return self._reader.whole(tensor, rows, columns).to(self.device)
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        """An uninitialised tensor of the checkpoint's type on its device."""
+    def kept(self, *names: str) -> torch.dtype:
+        """The type in which memory keeps tensors that are multiplied together: the engine's; but one that
+        computes in float32 on a CPU keeps what is stored in 16 bits as it is, which loses nothing."""
+        found = {self.stored_type(name) for name in names}
+        stored = _HALVES.get(found.pop() or "") if len(found) == 1 else None
+        if stored is None or self.dtype != torch.float32 or self.device.type != "cpu":
+            return self.dtype
+        return stored
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An uninitialised tensor on the checkpoint's device; None: of its type."""
         if self.device.type != "cpu":
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
-        return native.mapped(shape, self.dtype)
+            return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return native.mapped(shape, dtype or self.dtype)
 
     def read(
         self,
@@ -126,11 +137,13 @@ class Checkpoint:
         shape: tuple[int, ...],
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """A tensor, or the slice [rows first:end, columns first:end] of it; see `read_into`."""
+        """A tensor, or the slice [rows first:end, columns first:end] of it, in a type (None: the engine's);
+        see `read_into`."""
         cuts = (rows, columns, *([None] * len(shape)))
         sizes = (cut[1] - cut[0] if cut else size for cut, size in zip(cuts, shape, strict=False))
-        target = self.empty(*sizes)
+        target = self.empty(*sizes, dtype=dtype)
         self.read_into(target, name, shape, rows, columns)
         return target
 
@@ -143,7 +156,7 @@ class Checkpoint:
         columns: tuple[int, int] | None = None,
     ) -> None:
         """Fill `target` with a tensor, or a slice of it; see `chunks`."""
-        for start, chunk in self.chunks(name, shape, rows, columns):
+        for start, chunk in self.chunks(name, shape, rows, columns, target.dtype):
             target[start : start + len(chunk)].copy_(chunk)
 
     def chunks(
@@ -152,8 +165,13 @@ class Checkpoint:
         shape: tuple[int, ...],
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """A tensor, or the slice [rows first:end, columns first:end] of it, some rows at a time.
+
+        Parameters
+        ----------
+        dtype : in which memory keeps it, which `bytes_read` counts; None: the checkpoint's
 
         Yields
         ------
@@ -168,7 +186,7 @@ class Checkpoint:
         _check(tensor, stored, shape, FLOATS)
         with _reading(tensor, stored):
             for start, chunk in self._reader.chunks(tensor, rows, columns):
-                self.bytes_read += chunk.numel() * self.dtype.itemsize
+                self.bytes_read += chunk.numel() * (dtype or self.dtype).itemsize
                 yield start, chunk
 
     def rest(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from instructions import BUILDS
 
 from runtime import native
 from runtime.engine.torch import linear
-from runtime.engine.torch.linear import Linear
+from runtime.engine.torch.linear import Linear, Rows
 
 ROWS = (0, 1, 2, 7, 33)
 EPS = torch.finfo(torch.float32).eps
@@ -40,6 +41,42 @@ def test_products_are_those_of_exact_arithmetic(
                 allowed = (width + 1) * EPS * (size_of_terms + expected.abs())
                 assert answer.dtype == dtype
                 assert error.le(allowed + torch.finfo(dtype).eps * expected.abs()).all()
+
+
+@pytest.fixture(params=[*BUILDS, "none"])
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of the kernels, or none."""
+    if request.param == "none":
+        monkeypatch.setattr(native, "serves", lambda dtype, device: False)
+        monkeypatch.setattr(native, "multiplies", lambda dtype, device: False)
+        return
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    native.library.loaded.cache_clear()
+    request.addfinalizer(native.library.loaded.cache_clear)
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "width"), [(1, 1), (33, 5), (251, 64), (64, 251)])
+def test_weights_in_16_bits_multiply_x_in_float32_as_if_they_were_in_float32(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, width: int
+) -> None:
+    monkeypatch.setattr(linear, "_SLICE_VALUES", 7 * width)
+    monkeypatch.setattr(linear, "_onednn_works", lambda dtype: False)
+    torch.manual_seed(size)
+    scales = torch.tensor([1e-7, 1e-3, 1.0, 1e4])[torch.arange(size) % 4].unsqueeze(1)  # the first, subnormal
+    weight, bias = (torch.randn(size, width) * scales).to(dtype), torch.randn(size)
+    halves, whole = Linear(weight, bias, torch.float32), Linear(weight.float(), bias)
+    rows = Rows(size, width, lambda *shape: torch.empty(shape, dtype=dtype), torch.float32)
+    rows.put(0, weight)
+    for count in ROWS:
+        x = torch.randn(count, width)
+        expected = whole(x)
+        assert expected.dtype == torch.float32
+        if native.multiplies(torch.float32, x.device):
+            assert torch.equal(halves(x), expected)
+        torch.testing.assert_close(halves(x), expected, rtol=1e-5, atol=1e-5 * float(weight.abs().max()))
+        assert torch.equal(rows.linear(bias)(x), halves(x))
 
 
 def test_a_weight_is_copied_when_packed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -147,11 +148,11 @@ class DecoderStage(ABC):
             added = torch.cat(biases) if bias else None
             return self.quantised.linear(parts, (inputs, 0, inputs), added)
         ends = list(accumulate(end - first for _, first, end in rows))
-        weight = Rows(ends[-1], inputs, self.checkpoint.empty)
+        weight, kept = self._rows(ends[-1], inputs, *(f"{name}.weight" for name in names))
         added = self.checkpoint.empty(ends[-1]) if bias else None
         for name, cut, start, stop in zip(names, rows, [0, *ends], ends, strict=False):
             whole = (cut[0], inputs)
-            for first, chunk in self.checkpoint.chunks(f"{name}.weight", whole, rows=cut[1:]):
+            for first, chunk in self.checkpoint.chunks(f"{name}.weight", whole, cut[1:], None, kept):
                 weight.put(start + first, chunk)
             if added is not None:
                 self.checkpoint.read_into(added[start:stop], f"{name}.bias", whole[:1], rows=cut[1:])
@@ -165,9 +166,11 @@ class DecoderStage(ABC):
         if bias and self.rank.tp_rank == 0:
             added = self.checkpoint.read(f"{name}.bias", whole[:1])
         if self.quantised.holds(name):
-            return self.quantised.linear([(name, (whole[0], 0, whole[0]))], columns, added)
-        weight = Rows(whole[0], columns[2] - columns[1], self.checkpoint.empty)
-        for first, chunk in self.checkpoint.chunks(f"{name}.weight", whole, columns=columns[1:]):
+            is_part = columns[2] - columns[1] < columns[0]
+            agree = self.collectives.all_reduce_largest if is_part else None
+            return self.quantised.linear([(name, (whole[0], 0, whole[0]))], columns, added, agree=agree)
+        weight, kept = self._rows(whole[0], columns[2] - columns[1], f"{name}.weight")
+        for first, chunk in self.checkpoint.chunks(f"{name}.weight", whole, None, columns[1:], kept):
             weight.put(first, chunk)
         return weight.linear(added)
 
@@ -202,10 +205,16 @@ class DecoderStage(ABC):
         """The widths of feed-forwards that the ranks divide, by their key in config.json."""
         return {"intermediate_size": self.spec.ffn}
 
+    def _rows(self, outputs: int, inputs: int, *names: str) -> tuple[Rows, torch.dtype]:
+        """What takes the rows of matrices, and the type in which it keeps them."""
+        kept = self.checkpoint.kept(*names)
+        return Rows(outputs, inputs, partial(self.checkpoint.empty, dtype=kept), self.dtype), kept
+
     def _vocabulary(self, name: str) -> torch.Tensor:
         """This rank's rows of a [vocab, hidden] table, padded with zeros to equal size on all ranks."""
         vocab, first, end = self.cut(self.spec.vocab)
-        table = self.checkpoint.empty(even_share(0, self.rank.tp, vocab)[1], self.spec.hidden)
+        height = even_share(0, self.rank.tp, vocab)[1]
+        table = self.checkpoint.empty(height, self.spec.hidden, dtype=self.checkpoint.kept(name))
         self.checkpoint.read_into(table[: end - first], name, (vocab, self.spec.hidden), rows=(first, end))
         table[end - first :].zero_()
         return table
@@ -216,12 +225,12 @@ class DecoderStage(ABC):
             padded = even_share(0, self.rank.tp, vocab)[1]
             return self.quantised.linear([("lm_head", self.cut(vocab))], (hidden, 0, hidden), None, padded)
         if self.spec.tied and self._embedding is not None:
-            return Linear(self._embedding)
+            return Linear(self._embedding, computed=self.dtype)
         name = self._embedding_name if self.spec.tied else "lm_head.weight"
         vocab, first, end = self.cut(self.spec.vocab)
         padded = even_share(0, self.rank.tp, vocab)[1]
-        weight = Rows(padded, self.spec.hidden, self.checkpoint.empty)
-        for start, chunk in self.checkpoint.chunks(name, (vocab, self.spec.hidden), (first, end)):
+        weight, kept = self._rows(padded, self.spec.hidden, name)
+        for start, chunk in self.checkpoint.chunks(name, (vocab, self.spec.hidden), (first, end), None, kept):
             weight.put(start, chunk)
         weight.put(end - first, torch.zeros(padded - (end - first), self.spec.hidden))
         return weight.linear(None)
@@ -230,8 +239,8 @@ class DecoderStage(ABC):
         table = self._embedding
         assert table is not None
         if self.rank.tp == 1:
-            return F.embedding(tokens, table)
+            return F.embedding(tokens, table).to(self.dtype)
         local = tokens - self.rank.tp_rank * len(table)
         mine = (local >= 0) & (local < len(table))
         rows = F.embedding(local.clamp(0, len(table) - 1), table) * mine.unsqueeze(1)
-        return self.collectives.all_reduce(rows)
+        return self.collectives.all_reduce(rows.to(self.dtype))

@@ -96,7 +96,7 @@ class GptOssStage(MixtureStage):
             bias = self.checkpoint.read(f"{name}_bias", whole, (expert, expert + 1), (rows[1], rows[2]))
             bias = apart(bias[0])
         if not self._packed:
-            return Linear(apart(self._expanded(name, expert, rows, columns)), bias)
+            return Linear(apart(self._expanded(name, expert, rows, columns)), bias, self.dtype)
         blocks, scales = self._blocks(name, expert, rows, columns)
         return mxfp4_product(apart(blocks), apart(scales), bias, self.dtype)
 
@@ -104,7 +104,8 @@ class GptOssStage(MixtureStage):
         """From [experts, in, out]."""
         whole = (self._mixture.experts, columns[0], rows[0])
         cut = (expert, expert + 1), (columns[1], columns[2])
-        return self.checkpoint.read(name, whole, *cut)[0, :, rows[1] : rows[2]].t()
+        kept = self.checkpoint.kept(name)
+        return self.checkpoint.read(name, whole, *cut, dtype=kept)[0, :, rows[1] : rows[2]].t()
 
     def _blocks(
         self, name: str, expert: int, rows: Sequence[int], columns: Sequence[int]

@@ -1,16 +1,18 @@
 """How quantisation methods store matrices: a function for each, and `FORMATS` with all of them.
 
-Only weights are quantised here: scales of activations in a file (W8A8) are not used. Where a part of a matrix
+Where a part of a matrix
 ends inside a word of several codes, or inside a group, the whole word and the group's scales are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from cost_model.quantization import WeightScheme
+from runtime.engine.torch.quantised.activations import Activations
 from runtime.engine.torch.quantised.part import (
     SCALES,
     Part,
@@ -75,6 +77,7 @@ def compressed_tensors(part: Part, scheme: WeightScheme) -> QuantisedWeight:
     Codes are in weight_packed [out, in * bits / 32], with weight_zero_point [out * bits / 32, groups]; or in
     weight [out, in] of 8 bits, with weight_zero_point like the scales. weight_scale is for the whole matrix,
     for outputs [out, 1], for groups of inputs [out, groups], or for blocks (there also weight_scale_inv).
+    Where inputs are rounded in the same way for all tokens, input_scale and perhaps input_zero_point say how.
     """
     kind = Kind.FP8 if scheme.weight_type.startswith("fp8") else _integers(scheme)
     suffix = "weight_scale_inv" if part.has("weight_scale_inv") else "weight_scale"
@@ -94,7 +97,8 @@ def compressed_tensors(part: Part, scheme: WeightScheme) -> QuantisedWeight:
         codes = offset(part.read("weight", part.shape, types, rows, columns), kind)
         if zeroed:
             zeros = offset(_scales(part, scheme, "weight_zero_point", ("I8",))[0], kind)
-    return part.weight(kind, codes, scales, zeros, groups)
+    weight = part.weight(kind, codes, scales, zeros, groups)
+    return replace(weight, activations=_activations(part, scheme))
 
 
 Format = Callable[[Part, WeightScheme], QuantisedWeight]
@@ -107,6 +111,17 @@ FORMATS: dict[str, Format] = {
     "modelopt": compressed_tensors,
 }
 """By `quant_method`."""
+
+
+def _activations(part: Part, scheme: WeightScheme) -> Activations | None:
+    """How the inputs of a matrix are rounded."""
+    rule = scheme.activations
+    if rule is None or not rule.static:
+        return None if rule is None else Activations(rule.symmetric)
+    scale, zero = part.read_one("input_scale", SCALES), torch.zeros(())
+    if not rule.symmetric:
+        zero = part.read_one("input_zero_point", ("I8",))
+    return Activations(rule.symmetric, torch.stack((scale, zero)))
 
 
 def _scales(

@@ -9,9 +9,12 @@ import torch
 from cost_model.config import formats_beside
 from cost_model.errors import InputError
 from cost_model.quantization import WeightScheme, weight_scheme
-from runtime.engine.torch.linear import Linear, SideBySide
+from runtime import native
+from runtime.engine.torch.linear import Linear, Product, SideBySide
 from runtime.engine.torch.loader import Checkpoint, Cut
+from runtime.engine.torch.quantised.activations import Agree
 from runtime.engine.torch.quantised.formats import FORMATS
+from runtime.engine.torch.quantised.integers import IntegerWeight, rounding
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.part import Part, is_quantised
 from runtime.engine.torch.quantised.weight import QuantisedWeight, stacked
@@ -46,7 +49,12 @@ class Quantised:
         return self._scheme is not None and any(is_quantised(self._checkpoint, name) for name in names)
 
     def linear(
-        self, parts: Sequence[tuple[str, Cut]], columns: Cut, bias: torch.Tensor | None, outputs: int = 0
+        self,
+        parts: Sequence[tuple[str, Cut]],
+        columns: Cut,
+        bias: torch.Tensor | None,
+        outputs: int = 0,
+        agree: Agree | None = None,
     ) -> Linear:
         """Parts of matrices with the same inputs, their outputs one after the other.
 
@@ -56,18 +64,21 @@ class Quantised:
         columns : which inputs
         bias : [outputs of all parts]
         outputs : of a single part, pad with outputs that are zero up to this number
+        agree : where other ranks have the other inputs: finds the ranges of whole rows of inputs
         """
         read = [self._read(Part(self._checkpoint, name, rows, columns)) for name, rows in parts]
         products, first = list[Linear](), 0
         for weight in _merged(read):
             if isinstance(weight, QuantisedWeight):
                 size = len(weight.codes)
-                packed = PackedWeight(weight.padded(outputs) if outputs else weight)
-                self._checkpoint.bytes_read += packed.nbytes
-                products.append(Linear(packed, None if bias is None else bias[first : first + size]))
+                added = None if bias is None else bias[first : first + size]
+                product, held = _product(weight.padded(outputs) if outputs else weight, added, agree)
+                self._checkpoint.bytes_read += held
+                products.append(Linear(product))
             else:
                 size = len(weight)
-                products.append(Linear(weight, None if bias is None else bias[first : first + size]))
+                added = None if bias is None else bias[first : first + size]
+                products.append(Linear(weight, added, self._checkpoint.dtype))
             first += size
         return products[0] if len(products) == 1 else SideBySide(products)
 
@@ -75,12 +86,28 @@ class Quantised:
         """A part of a matrix, quantised or not, in the type that the engine computes in: for what is no
         product with the matrix itself."""
         weight = self._read(Part(self._checkpoint, name, rows, columns))
-        return weight.value().to(self._checkpoint.dtype) if isinstance(weight, QuantisedWeight) else weight
+        value = weight.value() if isinstance(weight, QuantisedWeight) else weight
+        return value.to(self._checkpoint.dtype)
 
     def _read(self, part: Part) -> QuantisedWeight | torch.Tensor:
         if self._scheme is not None and is_quantised(self._checkpoint, part.name):
             return FORMATS[self._scheme.method](part, self._scheme)
-        return self._checkpoint.read(f"{part.name}.weight", part.shape, part.rows[1:], part.columns[1:])
+        name = f"{part.name}.weight"
+        kept = self._checkpoint.kept(name)
+        return self._checkpoint.read(name, part.shape, part.rows[1:], part.columns[1:], kept)
+
+
+def _product(weight: QuantisedWeight, bias: torch.Tensor | None, agree: Agree | None) -> tuple[Product, int]:
+    """x [n, in] -> x @ weight^T + bias [n, out], and the bytes that it holds."""
+    activations = rounding(weight)
+    if activations is not None and native.serves(torch.float32, weight.codes.device):
+        integers = IntegerWeight(weight, activations)
+        return integers.product(bias, agree), integers.nbytes
+    packed = PackedWeight(weight)
+    product = packed.product(bias)
+    if activations is None:
+        return product, packed.nbytes
+    return lambda x: product(activations.rounded(x.float(), agree)).to(x.dtype), packed.nbytes
 
 
 def _merged(

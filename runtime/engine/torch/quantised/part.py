@@ -44,6 +44,11 @@ class Part:
         """A tensor of the matrix as it is stored, or a slice of it."""
         return self.checkpoint.read_stored(f"{self.name}.{suffix}", shape, types, *cuts)
 
+    def read_one(self, suffix: str, types: tuple[str, ...]) -> torch.Tensor:
+        """A number of the matrix, of shape [] or [1], in float32 on the CPU."""
+        stored = self.checkpoint.stored_shape(f"{self.name}.{suffix}")
+        return self.read(suffix, () if stored == () else (1,), types).view(()).float().cpu()
+
     def groups(self, scheme: WeightScheme, suffix: str = "g_idx") -> torch.Tensor:
         """The group of each input [columns]: as stored (in any order), or one after the other."""
         if self.has(suffix):

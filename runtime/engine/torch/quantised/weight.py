@@ -8,6 +8,8 @@ from enum import IntEnum
 
 import torch
 
+from runtime.engine.torch.quantised.activations import Activations
+
 
 class Kind(IntEnum):
     """What a code means; the kernels know these numbers."""
@@ -38,6 +40,7 @@ class QuantisedWeight:
     scales : [out, groups] float32, float16 or bfloat16
     zeros : [out, groups] uint8; None: the kind's middle
     groups : [in] int64, the group of each input
+    activations : how inputs are rounded; None: not at all
     """
 
     kind: Kind
@@ -45,6 +48,7 @@ class QuantisedWeight:
     scales: torch.Tensor
     zeros: torch.Tensor | None
     groups: torch.Tensor
+    activations: Activations | None = None
 
     def value(self) -> torch.Tensor:
         """What it stands for, [out, in] float32."""
@@ -70,7 +74,13 @@ class QuantisedWeight:
             and self.scales.dtype == other.scales.dtype
             and (self.zeros is None) == (other.zeros is None)
             and torch.equal(self.groups, other.groups)
+            and self._rounds_like(other)
         )
+
+    def _rounds_like(self, other: QuantisedWeight) -> bool:
+        if self.activations is None:
+            return other.activations is None
+        return self.activations.is_like(other.activations)
 
 
 def stacked(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:

@@ -1,0 +1,315 @@
+// Products of activations with weights that are both integers of 8 bits (W8A8). Sums have 32 bits and are exact.
+// `integers.py` documents the arguments.
+//
+// A word of a panel holds the codes of four neighbouring inputs for one output. Codes of weights count from 0,
+// those of activations are signed, because that is what VNNI multiplies: sums of codes minus the zeros of weights
+// times the sum of a row's codes are the products. With zeros of activations, sums over columns come in.
+
+#include "vectors.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+// GCC 11 came with an assembler that knows both encodings of products of bytes.
+#if defined(__AVX2__) && __GNUC__ >= 11
+#define HAS_BYTE_DOTS 1
+#endif
+
+namespace {
+
+constexpr long WORD = 4;              // inputs in a word
+constexpr long AHEAD = 32;            // words of a panel between what is prefetched and what is used
+constexpr long BLOCK_BYTES = 1 << 19; // of x, which stays in the L2 cache while all panels pass
+constexpr float LOWEST = -128, HIGHEST = 127, SPAN = 255;
+
+// How words are multiplied. STEP is how many words of x belong to one of weights; `lay_out` makes them of codes,
+// `add` adds the products of ROWS rows, x_row apart, with PANEL words.
+
+// By instructions that add four products of bytes to a sum.
+template <bool VEX> struct Dots {
+    static constexpr long STEP = 1;
+    static inline void lay_out(const int8_t *codes, long words, int32_t *to) {
+        std::memcpy(to, codes, words * WORD);
+    }
+    template <int ROWS>
+    static inline void add(const int32_t *x, long x_row, const Ints *words, Ints (*sums)[PANEL_VECTORS]) {
+#if defined(HAS_BYTE_DOTS)
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; ++row) {
+            const Ints four = Ints{} + x[row * x_row];
+#pragma GCC unroll 2
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                Ints result = sums[row][part];
+                // by its name, since this build serves processors without it, too
+                if constexpr (VEX)
+                    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(result) : "x"(words[part]), "x"(four));
+                else
+                    asm("%{evex%} vpdpbusd %2, %1, %0" : "+v"(result) : "v"(words[part]), "v"(four));
+                sums[row][part] = result;
+            }
+        }
+#endif
+    }
+};
+
+#if defined(__AVX2__)
+// By products of integers of 16 bits, in pairs: bytes 0 and 2 of a word, then bytes 1 and 3.
+struct Pairs {
+    static constexpr long STEP = 2;
+    static inline void lay_out(const int8_t *codes, long words, int32_t *to) {
+        for (long word = 0; word < words; ++word, codes += WORD)
+            for (int odd = 0; odd < 2; ++odd)
+                *to++ = static_cast<uint16_t>(codes[odd]) | static_cast<uint32_t>(codes[odd + 2]) << 16;
+    }
+    static inline Ints dot(const Ints &first, const Ints &second) {
+#if defined(__AVX512F__)
+        return (Ints)_mm512_madd_epi16((__m512i)first, (__m512i)second);
+#else
+        return (Ints)_mm256_madd_epi16((__m256i)first, (__m256i)second);
+#endif
+    }
+    template <int ROWS>
+    static inline void add(const int32_t *x, long x_row, const Ints *words, Ints (*sums)[PANEL_VECTORS]) {
+#pragma GCC unroll 2
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            const Ints even = words[part] & 0x00ff00ff, odd = (words[part] >> 8) & 0x00ff00ff;
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; ++row)
+                sums[row][part] += dot(even, Ints{} + x[row * x_row]) + dot(odd, Ints{} + x[row * x_row + 1]);
+        }
+    }
+};
+typedef Pairs Wider;
+#else
+// One input of a word after the other.
+struct Singles {
+    static constexpr long STEP = WORD;
+    static inline void lay_out(const int8_t *codes, long words, int32_t *to) {
+        for (long at = 0; at < words * WORD; ++at) to[at] = codes[at];
+    }
+    template <int ROWS>
+    static inline void add(const int32_t *x, long x_row, const Ints *words, Ints (*sums)[PANEL_VECTORS]) {
+        for (int at = 0; at < WORD; ++at)
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                const Ints codes = (words[part] >> 8 * at) & 255;
+                for (int row = 0; row < ROWS; ++row) sums[row][part] += codes * x[row * x_row + at];
+            }
+    }
+};
+typedef Singles Wider;
+#endif
+
+// How far the values of a row go below and above zero; not a number if one of them is not.
+struct Range {
+    float below, above;
+};
+
+Range range_of(const float *x, long inputs) {
+    Floats low{}, high{}, spoilt{};
+    long at = 0;
+    for (; at + LANES <= inputs; at += LANES) {
+        const Floats values = load(x + at);
+        low = values < low ? values : low;
+        high = values > high ? values : high;
+        spoilt += values * 0.f;
+    }
+    float lowest = 0, highest = 0, rest = 0;
+    for (int lane = 0; lane < LANES; ++lane) {
+        lowest = std::min(lowest, low[lane]);
+        highest = std::max(highest, high[lane]);
+        rest += spoilt[lane];
+    }
+    for (; at < inputs; ++at) {
+        lowest = std::min(lowest, x[at]);
+        highest = std::max(highest, x[at]);
+        rest += x[at] * 0.f;
+    }
+    return {rest - lowest, rest + highest};
+}
+
+// What the codes of a row stand for: (code - zero) * scale. `Activations` in quantised/activations.py has the same
+// rules.
+struct Row {
+    float scale, zero, lowest;
+    int32_t sum; // of all codes
+};
+
+Row row_of(const Range &range, bool has_zero) {
+    constexpr float SMALLEST = 0x1p-23f;
+    const float span = has_zero ? range.above + range.below : std::max(range.above, range.below);
+    float scale = span / (has_zero ? SPAN : SPAN / 2);
+    if (range.above + range.below != range.above + range.below) scale = range.above + range.below;
+    if (scale == 0) scale = SMALLEST;
+    const float zero = LOWEST + range.below / scale;
+    if (!has_zero) return {scale, 0, -HIGHEST, 0};
+    return {scale, std::nearbyint(std::min(std::max(zero, LOWEST), HIGHEST)), LOWEST, 0};
+}
+
+// The codes of a row, and their sum. `codes` has room for whole vectors, and is padded with zeros.
+void round_row(const float *x, long inputs, Row &row, int8_t *codes) {
+    Ints sums{};
+    const Floats scale = all(row.scale), zero = all(row.zero), lowest = all(row.lowest);
+    for (long at = 0; at < inputs; at += LANES) {
+        Floats values{};
+        if (at + LANES <= inputs)
+            values = load(x + at);
+        else
+            std::memcpy(&values, x + at, (inputs - at) * sizeof(float));
+        values = values / scale + zero;
+        values = values < lowest ? lowest : values;
+        values = values > HIGHEST ? all(HIGHEST) : values;
+        Ints found = nearest(values);
+        if (at + LANES > inputs)
+            for (long lane = inputs - at; lane < LANES; ++lane) found[lane] = 0;
+        sums += found;
+        narrow(found, reinterpret_cast<uint8_t *>(codes + at));
+    }
+    row.sum = 0;
+    for (int lane = 0; lane < LANES; ++lane) row.sum += sums[lane];
+}
+
+struct Weights {
+    const int32_t *codes;
+    const float *scales;
+    const uint8_t *zeros;
+    const int32_t *sums; // of the weights of an output, without its scale; null if activations have no zeros
+    const float *bias;
+    long words, outputs;
+};
+
+// ROWS rows of x times one panel.
+template <typename Kind, int ROWS>
+void multiply(const int32_t *x, const Row *rows, const Weights &weights, long panel, const int32_t *ahead,
+              float *output, long width) {
+    constexpr int32_t MIDDLE = 128;
+    const long x_row = weights.words * Kind::STEP;
+    const int32_t *codes = weights.codes + panel * weights.words * PANEL;
+    Ints sums[ROWS][PANEL_VECTORS] = {};
+    for (long at = 0; at < weights.words; ++at, codes += PANEL, ahead += PANEL, x += Kind::STEP) {
+        Ints words[PANEL_VECTORS];
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            words[part] = load_words(codes + part * LANES);
+            __builtin_prefetch(ahead + part * LANES, 0, 2);
+        }
+        Kind::template add<ROWS>(x, x_row, words, sums);
+    }
+    const float *const scales = weights.scales + panel * PANEL;
+    const float *const bias = weights.bias ? weights.bias + panel * PANEL : nullptr;
+    const uint8_t *const zeros = weights.zeros ? weights.zeros + panel * PANEL : nullptr;
+    const int32_t *const columns = weights.sums ? weights.sums + panel * PANEL : nullptr;
+    for (int row = 0; row < ROWS; ++row) {
+        // In double precision all of this is exact but for the last step.
+        const double scale = rows[row].scale, zero = rows[row].zero, sum = rows[row].sum;
+        int32_t found[PANEL];
+        float values[PANEL];
+        std::memcpy(found, sums[row], sizeof found);
+        for (int at = 0; at < PANEL; ++at) {
+            double exact = found[at] - (zeros ? zeros[at] : MIDDLE) * sum;
+            if (columns) exact -= zero * columns[at];
+            values[at] = static_cast<float>(exact * (scale * scales[at]) + (bias ? bias[at] : 0.f));
+        }
+        std::memcpy(output + row * weights.outputs, values, width * sizeof(float));
+    }
+}
+
+typedef void (*Multiply)(const int32_t *, const Row *, const Weights &, long, const int32_t *, float *, long);
+
+template <typename Kind> struct Multiplies {
+    Multiply by_rows[PRODUCT_ROWS + 1];
+    Multiplies() { fill<PRODUCT_ROWS>(); }
+
+    template <int ROWS> void fill() {
+        by_rows[ROWS] = multiply<Kind, ROWS>;
+        if constexpr (ROWS > 1) fill<ROWS - 1>();
+    }
+};
+
+template <typename Kind> const Multiplies<Kind> multiplies;
+
+// All rows of x times some of the panels.
+template <typename Kind>
+void multiply_panels(const int32_t *x, const Row *rows, long count, const Weights &weights, long first_panel,
+                     long end_panel, float *output) {
+    const long x_row = weights.words * Kind::STEP, size = weights.words * PANEL;
+    const long block = std::max(1L, BLOCK_BYTES / std::max(1L, x_row * 4) / PRODUCT_ROWS) * PRODUCT_ROWS;
+    for (long first = 0; first < count; first += block) {
+        const long some = std::min(block, count - first), groups = (some + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+        for (long panel = first_panel; panel < end_panel; ++panel) {
+            const int32_t *const own = weights.codes + panel * size;
+            const long width = std::min<long>(PANEL, weights.outputs - panel * PANEL);
+            for (long group = 0; group < groups; ++group) {
+                const long from = first + some * group / groups, to = first + some * (group + 1) / groups;
+                // prefetch what is used soon of this panel, or the next panel during the last group
+                const int32_t *ahead = own + (groups == 1 ? AHEAD * PANEL : group == groups - 1 ? size : 0);
+                multiplies<Kind>.by_rows[to - from](x + from * x_row, rows + from, weights, panel, ahead,
+                                                    output + from * weights.outputs + panel * PANEL, width);
+            }
+        }
+    }
+}
+
+template <typename Kind>
+void multiply_all(const float *x, long count, long inputs, const float *steps, const float *ranges,
+                  const Weights &weights, float *output) {
+    const long x_row = weights.words * Kind::STEP, panels = (weights.outputs + PANEL - 1) / PANEL;
+    const std::unique_ptr<int32_t[]> laid_out(new int32_t[count * x_row]);
+    std::vector<Row> rows(count);
+    const long pieces = count_pieces(panels, count);
+#pragma omp parallel
+    {
+        std::vector<int8_t> codes(weights.words * WORD + LANES);
+#pragma omp for
+        for (long row = 0; row < count; ++row) {
+            const float *const own = x + row * inputs;
+            if (steps)
+                rows[row] = {steps[0], steps[1], LOWEST, 0};
+            else
+                rows[row] = row_of(ranges ? Range{ranges[2 * row], ranges[2 * row + 1]} : range_of(own, inputs),
+                                   weights.sums != nullptr);
+            round_row(own, inputs, rows[row], codes.data());
+            Kind::lay_out(codes.data(), weights.words, laid_out.get() + row * x_row);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (long piece = 0; piece < pieces; ++piece)
+            multiply_panels<Kind>(laid_out.get(), rows.data(), count, weights, panels * piece / pieces,
+                                  panels * (piece + 1) / pieces, output);
+    }
+}
+
+} // namespace
+
+extern "C" {
+
+// 0: this processor has no instructions for products of bytes; 1: it has those of AVX-512, 2: those of AVX.
+int multiplies_bytes() {
+#if defined(HAS_BYTE_DOTS)
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl")) return 1;
+#if !defined(__AVX512F__)
+    if (__builtin_cpu_supports("avxvnni")) return 2;
+#endif
+#endif
+    return 0;
+}
+
+void find_ranges(const float *x, long rows, long inputs, float *ranges) {
+#pragma omp parallel for
+    for (long row = 0; row < rows; ++row) {
+        const Range found = range_of(x + row * inputs, inputs);
+        ranges[2 * row] = found.below, ranges[2 * row + 1] = found.above;
+    }
+}
+
+void multiply_integers(const float *x, long rows, long inputs, long kind, const float *steps, const float *ranges,
+                       const int32_t *codes, const float *scales, const uint8_t *zeros, const int32_t *sums,
+                       const float *bias, long outputs, float *output) {
+    const Weights weights{codes, scales, zeros, sums, bias, (inputs + WORD - 1) / WORD, outputs};
+#if defined(__AVX512F__)
+    const auto by_dots = multiply_all<Dots<false>>;
+#else
+    const auto by_dots = kind == 2 ? multiply_all<Dots<true>> : multiply_all<Dots<false>>;
+#endif
+    (kind ? by_dots : multiply_all<Wider>)(x, rows, inputs, steps, ranges, weights, output);
+}
+}
