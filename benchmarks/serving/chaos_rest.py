@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.serving.chaos_fleet import Fleet
 from benchmarks.serving.soak import verdict
-from runtime.options import BLOCK_TOKENS
+from cost_model.lengths import BLOCK_TOKENS
 
 
 def blocks_are_free(metrics: dict[str, dict[str, float]]) -> list[bool]:
