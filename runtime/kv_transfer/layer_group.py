@@ -11,6 +11,7 @@ from runtime.kv_cache.pages import Pages
 from runtime.kv_cache.windows import first_kept, numbered
 from runtime.kv_transfer.receiver import KvReceiver
 from runtime.kv_transfer.sender import KvSender
+from runtime.kv_transfer.stream import Shapers
 from runtime.protocol.between_workers import KvLanded
 from runtime.protocol.handshake import Credentials
 from runtime.protocol.message import StageShape
@@ -35,7 +36,7 @@ class LayerGroup:
     layers : of the whole model, numbers rising; None: all, under their own numbers
     window : tokens that a token of these layers attends to, itself included; None: all before it
     cache, shared : their pool, and the shared memory that it is in, if any
-    on_landed, on_sent, on_failed : as of KvReceiver and KvSender
+    on_landed, on_sent, on_failed, shapers : as of KvReceiver and KvSender
 
     Attributes
     ----------
@@ -53,6 +54,7 @@ class LayerGroup:
         on_landed: Callable[[KvLanded], None],
         on_sent: Callable[[str], None],
         on_failed: Callable[[str, str], None],
+        shapers: Shapers,
         *,
         layers: Sequence[int] | None = None,
         window: int | None = None,
@@ -71,6 +73,7 @@ class LayerGroup:
             shared=shared,
             transport=config.kv_transport,
             links=config.kv_links,
+            shapers=shapers,
         )
 
     def reconnect(self, connect: Connect, config: Configure) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from runtime.engine.base import Engine, HopOutcome, RangeEngine, Rows
 from runtime.kv_transfer.layer_group import WHOLE, WINDOWED, LayerGroup
+from runtime.kv_transfer.stream import Shapers
 from runtime.protocol.between_workers import ExpectKv, KvSent, SequenceStart, Step, StepResult
 from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import RequestFailed
@@ -43,7 +44,7 @@ class Executor:
         engine.report = report
         self._replicas = connect.replicas
         self._report = report
-        told = report, self._sent, self._failed
+        told = report, self._sent, self._failed, Shapers()
         if config.windowed is None:
             self._groups = [LayerGroup(WHOLE, config, connect, engine.cache, engine.shared, *told)]
         else:
