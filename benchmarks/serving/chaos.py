@@ -219,10 +219,10 @@ def judge(clients: Clients, truth: Truth | None) -> None:
         return
     for each in list(clients.parted):
         question, text = each
-        if not truth.allows(question.prompt, question.tokens, text):
+        if why := truth.refuses(question.prompt, question.tokens, text):
             clients.parted.remove(each)
             clients.ended["whole"] -= 1
-            clients.wrong[difference(question.text, text)] += 1
+            clients.wrong[f"{difference(question.text, text)}; {why}"] += 1
 
 
 def _listed(counts: Counter[str]) -> str:
