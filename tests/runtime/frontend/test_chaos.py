@@ -62,4 +62,4 @@ def test_no_token_is_lost_while_workers_links_and_the_front_end_die(name):
 def test_no_token_of_quantised_experts_is_lost_while_workers_die():
     """Weights in 4 bits, KV caches in 8, and replicas of unlike shapes on both sides."""
     often = ("--seconds", "4", "--every", "1", "--front-end-deaths", "0")
-    assert re.search(r"\d kill", chaos(12, *QUICK, *often))
+    assert re.search(r"\d kill", chaos(16, *QUICK, *often))
