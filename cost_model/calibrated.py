@@ -26,7 +26,8 @@ class Calibrated(CostModel):
     all-reduces; per step and stage a fixed cost, and on the last stage the LM head.
 
     How many tokens attention reads and the KV cache holds are means over the mixture of requests (see
-    RequestLengths), within the model's sliding window. Where layers differ, a stage that holds all of
+    RequestLengths), within the model's sliding window; layers with one keep no other tokens, but those of a
+    step or a block. Where layers differ, a stage that holds all of
     them has the mean layer's bytes per layer, and any other the largest layer's.
     """
 
@@ -45,7 +46,7 @@ class Calibrated(CostModel):
         self.coefficients, self.engine = known, engine
         self.calibration = known.name if engine is None else f"{known.name} for {engine}"
         self._kv_tokens = {
-            "prefill": lengths.kv_tokens_prefill(model.window),
+            "prefill": lengths.kv_tokens_prefill(model.window, PREFILL_TOKENS),
             "decode": lengths.kv_tokens_decode(model.window),
         }
         self._kv_tokens_beyond = self._beyond_even_share()
@@ -129,7 +130,7 @@ class Calibrated(CostModel):
 
     @property
     def kv_bytes_per_layer(self) -> float:
-        return self.isl * self.model.kv_bytes_per_token_layer
+        return self.lengths.kv_tokens_moved(self.model.window) * self.model.kv_bytes_per_token_layer
 
     @property
     def kv_to_every_rank(self) -> bool:
@@ -152,7 +153,7 @@ class Calibrated(CostModel):
         if model.window is None or not model.full_attention_excess:
             return {"prefill": 0.0, "decode": 0.0}
         limited, excess = Window(model.window.tokens), model.full_attention_excess
-        prefill = lengths.kv_tokens_prefill() - lengths.kv_tokens_prefill(limited)
+        prefill = lengths.kv_tokens_prefill() - lengths.kv_tokens_prefill(limited, PREFILL_TOKENS)
         decode = lengths.kv_tokens_decode() - lengths.kv_tokens_decode(limited)
         return {"prefill": excess * prefill, "decode": excess * decode}
 

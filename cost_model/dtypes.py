@@ -78,8 +78,8 @@ Kernels = Literal["native", "weight-only", "none"]
 """Whether a card multiplies in the format, unpacks weights to 16 bits first, or cannot use it."""
 
 # vLLM: its table of supported hardware for quantisation, fp8 and fp4 through Marlin on Ampere and later, and
-# no int8 activations on Blackwell. On CPUs, the torch engine unpacks fp8, which vLLM does not run there. bf16
-# weights become fp16 where a card has no bf16.
+# no int8 activations on Blackwell. On CPUs, the torch engine unpacks fp8 and mxfp4, which vLLM does not run
+# there. bf16 weights become fp16 where a card has no bf16.
 _NATIVE: dict[WeightType, set[Generation]] = {
     "bf16": {"ampere", "ada", "hopper", "blackwell", "cdna3", "cpu"},
     "fp8": {"ada", "hopper", "blackwell", "cdna3"},
@@ -96,7 +96,7 @@ _WEIGHT_ONLY: dict[WeightType, set[Generation]] = {
     "int8": {"volta", "blackwell"},
     "int4": {"volta", "turing", "ampere", "ada", "hopper", "blackwell", "cpu"},
     "nvfp4": {"ampere", "ada", "hopper"},
-    "mxfp4": {"ampere", "ada", "hopper", "cdna3"},
+    "mxfp4": {"ampere", "ada", "hopper", "cdna3", "cpu"},
 }
 
 

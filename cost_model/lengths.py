@@ -15,16 +15,24 @@ Length = Callable[[float, float], float]
 """Of a class: a figure that follows from its prompt and output tokens."""
 
 
+BLOCK_TOKENS = 16
+"""Tokens of a block of KV cache, unless `hexgen2 launch` is told otherwise."""
+
+
 class Window(NamedTuple):
     """Sliding-window attention: a token attends to at most the last `tokens` in the share `share` of the
     layers, and to all in the others."""
 
-    tokens: int
+    tokens: float
     share: float = 1.0
 
     def mean(self, limited: float, unlimited: float) -> float:
         """The mean over the layers of a figure of those with the window and of those without."""
         return self.share * limited + (1 - self.share) * unlimited
+
+    def widened(self, tokens: float) -> Window:
+        """The window, and so many tokens more."""
+        return Window(self.tokens + tokens, self.share)
 
 
 @dataclass(frozen=True)
@@ -82,15 +90,23 @@ class RequestLengths:
         isl + osl / 2, so without a window E[osl (isl + osl / 2)] / E[osl]."""
         return self.mean(lambda isl, osl: context_tokens(isl + osl / 2, window), by=_osl)
 
-    def kv_tokens_prefill(self, window: Window | None = None) -> float:
+    def kv_tokens_prefill(self, window: Window | None = None, step_tokens: float = 0.0) -> float:
         """KV tokens that a request under way in prefill holds: it is under way in proportion to its prompt,
-        so E[isl^2] / E[isl]."""
-        return self.mean(lambda isl, osl: context_tokens(isl, window), by=_isl)
+        so E[isl^2] / E[isl]. Layers with a window keep that and the tokens of a step."""
+        kept = window and window.widened(step_tokens)
+        return self.mean(lambda isl, osl: context_tokens(isl, kept), by=_isl)
 
     def kv_tokens_decode(self, window: Window | None = None) -> float:
         """KV tokens set aside for a request under way in decode: it is under way in proportion to its
-        outputs, so E[osl (isl + osl)] / E[osl]."""
-        return self.mean(lambda isl, osl: context_tokens(isl + osl, window), by=_osl)
+        outputs, so E[osl (isl + osl)] / E[osl]. Layers with a window keep the blocks that it lies in."""
+        kept = window and window.widened(BLOCK_TOKENS)
+        return self.mean(lambda isl, osl: context_tokens(isl + osl, kept), by=_osl)
+
+    def kv_tokens_moved(self, window: Window | None = None) -> float:
+        """KV tokens of a prompt that move to where it is decoded, on average: in layers with a window, those
+        of the blocks that it ends in."""
+        kept = window and window.widened(BLOCK_TOKENS / 2)
+        return self.mean(lambda isl, osl: context_tokens(isl, kept))
 
 
 def context_tokens(tokens: float, window: Window | None) -> float:

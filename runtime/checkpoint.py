@@ -87,6 +87,13 @@ def checkpoint_folder(placement: Placement, model_path: Path | None, source: str
             problem = f"is {there}, but the placement was made for {planned}"
             remedy = "give the model that the placement was made for, or search a new placement"
             raise InputError(str(folder / "config.json"), key, problem, remedy)
+    windows = [(model.sliding_window, model.full_attention_layers) for model in (placement.model, found)]
+    if placement.model.sliding_window is not None and windows[0] != windows[1]:
+        problem = f"is {found.sliding_window}, in other layers than the placement was made for"
+        if found.sliding_window != placement.model.sliding_window:
+            problem = f"is {found.sliding_window}, but the placement was made for {windows[0][0]}"
+        remedy = "give the model that the placement was made for, or search a new placement"
+        raise InputError(str(folder / "config.json"), "sliding_window", problem, remedy)
     check_tokenizer_files(folder)
     return folder
 

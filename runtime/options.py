@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cost_model.lengths import BLOCK_TOKENS
 from hexgen2.schedulers import BUCKETS, FLOW
 from runtime.routing.fair_queue import QUEUE_LIMIT
 
-BLOCK_TOKENS = 16
 RESTARTS = 5
 REPLAN_AFTER_S = 30.0
 QUEUE_TIMEOUT_S = 60.0

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from cost_model.lengths import BLOCK_TOKENS
 from runtime import native
 from runtime.engine.torch import mxfp4
 from runtime.engine.torch.quantised.activations import Activations
@@ -29,7 +30,7 @@ from runtime.engine.torch.quantised.integers import IntegerWeight
 from runtime.engine.torch.quantised.packed import PackedWeight
 from runtime.engine.torch.quantised.weight import Kind, QuantisedWeight
 from runtime.kv_cache.formats import kv_format
-from runtime.options import BLOCK_TOKENS, TORCH_PACKED_KV
+from runtime.options import TORCH_PACKED_KV
 
 OUTPUTS, INPUTS = 4096, 768
 ROWS = (1, 3, 8, 32, 128, 512)

@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.engine.engine_speed import make_model
 from cost_model.config import architecture_from_folder
+from cost_model.lengths import BLOCK_TOKENS
 from runtime.engine.rank import Rank
 from runtime.engine.torch.attention import make_attention
 from runtime.engine.torch.attention.base import Batch, LayerAttention
@@ -38,7 +39,6 @@ from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.models.base import DecoderStage
 from runtime.kv_cache.formats import KV_FORMATS, kv_format
 from runtime.kv_cache.pool import PagedCache
-from runtime.options import BLOCK_TOKENS
 from runtime.protocol.message import StageShape
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -63,8 +63,23 @@ KINDS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
     },
+    "gpt_oss": {
+        **TINY,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "head_dim": 16,
+        "sliding_window": 48,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 500.0,
+            "truncate": False,
+            "original_max_position_embeddings": 256,
+        },
+    },
 }
-"""Tiny models by their model_type: without experts, with experts, and with experts and latent attention."""
+"""Tiny models by their model_type: without experts, with experts, with experts and latent attention, and with
+experts and windows."""
 
 
 def make_model(folder: Path, sizes: Mapping[str, Any] = SMALL, kind: str = "llama") -> None:

@@ -39,9 +39,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from scipy.stats import theilslopes
 
 from benchmarks.serving.fleet import launched, make_model, make_placement
+from cost_model.lengths import BLOCK_TOKENS
 from hexgen2.bench.completions import find_model
 from hexgen2.bench.http import Address, HttpError, Server
-from runtime.options import BLOCK_TOKENS
 
 PLANNED_ISL, PLANNED_OSL = 60, 16  # shorter than the real requests, so that too many are admitted
 PROMPTS, OUTPUTS = (16, 500), (1, 250)  # with the shared prefix, within the model's 1024 positions

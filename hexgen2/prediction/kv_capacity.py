@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cost_model.base import CostModel, Phase
+from cost_model.base import PREFILL_TOKENS, CostModel, Phase
 from hexgen2.attention_workers import AttentionWorker, stage_requests
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Replica
 
 
 def kv_capacity_tokens(
-    replica: Replica, cluster: Cluster, costs: CostModel, workers: Sequence[AttentionWorker] = ()
+    replica: Replica,
+    cluster: Cluster,
+    costs: CostModel,
+    workers: Sequence[AttentionWorker] = (),
+    keep_all: bool = False,
 ) -> int:
     """Tokens of KV cache for which a replica has memory, with its attention workers, limited by its tightest
-    stage; 0 if not even the weights fit."""
-    phase: Phase = "prefill" if replica.role == "prefill" else "decode"
-    window = costs.model.window
-    lengths = costs.lengths
-    held = lengths.kv_tokens_prefill(window) if phase == "prefill" else lengths.kv_tokens_decode(window)
+    stage; 0 if not even the weights fit.
+
+    Parameters
+    ----------
+    keep_all : layers with a window keep the tokens outside it, too, as they do beside attention workers
+    """
+    held = kv_tokens_held(replica, costs, keep_all or bool(workers))
     if workers:
         return max(0, int(min(stage_requests(replica, workers, cluster, costs)) * held))
-    requests = []
+    phase, requests = _phase(replica), []
     for stage in replica.stages:
         accelerator = cluster.accelerators[cluster.index(stage.gpus[0])]
         first, last = stage.layers[0] == 0, stage.layers[1] == costs.model.layers
@@ -29,3 +35,16 @@ def kv_capacity_tokens(
         room = memory.limit - memory.fixed - stage.layer_count * memory.per_layer
         requests.append(room / (stage.layer_count * memory.per_layer_request + memory.per_request))
     return max(0, int(min(requests) * held))
+
+
+def kv_tokens_held(replica: Replica, costs: CostModel, keep_all: bool = False) -> float:
+    """Of these tokens, how many the mean request under way takes: all of its own. With `keep_all`, only so
+    many that a window's layers would keep, on average over the layers: the memory is planned for that."""
+    window = costs.model.window if keep_all else None
+    if _phase(replica) == "prefill":
+        return costs.lengths.kv_tokens_prefill(window, PREFILL_TOKENS)
+    return costs.lengths.kv_tokens_decode(window)
+
+
+def _phase(replica: Replica) -> Phase:
+    return "prefill" if replica.role == "prefill" else "decode"

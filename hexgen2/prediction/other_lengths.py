@@ -16,7 +16,7 @@ from cost_model.pipeline import PipelineSemantics, decode_pace, micro_batch, pre
 from hexgen2.cluster import Cluster
 from hexgen2.placement import Placement, Replica
 from hexgen2.prediction.headwise_times import step_times
-from hexgen2.prediction.kv_capacity import kv_capacity_tokens
+from hexgen2.prediction.kv_capacity import kv_capacity_tokens, kv_tokens_held
 from hexgen2.prediction.latency import pace_of, phase_times
 from hexgen2.prediction.step_times import StepTimes
 from hexgen2.workload.lengths import Workload
@@ -87,11 +87,9 @@ class _Side:
 
     def batch(self, replica: Replica) -> int:
         """Requests that a replica decodes at a time: as planned, unless its memory holds fewer."""
-        tokens = self.costs.lengths.kv_tokens_decode(self.costs.model.window)
-        held = (
-            kv_capacity_tokens(replica, self.cluster, self.costs, self.placement.workers_of(replica.id))
-            / tokens
-        )
+        workers = self.placement.workers_of(replica.id)
+        tokens = kv_capacity_tokens(replica, self.cluster, self.costs, workers)
+        held = tokens / kv_tokens_held(replica, self.costs, bool(workers))
         return max(1, min(replica.max_batch, int(held)))
 
     def prompts_req_s(self, replica: Replica) -> float:

@@ -53,6 +53,8 @@ class Engine(ABC):
     spec, weight_bytes : sizes of the whole model, and bytes of the weights loaded here; set by `load`
     cache : the KV cache of this worker's layers and heads; set by `load`
     shared : the memory of the cache if other processes can map it, else None; set by `load`
+    windowed_cache, windowed_shared : the same of layers with a window, where the configuration has these
+        apart; else None
     report : called with messages for the driver, from any thread; set by the executor
     """
 
@@ -60,10 +62,17 @@ class Engine(ABC):
     spec: Spec
     cache: Pages
     shared: SharedPool | None = None
+    windowed_cache: Pages | None = None
+    windowed_shared: SharedPool | None = None
     weight_bytes: int = 0
 
     def __init__(self) -> None:
         self.report: Callable[[Message], None] = lambda _: None
+
+    @property
+    def cache_blocks(self) -> tuple[int, int]:
+        """Blocks of the cache, and of that of windowed layers if they have one."""
+        return self.cache.blocks, self.windowed_cache.blocks if self.windowed_cache is not None else 0
 
     @abstractmethod
     def load(self) -> None:
@@ -102,12 +111,20 @@ class Engine(ABC):
         """Drop what is kept of a request that has ended or was preempted; unknown ids are ignored."""
 
     @abstractmethod
-    def run(self, step: Step, tables: Mapping[str, list[int]], on_layer: OnLayer | None) -> StepResult | None:
+    def run(
+        self,
+        step: Step,
+        tables: Mapping[str, list[int]],
+        windowed_tables: Mapping[str, list[int]],
+        on_layer: OnLayer | None,
+    ) -> StepResult | None:
         """Run this worker's share of a step.
 
         Parameters
         ----------
         tables : the blocks of each request, in the order of its tokens
+        windowed_tables : the same in the layers with a window; those of tokens that are no longer read are
+            any. Where all layers have one table, that again
         on_layer : called after each layer; None: nobody waits for layers
 
         Returns

@@ -63,9 +63,13 @@ class BlockPool:
         """Number of blocks that this many tokens need."""
         return -(-tokens // self.block_tokens)
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a request of so many tokens has room when nothing else is here."""
+    def can_fit(self, tokens: int) -> bool:
+        """Whether the pool is large enough for a request of so many tokens."""
         return self.blocks_for(tokens) <= self.blocks
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a request of so many tokens has room when nothing else is here now."""
+        return self.can_fit(tokens)
 
     def helps(self, victim: str, owner: str) -> bool:
         """Whether a request finds a further block if another one releases its own."""
@@ -102,8 +106,52 @@ class BlockPool:
                 self._hold(block)
             return found + [self._take() for _ in range(fresh)], len(found) * self.block_tokens
 
-    def publish(self, block: int, digest: Digest) -> None:
-        """Make a block findable by its digest. Its content must be written before any later step runs."""
+    def reserve(
+        self, tokens: int, digests: Sequence[Digest], spare: int = 0, owner: str = ""
+    ) -> tuple[list[int], int] | None:
+        """As `begin`, for a request all of whose tokens have been computed elsewhere."""
+        return self.begin(tokens, digests, spare, owner)
+
+    def begin_with(self, digests: Sequence[Digest], fresh: int, spare: int = 0) -> list[int] | None:
+        """Take the blocks of these digests, all of which are known, and so many new ones; takes nothing and
+        returns None unless `spare` more are free."""
+        with self._lock:
+            found = [self._block[digest] for digest in digests]
+            if not self._has(fresh + sum(self._holders[block] == 0 for block in found) + spare):
+                return None
+            for block in found:
+                self._hold(block)
+            return found + [self._take() for _ in range(fresh)]
+
+    def known(self, digest: Digest) -> bool:
+        """Whether a block with this digest can be shared."""
+        with self._lock:
+            return digest in self._block
+
+    def extend(self, owner: str, end: int) -> int:
+        """Make sure that a request has blocks for its tokens before `end`; returns up to which token it
+        has."""
+        return end
+
+    def windowed_table(self, owner: str) -> tuple[int, ...]:
+        """The blocks of a request in layers with a window, where these have others (`windows.py`)."""
+        return ()
+
+    def unsent(self, owner: str) -> tuple[int, ...]:
+        """Further blocks that the executors are to learn of with a request's next step, beside those that
+        `begin` and `allocate` returned."""
+        return ()
+
+    def passed(self, owner: str, end: int, finished: bool) -> None:
+        """Note that no step will read what a request's tokens before `end` alone attend to. `finished`: all
+        its tokens so far have run."""
+
+    def publish(self, block: int, digest: Digest, owner: str = "", number: int = 0) -> None:
+        """Make a block findable by its digest, the `number`-th of a request. Its content must be written
+        before any later step runs."""
+        self._publish(block, digest)
+
+    def _publish(self, block: int, digest: Digest) -> None:
         with self._lock:
             if self.reuse and digest not in self._block and block not in self._digest:
                 self._digest[block], self._block[digest] = digest, block

@@ -92,7 +92,7 @@ def map_pool(handle: str, size_bytes: int) -> np.ndarray:
 
 def shared_cache(shape: CacheShape, blocks: int, block_tokens: int) -> tuple[PagedCache, SharedPool | None]:
     """A KV cache; if it is in CPU memory, in a pool that other processes of this host can map."""
-    if shape.device.type != "cpu":
+    if shape.device.type != "cpu" or not shape.part.cells:
         return PagedCache(shape, blocks, block_tokens), None
     shared = SharedPool(shape, blocks, block_tokens)
     return PagedCache(shape, blocks, block_tokens, pool=shared.tensor), shared

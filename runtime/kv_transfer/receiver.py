@@ -56,7 +56,7 @@ class KvReceiver:
     def expect(self, request_id: str, table: Sequence[int], first_token: int, end_token: int) -> None:
         """Announce that tokens [first, end) of a request will arrive, for the blocks of its table."""
         arrival = KvArrival(self._cache, request_id, table, first_token, end_token)
-        if first_token == end_token:
+        if first_token == end_token or not self._cache.shape.part.cells:
             self._report(arrival)
         else:
             self._arrivals[request_id] = arrival

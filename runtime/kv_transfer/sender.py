@@ -15,7 +15,7 @@ from runtime.kv_cache.layout import KvTransfer
 from runtime.kv_cache.pages import Pages
 from runtime.kv_transfer.departure import Item, KvDeparture
 from runtime.kv_transfer.pair import Address
-from runtime.kv_transfer.stream import Group, KvStream, Shaper
+from runtime.kv_transfer.stream import Group, KvStream, Shaper, Shapers
 from runtime.kv_transfer.transports.base import DEADLINE_S
 from runtime.kv_transfer.transports.registry import AUTO, make_transport, offered
 from runtime.protocol.handshake import Credentials
@@ -40,6 +40,7 @@ class KvSender:
     on_failed : called with a request id and a reason, before on_sent, if a destination is lost
     transport : "auto", or the name of the only one to offer
     links : emulated links of this worker
+    shapers : these, where other senders of the worker share them
     deadline_s : a connection that makes no progress for so long is broken
 
     Raises
@@ -58,6 +59,7 @@ class KvSender:
         shared: SharedPool | None = None,
         transport: str = AUTO,
         links: Iterable[KvLink] = (),
+        shapers: Shapers | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._credentials, self._cache = credentials, cache
@@ -65,6 +67,7 @@ class KvSender:
         made = [make_transport(name, cache, deadline_s, shared) for name in offered(transport)]
         self._transports = [each for each in made if each is not None]
         self._streams: dict[str, KvStream] = {}
+        self._shapers = shapers or Shapers()
         self._departures: dict[str, KvDeparture] = {}
         self._lock = threading.Lock()
         self._peers: dict[str, Address] = {}
@@ -152,7 +155,9 @@ class KvSender:
 
     def _shaper(self, destination: str) -> Shaper:
         link = self._links.get(destination)
-        return Shaper(link.bandwidth_bytes_s, link.latency_s) if link else Shaper()
+        if link is None:
+            return self._shapers.of(destination)
+        return self._shapers.of(destination, link.bandwidth_bytes_s, link.latency_s)
 
     # -- called by KvStream
 

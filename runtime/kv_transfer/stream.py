@@ -34,14 +34,32 @@ class Shaper:
     def __init__(self, bandwidth_bytes_s: float = 0.0, latency_s: float = 0.0) -> None:
         self.bandwidth_bytes_s, self.latency_s = bandwidth_bytes_s, latency_s
         self._free_s = 0.0
+        self._lock = threading.Lock()
 
     def pass_through(self, size_bytes: int, ready_s: float) -> None:
         """Wait until the last byte of a message would have arrived, ready at `ready_s` (time.monotonic)."""
-        start_s = max(self._free_s, ready_s)
-        self._free_s = start_s + (size_bytes / self.bandwidth_bytes_s if self.bandwidth_bytes_s else 0.0)
-        delay_s = self._free_s + self.latency_s - time.monotonic()
+        with self._lock:
+            start_s = max(self._free_s, ready_s)
+            self._free_s = start_s + (size_bytes / self.bandwidth_bytes_s if self.bandwidth_bytes_s else 0.0)
+            delay_s = self._free_s + self.latency_s - time.monotonic()
         if delay_s > 0:
             time.sleep(delay_s)
+
+
+class Shapers:
+    """The emulated links of a worker, which all its senders share."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Shaper] = {}
+        self._lock = threading.Lock()
+
+    def of(self, destination: str, bandwidth_bytes_s: float = 0.0, latency_s: float = 0.0) -> Shaper:
+        """The link to a destination: the one that is there, unless it has become another one."""
+        with self._lock:
+            known = self._known.get(destination)
+            if known is None or (known.bandwidth_bytes_s, known.latency_s) != (bandwidth_bytes_s, latency_s):
+                known = self._known[destination] = Shaper(bandwidth_bytes_s, latency_s)
+            return known
 
 
 class KvStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,7 @@ from hexgen2.headwise.allocation import THETA
 from hexgen2.placement import Placement, Replica
 from runtime.headwise.plan import lanes_of
 from runtime.headwise.room import budget_tokens
+from runtime.launcher.windowed import divided, keeps_windows_apart
 from runtime.options import (
     CPU_TRANSPORTS,
     DEFAULTS,
@@ -35,7 +36,7 @@ from runtime.options import (
     EngineOptions,
 )
 from runtime.protocol.message import ATTENTION, PROTOCOL_VERSION, StageShape
-from runtime.protocol.to_workers import Configure, Emulation, KvLink
+from runtime.protocol.to_workers import Configure, Emulation, KvLink, WindowedLayers
 from runtime.routing.kv_budget import kv_budgets
 
 _SHORT: dict[str, WeightType] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -175,6 +176,27 @@ def _check_room(placement: Placement, dtype: str) -> None:
             raise InputError("--dtype", dtype, problem, remedy)
 
 
+def _windowed(
+    placement: Placement, budgets: Mapping[str, int], options: EngineOptions
+) -> dict[str, tuple[int, WindowedLayers]]:
+    """For each replica, the tokens of its layers that keep all, and its layers with a window; empty if there
+    are none, or they keep all tokens, too."""
+    if not keeps_windows_apart(placement):
+        return {}
+    costs = placement.costs()
+    semantics: PipelineSemantics = placement.cost_model.pipeline  # type: ignore[assignment]
+
+    def of(replica: Replica) -> tuple[int, WindowedLayers]:
+        engine = replica.engine
+        if options.chunk_tokens:
+            engine = engine.model_copy(update={"chunk_tokens": options.chunk_tokens})
+        told = replica.model_copy(update={"engine": engine})
+        steps = engine.steps_in_flight(semantics, len(replica.stages))
+        return divided(placement, told, costs, budgets[replica.id], steps, options.block_tokens)
+
+    return {replica.id: of(replica) for replica in placement.replicas}
+
+
 def configurations(
     placement: Placement,
     checkpoint: Path,
@@ -205,6 +227,8 @@ def configurations(
         placement = as_computed(placement, dtype, stored_bytes, kv_format)
         _check_room(placement, dtype)
     budgets = {name: max(tokens // block, 1) * block for name, tokens in kv_budgets(placement).items()}
+    windowed = _windowed(placement, budgets, options) if engine == TORCH else {}
+    budgets |= {name: tokens for name, (tokens, _) in windowed.items()}
     lanes = {
         replica.id: lanes_of(placement, replica, budgets[replica.id], block)
         for replica in placement.replicas
@@ -251,6 +275,7 @@ def configurations(
             measure_heads=options.measure_heads,
             layers=placement.model.layers,
             ranges=placement.layer_ranges is not None,
+            windowed=windowed[replica.id][1] if windowed else None,
         )
         for replica in placement.replicas
         for gpu in replica.gpus

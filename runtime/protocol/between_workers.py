@@ -19,7 +19,8 @@ Hmac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 class Hello(Message, frozen=True):
     """First frame on a connection, from the side that connects (see handshake.py).
 
-    purpose is "control" (executor to driver), "kv" (prefill worker to decode worker), "heads" (worker of a
+    purpose is "control" (executor to driver), "kv" (prefill worker to decode worker), "kv-windowed" (the
+    same, for layers with a window), "heads" (worker of a
     stage to attention worker), "activations" (one hop of paths through ranges of layers to the next), "stage"
     (emulated engine: one pipeline stage to the next) or "worker" (a worker to its head, with Ray).
     """
@@ -64,9 +65,9 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One request in a step: the tokens to run, the position of the first, and the new blocks of its table.
-    If `samples`, output token `index` is chosen after the last. Of a range of layers, those from first_layer
-    on run."""
+    """One request in a step: the tokens to run, the position of the first, and the new blocks of its tables,
+    of which layers with a window have one of their own (WindowedLayers). If `samples`, output token `index`
+    is chosen after the last. Of a range of layers, those from first_layer on run."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -75,6 +76,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     samples: bool
     blocks: tuple[int, ...] = ()
     first_layer: int = 0
+    windowed_blocks: tuple[int, ...] = ()
 
 
 class HeadGrant(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -117,13 +119,15 @@ class Step(Message, frozen=True):
 
 
 class ExpectKv(Message, frozen=True):
-    """Driver to executors: the KV cache of a request's tokens [first, end) will arrive; the table names its
-    blocks. Answered by ExpectingKv."""
+    """Driver to executors: the KV cache of a request's tokens [first, end) will arrive; the tables name its
+    blocks, windowed_table those of layers with a window, to which only the last tokens come. Answered by
+    ExpectingKv."""
 
     request_id: str
     table: tuple[int, ...]
     first_token: int
     end_token: int
+    windowed_table: tuple[int, ...] = ()
 
 
 class ExpectingKv(Message, frozen=True):

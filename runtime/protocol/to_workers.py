@@ -48,13 +48,23 @@ class HeadLane(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     devices: tuple[HeadDevice, ...]
 
 
+class WindowedLayers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The layers of a model that attend to the last `window` tokens alone. Their KV cache holds
+    kv_budget_tokens of its own, since each request keeps its last tokens there only."""
+
+    layers: tuple[int, ...]
+    window: int
+    kv_budget_tokens: int
+
+
 class Configure(Message, frozen=True):
     """First message to a new worker: who it is and what it holds. Workers are named by GPU id.
 
     Sent again to all workers of a ready replica that holds no requests, it gives the replica another id, role
     and engine settings, with the same stages and weights; each answers Ready again.
 
-    The KV cache holds kv_budget_tokens, in whole blocks of block_tokens. A step runs at most
+    The KV cache holds kv_budget_tokens, in whole blocks of block_tokens; that of windowed layers is apart, if
+    there are any (None: all layers keep all tokens). A step runs at most
     max_prefill_tokens prompt tokens, or max_mixed_tokens while requests decode, and up to steps_in_flight
     steps are under way in the replica's pipeline at the same time. The worker computes with this
     many threads, on these CPU cores (none: any). kv_format is how the torch engine stores KV caches
@@ -101,6 +111,7 @@ class Configure(Message, frozen=True):
     measure_heads: bool = False
     layers: int = 0
     ranges: bool = False
+    windowed: WindowedLayers | None = None
 
     def turned(self, role: Configure) -> Configure:
         """This worker in another role: what does not depend on the role, such as devices and addresses, stays
@@ -115,6 +126,7 @@ class Configure(Message, frozen=True):
             max_mixed_tokens=role.max_mixed_tokens,
             steps_in_flight=role.steps_in_flight,
             kv_links=role.kv_links,
+            windowed=role.windowed,
             emulation=role.emulation,
         )
 

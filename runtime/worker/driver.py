@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from runtime.engine.faults import describe, of_replica
 from runtime.kv_cache.blocks import BlockPool, Digest, prefix_digests
 from runtime.kv_cache.leases import Leases
+from runtime.kv_cache.pages import Pages
+from runtime.kv_cache.windows import WindowedPool
 from runtime.logs import about
 from runtime.protocol.between_workers import (
     ExpectKv,
@@ -52,6 +54,20 @@ STEPS_PER_REPORT = 32
 Own = queue.SimpleQueue[Step | Release | NewRole]
 
 
+def make_pool(config: Configure, cache: Pages) -> BlockPool:
+    """The blocks of a replica's cache; windowed layers have others."""
+    blocks, size, windowed = cache.blocks, cache.block_tokens, config.windowed
+    if windowed is None:
+        return BlockPool(blocks, size, config.reuse_prefixes)
+    apart, running = windowed.kv_budget_tokens // size, _tokens_running(config)
+    return WindowedPool(blocks, apart, size, windowed.window, running, config.reuse_prefixes)
+
+
+def _tokens_running(config: Configure) -> int:
+    """Tokens of a prompt that may be in steps under way."""
+    return config.steps_in_flight * max(config.max_prefill_tokens, config.max_mixed_tokens)
+
+
 class Driver(DriverBase):
     """Handles the requests of one replica, in the first worker of its first stage.
 
@@ -83,10 +99,13 @@ class Driver(DriverBase):
             from runtime.headwise.pool import HeadPool
 
             pool = self._heads = HeadPool(config, cache.shape.bytes_per_token_cell)
-        pool = pool or BlockPool(cache.blocks, cache.block_tokens, config.reuse_prefixes)
+        pool = pool or make_pool(config, cache)
+        if isinstance(pool, WindowedPool):
+            pool.expect(_tokens_running(config))
         super().__init__(executor, front_end, others, inbox, pool)
         self._own, self._stage_free = own, True
         self._workers = len(others) + 1
+        self._parts = self._workers * (1 if config.windowed is None else 2)
         self._scheduler = Scheduler(
             max_batch=config.max_batch,
             max_prefill_tokens=config.max_prefill_tokens,
@@ -137,7 +156,11 @@ class Driver(DriverBase):
         with self._lock:
             self._unacknowledged[request_id] = {self._executor.config.worker, *self._others}, cached
         arrival = ExpectKv(
-            request_id=request_id, table=tuple(blocks), first_token=cached, end_token=len(prompt)
+            request_id=request_id,
+            table=tuple(blocks),
+            first_token=cached,
+            end_token=len(prompt),
+            windowed_table=self.pool.windowed_table(request_id),
         )
         self._broadcast(arrival)
         self._executor.expect(arrival)
@@ -150,7 +173,7 @@ class Driver(DriverBase):
         digests = prefix_digests(prompt, self.pool.block_tokens) if self.pool.reuse else []
         if not 0 < len(prompt) < message.capacity_tokens or self._excess(message.capacity_tokens):
             return None, digests
-        return self.pool.begin(len(prompt), digests, self._scheduler.growing), digests
+        return self.pool.reserve(len(prompt), digests, self._scheduler.growing, message.request_id), digests
 
     def acknowledge(self, worker: str, request_id: str) -> None:
         """Note that a worker is ready for a request's KV cache; after the last one, answer the front end."""
@@ -269,7 +292,7 @@ class Driver(DriverBase):
         be lost, and the Cancel with it. A request whose KV cache is still arriving gets a new lease."""
         if not self._scheduler.is_expected(request_id):
             return
-        if self._executor.receiver.silent_s(request_id) < self._leases.lease_s:
+        if self._executor.silent_s(request_id) < self._leases.lease_s:
             self._leases.begin(request_id)
         else:
             self._fail(request_id, f"its KV cache did not come within {self._leases.lease_s:g} s", fault=True)
@@ -328,7 +351,7 @@ class Driver(DriverBase):
             return
         parts = self._landed.setdefault(message.request_id, [])
         parts.append(message)
-        if len(parts) == self._workers:
+        if len(parts) == self._parts:
             del self._landed[message.request_id]
             moved = KvMoved(
                 request_id=message.request_id,
@@ -340,7 +363,7 @@ class Driver(DriverBase):
 
     def _count_sent(self, request_id: str) -> None:
         self._sent[request_id] = self._sent.get(request_id, 0) + 1
-        if self._sent[request_id] == self._workers:
+        if self._sent[request_id] == self._parts:
             del self._sent[request_id]
             if self._scheduler.sent(request_id):
                 self._free([request_id])

@@ -112,7 +112,7 @@ class DriverBase(ABC):
         limit = self._executor.spec.position_limit
         if limit is not None and total > limit:
             return f"{total} tokens are over the model's limit of {limit}"
-        if self.pool.blocks_for(total if here is None else here) > self.pool.blocks:
+        if not self.pool.can_fit(total if here is None else here):
             return f"{total} tokens are over the replica's {self.pool.blocks} blocks of KV cache"
         return ""
 

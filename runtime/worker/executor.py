@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from runtime.engine.base import Engine, HopOutcome, RangeEngine, Rows
-from runtime.kv_cache.layout import KvTransfer, outgoing
-from runtime.kv_transfer import KvReceiver, KvSender
+from runtime.kv_transfer.layer_group import WHOLE, WINDOWED, LayerGroup
+from runtime.kv_transfer.stream import Shapers
 from runtime.protocol.between_workers import ExpectKv, KvSent, SequenceStart, Step, StepResult
+from runtime.protocol.framing import Connection
 from runtime.protocol.from_workers import RequestFailed
 from runtime.protocol.handshake import Credentials
 from runtime.protocol.message import Message
@@ -43,30 +44,37 @@ class Executor:
         engine.report = report
         self._replicas = connect.replicas
         self._report = report
-        self.tables: dict[str, list[int]] = {}
-        self.receiver = KvReceiver(config.worker, self.cache, report, self._failed)
-        self._sender = KvSender(
-            credentials(config, "kv"),
-            self.cache,
-            connect.peers,
-            self._sent,
-            self._failed,
-            shared=engine.shared,
-            transport=config.kv_transport,
-            links=config.kv_links,
-        )
+        told = report, self._sent, self._failed, Shapers()
+        if config.windowed is None:
+            self._groups = [LayerGroup(WHOLE, config, connect, engine.cache, engine.shared, *told)]
+        else:
+            limited, cache = config.windowed, engine.windowed_cache
+            if cache is None:
+                raise RuntimeError(f"the {config.engine} engine keeps no windowed layers apart")
+            layers = config.layers or config.stages[-1].end_layer
+            others = [layer for layer in range(layers) if layer not in limited.layers]
+            self._groups = [
+                LayerGroup(WHOLE, config, connect, engine.cache, engine.shared, *told, layers=others),
+                LayerGroup(
+                    *(WINDOWED, config, connect, cache, engine.windowed_shared, *told),
+                    layers=limited.layers,
+                    window=limited.window,
+                ),
+            ]
+        self._whole, self._windowed = self._groups[0], self._groups[-1]
         self._sending: set[str] = set()
 
     def reconnect(self, connect: Connect) -> None:
         """Take new addresses and stages of other replicas; the worker's own replica has not changed."""
         self._replicas = connect.replicas
         self._engine.reconnect(connect)
-        self._sender.reconnect(connect.peers, self.config.kv_links)
+        for group in self._groups:
+            group.reconnect(connect, self.config)
 
     def close(self) -> None:
         """End all KV connections: the cache is used no more."""
-        self.receiver.close()
-        self._sender.close()
+        for group in self._groups:
+            group.close()
 
     def knows(self, replica: str) -> bool:
         """Whether this worker can send KV caches to a replica."""
@@ -74,11 +82,26 @@ class Executor:
 
     def expect(self, message: ExpectKv) -> None:
         """Prepare for a request's KV cache, which will arrive for the blocks of the message."""
-        self.receiver.expect(message.request_id, message.table, message.first_token, message.end_token)
+        tables = (message.table, message.windowed_table)
+        for group, table in zip(self._groups, tables, strict=False):
+            group.expect(message.request_id, table, message.first_token, message.end_token)
+
+    def silent_s(self, request_id: str) -> float:
+        """Seconds since a part of a request's KV cache came; infinite if none did, or all has come."""
+        return min(group.receiver.silent_s(request_id) for group in self._groups)
+
+    def receive(self, purpose: str, connection: Connection, peer: str) -> bool:
+        """Serve a connection that carries KV caches until it ends; False if it is for something else."""
+        for group in self._groups:
+            if group.purpose == purpose:
+                group.receiver.serve(connection, peer)
+                return True
+        return False
 
     def silence(self, request_id: str) -> None:
         """Stop writing a request's KV cache as it arrives: its blocks may go to other requests now."""
-        self.receiver.forget(request_id)
+        for group in self._groups:
+            group.receiver.forget(request_id)
 
     def execute(self, step: Step) -> StepResult | None:
         """Run this worker's share of a step; returns the tokens if this worker samples, otherwise None."""
@@ -87,36 +110,40 @@ class Executor:
             return None
         self._begin(step)
         sent = [
-            (each.request_id, self.tables[each.request_id], each.position + len(each.tokens))
+            (each.request_id, each.position + len(each.tokens))
             for each in step.sequences
             if each.request_id in self._sending
         ]
 
         def on_layer(layer: int, ready: torch.cuda.Event | None) -> None:
-            for request_id, table, upto in sent:
-                self._sender.layer_ready(request_id, layer, table, upto, ready)
+            for group in self._groups:
+                for request_id, upto in sent:
+                    group.layer_ready(request_id, layer, upto, ready)
 
-        return self._engine.run(step, self.tables, on_layer if sent else None)
+        tables = self._whole.tables, self._windowed.tables
+        return self._engine.run(step, *tables, on_layer if sent else None)
 
     def execute_hop(self, step: Step, entering: Sequence[Rows | None] = ()) -> HopOutcome:
         """Run this worker's share of a step through its range of layers (see RangeEngine.run_hop)."""
         if not isinstance(self._engine, RangeEngine):
             raise RuntimeError(f"the {self.config.engine} engine cannot run ranges of layers")
         self._begin(step)
-        return self._engine.run_hop(step, self.tables, entering)
+        return self._engine.run_hop(step, self._whole.tables, entering)
 
     def _begin(self, step: Step) -> None:
         """Take note of the requests and blocks of a step."""
         for request_id in step.preempted:
             self._forget(request_id)
         for start in step.starts:
-            self.tables[start.request_id] = []
+            for group in self._groups:
+                group.tables[start.request_id] = []
             if start.target:
                 self._sending.add(start.request_id)
-                plan = self._plan(start)
-                self._sender.begin(start.request_id, plan, start.target_tokens, start.end_token)
+                self._begin_sending(start)
         for sequence in step.sequences:
-            self.tables[sequence.request_id] += sequence.blocks
+            self._whole.tables[sequence.request_id] += sequence.blocks
+            if sequence.windowed_blocks:
+                self._windowed.tables[sequence.request_id] += sequence.windowed_blocks
         self._engine.begin(step)
 
     def release(self, request_id: str) -> None:
@@ -124,22 +151,26 @@ class Executor:
         self.silence(request_id)
         if request_id in self._sending:
             self._sending.discard(request_id)
-            self._sender.give_up(request_id)
+            for group in self._groups:
+                group.give_up(request_id)
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        self.tables.pop(request_id, None)
+        for group in self._groups:
+            group.tables.pop(request_id, None)
         self._engine.forget(request_id)
 
-    def _plan(self, start: SequenceStart) -> tuple[KvTransfer, ...]:
-        """What this worker sends to the request's target. If the target has gone since the driver accepted
-        the request: nothing, and the request fails."""
-        try:
-            target = self._replicas[start.target]
-            return outgoing(self.config.stages, self.config.worker, target, self.spec.kv_heads)
-        except (KeyError, ValueError) as error:
-            self._failed(start.request_id, f"the KV cache can't go to replica {start.target}: {error}")
-            return ()
+    def _begin_sending(self, start: SequenceStart) -> None:
+        """Get ready to send a request's KV cache to its target. If that has gone since the driver accepted
+        the request: nothing is sent, and the request fails."""
+        tokens = start.target_tokens, start.end_token
+        for group in self._groups:
+            try:
+                target = self._replicas[start.target]
+                group.begin(start.request_id, target, self.spec.kv_heads, *tokens)
+            except (KeyError, ValueError) as error:
+                self._failed(start.request_id, f"the KV cache can't go to replica {start.target}: {error}")
+                group.begin_nothing(start.request_id)
 
     def _sent(self, request_id: str) -> None:
         self._report(KvSent(request_id=request_id, worker=self.config.worker))

@@ -155,7 +155,7 @@ class _Worker(WorkerProcess):
         config = self.config = self.config.turned(role)
         logs.set_up(config.worker, config.replica)
         assert self.executor is not None
-        blocks, pool = engine.cache.blocks, self.driver.pool if self.driver is not None else None
+        sizes, pool = engine.cache_blocks, self.driver.pool if self.driver is not None else None
         self.driver = None
         self.executor.close()
         self.executor = None
@@ -164,7 +164,7 @@ class _Worker(WorkerProcess):
         engine.turn(config)
         executor = self._make_executor(engine)
         log.info("turned into a %s replica in %.3f s", config.role, time.monotonic() - began)
-        return executor, 0.0, pool if engine.cache.blocks == blocks else None
+        return executor, 0.0, pool if engine.cache_blocks == sizes else None
 
     def _meet(self, addresses: Connect) -> None:
         """Connect the replica's other workers, once loaded, to the driver, which waits for all of them."""
@@ -242,9 +242,9 @@ class _Worker(WorkerProcess):
 
     def serves(self, connection: Connection, introduced: Hello) -> bool:
         name = introduced.worker
-        if introduced.purpose == "kv" and self.executor is not None:
-            self.executor.receiver.serve(connection, name)
-        elif introduced.purpose == "control" and self.rank.is_driver and self._is_new_executor(name):
+        if self.executor is not None and self.executor.receive(introduced.purpose, connection, name):
+            return True
+        if introduced.purpose == "control" and self.rank.is_driver and self._is_new_executor(name):
             self.others[name] = connection
             if len(self.others) == len(self.rank.workers) - 1:
                 self._all_here.set()

@@ -114,7 +114,7 @@ class ScheduledRequest:
             return
         self.digests = prefix_digests(self.tokens, pool.block_tokens, self.digests)
         for number in range(self.published, full):
-            pool.publish(self.blocks[number], self.digests[number])
+            pool.publish(self.blocks[number], self.digests[number], self.request_id, number)
         self.published = full
 
     def introduction(self) -> SequenceStart:

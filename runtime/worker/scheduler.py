@@ -79,7 +79,7 @@ class Scheduler:
         self._outgoing: deque[ScheduledRequest] = deque()
         self._joining: deque[ScheduledRequest] = deque()
         self._running: dict[str, ScheduledRequest] = {}
-        self._in_flight: dict[int, list[tuple[ScheduledRequest, bool]]] = {}
+        self._in_flight: dict[int, list[tuple[ScheduledRequest, int, bool]]] = {}
         self._preempted: list[str] = []
         self._faults = dict[str, str]()
         self._next_step = self._arrivals = 0
@@ -200,8 +200,9 @@ class Scheduler:
         outputs: list[TokenOutput] = []
         released: list[str] = []
         drawn = iter(zip(tokens, logprobs or (None,) * len(tokens), strict=True))
-        for request, samples in self._in_flight.pop(step):
+        for request, end, samples in self._in_flight.pop(step):
             request.steps -= 1
+            self._pool.passed(request.request_id, end, samples)
             reason = ""
             if samples and request.request_id in broken:
                 if not request.cancelled:
@@ -286,7 +287,12 @@ class Scheduler:
         share = -(-self.growing // self._most_in_flight)
         chosen: list[ScheduledRequest] = []
         for request in ready[:share]:
-            if request.state is State.RUNNING and self._grow(request):
+            end = request.computed + 1  # the last token of a prompt may lack a block
+            if (
+                request.state is State.RUNNING
+                and self._grow(request)
+                and self._pool.extend(request.request_id, end) == end
+            ):
                 chosen.append(request)
         return [request for request in chosen if request.state is State.RUNNING]
 
@@ -324,12 +330,14 @@ class Scheduler:
         for request in self._running.values():
             unfinished = request.to_run > 1 or (request.target and request.to_run)
             if unfinished and limit > 0 and not (request.cancelled or request.spoiled):
-                count = min(request.to_run, limit)
-                chunks.append((request, count))
-                limit -= count
+                asked = request.computed + min(request.to_run, limit)
+                if (count := self._pool.extend(request.request_id, asked) - request.computed) > 0:
+                    chunks.append((request, count))
+                    limit -= count
         histories = 0
         while limit > 0 and (begun := self._next_prompt()):
-            count = min(begun.to_run, limit)
+            asked = begun.computed + min(begun.to_run, limit)
+            count = self._pool.extend(begun.request_id, asked) - begun.computed
             chunks.append((begun, count))
             limit -= count
             # The next one may share these blocks: each layer stores all keys and values before it reads any.
@@ -374,7 +382,7 @@ class Scheduler:
         step, self._next_step = self._next_step, self._next_step + 1
         starts: list[SequenceStart] = []
         sequences: list[SequenceStep] = []
-        flight: list[tuple[ScheduledRequest, bool]] = []
+        flight: list[tuple[ScheduledRequest, int, bool]] = []
         for request, count in batch:
             if not request.introduced:
                 starts.append(request.introduction())
@@ -389,9 +397,10 @@ class Scheduler:
                     index=request.index,
                     samples=samples,
                     blocks=tuple(request.blocks[request.blocks_sent :]),
+                    windowed_blocks=self._pool.unsent(request.request_id),
                 )
             )
-            flight.append((request, samples))
+            flight.append((request, end, samples))
             request.blocks_sent, request.computed = len(request.blocks), end
             request.steps += 1
             request.publish(self._pool, end)

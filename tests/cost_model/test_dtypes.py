@@ -9,7 +9,7 @@ from cost_model.architecture import ModelArchitecture
 from cost_model.calibrated import ZeroFit
 from cost_model.dtypes import KV_BYTES, WEIGHT_BYTES, check_kernels, in_formats, kernels, matrix_flops_s
 from cost_model.errors import InputError
-from cost_model.hardware import CATALOGUE
+from cost_model.hardware import CATALOGUE, of_generation
 from cost_model.models import find_model
 
 HEAVY, LIGHT = 8192, 1
@@ -119,6 +119,12 @@ def test_kernels_are_those_of_vllm(card, native, weight_only, refused):
         assert {weights: kernels(accelerator, weights) for weights in formats.split()} == dict.fromkeys(
             formats.split(), kind
         )
+
+
+def test_cpus_run_what_the_torch_engine_unpacks():
+    cpu, formats = of_generation("cpu"), ("int4", "fp8", "fp8_block", "mxfp4")
+    assert {weights: kernels(cpu, weights) for weights in formats} == dict.fromkeys(formats, "weight-only")
+    assert kernels(cpu, "nvfp4") == "none"
 
 
 def test_a_format_without_kernels_is_refused_naming_those_that_the_card_runs():

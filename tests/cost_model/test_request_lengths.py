@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import LLAMA_70B, WINDOWED, batches, group_of, phases
 
-from cost_model.lengths import RequestLengths, Window, attended_tokens
+from cost_model.lengths import BLOCK_TOKENS, RequestLengths, Window, attended_tokens
 from cost_model.registry import COST_MODELS, make_cost_model
 
 classes = st.lists(
@@ -27,10 +27,12 @@ def test_means_are_those_of_the_tokens_counted_one_by_one(mixture, window):
     attended = [min(i, cut) for isl, _ in requests for i in range(1, isl + 1)]
     assert lengths.prompt_attended(window) == pytest.approx(np.mean(attended), abs=0.5 + 1e-9)
     # One entry per moment at which a request is in flight: prompt tokens in prefill, outputs in decode.
-    prompts = [min(isl, cut) for isl, _ in requests for _ in range(isl)]
-    assert lengths.kv_tokens_prefill(window) == pytest.approx(np.mean(prompts))
-    whole = [min(isl + osl, cut) for isl, osl in requests for _ in range(osl)]
+    prompts = [min(isl, cut + 64) for isl, _ in requests for _ in range(isl)]
+    assert lengths.kv_tokens_prefill(window, 64) == pytest.approx(np.mean(prompts))
+    whole = [min(isl + osl, cut + BLOCK_TOKENS) for isl, osl in requests for _ in range(osl)]
     assert lengths.kv_tokens_decode(window) == pytest.approx(np.mean(whole))
+    moved = [min(isl, cut + BLOCK_TOKENS / 2) for isl, _ in requests]
+    assert lengths.kv_tokens_moved(window) == pytest.approx(np.mean(moved))
     context = [min(isl + osl / 2, cut) for isl, osl in requests for _ in range(osl)]
     assert lengths.decode_context(window) == pytest.approx(np.mean(context))
 
@@ -46,6 +48,7 @@ def test_means_over_layers_of_which_some_have_a_window(mixture, tokens, limited,
         lengths.decode_context,
         lengths.kv_tokens_prefill,
         lengths.kv_tokens_decode,
+        lengths.kv_tokens_moved,
         lambda layer: attended_tokens(30, layer, past),
     ):
         assert figure(window) == pytest.approx(sum(map(figure, each)) / layers)
@@ -56,8 +59,9 @@ def test_one_class_is_itself_to_the_last_bit(isl, osl, weight, window):
     lengths, cut = RequestLengths.of([(isl, osl, weight)]), window.tokens if window else float("inf")
     assert (lengths.isl, lengths.osl) == (isl, osl)
     assert lengths.decode_context(window) == min(isl + osl / 2, cut)
-    assert lengths.kv_tokens_prefill(window) == min(isl, cut)
-    assert lengths.kv_tokens_decode(window) == min(isl + osl, cut)
+    assert lengths.kv_tokens_prefill(window, 64) == min(isl, cut + 64)
+    assert lengths.kv_tokens_decode(window) == min(isl + osl, cut + BLOCK_TOKENS)
+    assert lengths.kv_tokens_moved(window) == min(isl, cut + BLOCK_TOKENS / 2)
 
 
 @given(

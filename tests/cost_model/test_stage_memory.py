@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import LLAMA_70B, MODELS, WINDOWED, alone, fixed, group_of, like, phases, priced_groups
 
+from cost_model.base import PREFILL_TOKENS
 from cost_model.calibrated import ZeroFit
-from cost_model.lengths import Window
+from cost_model.lengths import BLOCK_TOKENS, Window
 from cost_model.models import find_model
 from cost_model.registry import make_cost_model
 
@@ -158,9 +159,9 @@ def test_prefill_holds_the_prompt_and_decode_the_whole_request():
     assert request / prompt == pytest.approx(800 / 600)
 
 
-def test_a_window_bounds_the_kv_cache():
+def test_a_window_and_a_block_bound_the_kv_cache():
     group = group_of("H100", 1)
-    inside, beyond = ZeroFit(WINDOWED, fixed(1024, 0)), ZeroFit(WINDOWED, fixed(8000, 500))
+    inside, beyond = ZeroFit(WINDOWED, fixed(1024, BLOCK_TOKENS)), ZeroFit(WINDOWED, fixed(8000, 500))
     assert beyond.stage_memory("decode", group, True, True) == inside.stage_memory(
         "decode", group, True, True
     )
@@ -185,7 +186,12 @@ def test_a_pipeline_stage_of_any_layers_has_room_for_them(phase, name, data):
     those of all layers exactly these."""
     model, n = find_model(name), 8
     lengths = fixed(3000, 500)
-    held = lengths.kv_tokens_prefill if phase == "prefill" else lengths.kv_tokens_decode
+
+    def held(window):
+        if phase == "prefill":
+            return lengths.kv_tokens_prefill(window, PREFILL_TOKENS)
+        return lengths.kv_tokens_decode(window)
+
     full = set(model.full_attention_layers) if model.window else set(range(model.layers))
     window = Window(model.window.tokens) if model.window else None
     kv = model.kv_bytes_per_token_layer * (1 if model.latent else 1 / n)

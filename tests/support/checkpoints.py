@@ -118,7 +118,13 @@ def write_gpt_oss(folder: Path, **overrides: object) -> Path:
 
 def write_gpt_oss_mxfp4(folder: Path) -> Path:
     """The gpt-oss with random experts in mxfp4, and the same ones in 16 bits in the folder "expanded"."""
-    tensors = load_file(write_gpt_oss(folder / EXPANDED) / "model.safetensors")
+    into_mxfp4(write_gpt_oss(folder / EXPANDED), folder)
+    return folder
+
+
+def into_mxfp4(plain: Path, into: Path) -> None:
+    """Write a gpt-oss with random experts in mxfp4, and replace those of the plain one by the same."""
+    tensors = load_file(plain / "model.safetensors")
     packed, generator = dict(tensors), torch.Generator().manual_seed(5)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = packed.pop(name).shape
@@ -127,12 +133,11 @@ def write_gpt_oss_mxfp4(folder: Path) -> Path:
         scales = torch.randint(122, 126, size, generator=generator).to(torch.uint8)
         tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, folder / EXPANDED / "model.safetensors", {"format": "pt"})
-    save_file(packed, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / EXPANDED / "config.json").read_text())
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    save_file(packed, into / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    (into / "config.json").write_text(json.dumps(config))
 
 
 def write_deepseek_v2(folder: Path, **overrides: object) -> Path:

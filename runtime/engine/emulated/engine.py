@@ -110,7 +110,13 @@ class EmulatedEngine(Engine):
         self._seeds.pop(request_id, None)
         self._faults.forget(request_id)
 
-    def run(self, step: Step, tables: Mapping[str, list[int]], on_layer: OnLayer | None) -> StepResult | None:
+    def run(
+        self,
+        step: Step,
+        tables: Mapping[str, list[int]],
+        windowed_tables: Mapping[str, list[int]],
+        on_layer: OnLayer | None,
+    ) -> StepResult | None:
         begun_s = time.monotonic()
         if begun_s - self._ended_s < _NEXT_S:
             begun_s -= self._late_s

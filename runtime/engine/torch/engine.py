@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 
+from cost_model.errors import InputError
 from runtime import native
 from runtime.engine.base import HopOutcome, OnLayer, RangeEngine, Rows
 from runtime.engine.rank import Rank
@@ -19,9 +20,12 @@ from runtime.engine.torch.headwise.profiling import measured
 from runtime.engine.torch.models import load_stage
 from runtime.engine.torch.range_runner import RangeRunner
 from runtime.kv_cache.formats import kv_format
-from runtime.kv_transfer.memory import shared_cache
+from runtime.kv_cache.layout import held
+from runtime.kv_cache.pool import CacheShape, PagedCache
+from runtime.kv_cache.windows import numbered
+from runtime.kv_transfer.memory import SharedPool, shared_cache
 from runtime.protocol.between_workers import HeadsProfiled, Step, StepResult
-from runtime.protocol.to_workers import Configure, Connect
+from runtime.protocol.to_workers import Configure, Connect, WindowedLayers
 
 _ALL_LOADED = "all workers have loaded"
 _LOAD_LIMIT = timedelta(hours=6)
@@ -71,19 +75,65 @@ class TorchEngine(RangeEngine):
 
     def turn(self, config: Configure) -> None:
         self._config = config
-        if config.kv_budget_tokens // config.block_tokens == self.cache.blocks:
+        if self._blocks() == self.cache_blocks:
             return
-        if self.shared is not None:
-            self.shared.close()
+        for shared in (self.shared, self.windowed_shared):
+            if shared is not None:
+                shared.close()
         del self.cache, self.shared, self._runner
+        self.windowed_cache = self.windowed_shared = None
         self._make_cache()
 
+    def _blocks(self) -> tuple[int, int]:
+        """Blocks that `cache` and `windowed_cache` are to have."""
+        config, windowed = self._config, self._config.windowed
+        apart = windowed.kv_budget_tokens // config.block_tokens if windowed else 0
+        return config.kv_budget_tokens // config.block_tokens, apart
+
     def _make_cache(self) -> None:
-        config, deadline_s = self._config, time.monotonic() + _FREED_S
-        blocks = config.kv_budget_tokens // config.block_tokens
+        (blocks, apart), limited = self._blocks(), self._config.windowed
+        if limited is None:
+            self.cache, self.shared = self._pool(self._shape, blocks)
+            self._runner = RangeRunner(self._stage, self.cache)
+            return
+        self._check_windows(limited)
+        others = [layer for layer in range(self._stage.spec.layers) if layer not in limited.layers]
+        self.cache, self.shared = self._pool(self._shape_of(others), blocks)
+        self.windowed_cache, self.windowed_shared = self._pool(self._shape_of(limited.layers), apart)
+        places = {layer: (False, number) for number, layer in enumerate(others)}
+        places |= {layer: (True, number) for number, layer in enumerate(limited.layers)}
+        self._runner = RangeRunner(
+            self._stage, self.cache, windowed=(self.windowed_cache, places.__getitem__)
+        )
+
+    def _shape_of(self, layers: Sequence[int]) -> CacheShape:
+        """What a cache of some layers of the model holds here, with these numbered from 0."""
+        heads = self._stage.spec.kv_heads
+        return replace(
+            self._shape, part=held(numbered(self._rank.stages, layers), self._config.worker, heads)
+        )
+
+    def _check_windows(self, limited: WindowedLayers) -> None:
+        """Refuse to forget tokens that a layer attends to.
+
+        Raises
+        ------
+        InputError : config.json has a longer window, or none, for one of these layers
+        """
+        windows = self._stage.windows
+        for layer in limited.layers:
+            found = windows[layer] if windows else None
+            if found is None or found > limited.window:
+                problem = f"layer {layer} attends to {found or 'all'} tokens, not to {limited.window}"
+                source = f"{self._config.checkpoint}/config.json"
+                raise InputError(source, "sliding_window", problem, "search the placement with this model")
+
+    def _pool(self, shape: CacheShape, blocks: int) -> tuple[PagedCache, SharedPool | None]:
+        """A cache of so many blocks; waits until memory that was freed is there."""
+        deadline_s = time.monotonic() + _FREED_S
         while True:
             try:
-                self.cache, self.shared = shared_cache(self._shape, blocks, config.block_tokens)
+                cache, shared = shared_cache(shape, blocks, self._config.block_tokens)
                 break
             except torch.cuda.OutOfMemoryError:
                 if time.monotonic() > deadline_s:
@@ -91,9 +141,9 @@ class TorchEngine(RangeEngine):
                 torch.cuda.ipc_collect()
                 torch.cuda.empty_cache()
                 time.sleep(0.05)
-        if self.shared is not None:
-            self.shared.populate()
-        self._runner = RangeRunner(self._stage, self.cache)
+        if shared is not None:
+            shared.populate()
+        return cache, shared
 
     def join(self, addresses: Connect) -> None:
         """Create the replica's process groups once all its workers have loaded."""
@@ -130,7 +180,13 @@ class TorchEngine(RangeEngine):
     def forget(self, request_id: str) -> None:
         self._runner.forget(request_id)
 
-    def run(self, step: Step, tables: Mapping[str, list[int]], on_layer: OnLayer | None) -> StepResult | None:
+    def run(
+        self,
+        step: Step,
+        tables: Mapping[str, list[int]],
+        windowed_tables: Mapping[str, list[int]],
+        on_layer: OnLayer | None,
+    ) -> StepResult | None:
         def computed(layer: int) -> None:
             if on_layer is None:
                 return
@@ -140,7 +196,7 @@ class TorchEngine(RangeEngine):
                 ready.record()
             on_layer(layer, ready)
 
-        return self._runner.run(step, tables, computed)
+        return self._runner.run(step, tables, windowed_tables, computed)
 
     def run_hop(
         self, step: Step, tables: Mapping[str, list[int]], entering: Sequence[Rows | None]

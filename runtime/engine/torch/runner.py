@@ -8,7 +8,8 @@ import torch
 
 from runtime.engine.faults import Faults, of_replica
 from runtime.engine.torch.attention import make_attention
-from runtime.engine.torch.attention.base import Batch
+from runtime.engine.torch.attention.base import Batch, LayerAttention
+from runtime.engine.torch.attention.windowed import WindowedAttention
 from runtime.engine.torch.headwise.heads import Heads
 from runtime.engine.torch.headwise.step import StepAttention
 from runtime.engine.torch.models.base import DecoderStage
@@ -24,10 +25,19 @@ class StageRunner:
     Parameters
     ----------
     heads : where KV heads are, in a replica with attention workers; None: all are in the cache
+    windowed : the cache of layers with a window, and the place of each layer of the model (see
+        WindowedAttention); None: all layers are in the one cache
     """
 
-    def __init__(self, stage: DecoderStage, cache: PagedCache, heads: Heads | None = None) -> None:
+    def __init__(
+        self,
+        stage: DecoderStage,
+        cache: PagedCache,
+        heads: Heads | None = None,
+        windowed: tuple[PagedCache, Callable[[int], tuple[bool, int]]] | None = None,
+    ) -> None:
         self._stage, self._attention, self._heads = stage, make_attention(cache), heads
+        self._windowed = (make_attention(windowed[0]), windowed[1]) if windowed else None
         self._sampler = Sampler() if stage.collectives.rank.samples else None
         self._faults = Faults()
 
@@ -51,13 +61,17 @@ class StageRunner:
 
     @torch.inference_mode()
     def run(
-        self, step: Step, tables: Mapping[str, Sequence[int]], on_layer: Callable[[int], None]
+        self,
+        step: Step,
+        tables: Mapping[str, Sequence[int]],
+        windowed_tables: Mapping[str, Sequence[int]],
+        on_layer: Callable[[int], None],
     ) -> StepResult | None:
         """Run a step.
 
         Parameters
         ----------
-        tables : blocks of each request
+        tables, windowed_tables : blocks of each request, and those in the layers with a window
         on_layer : called with each global layer number once its keys and values are in the cache
 
         Returns
@@ -66,7 +80,7 @@ class StageRunner:
         that request is broken
         """
         stage, collectives = self._stage, self._stage.collectives
-        batch = self._batch(step.sequences, tables)
+        batch = self._batch(step.sequences, tables, windowed_tables)
         hidden = None
         if not collectives.rank.is_first:
             hidden = collectives.receive((len(batch.tokens), stage.spec.hidden), stage.dtype)
@@ -129,9 +143,20 @@ class StageRunner:
                 raise  # the fault is not a single request's
             return found
 
-    def _batch(self, sequences: Sequence[SequenceStep], tables: Mapping[str, Sequence[int]]) -> Batch:
+    def _batch(
+        self,
+        sequences: Sequence[SequenceStep],
+        tables: Mapping[str, Sequence[int]],
+        windowed_tables: Mapping[str, Sequence[int]] | None = None,
+    ) -> Batch:
+        attention: LayerAttention = self._attention
+        if self._heads is not None:
+            attention = StepAttention(self._heads, sequences)
+        elif self._windowed is not None and windowed_tables is not None:
+            theirs = [windowed_tables[sequence.request_id] for sequence in sequences]
+            attention = WindowedAttention(self._attention, *self._windowed, theirs)
         return Batch.make(
-            self._attention if self._heads is None else StepAttention(self._heads, sequences),
+            attention,
             [sequence.tokens for sequence in sequences],
             [sequence.position for sequence in sequences],
             [tables[sequence.request_id] for sequence in sequences],

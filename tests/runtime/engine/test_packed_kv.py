@@ -3,7 +3,6 @@ likewise, and tokens that do not depend on where a KV cache was computed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +11,14 @@ import torch
 from checkpoints import LAYERS, WRITERS, by_transformers, write_deepseek_v2, write_llama
 from engine_harness import Cluster, Shape
 from one_process import PROMPTS, decoded, run, whole_model
+from rounded_cache import ROUNDINGS, RoundedCache
 from stage_shapes import replica_cells
-from transformers import DynamicCache
 
 from runtime import native
 from runtime.protocol.message import Sampling
 
-Rounding = Callable[[torch.Tensor], torch.Tensor]
 TOKENS, HEAD_DIM, LATENT = 12, 16, 24 + 8
 LONGER = [*PROMPTS, *([n * step % 250 for n in range(1, 40)] for step in (3, 5, 7))]
-
-
-def to_fp8(values: torch.Tensor) -> torch.Tensor:
-    return values.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-
-
-def to_int8(values: torch.Tensor) -> torch.Tensor:
-    scale = values.abs().amax(-1, keepdim=True) / 127
-    return (values / scale).round() * scale
-
-
-ROUNDINGS: dict[str, Rounding] = {"fp8": to_fp8, "int8": to_int8}
-
-
-class RoundedCache(DynamicCache):
-    """The cache of transformers, in which keys and values are rounded. Latents of DeepSeek, which it holds in
-    two parts, are rounded as one vector."""
-
-    def __init__(self, config: Any, rounding: Rounding) -> None:
-        super().__init__(config=config)
-        self._rounding, self._latent = rounding, hasattr(config, "kv_lora_rank")
-
-    def update(self, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        if self._latent:
-            sizes = key.shape[-1], value.shape[-1]
-            key, value = self._rounding(torch.cat([key, value], dim=-1)).split(sizes, dim=-1)
-        else:
-            key, value = self._rounding(key), self._rounding(value)
-        return super().update(key, value, *rest, **named)
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values`")

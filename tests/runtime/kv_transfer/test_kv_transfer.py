@@ -35,6 +35,7 @@ from cost_model.errors import InputError
 from runtime.kv_cache.layout import KvTransfer, Part
 from runtime.kv_cache.pool import CacheShape
 from runtime.kv_transfer.memory import shared_cache
+from runtime.kv_transfer.stream import Shapers
 from runtime.protocol.between_workers import KvLanded, KvOpened, KvSlice, KvTaken
 from runtime.protocol.framing import listen
 from runtime.protocol.to_workers import KvLink
@@ -207,3 +208,11 @@ def test_a_pool_gets_its_pages_and_keeps_what_it_holds():
     assert cache.pool[1, 1, 7].sum() == 3.0 * 2 * 8
     grown = psutil.Process().memory_info().rss - before
     assert grown == 0 or 15 * 2**20 < grown < 24 * 2**20  # 0: the kernel does not support it
+
+
+def test_senders_of_a_worker_share_its_emulated_links():
+    shapers = Shapers()
+    link = shapers.of("d/0", 1e6, 0.001)
+    assert shapers.of("d/0", 1e6, 0.001) is link
+    assert shapers.of("d/1", 1e6, 0.001) is not link
+    assert shapers.of("d/0", 2e6, 0.001) is not link

@@ -40,6 +40,7 @@ class Side:
             steps_in_flight=stages,
             kv_lease_s=300.0,
             lanes=(),
+            windowed=None,
         )
         executor = SimpleNamespace(
             config=config,

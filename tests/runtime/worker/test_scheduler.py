@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from runtime.kv_cache.blocks import BlockPool, prefix_digests
+from runtime.kv_cache.windows import WindowedPool, first_kept, first_read
 from runtime.protocol.between_workers import Step
 from runtime.protocol.message import Sampling
 from runtime.protocol.to_workers import Decode, Prefill
@@ -25,8 +27,13 @@ def make(
     mixed: int = 16,
     stages: int = 1,
     reuse: bool = True,
+    window: int | None = None,
+    windowed_blocks: int = 0,
 ) -> tuple[Scheduler, BlockPool]:
     pool = BlockPool(blocks, SIZE, reuse)
+    if window is not None:
+        running = stages * max(chunk, mixed)
+        pool = WindowedPool(blocks, windowed_blocks, SIZE, window, running, reuse)
     scheduler = Scheduler(
         max_batch=max_batch, max_prefill_tokens=chunk, max_mixed_tokens=mixed, in_flight=stages, pool=pool
     )
@@ -346,11 +353,15 @@ class Workers:
     tables: dict[str, list[int]] = field(default_factory=dict)
     texts: dict[str, list[int]] = field(default_factory=dict)
 
-    def fill(self, table: list[int], text: tuple[int, ...], first: int, end: int) -> None:
+    def fill(self, table: Sequence[int], text: tuple[int, ...], first: int, end: int) -> None:
         for token in range(first, end):
             self.slots[table[token // SIZE] * SIZE + token % SIZE] = text[: token + 1]
 
-    def run(self, step: Step) -> list[int]:
+    def read(self, table: Sequence[int], text: tuple[int, ...], first: int, end: int) -> None:
+        for token in range(first, end):
+            assert self.slots[table[token // SIZE] * SIZE + token % SIZE] == text[: token + 1]
+
+    def run(self, step: Step, window: int | None = None) -> list[int]:
         for name in step.preempted:
             del self.tables[name]
         for start in step.starts:
@@ -358,7 +369,7 @@ class Workers:
             self.tables[start.request_id] = []
         for sequence in step.sequences:
             table = self.tables[sequence.request_id]
-            table += sequence.blocks
+            table += sequence.blocks if window is None else sequence.windowed_blocks
             text, end = self.texts[sequence.request_id], sequence.position + len(sequence.tokens)
             assert list(sequence.tokens) == text[sequence.position : end]
             assert sequence.samples == (end == len(text))
@@ -366,16 +377,20 @@ class Workers:
         drawn = []
         for sequence in step.sequences:
             text, table = tuple(self.texts[sequence.request_id]), self.tables[sequence.request_id]
-            for token in range(sequence.position + len(sequence.tokens)):
-                assert self.slots[table[token // SIZE] * SIZE + token % SIZE] == text[: token + 1]
+            first = 0 if window is None else first_read(sequence.position, window)
+            self.read(table, text, first, sequence.position + len(sequence.tokens))
             if sequence.samples:
                 drawn.append(next_token(text))
         return drawn
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("seed", range(60))
-def test_every_history_gives_the_tokens_of_the_model_and_frees_everything(seed: int) -> None:
-    """Prompts with common prefixes, chunks, preemptions, cancels and transfers, in a small pool."""
+def test_every_history_gives_the_tokens_of_the_model_and_frees_everything(
+    seed: int, window: int | None
+) -> None:
+    """Prompts with common prefixes, chunks, preemptions, cancels and transfers, in a small pool; with layers
+    that have a window, in two."""
     rng = random.Random(seed)
     stages, max_batch = rng.randint(1, 4), rng.randint(1, 6)
     scheduler, pool = make(
@@ -385,8 +400,11 @@ def test_every_history_gives_the_tokens_of_the_model_and_frees_everything(seed: 
         mixed=rng.randint(1, 20),
         stages=stages,
         reuse=rng.random() < 0.8,
+        window=window,
+        windowed_blocks=random.Random(seed).randint(16, 40),
     )
-    workers = Workers()
+    workers, windowed = Workers(), Workers()
+    windowed.texts = workers.texts
     arriving = [f"r{number}" for number in range(40)]
     flying: list[Step] = []
     targets: dict[str, str] = {}
@@ -416,11 +434,15 @@ def test_every_history_gives_the_tokens_of_the_model_and_frees_everything(seed: 
             rule = Sampling(max_tokens=limits[name], stop_token_ids=(2,))
             workers.texts[name], targets[name] = list(text), ""
             digests = prefix_digests(text, SIZE)
-            begun = pool.begin(len(text), digests, scheduler.growing) if rng.random() < 0.4 else None
+            arrives = rng.random() < 0.4
+            begun = pool.reserve(len(text), digests, scheduler.growing, name) if arrives else None
             if begun is not None:
                 blocks, cached = begun
                 scheduler.expect(Reservation(name, tuple(text), blocks, cached, digests))
                 workers.fill(blocks, tuple(text), cached, len(text))
+                if window is not None:
+                    first = max(cached, first_kept(len(text), window, SIZE))
+                    windowed.fill(pool.windowed_table(name), tuple(text), first, len(text))
                 first = next_token(tuple(text))
                 outputs[name].append(first)
                 workers.texts[name].append(first)
@@ -448,12 +470,16 @@ def test_every_history_gives_the_tokens_of_the_model_and_frees_everything(seed: 
         if flying and rng.random() < 0.8:
             step = flying.pop(0)
             drawn = workers.run(step)
+            assert window is None or windowed.run(step, window) == drawn
             for sequence in step.sequences:
                 if sequence.samples and targets[sequence.request_id] and sequence.request_id not in sending:
                     sending.append(sequence.request_id)
             take(scheduler.complete(step.step, drawn))
         if sending and rng.random() < 0.5:
             name = sending.pop()
+            if window is not None and name in scheduler and name not in cancelled:
+                text = tuple(workers.texts[name][:-1])
+                windowed.read(windowed.tables[name], text, first_read(len(text), window), len(text))
             if name in scheduler and scheduler.sent(name):
                 released.append(name)
         alive -= set(released)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -106,17 +106,21 @@ class Batch:
         flat = np.fromiter((token for part in tokens for token in part), dtype=np.int64, count=int(ends[-1]))
         starts = np.asarray(offsets, dtype=np.int64)
         positions = np.arange(len(flat)) + np.repeat(starts - (ends - lengths), lengths)
-        places = [cache.slots(t, o, o + len(n)) for t, o, n in zip(tables, offsets, tokens, strict=True)]
         return cls(
             tokens=torch.from_numpy(flat).to(device),
             positions=torch.from_numpy(positions).to(device),
-            slots=torch.from_numpy(np.concatenate(places)).to(device),
+            slots=_slots(cache, lengths, offsets, tables),
             sampled=torch.from_numpy(ends[np.asarray(samples, dtype=bool)] - 1).to(device),
             lengths=tuple(lengths.tolist()),
             offsets=tuple(offsets),
             tables=tuple(tables),
             attention=attention,
         )
+
+    def over(self, attention: LayerAttention, tables: Sequence[Sequence[int]]) -> Batch:
+        """The same step over another cache, in which the sequences have these blocks."""
+        slots = _slots(attention.cache, self.lengths, self.offsets, tables)
+        return replace(self, slots=slots, tables=tuple(tables), attention=attention, _plans={})
 
     def plan(self, attention: Attention, window: int | None) -> Any:
         """An attention's plan for a window, made once per step for all layers that have this window."""
@@ -134,6 +138,14 @@ class Batch:
                 parts.append(Part(first, length, offset, table))
             first += length
         return singles, parts
+
+
+def _slots(
+    cache: PagedCache, lengths: Iterable[int], offsets: Sequence[int], tables: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Where the new tokens of each sequence go in a cache, [total] int64."""
+    places = [cache.slots(t, o, o + n) for t, o, n in zip(tables, offsets, lengths, strict=True)]
+    return torch.from_numpy(np.concatenate(places)).to(cache.shape.device)
 
 
 class LayerAttention(ABC):

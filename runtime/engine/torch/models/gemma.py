@@ -51,7 +51,7 @@ class Gemma2Stage(LlamaStage):
         return logits if logits is None or cap is None else (logits / cap).tanh_().mul_(cap)
 
     def _load_scoring(self, name: str, layer: int) -> Scoring:
-        return Scoring(self._windows[layer], self._score_scale, self._score_cap)
+        return Scoring(self.windows[layer], self._score_scale, self._score_cap)
 
     def _load_layer(self, layer: int) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
         name = f"layers.{layer}"
@@ -113,7 +113,7 @@ class Gemma3Stage(Gemma2Stage):
         return Rotary(config, head_dim, self.dtype, self.device, self.default_theta, far)
 
     def _rotary_of(self, layer: int) -> Rotary:
-        return self._rotary if self._windows[layer] is None else self._near
+        return self._rotary if self.windows[layer] is None else self._near
 
     def _begin(self, batch: Batch) -> None:
         super()._begin(batch)

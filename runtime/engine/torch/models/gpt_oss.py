@@ -58,7 +58,7 @@ class GptOssStage(MixtureStage):
     def _load_scoring(self, name: str, layer: int) -> Scoring:
         heads, first, end = self.cut(self.spec.heads)
         sinks = self.checkpoint.read(f"{name}.sinks", (heads,), rows=(first, end))
-        return Scoring(self._windows[layer], sinks=sinks.float())
+        return Scoring(self.windows[layer], sinks=sinks.float())
 
     def _load_router(self, name: str) -> Router:
         experts = self._mixture.experts

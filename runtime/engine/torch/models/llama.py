@@ -51,7 +51,7 @@ class LlamaStage(DecoderStage):
             position_limit=self._rotary.position_limit,
             tied=bool(config.get("tie_word_embeddings", self.default_tied)),
         )
-        self._windows = self._parse_windows(config, spec.layers)
+        self.windows = self._parse_windows(config, spec.layers)
         self._native = native.serves(self.dtype, self.device)
         return spec
 
@@ -71,7 +71,7 @@ class LlamaStage(DecoderStage):
 
     def _load_scoring(self, name: str, layer: int) -> Scoring:
         """How a layer attends; `name` is its attention's."""
-        return Scoring(self._windows[layer])
+        return Scoring(self.windows[layer])
 
     def _load_head_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """A norm of [tokens, query and key heads, head_dim] before they are rotated, if there is one."""
