@@ -153,7 +153,7 @@ def test_planned_and_stored_bytes_agree(tmp_path: Path, full: tuple[int, ...]) -
     """The pools of each worker fit into the memory that the plan has for KV caches, and fill that of all
     workers together as far as the plan does with so many requests."""
     placement = planned(checkpoint(tmp_path / "model"), full)
-    (told, _) = configurations(placement, tmp_path, "bfloat16", EngineOptions(dtype="float32")).values()
+    (told, _) = configurations(placement, tmp_path / "model", "bfloat16", EngineOptions(dtype="float32")).values()
     apart = told.windowed
     assert apart is not None and apart.window == 64
     assert apart.layers == tuple(sorted(set(range(LAYERS_OF_8)) - set(full)))
@@ -173,7 +173,7 @@ def test_planned_and_stored_bytes_agree(tmp_path: Path, full: tuple[int, ...]) -
     whole = placement.model_copy(
         update={"model": model.model_copy(update={"sliding_window": None, "full_attention_layers": ()})}
     )
-    (plain, _) = configurations(whole, tmp_path, "bfloat16", EngineOptions(dtype="float32")).values()
+    (plain, _) = configurations(whole, tmp_path / "model", "bfloat16", EngineOptions(dtype="float32")).values()
     assert plain.windowed is None
     assert told.kv_budget_tokens > 1.5 * plain.kv_budget_tokens
     shares = [used / room for used, room in zip(stored, rooms(placement), strict=True)]
@@ -187,7 +187,7 @@ def test_a_long_prompt_always_has_room(tmp_path: Path) -> None:
     few = placement.replicas[0].model_copy(update={"max_batch": 1})
     options = EngineOptions(dtype="float32", chunk_tokens=500)
     (told, _) = configurations(
-        placement.model_copy(update={"replicas": [few]}), tmp_path, "bfloat16", options
+        placement.model_copy(update={"replicas": [few]}), tmp_path / "model", "bfloat16", options
     ).values()
     assert told.windowed is not None
     needed = most_blocks(64, told.block_tokens, told.steps_in_flight * 500)
