@@ -21,8 +21,10 @@ from hexgen2.search.ties import greatest_first
 
 CHOSEN = 1e-9
 """Groups of a column in a solution that are more than rounding."""
-AT_ONCE = 40
-"""Groups planned before a program is solved again."""
+LITTLE = 5e-4
+"""A bound that is refined until it is close enough is left as it is once a round tightens it by no more."""
+AT_ONCE, MOST_AT_ONCE = 40, 160
+"""Groups planned before a program is solved again: the second where a bound is refined."""
 MOST_PLANNED = 2000
 """And before an integer program is solved."""
 
@@ -85,14 +87,19 @@ class Relaxations:
         def solve() -> Relaxation:
             return lp.solve(_simple(self.columns) if simple else self.columns, budget)
 
-        found = solve()
+        found, at_once, before = solve(), AT_ONCE, math.inf
         while found.upper_bound > self.enough and not self.stop():
             chosen = np.flatnonzero(found.amounts > CHOSEN).tolist()
             if not len(found.duals) or all(self.columns[k].planned for k in chosen):
                 break
+            if self.enough and before - found.upper_bound < LITTLE * found.upper_bound:
+                break
             loose = [k for k, column in enumerate(self.columns) if not column.planned]
             worth = {k: lp.worth(self.columns[k], found.duals) for k in loose}
-            self._plan(greatest_first(loose, worth.__getitem__)[:AT_ONCE])
+            self._plan(greatest_first(loose, worth.__getitem__)[:at_once])
+            before = found.upper_bound
+            if self.enough:  # Of few GPUs, groups are planned sooner than the program is solved.
+                at_once = min(2 * at_once, MOST_AT_ONCE)
             found = solve()
         return found
 
