@@ -27,8 +27,8 @@ class Calibrated(CostModel):
 
     How many tokens attention reads and the KV cache holds are means over the mixture of requests (see
     RequestLengths), within the model's sliding window; layers with one keep no other tokens, but those of a
-    step or a block. Where layers differ, a stage that holds all of
-    them has the mean layer's bytes per layer, and any other the largest layer's.
+    step or a block. Where layers differ, a stage that holds all of them has the mean layer's bytes per layer,
+    and any other the largest layer's.
     """
 
     name = "calibrated"

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +43,10 @@ from hexgen2.goal import Goal
 from hexgen2.placement import Placement
 from hexgen2.promise.keep import with_promise
 from hexgen2.replica import Replica
-from hexgen2.search.evaluator import Evaluator
-from hexgen2.search.params import Params
-from hexgen2.search.planning.plan import Planner
-from hexgen2.search.planning.shapes import Shapes
-from hexgen2.search.problem import Group, Problem, Solution, counts_of, make_problem
+from hexgen2.search.problem import Group, Solution, counts_of, make_problem
 from hexgen2.search.state import SearchState
 from hexgen2.strategies.base import SearchOptions, run_search
+from hexgen2.strategies.baselines.huawei import OneStagePlanner
 
 COMMAND = str(Path(sys.executable).with_name("hexgen2"))
 NODE = 8
@@ -106,25 +103,6 @@ class Theirs:
 
     pools: tuple[Pool, ...]
     per_gpu: float
-
-
-class _OneStage(Shapes):
-    """Groups are one tensor-parallel stage."""
-
-    def combinations(self, counts: Sequence[int], kinds: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-        for shape in super().combinations(counts, kinds):
-            if len(shape) == 1:
-                yield shape
-
-
-class _OneStagePlanner(Planner):
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._shapes = _OneStage(problem)
-
-    @classmethod
-    def evaluator(cls, problem: Problem, params: Params) -> Evaluator:
-        return Evaluator(problem, params, cls(problem))
 
 
 def drawn(seed: int) -> Case:
@@ -203,7 +181,7 @@ def as_placement(case: Case, theirs: Theirs) -> Placement | None:
             SearchOptions(),
             explore,
             fewest_gpus=1,
-            evaluator=_OneStagePlanner.evaluator,
+            evaluator=OneStagePlanner.evaluator,
         )
     except InfeasibleError:
         return None

@@ -121,9 +121,11 @@ class LiveKvBudget(KvBudget):
     grown_at_most: Callable[[], int] = int
 
     def has_room(self, tokens: int, prefill_only: bool) -> bool:
-        if KvBudget.has_room(self, tokens + self.grown_at_most(), prefill_only):
+        most = self.grown_at_most()
+        if KvBudget.has_room(self, tokens + most, prefill_only):
             return True
-        return KvBudget.has_room(self, tokens + self.grown(), prefill_only)
+        exactly = self.grown()
+        return exactly < most and KvBudget.has_room(self, tokens + exactly, prefill_only)
 
 
 class _AcceptsAll(KvBudget):

@@ -20,9 +20,9 @@ class Hello(Message, frozen=True):
     """First frame on a connection, from the side that connects (see handshake.py).
 
     purpose is "control" (executor to driver), "kv" (prefill worker to decode worker), "kv-windowed" (the
-    same, for layers with a window), "heads" (worker of a
-    stage to attention worker), "activations" (one hop of paths through ranges of layers to the next), "stage"
-    (emulated engine: one pipeline stage to the next) or "worker" (a worker to its head, with Ray).
+    same, for layers with a window), "heads" (worker of a stage to attention worker), "activations" (one hop
+    of paths through ranges of layers to the next), "stage" (emulated engine: one pipeline stage to the next)
+    or "worker" (a worker to its head, with Ray).
     """
 
     protocol: int

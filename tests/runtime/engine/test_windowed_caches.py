@@ -152,8 +152,9 @@ def rooms(placement: Placement) -> list[float]:
 def test_planned_and_stored_bytes_agree(tmp_path: Path, full: tuple[int, ...]) -> None:
     """The pools of each worker fit into the memory that the plan has for KV caches, and fill that of all
     workers together as far as the plan does with so many requests."""
-    placement = planned(checkpoint(tmp_path / "model"), full)
-    (told, _) = configurations(placement, tmp_path / "model", "bfloat16", EngineOptions(dtype="float32")).values()
+    folder, options = checkpoint(tmp_path / "model"), EngineOptions(dtype="float32")
+    placement = planned(folder, full)
+    (told, _) = configurations(placement, folder, "bfloat16", options).values()
     apart = told.windowed
     assert apart is not None and apart.window == 64
     assert apart.layers == tuple(sorted(set(range(LAYERS_OF_8)) - set(full)))
@@ -173,7 +174,7 @@ def test_planned_and_stored_bytes_agree(tmp_path: Path, full: tuple[int, ...]) -
     whole = placement.model_copy(
         update={"model": model.model_copy(update={"sliding_window": None, "full_attention_layers": ()})}
     )
-    (plain, _) = configurations(whole, tmp_path / "model", "bfloat16", EngineOptions(dtype="float32")).values()
+    (plain, _) = configurations(whole, folder, "bfloat16", options).values()
     assert plain.windowed is None
     assert told.kv_budget_tokens > 1.5 * plain.kv_budget_tokens
     shares = [used / room for used, room in zip(stored, rooms(placement), strict=True)]

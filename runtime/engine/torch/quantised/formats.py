@@ -1,7 +1,7 @@
 """How quantisation methods store matrices: a function for each, and `FORMATS` with all of them.
 
-Where a part of a matrix
-ends inside a word of several codes, or inside a group, the whole word and the group's scales are read.
+Where a part of a matrix ends inside a word of several codes, or inside a group, the whole word and the
+group's scales are read.
 """
 
 from __future__ import annotations
